@@ -17,8 +17,7 @@ BLAS = preload()
 _files.preload()
 
 from .adapters.capture import DraftHeads, read_heads
-from .adapters.sharding import DraftPlacement
-from .adapters.tokenizers import check_same_tokenizer
+from .adapters.text_mapping import check_same_tokenizer
 from .cache.prefix.nodes import CacheEntry
 from .config import (
     RULE_NAMES,
@@ -34,16 +33,14 @@ from .config import (
     WiredLimit,
     keep_pct,
 )
-from .distributed.joining import join_ranks
-from .distributed.ranks import Ranks
-from .engine.admission.blueprint import Blueprint, blueprint, loaded_bytes
+from .distributed.ranks import Ranks, join_ranks
 from .engine.engine import Engine, EngineHealth
-from .engine.inspection import ChunkInfo, Inspection
-from .engine.job import RequestHandle
+from .engine.footprint import Blueprint, blueprint, loaded_bytes
+from .engine.inspection import ChunkInfo, Inspection, Replay
 from .engine.machine import Machine, machine
 from .engine.mlx_thread import MLXThread
 from .engine.ranked import RankedEngine
-from .engine.replay import Replay
+from .engine.sequence import RequestHandle
 from .engine.stats import EngineStats, MemoryUse
 from .errors import (
     ContextLengthError,
@@ -60,7 +57,16 @@ from .errors import (
     SpecPrefillError,
 )
 from .loading import ModelPair, load_pair, make_pair, with_heads
-from .reading import DtypeName, LoadedModels
+from .reading import (
+    LOADED_FILES,
+    DraftPlacement,
+    DtypeName,
+    LoadedModels,
+    describe_stored,
+    find_model,
+    is_repository_id,
+    resolve_model_path,
+)
 from .request import (
     CacheLabel,
     Constraint,
@@ -89,13 +95,6 @@ from .request import (
 )
 from .selftest import Check, ForwardTimes, check_device, forward_times, sync_ms
 from .specprefill.head_calibration import calibrated_heads, find_heads
-from .stored import (
-    LOADED_FILES,
-    describe_stored,
-    find_model,
-    is_repository_id,
-    resolve_model_path,
-)
 
 __version__ = "0.1.0"
 

@@ -1,20 +1,23 @@
-"""Restores the limit on open files, which importing mlx-lm sets to 2048, and its hard limit to 4096.
-
-That raises if the hard limit is lower, and lowers it if it is higher.
-"""
+"""Files: the limit on open ones, and atomic replacement."""
 
 from __future__ import annotations
 
 import importlib
+import os
 import resource
+from pathlib import Path
 
-__all__ = ["preload"]
+__all__ = ["replace_text"]
 
 _WANTED = 2048  # open files: checkpoints have many shards, and the usual limit of macOS is 256
 
 
 def preload() -> None:
-    """Import mlx-lm, and raise the soft limit as mlx-lm would as far as the hard limit allows."""
+    """Import mlx-lm, and raise the soft limit as mlx-lm would as far as the hard limit allows.
+
+    mlx-lm's import sets the limit to 2048 and the hard limit to 4096. That raises if the hard limit is lower, and
+    lowers it if it is higher.
+    """
     change = resource.setrlimit
     resource.setrlimit = lambda *_: None
     try:
@@ -25,3 +28,15 @@ def preload() -> None:
     wanted = _WANTED if hard == resource.RLIM_INFINITY else min(_WANTED, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         change(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def replace_text(file: Path, text: str) -> None:
+    """Replace the file's content. Makes its folder if it is missing.
+
+    Raises:
+        OSError: it can't be written.
+    """
+    new = file.with_name(f"{file.name}.{os.getpid()}")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    new.write_text(text, encoding="utf-8")
+    new.replace(file)

@@ -13,32 +13,32 @@ import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .adapters.capture import DraftHeads, read_heads
-from .adapters.checkpoint import context_length, dtype_name, vocab_size
 from .adapters.depth import first_layers, full_draft_model, layers_of
-from .adapters.draft_layers import truncate_layers, with_retrieval_heads
 from .adapters.gguf import is_gguf
 from .adapters.mtp import MTPHead, load_mtp_head
 from .adapters.patches import install_patches
-from .adapters.probe import staged_model
-from .adapters.refusals import sparse_refusal
+from .adapters.probe import sparse_refusal, staged_model
 from .adapters.registry import adapter_for, architecture_of
-from .adapters.retrieval_heads import RetrievalDraft, known_heads
-from .adapters.sharding import DraftPlacement, Sharding
+from .adapters.retrieval_heads import RetrievalDraft, known_heads, truncate_layers, with_retrieval_heads
 from .adapters.staged import StagedModel
-from .adapters.text_mapping import TextMapping
-from .adapters.tokenizers import mapping_between
+from .adapters.text_mapping import TextMapping, mapping_between
 from .distributed.ranks import Ranks, agreed
 from .errors import LoadError
 from .reading import (
+    DraftPlacement,
     DtypeName,
     LoadedModels,
     OnProgress,
+    Sharding,
     cast_model,
+    context_length,
+    dtype_name,
     read_model,
     read_part,
     read_placed,
+    resolve_model_path,
+    vocab_size,
 )
-from .stored import resolve_model_path
 
 __all__ = ["DtypeName", "ModelPair", "load_pair", "make_pair", "with_heads"]
 

@@ -1,10 +1,16 @@
-"""Loads one model in pieces, so that others can use the device in between, or returns the loaded copy."""
+"""Finds models in files and loads them in pieces, so that others can use the device in between. Uses no network.
+
+Hugging Face's cache holds `models--publisher--name/snapshots/COMMIT/files`, and `refs/main` names the commit.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
+import re
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,30 +18,238 @@ from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
+from huggingface_hub import constants, parse_local_safetensors_file_metadata
+from huggingface_hub.errors import SafetensorsParsingError
+from huggingface_hub.file_download import repo_folder_name
 from mlx.utils import tree_flatten
 from mlx_lm import load as mlx_load
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import hf_repo_to_path
+from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, hf_repo_to_path
 from tokenizers import Tokenizer
 
-from .adapters.checkpoint import dtype_name
-from .adapters.gguf import is_gguf, load_gguf
-from .adapters.overflow import FLOAT16_MAX, largest_hidden
-from .adapters.sharding import DraftPlacement, Sharding, files_digest, shard
+from .adapters.gguf import describe_gguf, is_gguf, load_gguf
+from .adapters.probe import FLOAT16_MAX, largest_hidden
 from .distributed.ranks import Ranks
 from .errors import LoadError
-from .stored import resolve_model_path
 
 __all__ = [
+    "LOADED_FILES",
+    "DraftPlacement",
     "DtypeName",
     "LoadedModels",
     "OnProgress",
-    "Read",
+    "Sharding",
     "cast_model",
+    "context_length",
+    "describe_stored",
+    "dtype_name",
+    "find_model",
+    "is_repository_id",
     "read_model",
     "read_part",
     "read_placed",
+    "resolve_model_path",
+    "shard",
+    "sharding_of",
+    "vocab_size",
 ]
+
+
+def _text_config(config: dict[str, Any]) -> dict[str, Any]:
+    return {**config, **(config.get("text_config") or {})}
+
+
+def context_length(config: dict[str, Any], tokenizer: TokenizerWrapper) -> int:
+    """Return the smaller of the configured context and the tokenizer's limit, in tokens."""
+    known = _text_config(config)
+    names = ("max_position_embeddings", "model_max_length", "max_seq_len", "seq_length", "n_positions", "n_ctx")
+    limits = [known[name] for name in names if isinstance(known.get(name), int) and known[name] > 0]
+    stated = getattr(tokenizer, "model_max_length", None)
+    if isinstance(stated, int) and 0 < stated < 10**9:
+        limits.append(stated)
+    return min(limits) if limits else 2**31 - 1
+
+
+def vocab_size(config: dict[str, Any], tokenizer: TokenizerWrapper) -> int:
+    """Return the rows of the output projection; at least the tokenizer's vocabulary."""
+    stated = _text_config(config).get("vocab_size")
+    return stated if isinstance(stated, int) and stated > 0 else len(tokenizer.get_vocab())
+
+
+def dtype_name(model: nn.Module) -> str:
+    sizes: dict[str, int] = {}
+    for _, array in nn.utils.tree_flatten(model.parameters()):
+        if mx.issubdtype(array.dtype, mx.floating):
+            name = str(array.dtype).removeprefix("mlx.core.")
+            sizes[name] = sizes.get(name, 0) + int(array.size)
+    return max(sizes, key=lambda name: sizes[name]) if sizes else "none"
+
+
+Sharding = Literal["tensor", "pipeline"]
+DraftPlacement = Literal["first", "sharded"]
+""""first": on rank 0, which sends the importance to the others. Else each rank holds a part of every layer."""
+_PART = 4096  # bytes
+_PARTS = 64  # of every file
+
+
+def sharding_of(model: nn.Module) -> Sharding | None:
+    """Return mlx-lm's way to spread the model: every layer over all ranks, else some layers to each rank; None if
+    neither.
+    """
+    if hasattr(model, "shard"):
+        return "tensor"
+    return "pipeline" if hasattr(getattr(model, "model", None), "pipeline") else None
+
+
+def shard(model: nn.Module, name: str, config: dict[str, Any], group: Ranks, kind: Sharding | None = None) -> Sharding:
+    """Reduce a model whose weights were not read yet to this rank's part.
+
+    Args:
+        kind: of sharding; None: `sharding_of`.
+
+    Raises:
+        LoadError: mlx-lm can't spread it over this number of ranks.
+    """
+    kind = kind or sharding_of(model)
+    if kind is None or (kind == "tensor" and not hasattr(model, "shard")):
+        ways = "shard" if kind == "tensor" else "shard or pipeline"
+        raise LoadError(f"{name} can't be spread over several machines: mlx-lm can't {ways} {model.model_type}")
+    try:
+        if kind == "tensor":
+            check_heads(name, config, group.size)
+            model.shard(group.group)
+        else:
+            model.model.pipeline(group.group)
+    except (ValueError, AssertionError, IndexError) as error:
+        raise LoadError(f"{name} can't be spread over {group.size} ranks: {error}") from error
+    return kind
+
+
+def check_heads(name: str, config: dict[str, Any], size: int) -> None:
+    """Check that head counts are divisible by the number of ranks. mlx-lm ignores the remainder.
+
+    Raises:
+        LoadError: there is a remainder.
+    """
+    text = config.get("text_config", config)
+    for key in ("num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads"):
+        count = text.get(key)
+        # A latent cache (MLA) is whole on every rank, whatever this number.
+        if isinstance(count, int) and count % size and not (key == "num_key_value_heads" and "kv_lora_rank" in text):
+            raise LoadError(f"{name} can't be spread over {size} ranks: its {count} {key} can't be divided by that")
+
+
+def files_digest(path: Path) -> str:
+    """Return a digest of a checkpoint's configuration and of samples of its weights."""
+    digest = hashlib.blake2b(digest_size=16)
+    files = [path] if path.is_file() else sorted([*path.glob("config.json"), *path.glob("*.safetensors")])
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name}\0{size}\0".encode())
+        with file.open("rb") as content:
+            for index in range(_PARTS):
+                content.seek(index * size // _PARTS)
+                digest.update(content.read(_PART))
+    return digest.hexdigest()
+
+
+LOADED_FILES = tuple(DEFAULT_ALLOW_PATTERNS)
+"""Patterns of the repository files that loading needs."""
+
+_ID = re.compile(r"(?P<repository>[\w][\w.-]*/[\w][\w.-]*)(?:/(?P<file>[^/].*\.gguf))?", re.ASCII)
+
+
+def is_repository_id(name: str) -> bool:
+    """Return whether the name has the form `publisher/name` or `publisher/name/FILE.gguf`."""
+    return _ID.fullmatch(name) is not None
+
+
+def resolve_model_path(where: str | Path) -> Path | None:
+    """Return the folder or GGUF file of this path, else of the stored model with this id; None if there is neither.
+
+    Raises:
+        LoadError: the repository has several GGUF files and none is named.
+    """
+    path = Path(where).expanduser()
+    if path.exists() or str(where).startswith((".", "/", "~")):
+        return path
+    return find_model(str(where))
+
+
+def find_model(name: str) -> Path | None:
+    """Return the path of a repository id's files, if all that loading needs are there.
+
+    Args:
+        name: `publisher/name`, or `publisher/name/FILE.gguf`.
+
+    Raises:
+        LoadError: as in `resolve_model_path`.
+    """
+    parts = _ID.fullmatch(name)
+    if parts is None:
+        return None
+    folder = _snapshot_of(parts["repository"])
+    return None if folder is None else _model_in(folder, parts["file"])
+
+
+def _snapshot_of(repository: str) -> Path | None:
+    """Return the folder of the commit of `main` at the last download, complete or not."""
+    stored = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repository, repo_type="model")
+    try:
+        commit = (stored / "refs" / constants.DEFAULT_REVISION).read_text(encoding="utf-8").strip()
+    except OSError:
+        return None
+    folder = stored / "snapshots" / commit
+    return folder if commit and folder.is_dir() else None
+
+
+def _model_in(folder: Path, file: str | None) -> Path | None:
+    """Return the loadable model of a folder: the folder itself if all its weights are there, or a GGUF file in it.
+
+    Raises:
+        LoadError: as in `resolve_model_path`.
+    """
+    if file is not None:
+        return folder / file if (folder / file).is_file() else None
+    if (folder / "config.json").is_file() and _has_weights(folder):
+        return folder
+    files = [path for path in sorted(folder.glob("*.gguf")) if not path.name.startswith("mmproj")]
+    if len(files) > 1:
+        names = ", ".join(path.name for path in files)
+        raise LoadError(f"{folder} has several GGUF files: name one of them behind the id, as in ID/FILE.gguf: {names}")
+    return files[0] if files else None
+
+
+def _has_weights(folder: Path) -> bool:
+    index = folder / constants.SAFETENSORS_INDEX_FILE
+    if not index.is_file():
+        return any(folder.glob("model*.safetensors"))
+    try:
+        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, KeyError, AttributeError):
+        return False
+    return all((folder / str(file)).is_file() for file in files)
+
+
+def describe_stored(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return the configuration of a model's folder or GGUF file, and the number of weights of each type.
+
+    Types are those of safetensors. Reads only the headers of the weights' files.
+    """
+    try:
+        if is_gguf(path):  # the CPU backend unpacks them
+            return describe_gguf(path, pack=mx.default_device() != mx.Device(mx.cpu))
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        heads = [parse_local_safetensors_file_metadata(file) for file in path.glob("model*.safetensors")]
+    except (OSError, ValueError, SafetensorsParsingError) as error:
+        raise LoadError(f"{path}: {error}") from error
+    if not isinstance(config, dict):
+        raise LoadError(f"{path}: config.json holds no object")
+    counts: Counter[str] = Counter()
+    for head in heads:
+        counts.update(head.parameter_count)
+    return config, dict(counts)
+
 
 log = logging.getLogger(__name__)
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]

@@ -39,7 +39,7 @@ from mlx_specprefill.adapters.depth import FirstLayers
 from mlx_specprefill.adapters.patches import install_patches
 from mlx_specprefill.adapters.registry import DRAFT_REFUSALS, SPARSE_REFUSALS
 from mlx_specprefill.cache.positioned import make_positioned_cache, place
-from mlx_specprefill.sessions.recall import can_recall
+from mlx_specprefill.specprefill.sparse_prefill import can_recall
 from tests import precision
 
 PROMPT_LEN = 96

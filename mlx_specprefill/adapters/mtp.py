@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +29,36 @@ from mlx_lm.models.qwen3_5 import DecoderLayer, TextModel, TextModelArgs
 from mlx_lm.utils import infer_quant_config
 
 from ..errors import LoadError
+from .capture import Active
 from .registry import architecture_of
 
-__all__ = ["MTPHead", "MTPLayers", "load_mtp_head", "normalised"]
+__all__ = ["MTPHead", "MTPLayers", "load_mtp_head", "normalised", "recorded_hidden", "wrap_hidden"]
+
+_states: Active[list[mx.array]] = Active()
+
+
+def wrap_hidden(call: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    """Wrap a text model's `__call__` to show its output to the active recording."""
+
+    @wraps(call)
+    def run(module: nn.Module, *args: Any, **kwargs: Any) -> mx.array:
+        hidden = call(module, *args, **kwargs)
+        if _states.value is not None:
+            _states.value.append(hidden)
+        return hidden
+
+    return run
+
+
+@contextmanager
+def recorded_hidden() -> Iterator[list[mx.array]]:
+    """Collect the target's final hidden states (B, L, D) of the forwards on this thread, in order.
+
+    They are the input of its output projection, after the last norm: what a Qwen3.5's inner text model returns.
+    """
+    with _states.during([]) as states:
+        yield states
+
 
 ARCHITECTURES = ("qwen3_5", "qwen3_5_moe")
 Tensors = dict[str, mx.array]

@@ -17,11 +17,9 @@ from functools import reduce
 from typing import Any
 
 from .capture import wrap_attention, wrap_softmax
-from .dynamic_ntk import wrap_dynamic_ntk
-from .hidden import wrap_hidden
-from .ministral3 import wrap_attention_scale
+from .mtp import wrap_hidden
 from .recurrence import RECURRENT, wrap_recurrence
-from .rope import wrap_rope
+from .rope import wrap_attention_scale, wrap_dynamic_ntk, wrap_rope
 
 __all__ = ["PATCHES", "Patch", "install_patches"]
 

@@ -1,4 +1,4 @@
-"""Checks at start-up that this model follows explicit positions.
+"""Checks at start-up: the model follows explicit positions, its hidden values fit into float16, its draft serves it.
 
 The verified table covers architectures; a checkpoint can enable an untested variant. A few forwards of at most 12
 tokens compare the position mapping with ordinary forwards of the same model. Nothing is kept.
@@ -6,6 +6,7 @@ tokens compare the position mapping with ordinary forwards of the same model. No
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,12 +17,21 @@ import numpy.typing as npt
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..cache.positioned import Positioned, leaves, make_positioned_cache, place, quantize_kv
+from ..distributed.ranks import Ranks, agreed
 from ..errors import SparseUnsupportedError
-from .depth import FirstLayers
+from .depth import FirstLayers, Observed, layers_of, replacing
 from .registry import adapter_for, architecture_of
 from .staged import StagedModel
 
-__all__ = ["probe_quantized", "probe_sparse", "probe_staged", "staged_model"]
+__all__ = [
+    "FLOAT16_MAX",
+    "largest_hidden",
+    "probe_quantized",
+    "probe_sparse",
+    "probe_staged",
+    "sparse_refusal",
+    "staged_model",
+]
 
 Positions = npt.NDArray[np.int32]
 
@@ -187,3 +197,55 @@ def _distance(a: mx.array, b: mx.array) -> float:
     a, b = a.astype(mx.float32), b.astype(mx.float32)
     worst = mx.abs(a - b).max(axis=-1) / mx.maximum(mx.abs(b).max(), 1e-9)
     return float(np.median(np.array(worst)))
+
+
+FLOAT16_MAX = 65504.0
+
+
+def largest_hidden(model: nn.Module) -> float:
+    """Return the largest magnitude that a layer returns in one forward; infinity if one overflows.
+
+    float16 ends at 65 504. Models are trained in bfloat16, whose range is that of float32: in float16 hidden values
+    that are too large become infinite, and every answer nonsense. Layers that are called part by part are only checked for overflows.
+    """
+    returned: list[Any] = []
+    watched = replacing(model, {id(layer): Observed(layer, returned) for layer in layers_of(model)})
+    logits = watched(mx.array([TOKENS]), cache=make_prompt_cache(model))
+    found = [mx.abs(each[0] if isinstance(each, tuple) else each).max() for each in returned]
+    found.append(mx.where(mx.isnan(logits).any(), mx.inf, 0.0))
+    largest = float(np.array(mx.stack(found).max().astype(mx.float32)))
+    return largest if math.isfinite(largest) else math.inf
+
+
+def sparse_refusal(target: nn.Module, draft: nn.Module | None, ranks: Ranks | None) -> str | None:
+    """Return why one rank or another can't prefill sparsely; None if all can.
+
+    Args:
+        draft: on rank 0; the others may have none.
+    """
+    of_draft = agreed(ranks, "draft's refusal", lambda: _of_draft(draft))
+    refusal = of_draft or _of_target(target)
+    if ranks is None:
+        return refusal
+    holds = refusal is None and any(isinstance(part, Positioned) for part in leaves(make_positioned_cache(target)))
+    if ranks.every(holds):
+        return None
+    return ranks.agree("refusal", lambda: refusal) or "one of the machines has none of its attention layers"
+
+
+def _of_draft(draft: nn.Module | None) -> str | None:
+    if draft is None:
+        return "no draft model is loaded"
+    refusal = adapter_for(architecture_of(draft)).draft_refusal
+    return None if refusal is None else f"the draft can't score: {refusal}"
+
+
+def _of_target(target: nn.Module) -> str | None:
+    refusal = adapter_for(architecture_of(target)).sparse_refusal
+    if refusal is not None:
+        return refusal
+    try:
+        make_positioned_cache(target)
+    except SparseUnsupportedError as error:
+        return error.reason
+    return probe_sparse(target)

@@ -8,15 +8,21 @@ ordinary offsets pass through unchanged.
   positioned cache that was told where its next tokens lie (`cache/positioned.py`).
 - `OffsetAdjustedRoPE` adds a per-row shift to the offset for the duration of one call. It serves caches that can't
   carry the shift themselves, because their `offset` is also their storage index (mlx-lm's `QuantizedKVCache`).
+
+Two models need more. mlx-lm computes the base of a dynamic NTK RoPE from the end of the sequence,
+`max(L + offset, limit)`, which needs one integer: with one position per token, the end is the position after the last
+one. Ministral 3 and Mistral 4 scale every query by a function of its position, which mlx-lm derives as offset + 0..L-1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from .capture import Active
 
@@ -24,8 +30,44 @@ __all__ = [
     "OffsetAdjustedRoPE",
     "PositionMappedRoPE",
     "adjusted_offsets",
+    "wrap_attention_scale",
+    "wrap_dynamic_ntk",
     "wrap_rope",
 ]
+
+
+def wrap_dynamic_ntk(stock: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    """Wrap `DynamicNTKScalingRoPE.__call__` to take positions. Integer offsets go through mlx-lm's own code."""
+
+    @wraps(stock)
+    def rotate(self: Any, x: mx.array, offset: Any = 0) -> mx.array:
+        """Rotate x (B, H, L, D). offset: as in mlx-lm, one per row (B,), or positions (1, L) int32."""
+        if not isinstance(offset, mx.array) or offset.ndim == 0:
+            return stock(self, x, offset)
+        if offset.ndim == 1:  # every row has its own base
+            starts = np.array(offset).tolist()
+            return mx.concatenate([stock(self, x[row : row + 1], start) for row, start in enumerate(starts)])
+        seq_len = max(int(np.array(offset).max()) + 1, self.max_position_embeddings)
+        growth = self.factor * seq_len / self.max_position_embeddings - (self.factor - 1)
+        base = self.base * growth ** (self.dims / (self.dims - 2))
+        return mx.fast.rope(x, self.dims, traditional=self.traditional, base=base, scale=1.0, offset=offset)
+
+    return rotate
+
+
+def wrap_attention_scale(stock: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    """Wrap `_get_llama_4_attn_scale` to take positions. Ordinary offsets go through mlx-lm's own code."""
+
+    @wraps(stock)
+    def scale(size: int, offset: Any, beta: float, max_position_embeddings: int) -> mx.array:
+        """Return each token's scale, (1, 1, L, 1) for positions. offset: as in mlx-lm, or positions (1, L) int32."""
+        if not (isinstance(offset, mx.array) and offset.ndim == 2):
+            return stock(size, offset, beta, max_position_embeddings)
+        scaling = 1 + beta * mx.log(1 + mx.floor(offset / max_position_embeddings))
+        return scaling[:, None, :, None]
+
+    return scale
+
 
 RopeFn = Callable[..., mx.array]
 

@@ -1,27 +1,157 @@
-"""Converts a target's tokens to text for a draft with another tokenizer.
+"""Compares two tokenizers, and converts a target's tokens to text for a draft with another one.
 
 The target's special tokens become line breaks in that text, so that two messages don't run together. The draft's chat
 template is not applied; the start token of its tokenizer is. No text of the prompt becomes a special token of the
 draft.
+
+The bytes of tokens are derived from the tokenizer's decoder: exactly for byte-level BPE, for SentencePiece vocabularies
+(spaces as U+2581, bytes as <0xNN>), and for words joined by spaces. Other decoders are refused by name.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, starmap
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from tokenizers import Encoding
+from tokenizers import Encoding, Tokenizer
 
 from ..errors import PairMismatchError, SparseUnsupportedError
 from ..request import TokenIds
-from .token_bytes import TokenBytes, backend_of
 
-__all__ = ["LEAST_ALIGNED", "DraftText", "TextMapping", "map_text"]
+__all__ = ["TextMapping", "TokenBytes", "check_same_tokenizer", "map_text", "mapping_between"]
+
+Piece = Callable[[str], bytes]
+_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
+
+
+def backend_of(tokenizer: TokenizerWrapper) -> Tokenizer:
+    """Return the implementation in the `tokenizers` library.
+
+    Raises:
+        PairMismatchError: it has another one.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if not isinstance(backend, Tokenizer):
+        kind = type(getattr(tokenizer, "_tokenizer", tokenizer)).__name__
+        raise PairMismatchError(f"text can't be mapped by {kind}, which has no tokenizer.json")
+    return backend
+
+
+class TokenBytes:
+    """The bytes of a tokenizer's tokens. Looks up each id once. Not thread-safe."""
+
+    def __init__(self, tokenizer: TokenizerWrapper, special: bytes) -> None:
+        """Args:
+            special: bytes of special tokens. Other added tokens stand for their text.
+
+        Raises:
+            PairMismatchError: its decoder is of an unknown kind.
+        """
+        self._backend = backend_of(tokenizer)
+        decoder = self._backend.decoder
+        self._piece = _piece_by(None if decoder is None else json.loads(decoder.__getstate__()))
+        added = self._backend.get_added_tokens_decoder().items()
+        self._added = {index: special if token.special else token.content.encode() for index, token in added}
+        self._known: dict[int, bytes] = {}
+
+    def read(self, ids: Sequence[int] | TokenIds) -> tuple[bytes, npt.NDArray[np.int64]]:
+        """Return the text of these tokens, and the end of each in it, int64 (M,). Unknown ids have no text."""
+        tokens = np.asarray(ids, dtype=np.int32)
+        unique, where = np.unique(tokens, return_inverse=True)
+        pieces = [self[int(token)] for token in unique]
+        lengths = np.fromiter(map(len, pieces), dtype=np.int64, count=len(pieces))
+        return b"".join([self._known[token] for token in tokens.tolist()]), np.cumsum(lengths[where])
+
+    def agrees(self, text: str) -> bool:
+        """Return whether this text's tokens stand for the text that the tokenizer decodes, special tokens aside."""
+        special = {index for index, token in self._backend.get_added_tokens_decoder().items() if token.special}
+        ids = [token for token in self._backend.encode(text, add_special_tokens=False).ids if token not in special]
+        said = self.read(ids)[0].decode(errors="replace")
+        return said.strip(" ") == str(self._backend.decode(ids, skip_special_tokens=False)).strip(" ")
+
+    def __getitem__(self, token: int) -> bytes:
+        if token not in self._known:
+            self._known[token] = self._look_up(token)
+        return self._known[token]
+
+    def _look_up(self, token: int) -> bytes:
+        if token in self._added:
+            return self._added[token]
+        piece = self._backend.id_to_token(token) if token >= 0 else None
+        return b"" if piece is None else self._piece(piece)
+
+
+def _piece_by(decoder: dict[str, Any] | None) -> Piece:
+    """Return the conversion of a token's name to bytes by this decoder.
+
+    Raises:
+        PairMismatchError: the kind is unknown.
+    """
+    if decoder is None:
+        return lambda piece: b" " + piece.encode()
+    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    texts = [_text_step(step) for step in steps if step["type"] in ("Replace", "Metaspace")]
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"]:
+        return _of_byte_level
+    known = {"Replace", "Metaspace", "ByteFallback", "Fuse", "Strip"}
+    # A step that strips the whole text comes after the one that joins the pieces.
+    strips_pieces = "Strip" in kinds and "Fuse" not in kinds[: kinds.index("Strip")]
+    if not texts or not known.issuperset(kinds) or strips_pieces:
+        raise PairMismatchError(f"text can't be mapped by a tokenizer with the decoder {' + '.join(kinds)}")
+    fallback = "ByteFallback" in kinds
+
+    def piece_bytes(piece: str) -> bytes:
+        if fallback and (found := _BYTE.fullmatch(piece)):
+            return bytes([int(found[1], 16)])
+        for change in texts:
+            piece = change(piece)
+        return piece.encode()
+
+    return piece_bytes
+
+
+def _text_step(step: dict[str, Any]) -> Callable[[str], str]:
+    """Return the function of a decoder's step on text.
+
+    Raises:
+        PairMismatchError: it replaces a pattern.
+    """
+    if step["type"] == "Metaspace":
+        return lambda piece: piece.replace(step["replacement"], " ")
+    old = step["pattern"].get("String")
+    if old is None:
+        raise PairMismatchError(f"text can't be mapped by a tokenizer whose decoder replaces {step['pattern']}")
+    return lambda piece: piece.replace(old, step["content"])
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Return the byte of each character in byte-level vocabularies.
+
+    GPT-2 chose them: printable bytes as they are, the others from U+0100 on.
+    """
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
+
+
+_BYTES = _byte_alphabet()
+
+
+def _of_byte_level(piece: str) -> bytes:
+    try:
+        return bytes([_BYTES[character] for character in piece])
+    except KeyError:  # an added token's own text
+        return piece.encode()
+
 
 Ends = npt.NDArray[np.int64]
 
@@ -252,3 +382,61 @@ def _shared(ends: Ends) -> Ends:
     length, group = np.diff(borders, prepend=0), np.repeat(np.arange(borders.size), count)
     rank = np.arange(ends.size) - first[group] + 1
     return np.asarray(borders[group] - length[group] + length[group] * rank // count[group], dtype=np.int64)
+
+
+# Text on which two tokenizers with one vocabulary can still differ: normalisers, pre-tokenizers, merges.
+_PROBE_TEXT = "Hello  World\n\tdéjà vu 12345.67 don't 中文 🙂 x_y=(a+b)[0]; ﬁ <|im_start|>"
+
+log = logging.getLogger(__name__)
+
+
+def mapping_between(target: TokenizerWrapper, draft: TokenizerWrapper, draft_id: str) -> TextMapping | None:
+    """Return the mapping from the target's tokens to the draft's; None if they are the same.
+
+    Raises:
+        PairMismatchError: there is none.
+    """
+    try:
+        check_same_tokenizer(target, draft)
+    except PairMismatchError as difference:
+        return _mapped(target, draft, draft_id, difference)
+    log.info("draft %s: same tokenizer as the target's", draft_id)
+    return None
+
+
+def _mapped(
+    target: TokenizerWrapper, draft: TokenizerWrapper, draft_id: str, difference: PairMismatchError
+) -> TextMapping:
+    try:
+        mapping = map_text(target, draft)
+    except PairMismatchError as refused:
+        raise PairMismatchError(f"{difference}; the draft {draft_id} can't be mapped by text: {refused}") from refused
+    log.info("draft %s: mapped by text, %.4f of the bytes aligned: %s", draft_id, mapping.aligned, difference)
+    return mapping
+
+
+def check_same_tokenizer(target: TokenizerWrapper, draft: TokenizerWrapper) -> None:
+    """Check that the draft's ids mean the target's tokens.
+
+    Raises:
+        PairMismatchError: vocabularies, special tokens or the tokens of a probe text differ.
+    """
+    ours, theirs = target.get_vocab(), draft.get_vocab()
+    if ours != theirs:
+        differing = sorted(set(ours.items()) ^ set(theirs.items()), key=lambda item: item[1])
+        example = ", ".join(f"{token!r}={index}" for token, index in differing[:4])
+        raise PairMismatchError(
+            f"target and draft have different vocabularies ({len(ours)} and {len(theirs)} tokens; e.g. {example})"
+        )
+    if _added(target) != _added(draft):
+        differing_ids = sorted(_added(target) ^ _added(draft))[:4]
+        raise PairMismatchError(f"target and draft have different special tokens (e.g. ids {differing_ids})")
+    if target.encode(_PROBE_TEXT) != draft.encode(_PROBE_TEXT):
+        raise PairMismatchError("target and draft share a vocabulary but split text differently")
+
+
+def _added(tokenizer: TokenizerWrapper) -> set[int]:
+    """Return the ids of added tokens. Their special flag is ignored: it matters for decoding only, and GGUF files
+    differ.
+    """
+    return {int(index) for index in tokenizer.added_tokens_decoder}

@@ -10,9 +10,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList, QuantizedKVCache
 
-from .batched import PositionedBatch, PositionedBatchKVCache, PositionedBatchRotatingKVCache
+from .batched import PositionedBatch, PositionedBatchKVCache, PositionedBatchRotatingKVCache, QuantizedBatchKVCache
 from .positioned import Positioned, PositionedKVCache, PositionedRotatingKVCache, leaves
-from .quantized_batch import QuantizedBatchKVCache
 
 __all__ = ["batch_key", "extend_batch", "extract_row", "filter_batch", "give_back", "make_room", "merge_rows"]
 

@@ -21,7 +21,7 @@ from ..config import EngineConfig
 from ..errors import SettingsError, SparseUnsupportedError
 from ..loading import ModelPair
 from ..request import CacheLabel, GenerationRequest, TokenIds
-from ..specprefill.staged_prefill import HiddenStates
+from ..specprefill.sparse_prefill import HiddenStates
 
 __all__ = ["EngineCaches", "empty_cache", "empty_draft_cache"]
 

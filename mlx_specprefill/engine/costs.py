@@ -1,4 +1,4 @@
-"""Predicts prefill times from the chunks that have run.
+"""Predicts prefill times from the chunks that have run, and chooses the next chunks and the kind of prefill by them.
 
 A forward over n tokens behind s others takes `fixed + token * n + pair * n * (s + n / 2)` milliseconds. The fixed part
 does not depend on the length. It is small in dense models and large in mixtures of experts, whose experts are nearly
@@ -14,8 +14,9 @@ import os
 import platform
 import statistics
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from itertools import combinations
 from pathlib import Path
@@ -27,15 +28,19 @@ import numpy as np
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from .._replacing import replace_text
+from .._files import replace_text
 from ..cache.positioned import leaves
 from ..cache.prefix.nodes import model_identity
 from ..config import EngineConfig
 from ..loading import ModelPair
-from ..request import Prediction
+from ..request import Event, GenerationRequest, Prediction, Progress
+from ..specprefill.plan import PrefillPlan, plan_prefill
 from ..specprefill.sparse_prefill import TAIL
+from .footprint import MOST_PAIRS
+from .scheduler import Scheduler
+from .sequence import Job
 
-__all__ = ["CostModel", "ForwardCost", "ForwardKind", "LearntCost", "prior_cost"]
+__all__ = ["ChunkSizer", "CostModel", "ForwardCost", "LearntCost", "Planner", "prior_cost"]
 
 log = logging.getLogger(__name__)
 
@@ -344,3 +349,130 @@ def _known(stored: Any, kind: str) -> ForwardCost | None:
         return None
     usable = all(math.isfinite(value) and value >= 0 for value in values) and any(values)
     return ForwardCost(*map(float, values)) if usable else None
+
+
+_SMALLEST = 64  # tokens of a chunk that requests wait for
+_SMALLEST_BACKGROUND = 16
+# Beside other requests a chunk is no shorter than what loses this share of its time to the forward's fixed cost.
+_FIXED_SHARE = 1 / 3
+
+
+class ChunkSizer:
+    """Sizes chunks for the job whose turn it is. MLX thread only, but for `expected`.
+
+    Alone, a prefill runs in chunks of `EngineConfig.prefill_step`. Beside other requests a chunk takes about
+    `target_itl_ms`. It is never so short that a third of its time would be the fixed cost of a forward, but for those
+    of idle work.
+
+    Attributes:
+        largest: tokens of a chunk at most.
+        elsewhere: answers of other engines wait for the chunk to end.
+    """
+
+    def __init__(self, pair: ModelPair, config: EngineConfig, scheduler: Scheduler, costs: CostModel) -> None:
+        self._pair = pair
+        self._scheduler = scheduler
+        self._costs = costs
+        self._target_ms = config.target_itl_ms
+        self._job: Job | None = None
+        self._given = 0  # tokens of the latest chunk at most
+        self.largest = config.prefill_step
+        self.elsewhere = False
+
+    def begin(self, job: Job) -> None:
+        """Size the chunks that are asked for from now on for this job."""
+        self._job = job
+
+    def end(self, job: Job) -> None:
+        """Let go of a job that gets no more chunks."""
+        if self._job is job:
+            self._job = None
+
+    def halve(self) -> int:
+        """Make the longest chunk half as long, and return its tokens."""
+        self.largest = max(min(_SMALLEST, self.largest), self.largest // 2)
+        return self.largest
+
+    def size(self, stage: str) -> int:
+        """Return the tokens of the next forward of "draft" or "prefill"."""
+        job = self._job
+        depth = 0 if job is None else job.depth(stage)
+        contended = self.elsewhere or self._scheduler.is_contended
+        self._given = self._size(_kind(stage, job), depth, contended, job is not None and job.background)
+        return self._given
+
+    def expected(self, stage: str) -> int:
+        """Return the tokens of a forward at the start of another prompt; from any thread."""
+        return self._size(_kind(stage, None), 0, bool(self._scheduler.decoding), False)
+
+    def _size(self, kind: ForwardKind, depth: int, contended: bool, background: bool) -> int:
+        largest = min(self.largest, max(_SMALLEST, MOST_PAIRS // max(depth, 1)))
+        if not (contended or background):
+            return largest
+        cost = self._costs.cost(kind)
+        smallest = _SMALLEST_BACKGROUND if background else _SMALLEST
+        fitting = cost.fitting(self._target_ms, depth) // smallest * smallest
+        if background:
+            return min(largest, max(smallest, fitting))
+        least = math.ceil(cost.losing(_FIXED_SHARE, depth) / smallest) * smallest
+        return min(largest, max(smallest, fitting, least))
+
+    def observe(self, job: Job, event: Event) -> None:
+        """Record the progress and time of the job's latest chunk."""
+        if not isinstance(event, Progress):
+            return
+        if event.cached is not None:
+            job.cached = event.cached
+        ms, depth, stage = 1e3 * job.slice_s, job.depth(event.stage), event.stage
+        tokens = max(0, event.done - job.done.get(stage, 0))
+        job.done[stage] = event.done
+        reads = stage in ("draft", "prefill")
+        self._scheduler.served(job.uid, event.total - event.done if reads else None, round(ms))
+        if job.sequence is not None:
+            job.sequence.spend(stage, ms)
+        if stage == "select":
+            self._costs.observe("select", event.total, 0, ms)
+        elif reads and tokens <= self._given:  # more than was given out came from the draft's cache
+            self._costs.observe(_kind(stage, job), tokens, depth, ms)
+
+
+def _kind(stage: str, job: Job | None) -> ForwardKind:
+    """Return which layers the forwards of a stage run through."""
+    if stage == "draft":
+        return "draft"
+    return "upper" if job is not None and job.sequence is not None and job.sequence.staged else "target"
+
+
+class Planner:
+    """Plans prefills, from any thread.
+
+    Args:
+        chunk_size: returns the tokens of a forward of "draft" or "prefill".
+    """
+
+    def __init__(
+        self, pair: ModelPair, config: EngineConfig, costs: CostModel, chunk_size: Callable[[str], int]
+    ) -> None:
+        self._pair = pair
+        self._config = config
+        self._costs = costs
+        self._chunk_size = chunk_size
+
+    def plan(self, request: GenerationRequest, cached: int | None = None) -> PrefillPlan:
+        """Plan a request. The target's cache holds its first `cached` tokens; None: not known yet."""
+        return plan_prefill(
+            request,
+            self._config,
+            sparse_refusal=self._pair.sparse_refusal,
+            # The number of tokens for a draft with another tokenizer is known only after tokenizing.
+            draft_context=self._pair.draft_context if self._pair.mapping is None else None,
+            cached_tokens=cached,
+            predict=partial(self.predict, len(request.prompt), cached or 0) if self._pair.drafted else None,
+        )
+
+    def predict(self, tokens: int, cached: int, kept: int) -> Prediction:
+        """Return the times of both prefills of a prompt if the target sees `kept` of its uncached tokens.
+
+        The draft's cache is assumed to hold the same prefix as the target's.
+        """
+        return self._costs.predict(tokens, kept, cached, (self._chunk_size("prefill"), self._chunk_size("draft")))

@@ -11,27 +11,39 @@ mask made, while the forward runs.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from ..adapters.probe import probe_quantized
 from ..adapters.registry import adapter_for, architecture_of
 from ..adapters.rope import adjusted_offsets
 from ..adapters.staged import StagedModel
+from ..cache.positioned import quantize_kv
 from ..cache.rows import batch_key, extend_batch, extract_row, filter_batch, give_back, make_room, merge_rows
+from ..config import EngineConfig
 from ..constraints import GrammarState, Mask
 from ..distributed.ranks import Ranks
-from ..errors import InvalidRequestError
-from ..request import TokenEvent
-from ..sampling import LogitsProcessor, Sampler, choose, greedy, token_event
+from ..errors import InvalidRequestError, SparseUnsupportedError
+from ..loading import ModelPair
+from ..request import GenerationRequest, TokenEvent
+from ..sampling import LogitsProcessor, Sampler, choose, greedy, held_back, logits_processors, make_sampler, token_event
+from ..speculative.row import SpeculativeRow
+from .caches import empty_cache
+from .memory import cache_bytes
+from .sequence import Sequence, log_failure
+from .speculation import AnswerDrafter
 
-__all__ = ["DecodeBatch", "DecodeRow", "Removed", "RowFailed"]
+__all__ = ["DecodeBatch", "DecodeRow", "Removed", "RowFailed", "Rows"]
 
 # Seconds of a step for copying caches when rows join or leave. Copying all at once took half a second where a step
 # takes 60 ms (a dozen rows, the longest 6 000 tokens, 2 cores).
@@ -58,7 +70,7 @@ class DecodeRow:
     cache: list[Any]
     logits: mx.array
     sampler: Sampler
-    processors: Sequence[LogitsProcessor] = ()
+    processors: Seq[LogitsProcessor] = ()
     logprobs: int | None = None
     shift: int = 0
     grammar: GrammarState | None = None
@@ -189,7 +201,7 @@ class _Group:
     def _event(self, index: int, token: int, choice: _Choice) -> TokenEvent:
         return token_event(token, choice.scores[index : index + 1], self.rows[index].logprobs)
 
-    def admit(self, others: Sequence[_Group], until: float) -> list[_Group]:
+    def admit(self, others: Seq[_Group], until: float) -> list[_Group]:
         """Merge other groups until the time is over. The rest run on their own until the next step.
 
         Args:
@@ -213,7 +225,7 @@ class _Group:
             give_back(self.cache, until)
         return waiting
 
-    def absorb(self, others: Sequence[_Group]) -> None:
+    def absorb(self, others: Seq[_Group]) -> None:
         """Merge the rows of other groups with the same key."""
         newcomers = [other.cache for other in others]
         if len(self.rows) == 1:
@@ -288,7 +300,7 @@ def _without(index: int, count: int) -> list[int]:
     return keep
 
 
-def _stack_masks(masks: Sequence[Mask | None]) -> mx.array | None:
+def _stack_masks(masks: Seq[Mask | None]) -> mx.array | None:
     """Stack the masks of all rows, (B, V); None if no row has one."""
     sizes = [mask.size for mask in masks if mask is not None]
     if not sizes:
@@ -381,3 +393,178 @@ class DecodeBatch:
         # With several ranks the merge can't depend on how fast one of them copies.
         until = math.inf if self._ranks is not None else time.monotonic() + COPYING_S
         self._groups = [group for first, *others in alike.values() for group in (first, *first.admit(others, until))]
+
+
+log = logging.getLogger(__name__)
+Outcome = tuple[int, TokenEvent | Exception]  # of the row with this uid; after an error it is removed
+
+
+class _Drafted(NamedTuple):
+    """A sequence whose row decodes with proposals, beside the batch."""
+
+    sequence: Sequence
+    drafting: AnswerDrafter
+    row: SpeculativeRow
+
+
+class Rows:
+    """Sequences between their prefill and their last token."""
+
+    def __init__(self, pair: ModelPair, config: EngineConfig) -> None:
+        self._pair = pair
+        self._config = config
+        self._batch = DecodeBatch(pair.target, pair.stages, pair.ranks)
+        self._drafted: dict[int, _Drafted] = {}
+
+    def __len__(self) -> int:
+        return len(self._batch) + len(self._drafted)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all rows' caches. In a batch every row takes as much as the longest."""
+        drafted = (drafted.row.cache for drafted in self._drafted.values())
+        return sum(cache_bytes(cache) for cache in (*self._batch.caches, *drafted))
+
+    def add(self, sequence: Sequence, logits: mx.array) -> list[TokenEvent]:
+        """Start decoding a prefilled sequence. Its next token comes from `logits` (1, V).
+
+        Returns:
+            Tokens that are known already: the first one, and those that the prefill found.
+        """
+        self._quantize(sequence)
+        if sequence.drafting is not None and (row := self._begin_drafted(sequence, sequence.drafting, logits)):
+            return row.early
+        self._add_plain(sequence, logits)
+        return [self._first_token(sequence.uid)]
+
+    def step(self) -> Iterator[Outcome]:
+        """Yield one token of every plain row, then one verification of a drafted row. Rows may leave in between."""
+        yield from self._step_batch()
+        yield from self._step_drafted()
+
+    def remove(self, uid: int) -> tuple[list[Any], tuple[int, ...]]:
+        """Remove a row; return its cache and the generated tokens in it."""
+        if uid not in self._drafted:
+            removed = self._batch.remove(uid)
+            return removed.cache, removed.tokens
+        row = self._drafted.pop(uid).row
+        return row.cache, tuple(row.tokens)
+
+    def clear(self) -> None:
+        """Remove all rows, whatever their state."""
+        self._batch = DecodeBatch(self._pair.target, self._pair.stages, self._pair.ranks)
+        self._drafted.clear()
+
+    def _begin_drafted(self, sequence: Sequence, drafting: AnswerDrafter, logits: mx.array) -> SpeculativeRow | None:
+        """Start a drafted row; None if it is decoded plainly after all."""
+        row = drafting.begin_row(
+            sequence.model(self._pair),
+            sequence.cache,
+            logits,
+            _processors(sequence.request),
+            sequence.grammar,
+            sequence.shift,
+        )
+        if row is not None:
+            sequence.cache = []  # the row owns it now
+            self._drafted[sequence.uid] = _Drafted(sequence, drafting, row)
+        return row
+
+    def _add_plain(self, sequence: Sequence, logits: mx.array) -> None:
+        request = sequence.request
+        self._batch.add(
+            DecodeRow(
+                uid=sequence.uid,
+                cache=sequence.cache,
+                logits=logits,
+                sampler=make_sampler(request.sampling, self._pair.vocab_size),
+                processors=_processors(request),
+                logprobs=request.logprobs,
+                shift=sequence.shift,
+                grammar=sequence.grammar,
+                generated=tuple(sequence.tokens),
+                staged=sequence.staged,
+            )
+        )
+        sequence.cache = []  # the batch owns it now
+
+    def _first_token(self, uid: int) -> TokenEvent:
+        """Return a row's first token. If this fails, the row is removed at once, so that the next step does not fail
+        again.
+        """
+        try:
+            return self._batch.first_token(uid)
+        except Exception:
+            self._batch.remove(uid)
+            raise
+
+    def _quantize(self, sequence: Sequence) -> None:
+        bits, group = self._config.kv_bits, self._config.kv_group_size
+        if bits is None or self._unquantized is not None:
+            return
+        try:
+            sequence.cache, sequence.shift = quantize_kv(sequence.cache, group, bits)
+        except SparseUnsupportedError as error:
+            log.warning("the KV cache of a request stays unquantised: %s", error.reason)
+
+    @cached_property
+    def _unquantized(self) -> str | None:
+        """Return why the target's KV cache can't be quantised. Checked and logged with the first row."""
+        bits, target = self._config.kv_bits, self._pair.target
+        assert bits is not None
+        reason = probe_quantized(target, empty_cache(target), self._config.kv_group_size, bits)
+        if reason is not None:
+            log.warning("the KV cache stays unquantised: %s", reason)
+        return reason
+
+    def _step_batch(self) -> list[Outcome]:
+        """Step the batch. A failing forward fails its rows; the next ones start with an empty batch."""
+        if not len(self._batch):
+            return []
+        try:
+            return list(self._batch.step())
+        except RowFailed as failed:
+            log_failure(log, "a row failed", failed.__cause__)
+            self._batch.remove(failed.uid)
+            cause = failed.__cause__
+            return [(failed.uid, cause if isinstance(cause, Exception) else failed)]
+        except Exception as error:
+            log.exception("decode step failed")
+            lost = self._batch.uids
+            self._batch = DecodeBatch(self._pair.target, self._pair.stages, self._pair.ranks)
+            return [(uid, error) for uid in lost]
+
+    def _step_drafted(self) -> Iterator[Outcome]:
+        """Step the first drafted row. Beside other rows it joins the batch, and the next one is first."""
+        uid = next(iter(self._drafted), None)
+        if uid is None:
+            return
+        outcomes, leaving = self._forward_drafted(uid)
+        yield from outcomes
+        if leaving is not None and uid in self._drafted:
+            self._join_batch(uid, leaving)
+
+    def _forward_drafted(self, uid: int) -> tuple[list[Outcome], str | None]:
+        """Run one verification; return its outcomes, and why the row goes on as a plain one, if it does."""
+        drafted = self._drafted[uid]
+        try:
+            events, leaving = drafted.drafting.step(drafted.row, alone=len(self) == 1)
+        except Exception as error:  # noqa: BLE001 - one row must not end the others
+            log_failure(log, "a speculative row failed", error)
+            del self._drafted[uid]
+            return [(uid, error)], None
+        return [(uid, event) for event in events], leaving
+
+    def _join_batch(self, uid: int, why: str) -> None:
+        sequence, drafting, row = self._drafted.pop(uid)
+        drafting.leave(why)
+        sequence.cache = row.cache
+        self._add_plain(sequence, row.logits)
+
+
+def _processors(request: GenerationRequest) -> list[LogitsProcessor]:
+    """Return penalties and biases. A constraint handles `min_tokens` itself."""
+    processors = logits_processors(request.sampling)
+    if request.min_tokens and request.constraint is None:
+        processors.append(held_back(request.stop_token_ids, request.min_tokens))
+    return processors

@@ -20,10 +20,9 @@ from ..request import (
     TokenIds,
     concat_tokens,
 )
-from .admission.memory import Memory
-from .job import Job, RequestHandle, noop
+from .memory import Memory
 from .prefill import Prefiller
-from .sequence import Sequence
+from .sequence import Job, RequestHandle, Sequence, noop
 
 __all__ = ["Densifier", "DensifyQueue", "IdleTurn"]
 

@@ -25,27 +25,22 @@ from ..loading import ModelPair
 from ..request import Constraint, Event, Failed, Finished, GenerationRequest, Prediction, Progress
 from ..sampling import check_sampling
 from ..specprefill.plan import PrefillPlan
-from .admission.footprint import weights_by_array
-from .admission.memory import Memory, check_limit
-from .admission.planner import Planner
 from .caches import EngineCaches
-from .chunks import ChunkSizer
-from .costs import CostModel
+from .costs import ChunkSizer, CostModel, Planner
+from .decode_batch import Rows
 from .densify import Densifier
-from .device_errors import DeviceErrors
+from .footprint import weights_by_array
 from .inbox import Inbox, Results
-from .inspection import Inspection, inspect_prompt
-from .job import Job, OnEvent, RequestHandle, Work, noop
-from .loop import Loop
+from .inspection import Inspection, Replay, inspect_prompt, replay_continuation
+from .loop import DeviceErrors, Loop
+from .machine import wire
+from .memory import Memory, check_limit
 from .mlx_thread import MLXThread
 from .prefill import Prefiller
-from .replay import Replay, replay_continuation
-from .rows import Rows
 from .scheduler import Scheduler
-from .sequence import Sequence
+from .sequence import Job, OnEvent, RequestHandle, Sequence, Work, noop
 from .speculation import Speculator
 from .stats import EngineStats
-from .wiring import wire
 
 __all__ = ["Engine", "EngineHealth", "check_request"]
 

@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ..errors import EngineClosedError
-from .job import Job, strip_traceback
 from .scheduler import Scheduler
+from .sequence import Job, strip_traceback
 
 __all__ = ["Call", "Inbox", "Results"]
 

@@ -1,16 +1,20 @@
-"""Describes the machine that runs the models."""
+"""The machine that runs the models: its description, its battery, and the memory that macOS keeps resident."""
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
+import time
 from dataclasses import dataclass
 
 import mlx.core as mx
+import psutil
 
-from .admission.footprint import default_limit, physical_memory
+from ..config import WiredLimit
+from .footprint import default_limit, physical_memory
 
-__all__ = ["Machine", "machine"]
+__all__ = ["Battery", "Machine", "machine", "wire", "wired_bytes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,3 +42,61 @@ def machine() -> Machine:
     device = "gpu" if mx.default_device() == mx.Device(mx.gpu) else "cpu"
     name = mx.device_info().get("device_name") or platform.processor() or platform.machine()
     return Machine(device, mx.metal.is_available(), str(name), os.cpu_count() or 1, physical_memory(), default_limit())
+
+
+_LOOK_EVERY_S = 30.0
+
+
+class Battery:
+    """Reports whether the machine runs on battery. Reads the sensors at most every 30 s."""
+
+    def __init__(self) -> None:
+        self._next_look = 0.0  # by the monotonic clock
+        self._is_in_use = False
+
+    @property
+    def is_in_use(self) -> bool:
+        """Return whether the machine runs on battery. False without a battery or where the state is unknown."""
+        now = time.monotonic()
+        if now >= self._next_look:
+            self._next_look = now + _LOOK_EVERY_S
+            found = psutil.sensors_battery()
+            self._is_in_use = found is not None and found.power_plugged is False
+        return self._is_in_use
+
+
+log = logging.getLogger(__name__)
+_LARGE = 0.6  # of memory: weights above it are wired by "auto"
+
+
+def wired_bytes(choice: WiredLimit, weights: int, caches: int, memory: int | None, recommended: int | None) -> int:
+    """Return the bytes to wire, 0 for none.
+
+    Args:
+        weights, caches: bytes of the models, and those that prompts may keep.
+        memory: bytes of the machine, None: unknown.
+        recommended: the device's working set in bytes; None: it names none, so it can't wire.
+    """
+    if recommended is None or choice == "off":
+        return 0
+    if choice == "on":
+        return recommended
+    if memory is None or weights <= _LARGE * memory:
+        return 0
+    return min(weights + caches, recommended)
+
+
+def wire(choice: WiredLimit, weights: int, caches: int) -> int:
+    """Limit the memory that macOS 15 and later keeps resident for MLX by `wired_bytes`; return the bytes.
+
+    Unwired, models above some 60 to 75 % of memory decode 20 to 150 times slower (mlx-examples issue 1061, vmlx-swift
+    issue 418). Wired, kernels panicked under concurrent requests (mlx issue 3186).
+    """
+    memory = physical_memory()
+    recommended = mx.device_info().get("max_recommended_working_set_size")
+    nbytes = wired_bytes(choice, weights, caches, memory, int(recommended) if recommended else None)
+    if nbytes:
+        mx.set_wired_limit(nbytes)
+        why = "as asked for" if choice == "on" else f"the weights take {weights / (memory or 1):.0%} of memory"
+        log.info("%.1f GB are wired, %s; --wired-limit off leaves them to macOS", nbytes / 1e9, why)
+    return nbytes

@@ -25,19 +25,18 @@ from ..request import CacheLabel, GenerationRequest, Progress, TokenIds
 from ..specprefill.plan import PrefillPlan
 from ..specprefill.scorer import Scores
 from ..specprefill.selector import PromptText
-from ..specprefill.staged_prefill import HiddenStates
-from .admission.memory import Memory
-from .admission.planner import Planner
+from ..specprefill.sparse_prefill import HiddenStates
 from .caches import EngineCaches
-from .chunks import ChunkSizer
+from .costs import ChunkSizer, Planner
 from .densify import Densifier, DensifyQueue, IdleTurn
 from .engine import Engine, EngineHealth
 from .inbox import Call
-from .job import Job, Work
 from .loop import Loop
+from .memory import Memory
 from .mlx_thread import MLXThread
 from .prefill import Prefiller
 from .scoring import PromptScorer, Scoring
+from .sequence import Job, Work
 from .sequence import Sequence as Request
 from .stats import Need
 

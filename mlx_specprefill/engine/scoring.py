@@ -22,7 +22,7 @@ from ..specprefill.mapped import MappedTask, map_task
 from ..specprefill.plan import PrefillPlan, template_mask
 from ..specprefill.scorer import Scores, ScoringInput, question_span, repeated_question_spans, scorer_for
 from ..specprefill.selector import PromptText
-from ..specprefill.staged_prefill import HiddenStates
+from ..specprefill.sparse_prefill import HiddenStates
 from .caches import EngineCaches, empty_draft_cache
 
 __all__ = ["DraftContextError", "PromptScorer"]

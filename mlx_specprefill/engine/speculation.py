@@ -25,7 +25,7 @@ from ..speculative.mtp_proposer import PromptReader
 from ..speculative.proposers import Proposer
 from ..speculative.row import LastForward, Limits, SpeculativeRow
 from ..speculative.strategies import StrategyName, make_proposer, refusal
-from ..speculative.token_sampler import TokenSampler
+from ..speculative.verification import TokenSampler
 from .scheduler import Scheduler
 
 __all__ = ["AnswerDrafter", "Speculator"]

@@ -1,4 +1,8 @@
-"""Scoring by a draft with another tokenizer: converts the prompt to its tokens, and the scores back."""
+"""Scoring by a draft with another tokenizer: converts the prompt to its tokens, and the scores back.
+
+Every byte of the text lies in one token on either side, so the ends of its tokens define a side. Two tokens overlap if
+they share a byte.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,98 @@ from dataclasses import dataclass, replace
 
 import mlx.nn as nn
 import numpy as np
+import numpy.typing as npt
 
 from ..adapters.text_mapping import TextMapping
 from ..request import Progress
-from .overlap import Overlap
 from .scorer import Scorer, Scores, ScoringInput
 
-__all__ = ["MappedScorer", "MappedTask", "map_task"]
+__all__ = ["MappedScorer", "MappedTask", "Overlap", "map_task"]
+
+Bools = npt.NDArray[np.bool_]
+Ends = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """A text of B >= 1 bytes as the target's M tokens and as the draft's N.
+
+    Attributes:
+        target: int64 (M,), bytes of the text up to each token's end: ascending from 0 or more to B. A token that ends
+            where the one before it ends has no text.
+        draft: the same, (N,).
+    """
+
+    target: Ends
+    draft: Ends
+
+    def __post_init__(self) -> None:
+        for ends in (self.target, self.draft):
+            if ends.size == 0 or ends[0] < 0 or (np.diff(ends) < 0).any():
+                raise ValueError("the ends of tokens must ascend")
+        if self.target[-1] != self.draft[-1] or self.draft[-1] < 1:
+            raise ValueError(f"the texts have {self.target[-1]} and {self.draft[-1]} bytes")
+
+    def importance(self, found: Floats) -> Floats:
+        """Return the importance of the target's tokens, (M,), from the draft's, (N,): the maximum over overlapping
+        tokens.
+
+        No value is negative. A token without text takes the larger value of its two neighbours.
+        """
+        first, stop = _overlapped(self.target, self.draft)
+        has_text = stop > first
+        counted = np.where(_has_text(self.draft), found, np.float32(0))
+        highest = np.maximum.reduceat(np.append(counted, np.float32(0)), _pairs(first, stop))[::2]
+        return _from_neighbours(np.where(has_text, highest, np.float32(0)), has_text)
+
+    def mask(self, chosen: Bools) -> Bools:
+        """Return a mask of the draft's tokens, (N,), from the target's, (M,): true if all overlapping tokens are
+        chosen.
+
+        Also true for tokens without text.
+        """
+        first, stop = _overlapped(self.draft, self.target)
+        counted = np.append(chosen | ~_has_text(self.target), True)
+        every = np.logical_and.reduceat(counted, _pairs(first, stop))[::2]
+        return np.asarray(every | (stop == first), dtype=np.bool_)
+
+    def span(self, start: int, end: int) -> tuple[int, int]:
+        """Return the draft's tokens [start, end) that overlap the target's [start, end), at least one.
+
+        For target tokens without text it is the last draft token that begins before them.
+        """
+        text = int(self.target[start - 1]) if start > 0 else 0, int(self.target[end - 1])
+        stop = int(np.searchsorted(self.draft, text[1], side="left")) + 1
+        first = int(np.searchsorted(self.draft, text[0], side="right"))
+        return min(first, stop - 1), stop
+
+
+def _has_text(ends: Ends) -> Bools:
+    return np.diff(ends, prepend=0) > 0
+
+
+def _overlapped(ends: Ends, others: Ends) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
+    """Return for every token the others [first, stop) that it overlaps; empty for a token without text."""
+    starts = np.append(0, ends[:-1])
+    first = np.searchsorted(others, starts, side="right")
+    return first, np.where(_has_text(ends), np.searchsorted(others, ends, side="left") + 1, first)
+
+
+def _pairs(first: npt.NDArray[np.intp], stop: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
+    """Interleave ranges for `reduceat`, of whose results every second one counts."""
+    return np.stack([first, stop], axis=1).ravel()
+
+
+def _from_neighbours(values: Floats, known: Bools) -> Floats:
+    """Fill unknown values with the larger of the nearest known ones before and after."""
+    if known.all():
+        return values
+    index, size = np.arange(values.size), values.size
+    before = np.maximum.accumulate(np.where(known, index, -1))
+    after = np.minimum.accumulate(np.where(known, index, size)[::-1])[::-1]
+    around = np.append(values, np.float32(0))  # -1 and `size` index its last element: no neighbour
+    return np.where(known, values, np.maximum(around[before], around[after]))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,12 @@
-"""Chooses sparse or full prefill before any work is done. Pure functions."""
+"""Chooses sparse or full prefill before any work is done. Pure functions.
+
+A question about a whole text (a count, a summary, a list of everything) is read in full. Scores do not show it: a
+draft's heads attend to each relevant place, but no single place holds the answer. So the question's words are checked.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -14,7 +19,26 @@ import numpy.typing as npt
 from ..config import EngineConfig, RuleName, Scope, SelectionConfig
 from ..request import GenerationRequest, Mode, Prediction, PromptSpan
 
-__all__ = ["ForcedRange", "PrefillPlan", "forced_mask", "forced_ranges", "plan_prefill", "template_mask"]
+__all__ = ["PrefillPlan", "about_everything", "forced_mask", "forced_ranges", "plan_prefill", "template_mask"]
+
+_WHOLE = re.compile(
+    r"""\bhow\ (?:many|often)\b
+    | \b(?:count|tally|enumerate|summari[sz]e|summary|overview|outline|gist|tl;?dr|proofread|paraphrase|rephrase)\b
+    | \bnumber\ of\ (?:times|occurrences)\b
+    | \b(?:list|name|give|find|show|extract|identify|collect|mention)\ (?:me\ )?(?:all|every|each)\b
+    | \b(?:most|least)\ (?:common|frequent|often|frequently)\b
+    | \b(?:main|key|central)\ (?:points?|ideas?|topics?|themes?|messages?)\b
+    | \b(?:rewrite|reword|refactor|translate|reformat|convert|correct|edit|shorten|review)\ (?:the|this|it|all|my)\b
+    | \b(?:everything|whole|entire|throughout|overall|all\ of\ (?:the|them|this)|in\ total|altogether)\b""",
+    re.IGNORECASE | re.VERBOSE,
+)
+
+
+def about_everything(question: str) -> str | None:
+    """Return the words that ask for the whole text; None if there are none. English only."""
+    found = _WHOLE.search(question)
+    return None if found is None else found.group()
+
 
 Bools = npt.NDArray[np.bool_]
 

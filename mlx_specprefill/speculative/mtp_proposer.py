@@ -14,13 +14,11 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from ..adapters.hidden import recorded_hidden
-from ..adapters.mtp import MTPHead
+from ..adapters.mtp import MTPHead, recorded_hidden
 from ..cache.positioned import PositionedKVCache, place
 from ..request import TokenIds
 from .proposers import Proposal, Proposer, Verified
-from .token_sampler import TokenSampler
-from .verification import draw
+from .verification import TokenSampler, draw
 
 __all__ = ["MTPProposer", "PromptReader"]
 

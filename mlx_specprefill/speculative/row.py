@@ -20,8 +20,7 @@ from ..request import TokenEvent
 from ..sampling import token_event
 from .proposers import AcceptanceCounts, Proposal, Proposer, Verified
 from .rollback import Rollback
-from .token_sampler import TokenSampler
-from .verification import Distribution, draw, verify
+from .verification import Distribution, TokenSampler, draw, verify
 
 __all__ = ["LastForward", "Limits", "SpeculativeRow"]
 

@@ -18,10 +18,9 @@ from ..cache.positioned import PositionedKVCache, Runs
 from ..config import SpeculationConfig
 from ..request import Progress, TokenIds
 from .mtp_proposer import MTPProposer, PromptReader
-from .ngram_proposer import NgramProposer
-from .proposers import Drafter, Proposer
-from .retrieval_proposer import TriForceProposer
+from .proposers import Drafter, NgramProposer, Proposer
 from .rollback import rollback_refusal
+from .triforce import TriForceProposer
 
 __all__ = ["STRATEGIES", "StrategyName", "gathered", "make_proposer", "read_ends", "refusal"]
 

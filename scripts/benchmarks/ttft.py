@@ -43,8 +43,7 @@ from mlx_specprefill.specprefill.mapped import MappedScorer
 from mlx_specprefill.specprefill.plan import forced_mask, forced_ranges
 from mlx_specprefill.specprefill.scorer import Scores, ScoringInput, scorer_for
 from mlx_specprefill.specprefill.selector import TextReader, select_tokens
-from mlx_specprefill.specprefill.sparse_prefill import prefill
-from mlx_specprefill.specprefill.staged_prefill import HiddenStates, prefill_upper
+from mlx_specprefill.specprefill.sparse_prefill import HiddenStates, prefill, prefill_upper
 
 from .harness import BenchError, pairs, shapes
 from .harness.figures import machine, rounded, show, timed

@@ -10,8 +10,7 @@ import numpy.typing as npt
 import pytest
 from mlx_lm.models.cache import KVCache
 
-from mlx_specprefill.adapters.hidden import recorded_hidden
-from mlx_specprefill.adapters.mtp import MTPHead
+from mlx_specprefill.adapters.mtp import MTPHead, recorded_hidden
 from mlx_specprefill.cache.positioned import PositionedKVCache, place
 from tests.oracle import build
 from tests.precision import assert_close

@@ -15,10 +15,9 @@ from tokenizers.models import BPE, WordPiece
 
 from mlx_specprefill import LoadError, PairMismatchError
 from mlx_specprefill.adapters.gguf import load_gguf
-from mlx_specprefill.adapters.text_mapping import TextMapping, map_text
-from mlx_specprefill.adapters.token_bytes import TokenBytes
+from mlx_specprefill.adapters.text_mapping import TextMapping, TokenBytes, map_text
 from mlx_specprefill.errors import SparseUnsupportedError
-from mlx_specprefill.specprefill.overlap import Overlap
+from mlx_specprefill.specprefill.mapped import Overlap
 from tests.tiny import tokenizer as words
 from tests.tokenizers_of_all_kinds import KINDS, byte_level, kind, wrapped
 

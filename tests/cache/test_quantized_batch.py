@@ -15,8 +15,8 @@ from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attenti
 from mlx_lm.models.cache import QuantizedKVCache
 
 from mlx_specprefill.cache import batched
+from mlx_specprefill.cache.batched import QuantizedBatchKVCache
 from mlx_specprefill.cache.positioned import PositionedKVCache
-from mlx_specprefill.cache.quantized_batch import QuantizedBatchKVCache
 from mlx_specprefill.cache.rows import (
     batch_key,
     extend_batch,
@@ -26,7 +26,7 @@ from mlx_specprefill.cache.rows import (
     make_room,
     merge_rows,
 )
-from mlx_specprefill.engine.admission.ledger import cache_bytes
+from mlx_specprefill.engine.memory import cache_bytes
 
 GROUP, HEADS, D = 32, 2, 64
 CLOSE = 1e-5

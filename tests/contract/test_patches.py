@@ -16,7 +16,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_specprefill.adapters.capture import QueryCapture, recorded_attention, wrap_attention
-from mlx_specprefill.adapters.hidden import recorded_hidden
+from mlx_specprefill.adapters.mtp import recorded_hidden
 from mlx_specprefill.adapters.patches import PATCHES, install_patches
 from mlx_specprefill.adapters.recurrence import recorded_recurrence
 from tests.oracle import build, on_the_cpu_unfused

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlx_specprefill.adapters.sharding import sharding_of
+from mlx_specprefill.reading import sharding_of
 from tests.oracle import build
 
 from .ranks import logs, started

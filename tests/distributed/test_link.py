@@ -11,8 +11,7 @@ from multiprocessing.connection import Client
 
 import pytest
 
-from mlx_specprefill.distributed.link import connect
-from mlx_specprefill.distributed.place import Place
+from mlx_specprefill.distributed.link import Place, connect
 
 from ..waiting import eventually
 

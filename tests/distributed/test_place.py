@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mlx_specprefill import SettingsError
-from mlx_specprefill.distributed.place import Place, place
+from mlx_specprefill.distributed.link import Place, place
 from mlx_specprefill_server.cli.several import without
 
 

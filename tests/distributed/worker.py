@@ -46,8 +46,8 @@ from mlx_specprefill import (
 )
 from mlx_specprefill.adapters.capture import Head
 from mlx_specprefill.adapters.depth import layers_of
-from mlx_specprefill.adapters.sharding import shard
 from mlx_specprefill.engine import loop
+from mlx_specprefill.reading import shard
 from mlx_specprefill.specprefill.head_calibration import _eligible_calls
 from tests.oracle import build, tiny_models
 from tests.tiny import tokenizer

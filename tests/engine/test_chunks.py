@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from mlx_specprefill import EngineConfig
-from mlx_specprefill.engine.chunks import ChunkSizer
-from mlx_specprefill.engine.costs import ForwardCost, LearntCost
-from mlx_specprefill.engine.job import Job, RequestHandle, noop
+from mlx_specprefill.engine.costs import ChunkSizer, ForwardCost, LearntCost
 from mlx_specprefill.engine.scheduler import Scheduler
+from mlx_specprefill.engine.sequence import Job, RequestHandle, noop
 from mlx_specprefill.request import Progress
 
 from ..tiny import tiny_pair

@@ -11,8 +11,8 @@ import pytest
 
 from mlx_specprefill import EngineClosedError, Progress, RequestCancelled, RequestHandle
 from mlx_specprefill.engine.inbox import Inbox, Results
-from mlx_specprefill.engine.job import Job, noop, strip_traceback
 from mlx_specprefill.engine.scheduler import Scheduler
+from mlx_specprefill.engine.sequence import Job, noop, strip_traceback
 
 
 def work(*events: Any) -> Generator[Any, None, str]:

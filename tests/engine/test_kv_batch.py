@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from mlx_specprefill import Engine, EngineConfig, GenerationRequest, ModelPair, SpecPrefillOptions, TokenEvent
-from mlx_specprefill.engine.admission.ledger import cache_bytes
 from mlx_specprefill.engine.decode_batch import DecodeBatch, DecodeRow
+from mlx_specprefill.engine.memory import cache_bytes
 from mlx_specprefill.sampling import greedy
 from tests.autoregressive import decode
 from tests.engine.held import unaccounted

@@ -27,7 +27,7 @@ from mlx_specprefill import (
     SpecPrefillPolicy,
 )
 from mlx_specprefill.engine import mlx_thread
-from mlx_specprefill.engine.admission.common import CommonMemory
+from mlx_specprefill.engine.memory import CommonMemory
 from mlx_specprefill.engine.mlx_thread import _Member
 from tests.tiny import generated, random_prompt, tiny_pair
 from tests.waiting import eventually
@@ -323,7 +323,7 @@ def test_memory_is_waited_for_while_others_run_or_somebody_was_asked(monkeypatch
     assert memory.may_come(500, own)
     assert memory.may_come(500, own)
     assert asked == [500]  # once
-    monkeypatch.setattr("mlx_specprefill.engine.admission.common._PATIENCE_S", 0.0)
+    monkeypatch.setattr("mlx_specprefill.engine.memory._PATIENCE_S", 0.0)
     assert not memory.may_come(500, own)
 
 

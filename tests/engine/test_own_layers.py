@@ -32,8 +32,8 @@ from mlx_specprefill import (
     make_pair,
 )
 from mlx_specprefill.adapters.depth import FirstLayers, first_layers
-from mlx_specprefill.engine.admission.footprint import measure_footprint, weight_bytes
 from mlx_specprefill.engine.costs import CostModel
+from mlx_specprefill.engine.footprint import measure_footprint, weight_bytes
 from mlx_specprefill.specprefill.scorer import PaperScorer, Scores, ScoringInput
 from tests.slices import finish
 from tests.tiny import CONFIGS, FAMILIES, VOCAB, generated, random_prompt, save_checkpoint, tiny_model, tokenizer

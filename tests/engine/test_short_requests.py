@@ -16,7 +16,7 @@ from mlx_specprefill import (
     SpecPrefillOptions,
     SpecPrefillPolicy,
 )
-from mlx_specprefill.engine.admission.footprint import Admission
+from mlx_specprefill.engine.footprint import Admission
 from mlx_specprefill.engine.stats import Need
 from tests.tiny import random_prompt, tiny_pair
 

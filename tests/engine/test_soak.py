@@ -42,8 +42,8 @@ from mlx_specprefill import (
     TokenEvent,
 )
 from mlx_specprefill.cache.positioned import make_positioned_cache
+from mlx_specprefill.engine import decode_batch
 from mlx_specprefill.engine import prefill as prefiller_module
-from mlx_specprefill.engine import rows as rows_module
 from mlx_specprefill.engine import scoring as scoring_module
 from mlx_specprefill.engine.decode_batch import DecodeBatch
 from mlx_specprefill.specprefill.sparse_prefill import prefill
@@ -89,7 +89,7 @@ class Faults:
             for module, name in ((scoring_module, "scorer_for"), (prefiller_module, "select_tokens")):
                 patch.setattr(module, name, self._before(name, getattr(module, name)))
             patch.setattr(prefiller_module, "prefill", self._during(prefiller_module.prefill))
-            patch.setattr(rows_module, "logits_processors", self._processors(rows_module.logits_processors))
+            patch.setattr(decode_batch, "logits_processors", self._processors(decode_batch.logits_processors))
             yield
 
     def _before(self, stage: str, work: Callable[..., Any]) -> Callable[..., Any]:
@@ -381,7 +381,7 @@ def test_a_first_choice_that_fails_fails_alone(monkeypatch: pytest.MonkeyPatch) 
     with Engine(tiny_pair(), CONFIG) as engine:
         expected = [event for event in engine.generate(request) if isinstance(event, TokenEvent)]
         with monkeypatch.context() as patch:
-            patch.setattr(rows_module, "logits_processors", failing)
+            patch.setattr(decode_batch, "logits_processors", failing)
             last = list(engine.generate(request))[-1]
         assert isinstance(last, Failed)
         assert isinstance(last.error, Injected)

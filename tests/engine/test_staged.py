@@ -30,7 +30,7 @@ from mlx_specprefill.engine import loop
 from mlx_specprefill.engine.decode_batch import DecodeBatch, DecodeRow
 from mlx_specprefill.errors import SparseUnsupportedError
 from mlx_specprefill.sampling import greedy
-from mlx_specprefill.specprefill.staged_prefill import HiddenStates, prefill_upper
+from mlx_specprefill.specprefill.sparse_prefill import HiddenStates, prefill_upper
 from tests import precision
 from tests.oracle import Case, build, make_case, vocabulary
 from tests.precision import assert_close

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from mlx_specprefill.config import EngineConfig
-from mlx_specprefill.engine.chunks import ChunkSizer
-from mlx_specprefill.engine.costs import CostModel
+from mlx_specprefill.engine.costs import ChunkSizer, CostModel
 from mlx_specprefill.engine.engine import Engine
-from mlx_specprefill.engine.job import Job, RequestHandle, noop
 from mlx_specprefill.engine.scheduler import Scheduler
+from mlx_specprefill.engine.sequence import Job, RequestHandle, noop
 from mlx_specprefill.request import Progress
 from tests.tiny import tiny_pair
 

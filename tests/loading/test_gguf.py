@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType as Kind
 
 from mlx_specprefill import LoadError, load_pair, reading
 from mlx_specprefill.adapters.gguf import load_gguf
-from mlx_specprefill.adapters.overflow import largest_hidden
+from mlx_specprefill.adapters.probe import largest_hidden
 from mlx_specprefill.cache.prefix.nodes import model_identity
 from tests.gguf_files import CONFIGS, F32, contents, from_safetensors, random_weights, rounded, tiny
 

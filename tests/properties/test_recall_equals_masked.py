@@ -28,8 +28,7 @@ from mlx_specprefill.cache.positioned import (
 )
 from mlx_specprefill.engine.decode_batch import DecodeBatch, DecodeRow
 from mlx_specprefill.sampling import greedy
-from mlx_specprefill.sessions.recall import can_recall, recall
-from mlx_specprefill.specprefill.staged_prefill import UpperLayersModel
+from mlx_specprefill.specprefill.sparse_prefill import UpperLayersModel, can_recall, recall
 from mlx_specprefill.speculative.rollback import Rollback
 from tests import oracle
 from tests.autoregressive import decode

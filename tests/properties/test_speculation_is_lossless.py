@@ -25,8 +25,7 @@ from mlx_specprefill.speculative import verification as verify
 from mlx_specprefill.speculative.mtp_proposer import PromptReader
 from mlx_specprefill.speculative.row import LastForward, Limits, SpeculativeRow
 from mlx_specprefill.speculative.strategies import STRATEGIES, StrategyName, make_proposer, refusal
-from mlx_specprefill.speculative.token_sampler import TokenSampler
-from mlx_specprefill.speculative.verification import Rng
+from mlx_specprefill.speculative.verification import Rng, TokenSampler
 from tests.oracle import build, on_the_cpu_unfused, vocabulary
 from tests.rows import Row, alone, assert_same_contents, logprob_error, make_rows, tokens
 from tests.slices import finish

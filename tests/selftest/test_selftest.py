@@ -12,16 +12,14 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_specprefill import Check, Engine, check_device, forward_times, load_pair, loading, sampling, sync_ms
+from mlx_specprefill import Check, Engine, check_device, forward_times, load_pair, loading, sampling, selftest, sync_ms
 from mlx_specprefill.adapters.capture import HeadCapture
+from mlx_specprefill.engine import decode_batch
 from mlx_specprefill.engine import prefill as engine_prefill
-from mlx_specprefill.engine import rows
-from mlx_specprefill.selftest import checks, times
-from mlx_specprefill.selftest.cases import FAMILIES, VOCAB, Case, Dtype, save_checkpoint
-from mlx_specprefill.selftest.samplers import sampler_errors
+from mlx_specprefill.selftest import FAMILIES, VOCAB, Case, Dtype, sampler_errors, save_checkpoint
 from mlx_specprefill.specprefill import sparse_prefill
 from mlx_specprefill.speculative import row as speculative_row
-from mlx_specprefill.speculative import strategies, token_sampler
+from mlx_specprefill.speculative import strategies, verification
 from mlx_specprefill.speculative.strategies import STRATEGIES
 from mlx_specprefill.speculative.verification import Verdict
 from tests.tiny import save_checkpoint as save_tiny
@@ -39,7 +37,7 @@ def failed(found: list[Check]) -> set[str]:
 
 @pytest.mark.parametrize("names", [("llama",), pytest.param(tuple(FAMILIES), marks=pytest.mark.extended)])
 def test_it_passes_here(names: tuple[str, ...], monkeypatch: Patch) -> None:
-    monkeypatch.setattr(checks, "FAMILIES", {name: FAMILIES[name] for name in names})
+    monkeypatch.setattr(selftest, "FAMILIES", {name: FAMILIES[name] for name in names})
     found = list(check_device())
     assert [check for check in found if check.state == "failed"] == []
     tried = {check.model for check in found if check.state == "ok"}
@@ -52,8 +50,8 @@ def test_it_passes_here(names: tuple[str, ...], monkeypatch: Patch) -> None:
 def test_what_the_cpu_backend_can_not_do_is_listed() -> None:
     """Experts that are not packed, in half precision."""
     with mx.stream(mx.cpu):
-        missing = {name: checks._missing(config, "bfloat16") for name, config in FAMILIES.items()}
-        assert checks._missing(FAMILIES["gpt_oss"], "float32") is None
+        missing = {name: selftest._missing(config, "bfloat16") for name, config in FAMILIES.items()}
+        assert selftest._missing(FAMILIES["gpt_oss"], "float32") is None
     assert [name for name, words in missing.items() if words] == ["gpt_oss"]
     assert "float32" in str(missing["gpt_oss"])
 
@@ -74,7 +72,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def operations(folder: Callable[[str], Path], name: str = "llama", dtype: Dtype = "float32") -> list[Check]:
-    return list(checks._operations(Case(name, folder(name), dtype)))
+    return list(selftest._operations(Case(name, folder(name), dtype)))
 
 
 def read_backwards(monkeypatch: Patch) -> None:
@@ -93,8 +91,8 @@ def accept_what_is_wrong(monkeypatch: Patch) -> None:
 
 
 def keep_two_bits(monkeypatch: Patch) -> None:
-    kept = rows.quantize_kv
-    monkeypatch.setattr(rows, "quantize_kv", lambda cache, group, bits: kept(cache, group, 2))
+    kept = decode_batch.quantize_kv
+    monkeypatch.setattr(decode_batch, "quantize_kv", lambda cache, group, bits: kept(cache, group, 2))
 
 
 def see_too_sharply(monkeypatch: Patch) -> None:
@@ -148,7 +146,7 @@ def test_lazy_frequencies_fail_on_the_second_thread(
 def test_no_truth_is_computed_while_the_engine_answers(folder: Callable[[str], Path], monkeypatch: Patch) -> None:
     """The truth's device is the default one of all threads meanwhile."""
     awaited, seen = 0, []
-    wait, error = checks._awaited, checks._error
+    wait, error = selftest._awaited, selftest._error
 
     def waiting(inbox: Any) -> Any:
         nonlocal awaited
@@ -159,11 +157,11 @@ def test_no_truth_is_computed_while_the_engine_answers(folder: Callable[[str], P
         seen.append(awaited)
         return error(*given)
 
-    monkeypatch.setattr(checks, "_awaited", waiting)
-    monkeypatch.setattr(checks, "_error", comparing)
+    monkeypatch.setattr(selftest, "_awaited", waiting)
+    monkeypatch.setattr(selftest, "_error", comparing)
     case = Case("llama", folder("llama"), "float32")
-    with Engine(case.pair, checks._CONFIG) as engine:
-        checks._answered(case, engine, *[checks._Asked(sparse) for sparse in (True, False, True)])
+    with Engine(case.pair, selftest._CONFIG) as engine:
+        selftest._answered(case, engine, *[selftest._Asked(sparse) for sparse in (True, False, True)])
     assert seen == [3, 3, 3]
 
 
@@ -178,8 +176,8 @@ def test_a_model_that_can_not_be_loaded_fails(monkeypatch: Patch) -> None:
     def refuse(*given: Any, **more: Any) -> None:
         raise OSError("no such thing")
 
-    monkeypatch.setattr(checks, "FAMILIES", {"llama": FAMILIES["llama"]})
-    monkeypatch.setattr(checks, "Case", refuse)
+    monkeypatch.setattr(selftest, "FAMILIES", {"llama": FAMILIES["llama"]})
+    monkeypatch.setattr(selftest, "Case", refuse)
     found = [check for check in check_device() if check.model == "llama"]
     assert [(check.operation, check.words) for check in found] == [
         ("loading and starting", "OSError: no such thing")
@@ -188,7 +186,7 @@ def test_a_model_that_can_not_be_loaded_fails(monkeypatch: Patch) -> None:
 
 @pytest.mark.parametrize("error", [math.nan, math.inf, 0.2])
 def test_no_number_and_too_large_a_number_fail(error: float) -> None:
-    assert checks._checked("model", "float32", "operation", 0.1, lambda: error).state == "failed"
+    assert selftest._checked("model", "float32", "operation", 0.1, lambda: error).state == "failed"
 
 
 # --- samplers ---------------------------------------------------------------------------------------------------------
@@ -207,7 +205,7 @@ def ignoring_temperature(params: Any, vocab_size: int) -> Any:
 
 
 BROKEN_SAMPLERS: dict[str, tuple[Any, str, Any]] = {
-    "temperature": (token_sampler, "filtered_logits", ignoring_temperature),
+    "temperature": (verification, "filtered_logits", ignoring_temperature),
     "drawn tokens": (mx.random, "categorical", lambda logits, axis, key: mx.argmax(logits, axis=axis)),
     "top-p": (sampling, "apply_top_p", unfiltered),
     "top-k": (sampling, "apply_top_k", unfiltered),
@@ -225,7 +223,7 @@ BROKEN_SAMPLERS: dict[str, tuple[Any, str, Any]] = {
 
 def sampler_checks(dtype: Dtype = "float32") -> Iterator[Check]:
     for operation, limit, measure in sampler_errors(dtype):
-        yield checks._checked("sampler", dtype, operation, limit, measure)
+        yield selftest._checked("sampler", dtype, operation, limit, measure)
 
 
 def test_every_sampler_is_broken_below() -> None:
@@ -252,6 +250,6 @@ def test_forwards_are_timed_up_to_2048_tokens(tmp_path: Path) -> None:
 
 
 def test_long_forwards_are_left_out(tmp_path: Path, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(times, "_times", lambda run, repeats: [16_000.0] * repeats)
+    monkeypatch.setattr(selftest, "_times", lambda run, repeats: [16_000.0] * repeats)
     found = forward_times(load_pair(save_tiny(tmp_path / "model", "llama")))
     assert list(found.ms) == [1]

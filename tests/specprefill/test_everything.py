@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlx_specprefill.specprefill.everything import about_everything
+from mlx_specprefill.specprefill.plan import about_everything
 
 
 @pytest.mark.parametrize(

@@ -22,14 +22,16 @@ from mlx_specprefill import ScoringConfig, SelectionConfig, SparseUnsupportedErr
 from mlx_specprefill.adapters.capture import DraftHeads
 from mlx_specprefill.adapters.depth import first_layers, full_draft_model
 from mlx_specprefill.specprefill import head_calibration as calibration
-from mlx_specprefill.specprefill.calibration_items import KINDS, CalibrationItem, calibration_items
 from mlx_specprefill.specprefill.head_calibration import (
+    KINDS,
+    CalibrationItem,
     _calls,
     _chosen,
     _depths,
     _eligible_calls,
     _ranked,
     _Read,
+    calibration_items,
     find_heads,
 )
 from mlx_specprefill.specprefill.selector import PromptText

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_specprefill.specprefill.overlap import Overlap
+from mlx_specprefill.specprefill.mapped import Overlap
 
 
 def ends(*lengths):

@@ -11,14 +11,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_specprefill.adapters.hidden import recorded_hidden
-from mlx_specprefill.adapters.mtp import MTPHead
+from mlx_specprefill.adapters.mtp import MTPHead, recorded_hidden
 from mlx_specprefill.cache.positioned import PositionedKVCache, place
 from mlx_specprefill.engine.caches import empty_cache
 from mlx_specprefill.specprefill.sparse_prefill import prefill
 from mlx_specprefill.speculative.mtp_proposer import MTPProposer, PromptReader
 from mlx_specprefill.speculative.row import Limits, SpeculativeRow
-from mlx_specprefill.speculative.token_sampler import TokenSampler
+from mlx_specprefill.speculative.verification import TokenSampler
 from tests.oracle import on_the_cpu_unfused
 from tests.rows import Row, alone, assert_same_contents, tokens
 from tests.slices import finish

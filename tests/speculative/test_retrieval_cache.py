@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import KVCache
 
-from mlx_specprefill.speculative.retrieval_cache import RetrievalKVCache, attention_shares, best_chunks
+from mlx_specprefill.speculative.triforce import RetrievalKVCache, attention_shares, best_chunks
 
 HEADS, KV, D = 6, 2, 8
 

@@ -11,10 +11,9 @@ import pytest
 
 from mlx_specprefill.config import SpeculationConfig
 from mlx_specprefill.request import SamplingParams
-from mlx_specprefill.speculative.ngram_proposer import NgramProposer
+from mlx_specprefill.speculative.proposers import NgramProposer
 from mlx_specprefill.speculative.row import Limits, SpeculativeRow
-from mlx_specprefill.speculative.token_sampler import TokenSampler
-from mlx_specprefill.speculative.verification import Distribution
+from mlx_specprefill.speculative.verification import Distribution, TokenSampler
 from tests.autoregressive import decode
 from tests.rows import Row, alone, assert_same_contents, logprob_error, prefilled, tokens
 from tests.tiny import VOCAB, random_prompt, tiny_model

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mlx_specprefill import InvalidRequestError, SamplingParams
 from mlx_specprefill.sampling import check_sampling, held_back, logits_processors, make_sampler
-from mlx_specprefill.speculative.token_sampler import TokenSampler
+from mlx_specprefill.speculative.verification import TokenSampler
 
 pytestmark = pytest.mark.extended
 

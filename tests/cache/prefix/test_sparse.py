@@ -15,7 +15,7 @@ from mlx_specprefill.cache.positioned import Positioned, leaves, make_positioned
 from mlx_specprefill.cache.prefix.disk import DiskTier
 from mlx_specprefill.cache.prefix.nodes import Fed
 from mlx_specprefill.cache.prefix.tree import PrefixCache
-from mlx_specprefill.sessions.recall import recall
+from mlx_specprefill.specprefill.sparse_prefill import recall
 from tests.cache.prefix.stores import BLOCK, decode, feed, held_bytes, same
 from tests.cache.prefix.test_tree import FAMILIES, STATEFUL, assert_close, dense, model_of, prefix_cache
 from tests.slices import finish

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlx_specprefill.engine.admission.footprint import MOST_PAIRS, Admission, Footprint, physical_memory
+from mlx_specprefill.engine.footprint import MOST_PAIRS, Admission, Footprint, physical_memory
 from mlx_specprefill.engine.stats import Need
 
 

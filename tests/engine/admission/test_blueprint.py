@@ -7,7 +7,7 @@ import mlx.nn as nn
 import pytest
 
 from mlx_specprefill import blueprint, loaded_bytes
-from mlx_specprefill.engine.admission.footprint import measure_footprint
+from mlx_specprefill.engine.footprint import measure_footprint
 from tests import precision
 from tests.oracle import METAL_ONLY, build, tiny_models
 from tests.tiny import CONFIGS, tiny_model

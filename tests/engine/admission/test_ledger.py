@@ -26,8 +26,8 @@ from mlx_specprefill import (
     SpeculationName,
     TokenEvent,
 )
-from mlx_specprefill.engine.admission import ledger as ledger_module
-from mlx_specprefill.engine.admission.ledger import TOLERATED, Ledger
+from mlx_specprefill.engine import memory
+from mlx_specprefill.engine.memory import TOLERATED, Ledger
 from tests.engine.held import unaccounted
 from tests.tiny import random_prompt, tiny_pair
 from tests.waiting import eventually
@@ -147,7 +147,7 @@ def test_a_surplus_is_told_once_and_again_when_it_has_doubled(caplog: pytest.Log
     ledger, held = Ledger(), {"weights": 70 << 20, "requests": 30 << 20}
     mib = 1 << 20
     surplus = [0, 32, 33, 40, 10, 33, 65, 66, 67, 130, 133]
-    with caplog.at_level(logging.WARNING, ledger_module.__name__):
+    with caplog.at_level(logging.WARNING, memory.__name__):
         told = []
         for more in surplus:
             ledger.balance(sum(held.values()) + more * mib, held)
@@ -160,7 +160,7 @@ def test_a_surplus_is_told_once_and_again_when_it_has_doubled(caplog: pytest.Log
 
 def test_a_prefill_in_work_may_need_more(caplog: pytest.LogCaptureFixture) -> None:
     ledger = Ledger()
-    with caplog.at_level(logging.WARNING, ledger_module.__name__):
+    with caplog.at_level(logging.WARNING, memory.__name__):
         ledger.balance(TOLERATED + 1000, {}, working_set=1000)
         ledger.balance(-5, {"shared by two": 100})
     assert ledger.unaccounted == 0
@@ -168,7 +168,7 @@ def test_a_prefill_in_work_may_need_more(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_the_engine_tells_of_arrays_that_are_nobodys(caplog: pytest.LogCaptureFixture) -> None:
-    with Engine(tiny_pair(), config()) as engine, caplog.at_level(logging.WARNING, ledger_module.__name__):
+    with Engine(tiny_pair(), config()) as engine, caplog.at_level(logging.WARNING, memory.__name__):
         before = engine.stats().memory.active
         foreign = mx.zeros((TOLERATED + before,), dtype=mx.uint8) + 1
         mx.eval(foreign)

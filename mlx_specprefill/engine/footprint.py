@@ -1,30 +1,36 @@
-"""Measures the memory of a sequence on the model itself. MLX thread only."""
+"""The memory of a sequence: measured on the loaded model, or predicted from config.json. MLX thread only."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.utils import _get_classes as classes_of
 
-from ...adapters.depth import FirstLayers
-from ...adapters.mtp import MTPHead
-from ...adapters.staged import StagedModel
-from ...cache.positioned import fill, leaves
-from ..stats import Need
+from ..adapters.depth import FirstLayers
+from ..adapters.mtp import MTPHead
+from ..adapters.patches import install_patches
+from ..adapters.staged import StagedModel
+from ..cache.positioned import fill, leaves
+from ..reading import context_length
+from .stats import Need
 
 __all__ = [
     "MOST_PAIRS",
     "Admission",
+    "Blueprint",
     "Footprint",
-    "cache_footprint",
+    "blueprint",
     "default_limit",
     "hidden_bytes",
+    "loaded_bytes",
     "measure_footprint",
     "measure_head_footprint",
     "physical_memory",
@@ -243,3 +249,90 @@ def physical_memory() -> int | None:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError, AttributeError):
         return None
+
+
+_PROBE = 16  # tokens of the forward
+_COMPUTES = frozenset({"dbrx"})  # their forwards read values, which needs the weights
+_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "BF16": 2, "F16": 2, "I16": 2, "U16": 2}
+_HALVES = ("BF16", "F16")
+_DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
+_UNBUILDABLE = (ValueError, TypeError, KeyError, AttributeError, IndexError, RuntimeError, ZeroDivisionError)
+
+
+@dataclass(frozen=True, slots=True)
+class Blueprint:
+    """A model that has not been loaded.
+
+    Attributes:
+        refusal: why mlx-lm can't load it; None if it can.
+        context: tokens that it was configured for.
+        per_token, constant: bytes of KV cache per token and per sequence; None where they can't be known.
+    """
+
+    refusal: str | None
+    context: int
+    per_token: int | None = None
+    constant: int | None = None
+
+    def cache_bytes(self, tokens: int) -> int | None:
+        """Return the bytes of a sequence of `tokens` stored tokens."""
+        if self.per_token is None or self.constant is None:
+            return None
+        return self.per_token * tokens + self.constant
+
+
+def blueprint(config: Mapping[str, Any], dtype: str = "bfloat16") -> Blueprint:
+    """Build the blueprint from the contents of config.json. Loads no weights and computes nothing.
+
+    Builds mlx-lm's model and a forward over a few tokens without evaluating them: MLX knows the shapes of the cache's
+    arrays.
+
+    Args:
+        dtype: of the floating-point weights as they are loaded, by which the cache is stored.
+    """
+    text = dict(config)
+    context = context_length(text, _Silent())
+    try:
+        model_class, arguments = classes_of(text)
+    except _UNBUILDABLE as error:
+        name = text.get("model_type")
+        reason = f"config.json has no {error}" if name is None else f"mlx-lm has no architecture {name!r}"
+        return Blueprint(reason, context)
+    architecture = model_class.__module__.removeprefix("mlx_lm.models.")
+    known: tuple[int, int] | tuple[()] = ()
+    if architecture not in _COMPUTES:
+        with suppress(*_UNBUILDABLE):
+            known = _cache_sizes(_built(model_class(arguments.from_dict(text)), dtype))
+    return Blueprint(None, context, *known)
+
+
+class _Silent:
+    """Tokenizer that logs nothing about lengths."""
+
+
+def _built(model: nn.Module, dtype: str) -> nn.Module:
+    install_patches()
+    model.set_dtype(_DTYPES.get(dtype, mx.bfloat16))
+    model.eval()
+    return model
+
+
+def _cache_sizes(model: nn.Module) -> tuple[int, int]:
+    cache = make_prompt_cache(model)
+    model(mx.zeros((1, _PROBE), dtype=mx.int32), cache=cache)
+    return cache_footprint(cache)
+
+
+def loaded_bytes(parameters: Mapping[str, int], dtype: Literal["auto", "stored"] = "auto") -> tuple[int, str]:
+    """Return the bytes of the weights once loaded, and the name of their floating-point type.
+
+    Args:
+        parameters: how many elements of each type of safetensors the files hold.
+        dtype: "auto" as in `load_pair`: the CPU backend has half precision cast to float32.
+    """
+    cast = dtype == "auto" and mx.default_device() == mx.Device(mx.cpu)
+    total = sum(count * (4 if cast and kind in _HALVES else _BYTES.get(kind, 1)) for kind, count in parameters.items())
+    halves = {kind: parameters.get(kind, 0) for kind in _HALVES}
+    if cast or not any(halves.values()):
+        return total, "float32"
+    return total, "bfloat16" if halves["BF16"] >= halves["F16"] else "float16"

@@ -1,4 +1,4 @@
-"""Predicts and reports the memory of requests, in bytes, from measurements on the models."""
+"""Predicts and reports the memory of requests, shares one limit among all engines of a thread, and finds leaks. In bytes."""
 
 from __future__ import annotations
 
@@ -6,33 +6,224 @@ import logging
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Sequence as Seq
+from typing import Any, Protocol
 
 import mlx.core as mx
 
-from ...config import EngineConfig
-from ...errors import SettingsError
-from ...loading import ModelPair
-from ...request import GenerationRequest, Mode
-from ..caches import EngineCaches
-from ..job import Job
-from ..sequence import Sequence
-from ..speculation import AnswerDrafter
-from ..stats import MemoryUse, Need
-from .common import CommonMemory
+from ..cache.positioned import leaves
+from ..config import EngineConfig
+from ..errors import SettingsError
+from ..loading import ModelPair
+from ..request import GenerationRequest, Mode
+from .caches import EngineCaches
 from .footprint import (
     Admission,
     Footprint,
+    default_limit,
     hidden_bytes,
     measure_footprint,
     measure_head_footprint,
     weight_bytes,
     weights_by_array,
 )
-from .ledger import Ledger, cache_bytes
+from .sequence import Job, Sequence
+from .speculation import AnswerDrafter
+from .stats import MemoryUse, Need
 
-__all__ = ["Memory", "check_limit"]
+__all__ = ["TOLERATED", "CommonMemory", "Ledger", "Memory", "cache_bytes", "check_limit"]
 
 log = logging.getLogger(__name__)
+TOLERATED = 32 << 20  # bytes that need no owner: tables, masks, logits, rounding in MLX
+_AGAIN = 2  # factor of growth since the last warning that causes the next one
+
+
+class Ledger:
+    """Compares the bytes that MLX holds with those of weights, caches and requests.
+
+    Attributes:
+        unaccounted: bytes, when it was last balanced.
+    """
+
+    def __init__(self) -> None:
+        self.unaccounted = 0
+        self._told = 0
+
+    def balance(self, active: int, held: Mapping[str, int], working_set: int = 0) -> None:
+        """Compare between two steps. Log a surplus once, and again after it has doubled.
+
+        Args:
+            active: bytes of all arrays, as MLX counts them.
+            held: bytes by consumer.
+            working_set: bytes that a prefill in work may need beside its cache.
+        """
+        self.unaccounted = max(0, active - sum(held.values()))
+        if self.unaccounted <= max(TOLERATED + working_set, _AGAIN * self._told):
+            return
+        self._told = self.unaccounted
+        log.warning(
+            "MLX holds %d MiB that nothing answers for, of %d MiB: %s. If that grows, memory leaks: please report it",
+            self.unaccounted >> 20,
+            active >> 20,
+            ", ".join(f"{name} {nbytes >> 20} MiB" for name, nbytes in held.items()),
+        )
+
+
+def cache_bytes(cache: Seq[Any]) -> int:
+    """Return the bytes of a prompt cache's arrays with their room to grow. Layers that report no size count as 0."""
+    total = 0
+    for part in leaves(cache):
+        try:
+            total += int(part.nbytes)
+        except NotImplementedError:
+            continue
+    return total
+
+
+_SPARE_PART = 8  # of the limit: what MLX may keep of freed memory, which the limit itself does not count
+_PATIENCE_S = 10.0  # for memory that was asked for outside of the engines
+
+
+class Sharer(Protocol):
+    """Memory that one engine reports to the others.
+
+    Attributes:
+        parameters: bytes of each array of its models, by identity: two engines can share a draft.
+        pinned: its models are never unloaded.
+        last_use: when it last let a request in, by the monotonic clock.
+        reserved, cached: for requests, and kept for later ones.
+        held: bytes of caches and requests, measured.
+    """
+
+    parameters: Mapping[int, int]
+    pinned: bool
+    last_use: float
+
+    @property
+    def reserved(self) -> int: ...
+    @property
+    def cached(self) -> int: ...
+    @property
+    def held(self) -> int: ...
+    def stop_background(self) -> None: ...
+    def evict(self, nbytes: int) -> None: ...
+
+
+class CommonMemory:
+    """Memory budget of all engines on a thread. MLX thread only, except `limit`.
+
+    Args:
+        limit: for everything together; None: what the device recommends.
+
+    Attributes:
+        on_pressure: called with the bytes that no engine can free by itself; None: no further source.
+        loading: bytes of models that are being loaded.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.limit = limit or default_limit()
+        self.on_pressure: Callable[[int], None] | None = None
+        self.loading = 0
+        self._sharers: list[Sharer] = []
+        self._spare_before: int | None = None  # MLX's own limit
+        self._asked: dict[Sharer, float] = {}  # when, by the monotonic clock
+
+    def join(self, sharer: Sharer) -> None:
+        """Add an engine whose models are loaded. Their bytes no longer count as loading."""
+        self.loading = max(0, self.loading - sum(sharer.parameters.values()))
+        if not self._sharers and self.limit is not None:
+            self._limit_spare(self.limit // _SPARE_PART)
+        self._sharers.append(sharer)
+
+    def leave(self, sharer: Sharer) -> None:
+        """Remove an engine. The last one restores MLX's settings."""
+        if sharer not in self._sharers:
+            return
+        self._sharers.remove(sharer)
+        self._asked.pop(sharer, None)
+        if not self._sharers and self._spare_before is not None:
+            mx.set_cache_limit(self._spare_before)
+
+    def _limit_spare(self, nbytes: int) -> None:
+        """Lower MLX's limit for freed memory. A limit that is lower already stays."""
+        self._spare_before = mx.set_cache_limit(nbytes)
+        if self._spare_before < nbytes:
+            mx.set_cache_limit(self._spare_before)
+
+    def free(self) -> int | None:
+        """Return the bytes left beside models (loaded or loading) and running requests; None without a limit.
+
+        Cached prefixes count as free. May be called from any thread.
+        """
+        if self.limit is None:
+            return None
+        return self.limit - self.weights() - sum(one.reserved for one in tuple(self._sharers)) - self.loading
+
+    def weights(self, pinned: bool = False, beside: Mapping[int, int] | None = None) -> int:
+        """Return the bytes of all models, each array counted once.
+
+        Args:
+            pinned: of pinned models only.
+            beside: further arrays to count.
+        """
+        arrays = dict(beside or {})
+        for sharer in tuple(self._sharers):
+            if sharer.pinned or not pinned:
+                arrays.update(sharer.parameters)
+        return sum(arrays.values())
+
+    def others(self, sharer: Sharer) -> int:
+        """Return the measured bytes of the other engines' models, requests and caches."""
+        own = sum(sharer.parameters.values())
+        return (
+            self.weights(beside=sharer.parameters) - own + sum(one.held for one in self._others(sharer)) + self.loading
+        )
+
+    def room(self, sharer: Sharer) -> int | None:
+        """Return the bytes that an engine could use for requests if only pinned models were loaded; None: no limit."""
+        return None if self.limit is None else self.limit - self.weights(pinned=True, beside=sharer.parameters)
+
+    def missing(self, need: int) -> int:
+        """Return the bytes of `need` that are not free now. Limits of single engines are not considered."""
+        if self.limit is None or not (self.loading or len(self._sharers) > 1):
+            return 0
+        return self.weights() + self._taken() + self.loading + need - self.limit
+
+    def _taken(self) -> int:
+        return sum(one.reserved + one.cached for one in self._sharers)
+
+    def reclaim(self, need: int, sharer: Sharer | None = None) -> None:
+        """Free memory from caches: background work first, then the least recently used engine's cache.
+
+        Args:
+            sharer: the engine that needs the memory; its own cache is freed last.
+        """
+        for one in self._others(sharer):
+            one.stop_background()
+        for one in (*self._others(sharer), *([] if sharer is None else [sharer])):
+            if (missing := self.missing(need)) <= 0:
+                return
+            one.evict(missing)
+
+    def may_come(self, need: int, sharer: Sharer) -> bool:
+        """Return whether missing memory may become free soon: other requests end, or `on_pressure` was called."""
+        if any(one.reserved for one in self._others(sharer)):
+            return True
+        if self.on_pressure is None or self.missing(need) <= 0:
+            return False
+        if sharer not in self._asked:
+            self._asked[sharer] = time.monotonic()
+            self.on_pressure(need)
+        return time.monotonic() - self._asked[sharer] < _PATIENCE_S
+
+    def came(self, sharer: Sharer) -> None:
+        """Note that the engine's request for memory was met."""
+        self._asked.pop(sharer, None)
+
+    def _others(self, sharer: Sharer | None) -> Iterable[Sharer]:
+        return sorted((one for one in self._sharers if one is not sharer), key=lambda one: one.last_use)
+
+
 _ANSWER_TOKENS = 2048  # of the answer that admission counts: clients ask for the whole context and use little of it
 
 

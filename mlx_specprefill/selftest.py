@@ -1,0 +1,527 @@
+"""A self-test: tiny random models compute on this device what the library relies on, against the CPU in float32.
+
+The reference takes another way than the tested code, so that it is meaningful without a GPU, too: a forward without a
+cache, one token at a time, the attention of a single row.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import queue
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any, Literal, NamedTuple, get_args
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import numpy.typing as npt
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+
+from .adapters.capture import DraftHeads, Head, HeadCapture, QueryCapture
+from .adapters.mtp import ARCHITECTURES, MTPLayers
+from .adapters.staged import StagedModel
+from .cache.positioned import leaves, make_positioned_cache, place
+from .config import EngineConfig, SpeculationConfig
+from .engine.costs import ForwardCost, LearntCost
+from .engine.engine import Engine
+from .loading import ModelPair, load_pair
+from .reading import read_model
+from .request import Event, Failed, Finished, GenerationRequest, SamplingParams, SpecPrefillOptions, TokenEvent
+from .sampling import choose, logits_processors, make_sampler
+from .specprefill.sparse_prefill import UpperLayersModel
+from .speculative.strategies import STRATEGIES, StrategyName
+from .speculative.verification import TokenSampler
+
+__all__ = [
+    "FAMILIES",
+    "VOCAB",
+    "Case",
+    "Check",
+    "Dtype",
+    "ForwardTimes",
+    "check_device",
+    "forward_times",
+    "sampler_errors",
+    "save_checkpoint",
+    "sync_ms",
+]
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+Tokens = npt.NDArray[np.int32]
+Floats = npt.NDArray[np.floating[Any]]
+
+VOCAB, M = 128, 128
+PROMPT = np.random.default_rng(1).integers(2, VOCAB, M).astype(np.int32)
+_DEPTH = 2  # layers, the last of which sees the whole prompt
+
+_SHARED = {
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+_OWN = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+# Metal has kernels for these head sizes. All experts are chosen, because rounding would swap the last ones.
+FAMILIES: dict[str, dict[str, Any]] = {name: {**_SHARED, **own} for name, own in _OWN.items()}
+
+
+def save_checkpoint(folder: Path, config: dict[str, Any]) -> Path:
+    """Write a folder that `load_pair` reads."""
+    folder.mkdir()
+    mx.random.seed(1)
+    module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
+    model = module.Model(module.ModelArgs.from_dict(config))
+    model.update(tree_map(_uneven, model.parameters()))
+    weights = {}
+    if config["model_type"] in ARCHITECTURES:
+        head = tree_map(_uneven, MTPLayers(model.language_model.args).parameters())
+        weights = {f"mtp.{name}": array for name, array in tree_flatten(head)}
+    if "quantization" in config:
+        nn.quantize(model, **config["quantization"])
+    weights |= dict(tree_flatten(model.parameters()))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    words = Tokenizer(WordLevel({f"w{token}": token for token in range(VOCAB)}, unk_token="w0"))
+    tokenizer: Any = PreTrainedTokenizerFast
+    tokenizer(tokenizer_object=words, unk_token="w0", eos_token="w1").save_pretrained(folder)
+    return folder
+
+
+def _uneven(array: mx.array) -> mx.array:
+    """Scale weights so that attention is not flat. A constant, like a new norm's weight, would hide its factor."""
+    if not mx.issubdtype(array.dtype, mx.floating):
+        return array
+    return array * 1.5 if array.ndim > 1 else array + 0.1 * mx.random.normal(array.shape)
+
+
+def _heads(config: dict[str, Any]) -> DraftHeads:
+    """Return two heads of the last of the first layers; in recurrent models only that layer has attention."""
+    recurrent = "mamba_num_heads" in config or "linear_num_key_heads" in config
+    heads = tuple(Head(0 if recurrent else _DEPTH - 1, number, 1.0) for number in (0, 1))
+    return DraftHeads(heads, _DEPTH, config["num_hidden_layers"], {})
+
+
+class Case:
+    """A tiny model in one dtype, loaded from its checkpoint as `serve` does, and its reference.
+
+    Nothing is calibrated: no forward of a draft runs on the thread that loads it.
+
+    Attributes:
+        pair: with the model itself as a draft, loaded once more. `alone`: without a draft. `staged`: with its own first
+            layers as a draft.
+    """
+
+    def __init__(self, name: str, folder: Path, dtype: Dtype) -> None:
+        self.name, self.dtype = name, dtype
+        heads = _heads(FAMILIES[name])
+        self.pair = load_pair(folder, folder, heads=heads, exit_early=False, dtype=dtype)
+        self.alone = load_pair(folder, dtype=dtype)
+        self.staged = load_pair(folder, "self", heads=heads, dtype=dtype)
+        with _cpu():
+            self._exact, _, _ = read_model(folder, dtype, lambda done, total: None)
+            self._exact.set_dtype(mx.float32)
+            mx.eval(self._exact.parameters())
+        self._known: dict[bytes, Floats] = {}
+
+    def after_all(self, answer: Tokens) -> Floats:
+        """Return the logits (L, V) of an answer's tokens to the whole prompt, from one forward without a cache."""
+        with _cpu():
+            return floats(self._exact(mx.array(np.append(PROMPT, answer))[None])[0, M - 1 : -1])
+
+    def after(self, kept: Tokens, answer: Tokens) -> Floats:
+        """Return the same after the prompt's tokens `kept`, each fed alone at its position."""
+        key = kept.tobytes() + answer.tobytes()
+        if key not in self._known:
+            with _cpu():
+                cache = make_positioned_cache(self._exact)
+                self._known[key] = _singly(self._exact, cache, self._exact, cache, kept, answer)
+        return self._known[key]
+
+    def after_stages(self, kept: Tokens, answer: Tokens) -> Floats:
+        """Return the same after the first layers have read the whole prompt."""
+        with _cpu():
+            model, cache = StagedModel(self._exact, _DEPTH), make_positioned_cache(self._exact)
+            lower, upper = model.split(cache)
+            hidden = model.lower(mx.array(PROMPT)[None], cache=lower)[:, mx.array(kept)]
+            return _singly(UpperLayersModel(model.upper, hidden), upper, model, cache, kept, answer)
+
+    def last_row(self) -> Floats:
+        """Return the attention (M,) of a forward of the last token: the maximum over layers and heads."""
+        with _cpu():
+            cache, capture = make_prompt_cache(self._exact), QueryCapture(M, 1)
+            mx.eval(self._exact(mx.array(PROMPT[None, :-1]), cache=cache))
+            with capture.row(M):
+                mx.eval(self._exact(mx.array(PROMPT[None, -1:]), cache=cache))
+            return floats(capture.rows[0])
+
+
+@contextmanager
+def _cpu() -> Iterator[None]:
+    """Run on the CPU without compilation, which on a Mac needs a C++ compiler."""
+    mx.disable_compile()
+    try:
+        with mx.stream(mx.cpu):
+            yield
+    finally:
+        mx.enable_compile()
+
+
+def _singly(reader: Any, read: list[Any], model: Any, cache: list[Any], kept: Tokens, answer: Tokens) -> Floats:
+    """Feed one token at a time, so that RoPE gets an integer: the kept ones to `reader`, the answer to `model`."""
+    for position in kept:
+        place(read, np.array([position]))
+        logits = reader(mx.array(PROMPT[None, position : position + 1]), cache=read)
+        mx.eval(logits, [part.state for part in read])
+    rows = [logits[0, -1], *(model(mx.array([[token]]), cache=cache)[0, -1] for token in answer[:-1].tolist())]
+    return floats(mx.stack(rows))
+
+
+def floats(array: mx.array) -> Floats:
+    """Return the array's numbers in float32."""
+    return np.array(array.astype(mx.float32))
+
+
+_TEMPERATURE = 0.8
+_SEEN = [3, 5, 3, 9]  # the answer so far
+_DRAWS = 20_000
+
+
+def sampler_errors(dtype: Dtype) -> Iterator[tuple[str, float, Callable[[], float]]]:
+    """Yield operations, limits of their errors, and functions that measure the errors, as total variations."""
+    logits = (3 * mx.random.normal((1, VOCAB), key=mx.random.key(3))).astype(getattr(mx, dtype))
+    for name, (params, truth) in _definitions(floats(logits)[0].astype(np.float64)).items():
+        yield name, 1e-4, partial(_computed, logits, params, truth)
+        if name == "temperature":
+            yield "drawn tokens", 0.05, partial(_drawn, logits, params, truth)
+
+
+def _computed(logits: mx.array, params: SamplingParams, truth: Floats) -> float:
+    """Return the error of the distribution that a request's tokens are drawn from."""
+    (row,) = TokenSampler(params, VOCAB, logits_processors(params)).distributions(logits, _SEEN)
+    return float(np.abs(np.asarray(row) - truth).sum() / 2)
+
+
+def _drawn(logits: mx.array, params: SamplingParams, truth: Floats) -> float:
+    """Return the error of 20 000 drawn tokens; chance makes some .01."""
+    tokens, _ = choose(mx.repeat(logits, _DRAWS, axis=0), None, make_sampler(params, VOCAB), [])
+    return float(np.abs(np.bincount(np.array(tokens), minlength=VOCAB) / _DRAWS - truth).sum() / 2)
+
+
+def _definitions(logits: Floats) -> dict[str, tuple[SamplingParams, Floats]]:
+    """Return each sampler's parameters and distribution (V,)."""
+
+    def changed(tokens: Any, values: Any) -> Floats:
+        given = logits.copy()
+        given[tokens] = values
+        weights: Floats = np.exp((given - given.max()) / _TEMPERATURE)
+        return weights / np.sum(weights)
+
+    def only(tokens: Any) -> Floats:
+        kept = np.zeros_like(probs)
+        kept[tokens] = probs[tokens]
+        return kept / np.sum(kept)
+
+    def first(mass: float, order: Any) -> Floats:
+        return only(order[np.cumsum(probs[order]) - probs[order] < mass])
+
+    probs = changed([], [])
+    order, surprise = np.argsort(-probs), -np.log(probs)
+    best, frequent = int(order[0]), order[: int((probs > 0.1).sum()) - 1]
+    seen, counts = np.unique(_SEEN, return_counts=True)
+    own = logits[seen]
+    made: dict[str, tuple[dict[str, Any], Floats]] = {
+        "temperature": ({}, probs),
+        "top-p": ({"top_p": 0.7}, first(0.7, order)),
+        "top-k": ({"top_k": 5}, only(order[:5])),
+        "min-p": ({"min_p": 0.2}, only(probs >= 0.2 * probs[best])),
+        "typical-p": ({"typical_p": 0.6}, first(0.6, np.argsort(np.abs(surprise - probs @ surprise)))),
+        "XTC": (
+            {"xtc_probability": 0.5, "xtc_threshold": 0.1},
+            (probs + only(np.setdiff1d(order, frequent))) / 2,
+        ),
+        "repetition penalty": ({"repetition_penalty": 1.5}, changed(seen, np.where(own < 0, own * 1.5, own / 1.5))),
+        "presence penalty": ({"presence_penalty": 1.5}, changed(seen, own - 1.5)),
+        "frequency penalty": ({"frequency_penalty": 1.5}, changed(seen, own - 1.5 * counts)),
+        "logit bias": ({"logit_bias": {4: 5.0}}, changed(4, logits[4] + 5)),
+        "bad words": ({"bad_words": ((3, 9, best), (4, 5))}, changed(best, -np.inf)),
+        "allowed tokens": ({"allowed_token_ids": frozenset(range(40))}, only(np.arange(40))),
+    }
+    base = SamplingParams(temperature=_TEMPERATURE, seed=4)
+    return {name: (replace(base, **given), defined) for name, (given, defined) in made.items()}
+
+
+# About three times the errors of MLX's CPU backend.
+_LIMITS: dict[Dtype, float] = {"float32": 1e-5, "bfloat16": 0.025, "float16": 0.005}
+_ROWS = 4  # times as much, for the attention of a single row
+_PACKED = 0.01  # more, where keys and values have 8 bits
+_PATIENCE_S = 30  # for an answer that takes milliseconds
+_ANSWER, _LOGPROBS = 10, 20
+_CONFIG = EngineConfig(
+    prefill_step=32,
+    prefix_cache_bytes=0,
+    speculation=SpeculationConfig(budget=64, chunk=4, sinks=4, window=16, ngram_match=1),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One operation of one tiny model in one dtype.
+
+    Attributes:
+        model: a family, or "sampler".
+        state: "not supported": MLX can't do it on this device.
+        error: relative to the truth; None if nothing was computed.
+        limit: of `error`.
+        words: the exception, or the unsupported operation.
+    """
+
+    model: str
+    dtype: Dtype
+    operation: str
+    state: Literal["ok", "failed", "not supported"]
+    error: float | None = None
+    limit: float | None = None
+    words: str = ""
+
+
+def check_device() -> Iterator[Check]:
+    """Yield every check of the default device when it is done: some 250 in a minute or two.
+
+    Needs no network and no model.
+    """
+    for dtype in get_args(Dtype):
+        for operation, limit, measure in sampler_errors(dtype):
+            yield _checked("sampler", dtype, operation, limit, measure)
+    with TemporaryDirectory() as folder:
+        for number, (name, config) in enumerate(FAMILIES.items()):
+            checkpoint = save_checkpoint(Path(folder) / str(number), config)
+            for dtype in get_args(Dtype):
+                missing = _missing(config, dtype)
+                if missing is not None:
+                    yield Check(name, dtype, "all", "not supported", words=missing)
+                    continue
+                try:
+                    yield from _operations(Case(name, checkpoint, dtype))
+                except Exception as raised:  # noqa: BLE001 - as in `_checked`
+                    yield _raised(name, dtype, "loading and starting", raised)
+
+
+def _missing(config: dict[str, Any], dtype: Dtype) -> str | None:
+    """Return why this device can't run a model: MLX's CPU backend gathers unpacked experts in float32 only."""
+    if mx.default_device() != mx.Device(mx.cpu) or "experts" not in str(config) or "quantization" in config:
+        return None
+    ones = mx.ones((1, 8, 8), getattr(mx, dtype))
+    try:
+        mx.eval(mx.gather_mm(ones, ones, rhs_indices=mx.array([0])))
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def _checked(model: str, dtype: Dtype, operation: str, limit: float, measure: Callable[[], float]) -> Check:
+    try:
+        error = measure()
+    except Exception as raised:  # noqa: BLE001 - any exception is a result
+        return _raised(model, dtype, operation, raised)
+    return Check(model, dtype, operation, "ok" if error <= limit else "failed", error, limit)
+
+
+def _raised(model: str, dtype: Dtype, operation: str, error: Exception) -> Check:
+    return Check(model, dtype, operation, "failed", words=f"{type(error).__name__}: {error}")
+
+
+def _operations(case: Case) -> Iterator[Check]:
+    # A GPU may multiply float32 with the 10 bits of TF32 (MLX on an M5), which float16 has too.
+    exact = mx.default_device() == mx.Device(mx.cpu)
+    limit = _LIMITS["float16" if case.dtype == "float32" and not exact else case.dtype]
+
+    def check(operation: str, measure: Callable[..., float], *given: Any, limit: float = limit) -> Check:
+        return _checked(case.name, case.dtype, operation, limit, partial(measure, case, *given))
+
+    full, sparse = _Asked(sparse=False), _Asked(sparse=True)
+    with Engine(case.pair, _CONFIG) as engine:
+        yield check("full prefill", _answered, engine, full)
+        yield check("sparse prefill", _answered, engine, sparse)
+        yield check("answers beside each other", _answered, engine, sparse, full, sparse)
+        for name in STRATEGIES:
+            if name != "mtp" or case.pair.model_type in ARCHITECTURES:
+                yield check(f"drafted by {name}", _answered, engine, _Asked(True, name))
+    with Engine(case.alone, _CONFIG) as engine:
+        yield check("full prefill without a draft", _answered, engine, full)
+    with Engine(case.staged, _CONFIG) as engine:
+        yield check("staged prefill", _answered, engine, sparse)
+    if "sliding_window" not in FAMILIES[case.name]:
+        with Engine(case.pair, replace(_CONFIG, kv_bits=8)) as engine:
+            yield check("quantised KV cache", _answered, engine, full, limit=limit + _PACKED)
+    yield check("attention rows", _rows, limit=_ROWS * limit)
+
+
+def _distance(ours: Floats, truth: Floats) -> float:
+    """Return the norm of the difference relative to the truth's; not finite where something is not finite."""
+    return float(np.linalg.norm(ours - truth) / np.linalg.norm(truth))
+
+
+def _rows(case: Case) -> float:
+    """Capture the last token's attention on this thread in a forward of many tokens; return its error."""
+    model, capture = case.pair.target, HeadCapture(M, None)
+    cache, half = make_prompt_cache(model), M // 2
+    mx.eval(model(mx.array(PROMPT[None, :half]), cache=cache))
+    with capture.of_passage(M, half, slice(half - 1, half)):
+        mx.eval(model(mx.array(PROMPT[None, half:]), cache=cache))
+    return _distance(floats(mx.stack(list(capture.found.values())).max(axis=0)), case.last_row())
+
+
+class _Asked(NamedTuple):
+    sparse: bool
+    strategy: StrategyName | None = None
+
+
+def _answered(case: Case, engine: Engine, *asked: _Asked) -> float:
+    """Return the largest error of answers to concurrent requests.
+
+    Raises:
+        queue.Empty: no answer within a minute.
+    """
+    inboxes: list[queue.SimpleQueue[Event]] = [queue.SimpleQueue() for _ in asked]
+    for one, inbox in zip(asked, inboxes, strict=True):
+        options = SpecPrefillOptions(enabled=one.sparse, return_spans=True, speculative=one.strategy)
+        engine.submit(GenerationRequest(PROMPT, _ANSWER, specprefill=options, logprobs=_LOGPROBS), inbox.put)
+    # All answers are awaited before a reference is computed: that makes the CPU the default device of all threads.
+    answers = [_awaited(inbox) for inbox in inboxes]
+    return max(_error(case, engine, one, answer) for one, answer in zip(asked, answers, strict=True))
+
+
+def _awaited(inbox: queue.SimpleQueue[Event]) -> list[Event]:
+    events = [inbox.get(timeout=_PATIENCE_S)]
+    while not isinstance(events[-1], (Finished, Failed)):
+        events.append(inbox.get(timeout=_PATIENCE_S))
+    return events
+
+
+def _error(case: Case, engine: Engine, asked: _Asked, answer: list[Event]) -> float:
+    """Return the error of the likeliest tokens' log-probabilities.
+
+    Raises:
+        RuntimeError: the answer was not made as requested, or has a token that is not the likeliest.
+    """
+    events, last = [event for event in answer if isinstance(event, TokenEvent)], answer[-1]
+    if isinstance(last, Failed):
+        raise last.error
+    assert isinstance(last, Finished)
+    report, speculation = last.report, last.report.speculation
+    if report.mode != ("sparse" if asked.sparse else "full"):
+        raise RuntimeError(report.reason)
+    if asked.strategy is not None and (speculation is None or speculation.strategy != asked.strategy):
+        raise RuntimeError("the answer was not drafted" if speculation is None else speculation.reason)
+    if any(event.logprob != event.top_logprobs[0].logprob for event in events):
+        raise RuntimeError("a greedy answer has a token that is not the likeliest")
+    logits = _truth(case, engine, last, np.array([event.token for event in events], dtype=np.int32))
+    ranked = np.array([[best.token for best in event.top_logprobs] for event in events])
+    ours = np.array([[best.logprob for best in event.top_logprobs] for event in events])
+    truth = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    return _distance(ours, np.take_along_axis(truth, ranked, axis=-1))
+
+
+def _truth(case: Case, engine: Engine, last: Finished, answer: Tokens) -> Floats:
+    if last.report.mode == "full":
+        return case.after_all(answer)
+    kept = np.concatenate([np.arange(*span, dtype=np.int32) for span in last.report.kept_spans or ()])
+    return (case.after_stages if engine.pair.stages is not None else case.after)(kept, answer)
+
+
+_LENGTHS = tuple(2**power for power in range(12))  # 1 to 2048 tokens
+_FITTED = 128  # tokens from which on a forward reads nearly all experts of a mixture
+_LONGEST_MS, _LONG_MS = 30_000.0, 2_000.0  # of a forward: longer ones are not measured, or only once
+_CHUNK, _BEHIND = 512, 16384
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardTimes:
+    """Times and memory of a target's forwards.
+
+    Attributes:
+        ms: medians at the start of a prompt, by the forward's tokens.
+        fixed_ms, token_ms, pair_ms: what is fixed, and what each token and each pair of a token and one that it attends
+            to takes, fitted to 128 tokens and more.
+        behind_ms: of 512 tokens behind 16 384 others; `behind_bytes`: what they need beside weights and cache.
+    """
+
+    ms: dict[int, float]
+    fixed_ms: float
+    token_ms: float
+    pair_ms: float
+    behind_ms: float
+    behind_bytes: int
+
+
+def sync_ms() -> float:
+    """Return the milliseconds from queueing a small operation to its result, a median."""
+    return median(_times(lambda: mx.eval(mx.zeros(8) + 1), 200))
+
+
+def forward_times(pair: ModelPair) -> ForwardTimes:
+    """Measure the target's forwards on this thread. Skips lengths that would take too long."""
+    model, ms, learnt = pair.target, dict[int, float](), LearntCost(ForwardCost(0, 0, 0))
+    for tokens in _LENGTHS:
+        expected = 2 * max(ms.values(), default=0.0)
+        if expected > _LONGEST_MS:
+            break
+        repeats = 1 if expected > _LONG_MS else 3
+        taken = _times(lambda: _forward(model, make_prompt_cache(model), tokens), 1 + repeats)[1:]  # noqa: B023
+        ms[tokens] = median(taken)
+        if tokens >= _FITTED:
+            for once in taken:
+                learnt.observe(tokens, 0, once)
+    cache = _behind(model)
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    (behind_ms,) = _times(lambda: _forward(model, cache, _CHUNK), 1)
+    peak = int(mx.get_peak_memory() - before)
+    learnt.observe(_CHUNK, _BEHIND, behind_ms)
+    cost = learnt.cost
+    return ForwardTimes(ms, cost.fixed, cost.token, cost.pair, behind_ms, peak)
+
+
+def _times(run: Callable[[], None], repeats: int) -> list[float]:
+    times = []
+    for _ in range(repeats):
+        begun = time.perf_counter()
+        run()
+        times.append(1e3 * (time.perf_counter() - begun))
+    return times
+
+
+def _forward(model: nn.Module, cache: list[Any], tokens: int) -> None:
+    model(mx.zeros((1, tokens), dtype=mx.int32), cache=cache)
+    mx.eval([part.state for part in cache])
+
+
+def _behind(model: nn.Module) -> list[Any]:
+    """Return a cache with many tokens, which are zeros, in full attention only."""
+    cache = list(make_prompt_cache(model))
+    _forward(model, cache, 2)
+    for part in leaves(cache):
+        if type(part) is KVCache and not part.empty():
+            held = [mx.zeros((*array.shape[:2], _BEHIND, array.shape[3]), array.dtype) for array in part.state[:2]]
+            part.state = (*held, _BEHIND)
+    mx.eval([part.state for part in cache])
+    return cache

@@ -1,1 +1,0 @@
-"""Conversations with a sparse prefix: reads dropped text later, behind the cached tokens."""

@@ -206,7 +206,9 @@ def largest_hidden(model: nn.Module) -> float:
     """Return the largest magnitude that a layer returns in one forward; infinity if one overflows.
 
     float16 ends at 65 504. Models are trained in bfloat16, whose range is that of float32: in float16 hidden values
-    that are too large become infinite, and every answer nonsense. Layers that are called part by part are only checked for overflows.
+    that are too large become infinite, and every answer nonsense.
+
+    Layers that are called part by part are only checked for overflows.
     """
     returned: list[Any] = []
     watched = replacing(model, {id(layer): Observed(layer, returned) for layer in layers_of(model)})

@@ -1,4 +1,4 @@
-"""Predicts and reports the memory of requests, shares one limit among all engines of a thread, and finds leaks. In bytes."""
+"""Predicts the memory of requests, shares one limit among all engines of a thread, and finds leaks. In bytes."""
 
 from __future__ import annotations
 

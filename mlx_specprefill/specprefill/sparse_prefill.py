@@ -222,14 +222,14 @@ def recall(
 ) -> Generator[Progress, None, None]:
     """Read the prompt's tokens at `dropped` behind the cached ones. Yields between forwards.
 
-    Afterwards the cache is consistent; closed early, it holds the tokens read so far. What a recalled token sees depends
-    on the layer:
+    Afterwards the cache is consistent; closed early, it holds the tokens read so far. What a recalled token sees
+    depends on the layer:
 
     - Full attention: all that the cache holds by then at positions up to its own, which is the original one. A window
       restricts it to positions within the window.
     - Recurrent layers: everything that was fed before it, in the order of feeding.
-    - Sliding windows on a ring: the tokens of its own recall alone, within the window by position. The ring is set aside
-      during the recall and is afterwards as before, so that the most recent tokens stay in it.
+    - Sliding windows on a ring: the tokens of its own recall alone, within the window by position. The ring is set
+      aside during the recall and is afterwards as before, so that the most recent tokens stay in it.
 
     Whatever is fed later sees recalled tokens like any others, except in rings.
 

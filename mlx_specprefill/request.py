@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from itertools import takewhile
 from typing import Any, Literal
@@ -32,6 +32,7 @@ __all__ = [
     "Mode",
     "Prediction",
     "PrefillReport",
+    "PrefixMiss",
     "Progress",
     "PromptLogprobs",
     "PromptSpan",
@@ -54,6 +55,7 @@ Mode = Literal["sparse", "full"]
 ScorerKind = Literal["draft", "mapped-draft", "self", "request"]
 Stage = Literal["queued", "draft", "select", "prefill", "decode"]
 FinishReason = Literal["stop", "length", "cancelled"]
+SpanKind = Literal["system", "tools", "user", "assistant", "tool", "other"]
 _LABEL_PART = re.compile(r"[\w-]{0,64}", re.ASCII)
 
 
@@ -275,6 +277,31 @@ class SpeculationReport:
         return {"strategy": self.strategy, "reason": self.reason, **shown, "free_tokens": self.free_tokens}
 
 
+MissKind = Literal["time", "counter", "tool_order", "reasoning", "edited", "template", "other"]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMiss:
+    """The place from which a prompt is read again although the cache holds what follows, behind another text.
+
+    Attributes:
+        token: index of the prompt's first token that differs from the cached prompt.
+        message: index among the request's spans of the one that holds it, and `role`: its kind; None: none does.
+        read_tokens: tokens behind the place that the cached prompt has, too.
+        before: up to 40 characters that both have in front of the difference.
+        was, now: the cached prompt's and this prompt's text there, whole words, up to 40 characters.
+    """
+
+    kind: MissKind
+    token: int
+    message: int | None
+    role: SpanKind | None
+    read_tokens: int
+    before: str
+    was: str
+    now: str
+
+
 @dataclass(frozen=True, slots=True)
 class PrefillReport:
     """The prefill of the prompt, with its reason."""
@@ -294,6 +321,7 @@ class PrefillReport:
     scoring: str | None = None  # rule and input of the scorer
     scope: Scope | None = None  # the text that competed; None in full mode
     draft_tokens: int = 0  # uncached tokens of the prompt, in the draft's tokenizer
+    miss: PrefixMiss | None = None  # None: nothing that the cache holds was read again
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON object that clients get next to `usage`."""
@@ -321,6 +349,8 @@ class PrefillReport:
             report["predicted"] = {"full_ms": round(full, 3), "sparse_ms": round(sparse, 3)}
         if self.speculation is not None:
             report["speculation"] = self.speculation.to_dict()
+        if self.miss is not None:
+            report["cache"] = {"miss": asdict(self.miss)}
         if self.kept_spans is not None:
             report["kept_spans"] = [list(span) for span in self.kept_spans]
         return report
@@ -406,9 +436,6 @@ def as_token_ids(ids: Sequence[int] | TokenIds) -> TokenIds:
 def concat_tokens(prompt: TokenIds, answer: Sequence[int]) -> TokenIds:
     """Return the prompt's token ids followed by those of its answer."""
     return np.concatenate([prompt, np.asarray(answer, dtype=np.int32)])
-
-
-SpanKind = Literal["system", "tools", "user", "assistant", "tool", "other"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,9 @@ from ..cache.prefix.tree import PrefixCache
 from ..config import EngineConfig
 from ..errors import SettingsError, SparseUnsupportedError
 from ..loading import ModelPair
-from ..request import CacheLabel, GenerationRequest, TokenIds
+from ..request import CacheLabel, GenerationRequest, PrefixMiss, TokenIds
 from ..specprefill.sparse_prefill import HiddenStates
+from .misses import Decode, explain_miss
 
 __all__ = ["EngineCaches", "empty_cache", "empty_draft_cache"]
 
@@ -151,6 +152,16 @@ class EngineCaches:
         except Exception:
             log.exception("looking up what is cached of a prompt failed")
             return 0
+
+    def miss(self, request: GenerationRequest, decode: Decode) -> PrefixMiss | None:
+        """Return why the target reads tokens again that it has cached; None: it does not, or for no reason known."""
+        if self._target is None:
+            return None
+        try:
+            return explain_miss(request, self._target.others(request.prompt, request.label), decode)
+        except Exception:
+            log.exception("why a prompt is read again could not be told")
+            return None
 
     def keep_target(
         self,

@@ -165,6 +165,8 @@ class Prefiller:
                 limit, choice = last, sequence.choice
         hit = self.caches.target_prefix(request.prompt[: limit + 1], label, again, choice) if limit > 0 else None
         sequence.resume(CacheHit(0, empty_cache(self.pair.target)) if hit is None else hit)
+        if not again and (hit is None or not hit.is_whole):
+            sequence.miss = self.caches.miss(request, self.pair.tokenizer.decode)
 
     def _choice(self, sequence: Sequence) -> str | None:
         """Return how the names begin under which this request finds sparse prefixes; None if it reads everything."""

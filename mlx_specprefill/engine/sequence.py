@@ -18,7 +18,18 @@ from ..cache.prefix.nodes import CacheHit, Fed
 from ..constraints import GrammarState
 from ..errors import InvalidRequestError, RequestCancelled
 from ..loading import ModelPair
-from ..request import Event, Failed, GenerationRequest, PrefillReport, Progress, ScorerKind, Stage, Timings, TokenIds
+from ..request import (
+    Event,
+    Failed,
+    GenerationRequest,
+    PrefillReport,
+    PrefixMiss,
+    Progress,
+    ScorerKind,
+    Stage,
+    Timings,
+    TokenIds,
+)
 from ..specprefill.plan import PrefillPlan
 from ..specprefill.selector import kept_spans
 from ..specprefill.sparse_prefill import HiddenStates
@@ -46,6 +57,7 @@ class Sequence:
         need: the predicted memory, as admission reserves it.
         choice: the name under which a sparse prefix is found and kept; None: the prompt is read in full.
         cached: prompt tokens that a cached prefix covers.
+        miss: why less of it is cached than the cache holds; None: for no reason known.
         held: prompt indices in a sparse prefix, int32, ascending; None: it holds all.
         kept: prompt indices the target has seen, int32, or None for all of them.
         scorer, scoring: the scorer of the prompt, if any, and a description of its method.
@@ -70,6 +82,7 @@ class Sequence:
     plan: PrefillPlan | None = None
     need: Need = field(default_factory=Need)
     cached: int = 0
+    miss: PrefixMiss | None = None
     choice: str | None = None
     held: npt.NDArray[np.int32] | None = None
     hidden_parts: Seq[tuple[int, mx.array]] = ()
@@ -160,6 +173,7 @@ class Sequence:
             kept_spans=spans if self.request.specprefill.return_spans else None,
             speculation=None if self.drafting is None else self.drafting.report(),
             scope=None if self.plan is None or self.kept is None else self.plan.scope,
+            miss=self.miss,
         )
 
     def _timings(self) -> Timings:

@@ -186,6 +186,7 @@ def _merge(reports: Sequence[PrefillReport]) -> PrefillReport:
         kept_share=kept_tokens / prompt_tokens if sparse else None,
         timings=Timings(**times),
         kept_spans=None,
+        miss=next((report.miss for report in reports if report.miss is not None), None),
     )
 
 

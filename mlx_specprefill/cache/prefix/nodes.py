@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import heapq
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,6 +47,7 @@ __all__ = [
     "longest_match",
     "model_identity",
     "nbytes_of",
+    "others_ends",
     "root_digest",
     "token_bytes",
 ]
@@ -85,12 +87,14 @@ class CacheHit:
     Attributes:
         held: prompt indices in a sparse cache, int32, in the order of feeding; None: it holds all.
         hidden: parts of a staged one, each (index of the first token, hidden states (1, L, D)).
+        is_whole: no stored prefix goes on from it.
     """
 
     length: int
     cache: list[Any]
     held: TokenIds | None = None
     hidden: list[tuple[int, mx.array]] = field(default_factory=list)
+    is_whole: bool = False
 
 
 Arrays = dict[str, mx.array]
@@ -412,6 +416,11 @@ class Node:
             return self.positions
         return np.arange(self.end - self.tokens.size, self.end, dtype=np.int32)
 
+    @property
+    def seen_at(self) -> float:
+        """Return when it was last used, in seconds since the epoch."""
+        return 0.0 if self.record is None else self.record.seen_at
+
     def common(self, wanted: Tokens, choice: str | None = None) -> list[tuple[int, Node]]:
         """Return the children that share tokens with `wanted` after this node, with the number of shared tokens.
 
@@ -489,6 +498,33 @@ def deepest_state(root: Node, wanted: Tokens, block_size: int, choice: str | Non
             if count == block_size:
                 nodes.append(child)
     return best
+
+
+def others_ends(root: Node, wanted: Tokens, block_size: int, most: int) -> tuple[int, list[Node]]:
+    """Return the length that the prompt shares with any stored prefix, and the ends of the prefixes that share it and
+    go on otherwise: the `most` recently used ones, the latest first.
+    """
+    shared, nearest, nodes = 0, [root], [root]
+    while nodes:
+        for count, child in nodes.pop().common(wanted, ANY_CHOICE):
+            length = child.end - child.tokens.size + count
+            if length > shared:
+                shared, nearest = length, []
+            if length == shared:
+                nearest.append(child)
+            if count == block_size:
+                nodes.append(child)
+    ends: list[Node] = []
+    waiting = [(-node.seen_at, id(node), node) for node in nearest]
+    heapq.heapify(waiting)
+    while waiting and len(ends) < most:
+        node = heapq.heappop(waiting)[-1]
+        if node.children:
+            for child in node.children.values():
+                heapq.heappush(waiting, (-child.seen_at, id(child), child))
+        elif node.end > shared:
+            ends.append(node)
+    return shared, ends
 
 
 KV_LAYOUT_VERSION = 1  # of the arrays from `records`; a change orphans every stored record

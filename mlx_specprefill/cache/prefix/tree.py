@@ -36,6 +36,7 @@ from .nodes import (
     deepest_state,
     longest_match,
     nbytes_of,
+    others_ends,
 )
 
 __all__ = ["PrefixCache", "fed_of"]
@@ -89,6 +90,14 @@ def _covers(node: Node, other: Node) -> bool:
     """Return whether a block holds all tokens of a sibling with the same choice, and others only behind them."""
     same = common_length(node.tokens, other.tokens) == other.tokens.size
     return same and (node.positions is None or common_length(node.positions, other.fed) == other.fed.size)
+
+
+def _is_whole(match: Match) -> bool:
+    """Return whether no stored prefix goes on from a match, or from a part of its last block."""
+    node, parent = match.node, match.node.parent
+    assert parent is not None
+    others = (common_length(node.tokens, child.tokens) for child in parent.children.values() if child is not node)
+    return match.length == node.end and not node.children and max(others, default=0) < node.tokens.size
 
 
 def _held(match: Match) -> tuple[Tokens | None, int]:
@@ -196,6 +205,18 @@ class PrefixCache:
         match = self._match(np.asarray(tokens, dtype=np.int32), label, choice)
         return 0 if match is None else match.length
 
+    def others(
+        self, tokens: Sequence[int] | TokenIds, label: CacheLabel = SHARED, most: int = 3
+    ) -> tuple[int, list[Tokens]]:
+        """Return the length that a prompt shares with any stored prefix, and the tokens of those that share it and go
+        on otherwise, the last used ones first. Reads and counts nothing.
+        """
+        root = self._roots.get(label)
+        if root is None:
+            return 0, []
+        shared, ends = others_ends(root, np.asarray(tokens, dtype=np.int32), self.block_size, most)
+        return shared, [np.concatenate([node.tokens for node in end.path()]) for end in ends]
+
     def _match(self, wanted: Tokens, label: CacheLabel, choice: str | None) -> Match | None:
         root = self._roots.get(label)
         if root is None:
@@ -233,7 +254,7 @@ class PrefixCache:
         self._stored.touch(records)
         for record in records:
             self._stored.write(record)  # at the second use of a pinned prefix, if only those are written
-        return CacheHit(match.length, cache, held, _hidden(loaded))
+        return CacheHit(match.length, cache, held, _hidden(loaded), _is_whole(match))
 
     # -- writing
 

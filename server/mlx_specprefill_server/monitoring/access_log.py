@@ -27,7 +27,7 @@ from opentelemetry import trace
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mlx_specprefill import Event, Finished, Progress, TokenEvent
+from mlx_specprefill import Event, Finished, PrefillReport, Progress, TokenEvent
 
 from ..generation.generation import AnswerResult
 
@@ -112,11 +112,18 @@ def _spent(answers: Sequence[AnswerResult]) -> dict[str, Any]:
         "prompt_tokens": sum(report.prompt_tokens for report in prompts),
         "cached_tokens": sum(report.cached_tokens for report in prompts),
         "kept_tokens": sum(report.kept_tokens for report in prompts),
+        **_missed(prompts),
         "completion_tokens": sum(one.event.completion_tokens for one in answers if isinstance(one.event, Finished)),
         "mode": first.mode,
         "reason": first.reason,
         "finish": ",".join(dict.fromkeys(one.reason for one in answers)),
     }
+
+
+def _missed(prompts: Sequence[PrefillReport]) -> dict[str, Any]:
+    """Return the first place from which a prompt was read again, and its kind, without any text."""
+    found = next((report.miss for report in prompts if report.miss is not None), None)
+    return {} if found is None else {"miss_token": found.token, "miss_kind": found.kind}
 
 
 _current: ContextVar[RequestTrace | None] = ContextVar("request_trace", default=None)

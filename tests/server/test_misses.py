@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerFast
 
 from mlx_specprefill import GenerationRequest, PrefixMiss, TokenIds
 from mlx_specprefill.engine.misses import explain_miss
-from mlx_specprefill_server.prompting.conversation import conversation
-from mlx_specprefill_server.prompting.prompt import Prompt, PromptBuilder
+from mlx_specprefill_server.prompt.conversation import conversation
+from mlx_specprefill_server.prompt.prompt import Prompt, PromptBuilder
 
 from . import templates
 from .fakes import CHATML, SPECIALS

@@ -18,8 +18,8 @@ from mlx_specprefill_evals.local import LocalModel, examination
 from mlx_specprefill_evals.remote import RemoteModel
 from mlx_specprefill_evals.tasks import GROUPS
 from mlx_specprefill_server.cli.common import OptionError, begin, choose, make_settings, one_line_errors
-from mlx_specprefill_server.cli.loading import load
-from mlx_specprefill_server.cli.options import Draft, Dtype, Level, NoDraft, PairName, PairsFile, Target, setting
+from mlx_specprefill_server.cli.options import Level, PairOptions, setting, takes_pair
+from mlx_specprefill_server.cli.pull import load
 from mlx_specprefill_server.settings import default_text
 
 __all__ = ["app"]
@@ -28,6 +28,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 
 @app.command("eval")
+@takes_pair
 def evaluate(
     tasks: Annotated[
         list[str] | None,
@@ -62,16 +63,12 @@ def evaluate(
     ] = None,
     model: Annotated[str | None, typer.Option(help="Model of that server. Default: its first.")] = None,
     api_key: Annotated[str | None, typer.Option(help="API key of that server.")] = None,
-    pair: PairName = "demo",
-    pairs_file: PairsFile = None,
-    target: Target = None,
-    draft: Draft = None,
-    no_draft: NoDraft = False,
     not_staged: Annotated[
         bool, typer.Option("--not-staged", help="Run the kept tokens through all layers of the target.")
     ] = False,
-    dtype: Dtype = "auto",
     log_level: Level = "warning",
+    *,
+    models: PairOptions,
 ) -> None:
     """Measure sparse prefill on tasks with known answers. The last line is the report as JSON."""
     begin(log_level)
@@ -94,10 +91,10 @@ def evaluate(
                 raise OptionError("--chunk-size is for a pair that is loaded here; a server has its own")
             typer.echo(json.dumps(run(options, RemoteModel(server, model, api_key), _tell)))
             return
-        chosen = choose(pair, pairs_file, target, draft, no_draft)
+        chosen = choose(models)
         selection = None if chunk_size is None else SelectionConfig(chunk_size=chunk_size)
         settings = make_settings(chosen)
-        loaded = load(chosen, dtype, settings, calibrate=True)
+        loaded = load(chosen, models.dtype, settings, calibrate=True)
         if not_staged:
             loaded = replace(loaded, staged="--not-staged")
         with Engine(loaded, examination(selection)) as engine:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import getpass
 import json
 import platform
-import xml.etree.ElementTree as ET
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +16,7 @@ from typer.testing import CliRunner
 
 from mlx_specprefill import SparseUnsupportedError
 from mlx_specprefill_server import cli
-from mlx_specprefill_server.benchmark_picture import picture
-from mlx_specprefill_server.cli.benching import fitting
+from mlx_specprefill_server.cli.bench import fitting
 
 pytestmark = pytest.mark.extended
 
@@ -33,7 +31,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MLX_SPECPREFILL_CALIBRATION_FILE", str(folder / "costs.json"))
         options = ["--length", "600", "--length", "300", "--repeats", "2", "--keep-pct", "0.25"]
-        files = ["--out", str(folder / "o.json"), "--picture", str(folder / "o.svg"), "--submit", str(folder / "sent")]
+        files = ["--out", str(folder / "o.json"), "--submit", str(folder / "sent")]
         return bench(*options, *files), folder
 
 
@@ -66,14 +64,6 @@ def test_what_is_sent_in_tells_nothing_about_its_owner(done: tuple[Result, Path]
     assert not platform.node() or platform.node() not in text
     assert f'"{getpass.getuser()}"' not in text
     assert json.loads(text) == json.loads((done[1] / "o.json").read_text())
-
-
-def test_the_picture_is_svg_with_two_bars_per_length(done: tuple[Result, Path]) -> None:
-    root = ET.parse(done[1] / "o.svg").getroot()
-    bars = [rect for rect in root.iter("{http://www.w3.org/2000/svg}rect") if rect.get("width") != "100%"]
-    assert len(bars) == 4
-    measured = json.loads((done[1] / "o.json").read_text())
-    assert picture({**measured, "pair": {"name": "<a & b>"}}).count("&lt;a &amp; b&gt;") == 1
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 
 from mlx_specprefill import __version__
 from mlx_specprefill_server import cli
-from mlx_specprefill_server.cli import common, serving
+from mlx_specprefill_server.cli import common, serve
+from mlx_specprefill_server.cli.options import PairOptions
 from mlx_specprefill_server.models.models import Models
 from mlx_specprefill_server.pairs import MissingPairError, Pair
 from tests import tiny
@@ -113,18 +114,12 @@ class TestInspect:
         assert all(before[4] != after[4] for before, after in pairwise(rows))
         assert sum(int(row[1]) for row in rows) == 50  # chunks of 8
 
-    def test_heat_map_file(self, models: list[str], prompt_file: str, tmp_path: Path) -> None:
-        page = tmp_path / "map.html"
-        done = run("inspect", "--raw", "--prompt-file", prompt_file, "--html", str(page), *models)
-        assert done.exit_code == 0
-        assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
-
 
 class TestServe:
     @pytest.fixture
     def served(self, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
         calls: list[tuple[Any, Any]] = []
-        monkeypatch.setattr(serving, "serve_forever", lambda engine, settings, _: calls.append((engine, settings)))
+        monkeypatch.setattr(serve, "serve_forever", lambda engine, settings, _: calls.append((engine, settings)))
         return calls
 
     def test_options_become_settings(self, models: list[str], served: list[tuple[Any, Any]]) -> None:
@@ -146,7 +141,7 @@ class TestServe:
         """Return the list of served models, with a home that has no table."""
         monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
         calls: list[Models] = []
-        monkeypatch.setattr(serving, "serve_models", lambda models, _: calls.append(models))
+        monkeypatch.setattr(serve, "serve_models", lambda models, _: calls.append(models))
         return calls
 
     def test_a_table_of_models(self, several: list[Models], tmp_path: Path) -> None:
@@ -267,14 +262,14 @@ class TestDefaultPair:
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         self.found(monkeypatch, "smollm2", "demo")
-        assert common.choose(None, None, None, None).target == "smollm2"
+        assert common.choose(PairOptions()).target == "smollm2"
         assert capsys.readouterr().err == ""
 
     def test_else_the_bundled_one_and_a_line_that_says_so(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         self.found(monkeypatch, "demo")
-        assert common.choose(None, None, None, None).target == "demo"
+        assert common.choose(PairOptions()).target == "demo"
         note = capsys.readouterr().err
         assert note.startswith("note: smollm2 is not here. Taking demo instead")
         assert note.count("\n") == 1
@@ -282,7 +277,7 @@ class TestDefaultPair:
     def test_an_installation_with_neither_says_how_to_get_the_real_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.found(monkeypatch)
         with pytest.raises(MissingPairError, match="smollm2 is not here"):
-            common.choose(None, None, None, None)
+            common.choose(PairOptions())
 
 
 class TestRefusals:

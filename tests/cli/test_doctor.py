@@ -17,12 +17,12 @@ from typer.testing import CliRunner
 import mlx_specprefill
 from mlx_specprefill import BlasStatus, Check, ForwardTimes
 from mlx_specprefill_server import cli
-from mlx_specprefill_server.cli import computing, examining
+from mlx_specprefill_server.cli import doctor
 
 
 @pytest.fixture(autouse=True)
 def _healthy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(examining, "BLAS", BlasStatus("loaded", "libfast.so"))
+    monkeypatch.setattr(doctor, "BLAS", BlasStatus("loaded", "libfast.so"))
     monkeypatch.setenv("MLX_SPECPREFILL_CALIBRATION_FILE", str(tmp_path / "made" / "costs.json"))
 
 
@@ -60,8 +60,8 @@ def test_a_cache_that_can_not_be_written(tmp_path: Path) -> None:
 
 
 def test_a_slow_blas_and_another_version_come_with_the_command_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(examining, "BLAS", BlasStatus("missing", None, "Install a fast one"))
-    monkeypatch.setattr(examining, "requires", lambda _: ["mlx-lm==0.1.*", "not-there", 'x; extra == "dev"'])
+    monkeypatch.setattr(doctor, "BLAS", BlasStatus("missing", None, "Install a fast one"))
+    monkeypatch.setattr(doctor, "requires", lambda _: ["mlx-lm==0.1.*", "not-there", 'x; extra == "dev"'])
     done = run()
     assert "- Install a fast one" in done.stdout
     assert "- mlx-lm 0." in done.stdout
@@ -91,18 +91,18 @@ def test_the_machine_is_one() -> None:
 def mac(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     """Return a function that runs the doctor on a Mac like this, with stand-ins for the system's answers."""
 
-    def doctor(release: str = "15.1", made_for: str = "arm64", metal: bool = True, wired: str = "0") -> Result:
+    def run_there(release: str = "15.1", made_for: str = "arm64", metal: bool = True, wired: str = "0") -> Result:
         said = {"mac_ver": (release, ("", "", ""), made_for), "machine": made_for}
         for name, value in said.items():
-            monkeypatch.setattr(examining.platform, name, lambda value=value: value)
+            monkeypatch.setattr(doctor.platform, name, lambda value=value: value)
         here = replace(mlx_specprefill.machine(), device="gpu" if metal else "cpu", has_metal=metal)
-        monkeypatch.setattr(examining, "machine", lambda: here)
-        monkeypatch.setattr(examining.sys, "platform", "darwin")
+        monkeypatch.setattr(doctor, "machine", lambda: here)
+        monkeypatch.setattr(doctor.sys, "platform", "darwin")
         done = subprocess.CompletedProcess((), 0, f"{wired}\n")
-        monkeypatch.setattr(examining.subprocess, "run", lambda asked, **_: done if "wired" in asked[-1] else None)
+        monkeypatch.setattr(doctor.subprocess, "run", lambda asked, **_: done if "wired" in asked[-1] else None)
         return run()
 
-    return doctor
+    return run_there
 
 
 def test_a_mac_that_is_as_it_should_be(mac: Callable[..., Result]) -> None:
@@ -140,7 +140,7 @@ MISSING = Check("gpt_oss", "float16", "all", "not supported", words="float32 onl
 
 
 def computed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *found: Check) -> tuple[Result, dict[str, Any]]:
-    monkeypatch.setattr(computing, "check_device", lambda: iter(found))
+    monkeypatch.setattr(doctor, "check_device", lambda: iter(found))
     file = tmp_path / "doctor.json"
     done = CliRunner(env={"COLUMNS": "400"}).invoke(cli.app, ["doctor", "--compute", "--json", str(file)])
     return done, json.loads(file.read_text())
@@ -173,9 +173,9 @@ def test_a_device_that_does_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 def test_a_target_is_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     found = ForwardTimes({1: 2.0, 128: 20.04}, 4.5, 0.125, 1e-6, 300.0, 3 << 28)
-    monkeypatch.setattr(computing, "check_device", lambda: iter([GOOD]))
-    monkeypatch.setattr(computing, "forward_times", lambda pair: found)
-    target, file = examining.find_pair("demo").target, tmp_path / "doctor.json"
+    monkeypatch.setattr(doctor, "check_device", lambda: iter([GOOD]))
+    monkeypatch.setattr(doctor, "forward_times", lambda pair: found)
+    target, file = doctor.find_pair("demo").target, tmp_path / "doctor.json"
     done = CliRunner().invoke(cli.app, ["doctor", "--compute", "--target", target, "--json", str(file)])
     assert "   128 tokens       20.0 ms\n" in done.stdout
     assert "From 128 tokens on: 4.5 ms and 0.125 ms per token" in done.stdout

@@ -13,7 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 from mlx_specprefill_server import cli
-from mlx_specprefill_server.cli.grouped import GROUPS
+from mlx_specprefill_server.cli.options import GROUPS
 from mlx_specprefill_server.settings import Settings
 
 

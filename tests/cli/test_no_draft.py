@@ -13,6 +13,7 @@ from mlx_specprefill import Engine, Finished, GenerationRequest, SpecPrefillOpti
 from mlx_specprefill.adapters.capture import DraftHeads, Head
 from mlx_specprefill_server import cli
 from mlx_specprefill_server.cli.common import OptionError, choose
+from mlx_specprefill_server.cli.options import PairOptions
 from mlx_specprefill_server.pair_loading import load, make_settings
 from mlx_specprefill_server.pairs import Pair
 from tests.tiny import generated, random_prompt, save_checkpoint
@@ -64,15 +65,15 @@ def test_a_pair_keeps_its_draft_unless_it_is_told_not_to(tmp_path: Path) -> None
     assert load(Pair(target=target, draft=draft), "auto").stages is None
     file = tmp_path / "pairs.toml"
     file.write_text(f'[mine]\ntarget = "{target}"\ndraft = "{draft}"\n')
-    assert choose("mine", file, None, None).draft == draft
-    alone = choose("mine", file, None, None, no_draft=True)
+    assert choose(PairOptions("mine", file)).draft == draft
+    alone = choose(PairOptions("mine", file, no_draft=True))
     assert (alone.draft, alone.target) == ("self", target)
     assert load(alone, "auto").stages is not None
 
 
 def test_a_draft_and_none_exclude_each_other() -> None:
     with pytest.raises(OptionError, match="--no-draft and --draft other exclude each other"):
-        choose(None, None, "target", "other", no_draft=True)
+        choose(PairOptions(target="target", draft="other", no_draft=True))
 
 
 @pytest.mark.parametrize(("options", "prefill"), [([], "staged"), (["--not-staged"], "whole")])

@@ -11,7 +11,8 @@ import pytest
 
 from mlx_specprefill_server import pairs
 from mlx_specprefill_server.cli.common import OptionError, choose
-from mlx_specprefill_server.cli.loading import load
+from mlx_specprefill_server.cli.options import PairOptions
+from mlx_specprefill_server.cli.pull import load
 from mlx_specprefill_server.pairs import MissingPairError, PairsError, find_pair, find_row, read_pairs
 from tests.gguf_files import tiny
 
@@ -76,17 +77,17 @@ def test_the_target_can_be_its_own_draft(tmp_path: Path) -> None:
 
 def test_heads_lie_beside_the_file_and_go_with_their_draft(tmp_path: Path) -> None:
     path = write(tmp_path, '[a]\ntarget = "./t"\ndraft = "org/d"\ndraft_heads = "./h.safetensors"\n')
-    assert choose("a", path, None, None).draft_heads == str(tmp_path.resolve() / "h.safetensors")
-    assert choose("a", path, None, "self").draft_heads is None
+    assert choose(PairOptions("a", path)).draft_heads == str(tmp_path.resolve() / "h.safetensors")
+    assert choose(PairOptions("a", path, draft="self")).draft_heads is None
 
 
 def test_a_named_pair_can_have_itself_as_its_draft(tmp_path: Path) -> None:
     path = write(tmp_path, '[a]\ntarget = "./t"\ndraft = "org/d"\nkeep_pct = 0.3\n')
     for draft, used in ((None, "org/d"), ("self", "self")):
-        pair = choose("a", path, None, draft)
+        pair = choose(PairOptions("a", path, draft=draft))
         assert (pair.draft, pair.keep_pct) == (used, 0.3)
     with pytest.raises(OptionError, match="--draft needs --target, unless it is self"):
-        choose("a", path, None, "org/other")
+        choose(PairOptions("a", path, draft="org/other"))
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from mlx_specprefill import find_model, load_pair
 from mlx_specprefill_server import cli
 from mlx_specprefill_server.cli.common import OptionError
-from mlx_specprefill_server.cli.loading import load
+from mlx_specprefill_server.cli.pull import load
 from mlx_specprefill_server.pairs import Pair
 from tests.gguf_files import tiny
 from tests.hub import COMMIT, LARGE, Hub, hub_of, used_by_this_process

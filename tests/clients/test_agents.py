@@ -25,7 +25,7 @@ KEY = "geheim"
 CHATTY = """
 from mlx_specprefill_server import report
 from mlx_specprefill_server.cli import main
-from mlx_specprefill_server.generating import generation
+from mlx_specprefill_server.generation import generation
 
 generation.KEEP_ALIVE_S, report.PROGRESS_S = 0.005, 0.001
 main()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from mlx_specprefill_server.cli.warming import body_of
+from mlx_specprefill_server.cli.agents import body_of
 
 from .fakes import FakeEngine
 

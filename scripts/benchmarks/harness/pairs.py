@@ -10,7 +10,7 @@ from mlx_lm.utils import load_tokenizer
 
 from mlx_specprefill import ModelPair
 from mlx_specprefill_server.cli.common import choose
-from mlx_specprefill_server.cli.loading import load
+from mlx_specprefill_server.cli.pull import load
 
 from . import BenchError
 

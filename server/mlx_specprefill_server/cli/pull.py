@@ -1,11 +1,11 @@
-"""`mlx-specprefill pull`, and the download of models that the other commands lack, into Hugging Face's cache."""
+"""`mlx-specprefill pull`, and loading for other commands, which fetches missing files and announces each step."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +17,24 @@ from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 from huggingface_hub.utils import disable_progress_bars, filter_repo_objects
 
-from mlx_specprefill import LOADED_FILES, blueprint, is_repository_id, resolve_model_path
+from mlx_specprefill import (
+    LOADED_FILES,
+    Engine,
+    EngineConfig,
+    ModelPair,
+    Ranks,
+    blueprint,
+    is_repository_id,
+    resolve_model_path,
+)
 
+from .. import pair_loading
 from ..pairs import NAMED_PAIRS, PackagedFile, Pair, Row, find_row, install, read_pairs, size
-from .common import OptionError, one_line_errors, usable_memory
-from .options import PairsFile
+from ..settings import Settings
+from .common import OptionError, notes, one_line_errors, usable_memory
+from .options import DtypeName, PairsFile
 
-__all__ = ["fetch_missing", "pull"]
+__all__ = ["fetch_missing", "load", "load_engine", "pull"]
 
 _CONTEXT = 32768  # tokens of prompt and answer that must fit the memory
 _SPARE_DISK = 1 << 30  # bytes
@@ -170,3 +181,46 @@ def _check_disk(missing: int) -> None:
             f"{size(missing)} are to be fetched and {size(_SPARE_DISK)} should stay free, but {folder} has "
             f"{size(free)} free: make room there, or set HF_HUB_CACHE to a folder on another disk"
         )
+
+
+def load(pair: Pair, dtype: DtypeName, settings: Settings | None = None, *, calibrate: bool = False) -> ModelPair:
+    """Load a pair as `pair_loading.load` does, and announce each step on standard error.
+
+    A missing repository is fetched as `pull` does.
+
+    Raises:
+        OptionError: the disk or the memory has no room for the missing files.
+        HubError: it can't be fetched.
+    """
+    fetch_missing(pair)
+    return pair_loading.load(pair, dtype, settings, calibrate=calibrate, tell=_progress)
+
+
+def load_engine(
+    pair: Pair,
+    dtype: DtypeName,
+    settings: Settings,
+    config: EngineConfig,
+    *,
+    calibrate: bool = False,
+    ranks: Ranks | None = None,
+) -> Engine:
+    """Load a pair into an engine as `pair_loading.load_engine` does, and announce each step.
+
+    On several machines mlx-lm fetches missing files, because the memory that a model takes of each one is not known
+    before.
+
+    Raises:
+        OptionError, HubError: as in `load`.
+    """
+    if ranks is None:
+        fetch_missing(pair)
+    return pair_loading.load_engine(pair, dtype, settings, config, calibrate=calibrate, tell=_progress, ranks=ranks)
+
+
+@contextmanager
+def _progress(words: str) -> Iterator[Callable[[int, int], None]]:
+    """Return a context manager that shows a step and its progress."""
+    with notes().status(words) as status:
+        unit = " MB" if words.startswith("Loading ") else ""
+        yield lambda done, total: status.update(f"{words}: {done} of {total}{unit}" if total else words)

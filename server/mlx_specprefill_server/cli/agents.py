@@ -1,19 +1,24 @@
-"""`mlx-specprefill connect`."""
+"""`mlx-specprefill connect` and `warm`: what an agent needs of a running server."""
 
 from __future__ import annotations
 
 import json
 import shlex
+import urllib.error
 import urllib.request
 from http.client import HTTPException
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
-from ..agent_setup import AGENTS, ConfigurationError, RunningServer, Setup, any_other, edited, write
-from .common import OptionError, one_line_errors
+from mlx_specprefill import SpecPrefillError
 
-__all__ = ["connect"]
+from ..agent_setup import AGENTS, ConfigurationError, RunningServer, Setup, any_other, edited, write
+from ..settings import variable
+from .common import OptionError, one_line_errors, read_text
+
+__all__ = ["WarmError", "connect", "warm"]
 
 _SMALL_WINDOW = 32_000  # tokens
 
@@ -94,3 +99,64 @@ def _text(setup: Setup) -> str:
 
 def _exports(setup: Setup) -> str:
     return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in setup.environment.items())
+
+
+_TIMEOUT_S = 3600.0  # seconds; for the longest prompts on the slowest machines
+
+
+class WarmError(SpecPrefillError):
+    """The server can't be reached, or refuses the file."""
+
+
+def warm(
+    file: Annotated[Path, typer.Argument(help="The agent's request as JSON, in any dialect, or a system prompt.")],
+    url: Annotated[str, typer.Option(help="Of the server.")] = "http://127.0.0.1:8000",
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar=variable("api_keys"), help="API key, if the server requires one. Of several, the first is sent."
+        ),
+    ] = None,
+) -> None:
+    """Let a running server read a system prompt and tools now, so that the agent's first session starts from them."""
+    with one_line_errors():
+        try:
+            text = read_text(file)
+        except OSError as error:
+            raise WarmError(f"{file}: {error.strerror}") from error
+        told = _post(url, body_of(text), api_key and api_key.partition(",")[0].strip())
+        typer.echo(
+            f"{told['tokens']} tokens of system prompt and tools are kept; {told['cached_tokens']} already were."
+        )
+
+
+def body_of(text: str) -> dict[str, Any]:
+    """Return the file's request. Any text that is no request is a system prompt."""
+    try:
+        body = json.loads(text)
+    except ValueError:
+        body = None
+    return body if isinstance(body, dict) else {"messages": [{"role": "system", "content": text}]}
+
+
+def _post(url: str, body: dict[str, Any], key: str | None) -> dict[str, Any]:
+    url = url.rstrip("/").removesuffix("/v1") + "/v1/specprefill/warm"
+    headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    try:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
+            told: dict[str, Any] = json.load(response)
+    except urllib.error.HTTPError as error:
+        raise WarmError(f"{url}: {_error_message(error)}") from error
+    except (OSError, ValueError) as error:
+        raise WarmError(f"{url}: {getattr(error, 'reason', error)}") from error
+    if told.get("object") != "specprefill.warm":
+        raise WarmError(f"{url} does not answer as mlx-specprefill does")
+    return told
+
+
+def _error_message(error: urllib.error.HTTPError) -> str:
+    try:
+        return str(json.load(error)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"status {error.code}"

@@ -14,16 +14,16 @@ from rich.table import Table
 from mlx_specprefill import Engine, ModelPair, SparseUnsupportedError
 
 from ..benchmark import BenchmarkError, Plan, file_name, load_before, measure, record
-from ..benchmark_picture import picture
 from .common import ONE_SHOT, begin, choose, make_settings, notes, one_line_errors
-from .loading import load
-from .options import Draft, Dtype, Keep, Level, NoDraft, PairName, PairsFile, Target
+from .options import Keep, Level, PairOptions, takes_pair
+from .pull import load
 
 __all__ = ["bench", "fitting"]
 
 LENGTHS = (1024, 2048, 4096, 8192)
 
 
+@takes_pair
 def bench(
     lengths: Annotated[
         list[int] | None,
@@ -32,20 +32,13 @@ def bench(
     repeats: Annotated[int, typer.Option(min=1, help="Repetitions of each length per arm.")] = 3,
     keep: Keep = None,
     out: Annotated[Path | None, typer.Option(help="Write the measurement to this JSON file.")] = None,
-    picture_file: Annotated[
-        Path | None, typer.Option("--picture", help="Draw the measurement into this SVG file.")
-    ] = None,
     submit: Annotated[
         Path | None,
         typer.Option(help="Write the measurement into this folder, named for the page of measured machines."),
     ] = None,
-    pair: PairName = None,
-    pairs_file: PairsFile = None,
-    target: Target = None,
-    draft: Draft = None,
-    no_draft: NoDraft = False,
-    dtype: Dtype = "auto",
     log_level: Level = "warning",
+    *,
+    models: PairOptions,
 ) -> None:
     """Measure the time to the first token of a pair on this machine, sparse against full.
 
@@ -55,14 +48,14 @@ def bench(
     load_then = load_before()
     begin(log_level)
     with one_line_errors():
-        chosen = choose(pair, pairs_file, target, draft, no_draft)
+        chosen = choose(models)
         settings = make_settings(chosen, specprefill_keep_pct=keep, **ONE_SHOT)
-        loaded = load(chosen, dtype, settings, calibrate=True)
+        loaded = load(chosen, models.dtype, settings, calibrate=True)
         plan = Plan(fitting(lengths, loaded), settings.specprefill_keep_pct, repeats)
         with Engine(loaded, settings.engine_config()) as engine:
             measured = record(engine, chosen.alias or loaded.target_id, plan, _measure(engine, plan), load_then)
         Console().print(_table(measured))
-        _write(measured, out, picture_file, submit)
+        _write(measured, out, submit)
 
 
 def fitting(lengths: list[int] | None, pair: ModelPair) -> tuple[int, ...]:
@@ -99,12 +92,10 @@ def _table(measured: dict[str, Any]) -> Table:
     return table
 
 
-def _write(measured: dict[str, Any], out: Path | None, picture_file: Path | None, submit: Path | None) -> None:
+def _write(measured: dict[str, Any], out: Path | None, submit: Path | None) -> None:
     text = json.dumps(measured, indent=1) + "\n"
     if out is not None:
         out.write_text(text, encoding="utf-8")
-    if picture_file is not None:
-        picture_file.write_text(picture(measured), encoding="utf-8")
     if submit is not None:
         submit.mkdir(parents=True, exist_ok=True)
         file = submit / file_name(measured)

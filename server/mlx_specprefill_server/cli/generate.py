@@ -1,0 +1,251 @@
+"""`mlx-specprefill generate` and `inspect`: one prompt, without a server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
+from rich.table import Table
+from rich.text import Text
+
+from mlx_specprefill import (
+    ChunkInfo,
+    Engine,
+    Failed,
+    GenerationRequest,
+    Inspection,
+    PrefillReport,
+    Progress,
+    SamplingParams,
+)
+
+from ..explain import ExplainedChunk, explain_chunks
+from ..local import stream_text
+from .common import (
+    FAILED,
+    ONE_SHOT,
+    begin,
+    choose,
+    make_prompt,
+    make_settings,
+    notes,
+    one_line_errors,
+    options_of,
+    read_text,
+)
+from .options import Keep, KvBits, Level, PairOptions, PrefillStep, Question, Raw, Rule, takes_pair
+from .pull import load_engine
+
+__all__ = ["StageBars", "chunk_table", "generate", "inspect", "stage_bars", "stage_summary", "stage_table"]
+
+_PREVIEW = 60  # characters of a run's text in the table
+_LABELS = {"draft": "draft reads the prompt", "prefill": "target reads its share"}
+
+
+class StageBars:
+    """Progress bars, one per stage that takes long. Other stages are not shown."""
+
+    def __init__(self, bars: Bars) -> None:
+        self._bars = bars
+        self._tasks = {stage: bars.add_task(label, total=None, visible=False) for stage, label in _LABELS.items()}
+
+    def update(self, event: Progress) -> None:
+        task = self._tasks.get(event.stage)
+        if task is not None:
+            self._bars.update(task, completed=event.done, total=event.total, visible=True)
+
+    def start(self) -> None:
+        self._bars.start()
+
+    def stop(self) -> None:
+        """Remove the bars from the screen, so that text can follow."""
+        if self._bars.live.is_started:
+            self._bars.stop()
+
+
+@contextmanager
+def stage_bars(console: Console) -> Iterator[StageBars]:
+    """Show bars while the block runs, or until stopped. Show none without a terminal."""
+    columns = (TextColumn("{task.description:>22}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    bars = StageBars(Bars(*columns, console=console, transient=True))
+    try:
+        if console.is_interactive:
+            bars.start()
+        yield bars
+    finally:
+        bars.stop()
+
+
+def stage_table(report: PrefillReport, completion_tokens: int) -> Table:
+    """Return the table of stages and their times. Rates are tokens per second of the row's own time."""
+    times = report.timings
+    read = report.prompt_tokens - report.cached_tokens
+    rows: Iterable[tuple[str, float, int | None]] = (
+        ("queue", times.queue_ms, None),
+        ("draft", times.draft_ms, read),
+        ("select", times.select_ms, None),
+        ("prefill", times.prefill_ms, report.kept_tokens - report.cached_tokens),
+        ("TTFT", times.ttft_ms, read),
+        ("decode", times.decode_ms, max(completion_tokens - 1, 0)),
+    )
+    table = Table(show_edge=False)
+    table.add_column("stage")
+    for name in ("ms", "tokens", "tokens/s"):
+        table.add_column(name, justify="right")
+    for stage, milliseconds, tokens in rows:
+        rate = f"{tokens / milliseconds * 1000:,.0f}" if tokens and milliseconds > 0 else ""
+        shown = "" if tokens is None or milliseconds == 0 else f"{tokens:,}"
+        table.add_row(stage, f"{milliseconds:,.1f}", shown, rate)
+    return table
+
+
+def stage_summary(report: PrefillReport, completion_tokens: int) -> str:
+    share = report.kept_tokens / report.prompt_tokens
+    cached = f", {report.cached_tokens:,} of them cached" if report.cached_tokens else ""
+    return (
+        f"mode {report.mode} ({report.reason}); the target saw {report.kept_tokens:,} of "
+        f"{report.prompt_tokens:,} prompt tokens ({share:.1%}){cached}; {completion_tokens} tokens generated, "
+        "the first of them within TTFT"
+    )
+
+
+def chunk_table(chunks: Sequence[ExplainedChunk], *, dropped_too: bool) -> Table:
+    """Return the table of chunks: a row for every run of chunks of one state, with its best score."""
+    runs = [(state, list(run)) for state, run in groupby(chunks, lambda chunk: _state(chunk.info))]
+    shown = [(state, [chunk.info for chunk in run], run) for state, run in runs if state != "dropped" or dropped_too]
+    columns = {
+        "tokens": [f"{infos[0].start}-{infos[-1].end - 1}" for _, infos, _ in shown],
+        "chunks": [str(len(infos)) for _, infos, _ in shown],
+        "score": [f"{max(info.score for info in infos):.2e}" for _, infos, _ in shown],
+        "kept": [
+            f"{sum(info.kept_tokens for info in infos)}/{infos[-1].end - infos[0].start}" for _, infos, _ in shown
+        ],
+        "state": [state for state, _, _ in shown],
+    }
+    table = Table(show_edge=False)
+    for name, cells in columns.items():  # a narrow terminal cuts the text, never the numbers
+        width = max(map(len, [name, *cells]))
+        table.add_column(name, justify="left" if name == "state" else "right", min_width=width, no_wrap=True)
+    table.add_column("text", no_wrap=True, overflow="ellipsis")
+    for *cells, (_, _, run) in zip(*columns.values(), shown, strict=True):
+        table.add_row(*cells, Text(" ".join("".join(chunk.text for chunk in run).split())[:_PREVIEW]))
+    return table
+
+
+def _state(chunk: ChunkInfo) -> str:
+    """Return the chunk's state: dropped, kept for its score, or forced (at least in part) by a rule."""
+    if not chunk.kept:
+        return "dropped"
+    return "forced" if chunk.forced else "kept"
+
+
+PrefillMode = Literal["auto", "sparse", "full"]
+_ENABLED: dict[PrefillMode, bool | None] = {"auto": None, "sparse": True, "full": False}
+
+
+@takes_pair
+def generate(
+    prompt_file: Annotated[Path, typer.Option(help="A text file; - reads standard input.")],
+    question: Question = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Largest number of tokens in the answer.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0, max=2, help="0 is greedy.")] = 0.0,
+    keep: Keep = None,
+    rule: Rule = None,
+    mode: Annotated[PrefillMode, typer.Option(help="auto: sparse above the pair's threshold.")] = "auto",
+    raw: Raw = False,
+    prefill_step: PrefillStep = None,
+    kv_bits: KvBits = None,
+    log_level: Level = "warning",
+    *,
+    models: PairOptions,
+) -> None:
+    """Answer one prompt and show the time of each stage: the answer on standard output, the rest on standard error."""
+    begin(log_level)
+    with one_line_errors():
+        text = read_text(prompt_file)
+        options = options_of(_ENABLED[mode], keep)
+        chosen = choose(models)
+        settings = make_settings(
+            chosen,
+            rule=rule,
+            prefill_step=prefill_step,
+            kv_bits=kv_bits,
+            **ONE_SHOT,
+        )
+        with load_engine(chosen, models.dtype, settings, settings.engine_config()) as engine:
+            prompt = make_prompt(engine.pair, text, question, raw)
+            request = GenerationRequest(
+                prompt.tokens,
+                max_tokens,
+                SamplingParams(temperature=temperature),
+                options,
+                spans=prompt.spans,
+                stop_token_ids=engine.pair.eos_token_ids,
+            )
+            _answer(engine, request)
+
+
+def _answer(engine: Engine, request: GenerationRequest) -> None:
+    console = notes()
+    with stage_bars(console) as bars:
+
+        def show(text: str) -> None:
+            bars.stop()
+            typer.echo(text, nl=False)
+
+        _, last = stream_text(engine, request, show, bars.update)
+    typer.echo()
+    if isinstance(last, Failed):
+        typer.echo(f"error: {last.error}", err=True)
+        raise typer.Exit(FAILED)
+    console.print(stage_table(last.report, last.completion_tokens))
+    console.print(stage_summary(last.report, last.completion_tokens), markup=False, highlight=False)
+
+
+@takes_pair
+def inspect(
+    prompt_file: Annotated[Path, typer.Option(help="A text file; - reads standard input.")],
+    question: Question = None,
+    keep: Keep = None,
+    rule: Rule = None,
+    raw: Raw = False,
+    show_dropped: Annotated[bool, typer.Option("--all", help="List the dropped chunks too.")] = False,
+    log_level: Level = "warning",
+    *,
+    models: PairOptions,
+) -> None:
+    """Show which chunks of a prompt the draft would keep, and why, without running the target."""
+    begin(log_level)
+    with one_line_errors():
+        text = read_text(prompt_file)
+        options = options_of(None, keep)
+        chosen = choose(models)
+        settings = make_settings(chosen, rule=rule, **ONE_SHOT)
+        with load_engine(chosen, models.dtype, settings, settings.engine_config()) as engine:
+            prompt = make_prompt(engine.pair, text, question, raw)
+            inspection = _inspect(engine, GenerationRequest(prompt.tokens, 1, specprefill=options, spans=prompt.spans))
+            chunks = explain_chunks(engine.pair.tokenizer, prompt.tokens, inspection)
+            _show(inspection, chunks, dropped_too=show_dropped)
+
+
+def _inspect(engine: Engine, request: GenerationRequest) -> Inspection:
+    with stage_bars(notes()) as bars:
+        return engine.inspect(request, bars.update)
+
+
+def _show(inspection: Inspection, chunks: list[ExplainedChunk], *, dropped_too: bool) -> None:
+    console = Console()
+    console.print(chunk_table(chunks, dropped_too=dropped_too))
+    kept = sum(chunk.kept for chunk in inspection.chunks)
+    summary = (
+        f"{inspection.kept_tokens} of {inspection.prompt_tokens} tokens kept, {kept} of {len(inspection.chunks)} "
+        f"chunks; mode {inspection.mode}: {inspection.reason}"
+    )
+    console.print(summary, markup=False, highlight=False)

@@ -1,1 +1,0 @@
-"""The kept chunks of a prompt and the reasons, as data and as a picture."""

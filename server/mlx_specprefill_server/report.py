@@ -24,7 +24,6 @@ __all__ = [
     "KEEP_ALIVE",
     "PROGRESS_S",
     "EventStream",
-    "LiveTimings",
     "ProgressReporter",
     "Report",
     "TextEvents",
@@ -131,33 +130,6 @@ class Report:
 
     def _merged_report(self) -> PrefillReport:
         return _merge(self._reports())
-
-
-class LiveTimings:
-    """llama.cpp's timings of an unfinished answer, by the server's clock."""
-
-    def __init__(self, prompt_tokens: int, started: float) -> None:
-        self._prompt_tokens = prompt_tokens
-        self._started = started
-        self._cached = 0
-        self._first: float | None = None
-
-    def add(self, event: Progress) -> None:
-        """Note how much of the prompt was cached."""
-        self._cached = event.cached or self._cached
-
-    def first(self) -> None:
-        """Note the first part of the answer."""
-        self._first = self._first or time.monotonic()
-
-    def at(self, predicted: int) -> dict[str, Any]:
-        """Return the object after `predicted` generated tokens."""
-        first = self._first or time.monotonic()
-        return {
-            "cache_n": self._cached,
-            **_rates("prompt", self._prompt_tokens - self._cached, 1e3 * (first - self._started)),
-            **_rates("predicted", predicted, 1e3 * (time.monotonic() - first)),
-        }
 
 
 def _first(ends: Sequence[AnswerDone]) -> PrefillReport:

@@ -149,13 +149,13 @@ def test_a_failure_of_the_server_has_id_and_line(
     engine: FakeEngine, client: TestClient, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine, "stats", lambda: 1 / 0)
-    answer = client.get("/slots")
+    answer = client.get("/v1/specprefill/stats")
     assert answer.status_code == 500
     assert answer.json()["error"]["code"] == "internal_error"
     assert lines(caplog)[0] | {"ms": 0} == {
         "request_id": answer.headers["x-request-id"],
         "method": "GET",
-        "path": "/slots",
+        "path": "/v1/specprefill/stats",
         "status": 500,
         "ms": 0,
     }

@@ -209,14 +209,6 @@ def test_several_answers(client: TestClient, engine: FakeEngine) -> None:
     assert sum("usage" in chunk and chunk["usage"] is not None for chunk in chunks[:-1]) == 1
 
 
-def test_timings_per_token(client: TestClient, engine: FakeEngine) -> None:
-    chunks = stream(client, timings_per_token=True)
-    timed = [chunk["timings"] for chunk in chunks[1:-2]]
-    assert [timings["predicted_n"] for timings in timed] == [1, 2, 3, 4, 5]
-    final = chunks[-2]["timings"]
-    assert all(set(timings) == set(final) for timings in timed)
-
-
 def test_a_parser_that_fails_ends_its_answer(
     client: TestClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

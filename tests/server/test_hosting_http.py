@@ -169,5 +169,4 @@ def test_statistics_are_of_a_model_in_memory(server: Callable[..., TestClient]) 
         says(client, "a")
         assert client.get("/v1/specprefill/stats").json()["model"] == "a"  # the default one
         assert client.get("/v1/specprefill/stats?model=b").json()["model"] == "b"
-        assert client.get("/props?model=b").json()["model_alias"] == "b"
         assert client.get("/v1/specprefill/stats?model=d").status_code == 404

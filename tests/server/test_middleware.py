@@ -32,7 +32,7 @@ def got_paths(engine: FakeEngine) -> list[str]:
 
 def test_head_answers_wherever_get_does(client: TestClient, engine: FakeEngine) -> None:
     paths = got_paths(engine)
-    assert {"/v1/models", "/metrics", "/props", "/v1/specprefill/stats"} <= set(paths)
+    assert {"/v1/models", "/metrics", "/v1/specprefill/stats"} <= set(paths)
     for path in [*paths, "/", "/web/app.js", "/openapi.json", "/v1/models/nobody", "/nowhere"]:
         head, get = client.head(path), client.get(path)
         assert (head.status_code, head.content) == (get.status_code, b""), path
@@ -57,7 +57,7 @@ def test_a_key_is_asked_of_head_too(engine: FakeEngine) -> None:
 
 
 def test_a_last_slash_makes_no_difference(client: TestClient) -> None:
-    for path in ("/v1/models", "/health", "/v1/models/demo/target", "/version", "/props"):
+    for path in ("/v1/models", "/health", "/v1/models/demo/target", "/version"):
         assert client.get(path + "/").status_code == client.get(path).status_code == 200
     for path in ("/v1/chat/completions/", "/v1/chat/completions//"):
         assert client.post(path, json=CHAT).json()["choices"][0]["message"]["content"] == "Hello"

@@ -26,11 +26,7 @@ __all__ = ["ServiceError", "app", "plist", "unit"]
 NAME = "mlx-specprefill"
 RESTART_S = 30  # seconds before a restart after a failure
 STOP_S = 40  # seconds; running requests get 30 s of them unless MLX_SPECPREFILL_SHUTDOWN_GRACE_S is set
-_STOPPED_WITHIN_S = STOP_S + 5  # launchd answers bootout before the server has ended
-_STARTED_WITHIN_S = 15
-_STILL_STOPPING = (5, 37)  # bootstrap's status while launchd stops the previous service
-_NO_SUCH_DOMAIN = 125  # the status for gui/UID if nobody has logged in at the screen
-_CLOSED_FOLDERS = ("Documents", "Desktop", "Downloads")
+_STILL_STOPPING = (5, 37)  # bootstrap's status while launchd stops the previous service: bootout returns before its end
 
 app = typer.Typer(
     help="The server as a service of this user, started at login: launchd on macOS, systemd on Linux.",
@@ -58,8 +54,13 @@ def install(context: typer.Context) -> None:
     environment = {name: value for name, value in os.environ.items() if name.upper().startswith(ENV_PREFIX)}
     with one_line_errors():
         file = _file()
-        said = (_install_launchd if _is_mac() else _install_systemd)(file, command, environment)
-        typer.echo(f"{file} is written and the service is started. {said}")
+        content = (plist if _is_mac() else unit)(command, environment)
+        if file.exists():
+            _stop()
+        _write(file, content)
+        _start(file)
+        log = _launchd_log() if _is_mac() else f"journalctl --user --unit={NAME}"
+        typer.echo(f"{file} is written and the service is started. Its log: {log}")
 
 
 @app.command()
@@ -69,23 +70,20 @@ def uninstall() -> None:
         file = _file()
         if not file.exists():
             raise ServiceError(f"the service is not installed: {file} does not exist")
-        (_remove_launchd if _is_mac() else _remove_systemd)(file)
+        _stop()
+        file.unlink()
         typer.echo(f"The service is stopped, {file} is deleted.")
 
 
-def plist(command: Sequence[str], environment: Mapping[str, str], session: str = "Aqua") -> bytes:
-    """Return the launchd agent that runs `command` in this process's folder.
-
-    Args:
-        session: "Aqua" starts it when the user logs in at the screen, "Background" at any login.
-    """
+def plist(command: Sequence[str], environment: Mapping[str, str]) -> bytes:
+    """Return the launchd agent that runs `command` in this process's folder."""
     log = str(_launchd_log())
     agent = {
         "Label": NAME,
         "ProgramArguments": list(command),
         "WorkingDirectory": str(Path.cwd()),
         "EnvironmentVariables": dict(environment),
-        "LimitLoadToSessionType": session,
+        "LimitLoadToSessionType": ["Aqua", "Background"],  # a login at the screen, or any other
         "RunAtLoad": True,
         "KeepAlive": {"SuccessfulExit": False},
         "ThrottleInterval": RESTART_S,
@@ -140,75 +138,37 @@ def _file() -> Path:
     raise ServiceError("services need launchd (macOS) or systemd (Linux); start `mlx-specprefill serve` by other means")
 
 
-def _install_systemd(file: Path, command: Sequence[str], environment: Mapping[str, str]) -> str:
-    content = unit(command, environment)
-    if file.exists():
-        _remove_systemd(file)
-    _write(file, content)
-    for words in (["daemon-reload"], ["enable", "--now", f"{NAME}.service"]):
-        _check(_run("systemctl", "--user", *words))
-    return f"Its log: journalctl --user --unit={NAME}. It ends when you log out, unless: loginctl enable-linger"
-
-
-def _remove_systemd(file: Path) -> None:
-    _run("systemctl", "--user", "disable", "--now", f"{NAME}.service")
-    file.unlink()
-    _run("systemctl", "--user", "daemon-reload")
-
-
-def _install_launchd(file: Path, command: Sequence[str], environment: Mapping[str, str]) -> str:
-    _warn_of_closed_folders()
-    _remove_launchd(file)
+def _start(file: Path) -> None:
+    if not _is_mac():
+        _check(_run("systemctl", "--user", "daemon-reload"))
+        _check(_run("systemctl", "--user", "enable", "--now", f"{NAME}.service"))
+        return
     _launchd_log().parent.mkdir(parents=True, exist_ok=True)
-    for domain, session in zip(_launchd_domains(), ("Aqua", "Background"), strict=True):
-        _write(file, plist(command, environment, session))
-        started = _repeat(("launchctl", "bootstrap", domain, str(file)), _STILL_STOPPING, _STARTED_WITHIN_S)
-        if started.returncode != _NO_SUCH_DOMAIN:
+    domain = _launchd_domain()
+    for _ in range(STOP_S):
+        started = _run("launchctl", "bootstrap", domain, str(file))
+        if started.returncode not in _STILL_STOPPING:
             break
+        sleep(1)
     _check(started)
-    return f"Its log: {_launchd_log()}"
 
 
-def _remove_launchd(file: Path) -> None:
-    for domain in _launchd_domains():
-        service = f"{domain}/{NAME}"
-        _run("launchctl", "bootout", service)  # fails where the service does not run
-        if _repeat(("launchctl", "print", service), (0,), _STOPPED_WITHIN_S).returncode == 0:
-            raise ServiceError(f"launchd has not stopped {service} within {_STOPPED_WITHIN_S} s: try again later")
-    file.unlink(missing_ok=True)
+def _stop() -> None:
+    """Stop the service. It is no error if it does not run."""
+    if _is_mac():
+        _run("launchctl", "bootout", f"{_launchd_domain()}/{NAME}")
+    else:
+        _run("systemctl", "--user", "disable", "--now", f"{NAME}.service")
 
 
-def _launchd_domains() -> tuple[str, str]:
-    """Return the domains of a login at the screen and of any other login."""
-    return f"gui/{os.getuid()}", f"user/{os.getuid()}"
+def _launchd_domain() -> str:
+    """Return the domain of a login at the screen, or of any other login if nobody is logged in there."""
+    screen = f"gui/{os.getuid()}"
+    return screen if _run("launchctl", "print", screen).returncode == 0 else f"user/{os.getuid()}"
 
 
 def _launchd_log() -> Path:
     return Path.home() / "Library" / "Logs" / f"{NAME}.log"
-
-
-def _warn_of_closed_folders() -> None:
-    """Warn if the agent will not be able to read the program or its own folder."""
-    closed = [Path.home() / name for name in _CLOSED_FOLDERS]
-    for path in (Path(__file__), Path(sys.prefix), Path.cwd()):
-        if any(path.is_relative_to(folder) for folder in closed):
-            typer.echo(
-                f"note: {path} is closed to services: macOS keeps launch agents out of {', '.join(_CLOSED_FOLDERS)}. "
-                "Move it elsewhere and install the service from there.",
-                err=True,
-            )
-            return
-
-
-def _repeat(command: Sequence[str], statuses: Sequence[int], seconds: int) -> subprocess.CompletedProcess[str]:
-    """Repeat the command once per second while it ends with one of these statuses, at most for that many seconds."""
-    done = _run(*command)
-    for _ in range(seconds):
-        if done.returncode not in statuses:
-            break
-        sleep(1)
-        done = _run(*command)
-    return done
 
 
 def _write(file: Path, content: bytes) -> None:

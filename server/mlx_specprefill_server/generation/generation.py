@@ -150,11 +150,6 @@ class Generation:
         """The number of tokens in the prompt."""
         return len(self.prompt)
 
-    @property
-    def read_tokens(self) -> int:
-        """The number of tokens that were read of all answers."""
-        return sum(reader.read_tokens for reader in self._readers)
-
     def take_ids(self, index: int) -> list[int]:
         """Return the token ids of answer `index` since the last call."""
         return self._readers[index].take_ids()

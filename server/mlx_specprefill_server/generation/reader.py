@@ -206,7 +206,6 @@ class AnswerReader:
     Attributes:
         over: no further token is wanted; the engine can stop.
         completion_tokens: number of tokens, up to the one that completed a stop string.
-        read_tokens: number of tokens whose text has been read.
     """
 
     def __init__(
@@ -233,7 +232,7 @@ class AnswerReader:
         self._new_ids: list[int] = []
         self._calls = 0  # number of calls that are not broken
         self._reasoning_tokens = 0
-        self.completion_tokens = self.read_tokens = 0
+        self.completion_tokens = 0
         self.over = False
 
     def push(self, event: TokenEvent) -> list[ContentDelta]:
@@ -278,7 +277,6 @@ class AnswerReader:
     def _read(self, text: str) -> list[ContentDelta]:
         if not text:
             return []
-        self.read_tokens = self.completion_tokens
         if self._tokens is not None:
             self._tokens.decoded += len(text)
         thinking = self._parser.thinking

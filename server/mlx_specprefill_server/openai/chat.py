@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
@@ -18,7 +17,7 @@ from ..deps import ModelDep, Service, body_of, close_on_disconnect, while_connec
 from ..errors import JsonResponse
 from ..generation.generation import Generation
 from ..generation.reader import Vocabulary
-from ..report import DONE, KEEP_ALIVE, EventStream, LiveTimings, ProgressReporter, Report, TextEvents, data_event
+from ..report import DONE, KEEP_ALIVE, EventStream, ProgressReporter, Report, TextEvents, data_event
 from ..serving import AnswerRequest, count_tokens, start_answers
 from .protocol import ChatRequest, Envelope, refuse_chat, scored
 
@@ -74,7 +73,7 @@ class ChatAnswer:
         self._progress = ProgressReporter(body.return_progress)
         self._report = Report(generation.prompt_tokens, body.n, copies=body.n, warnings=generation.warnings)
         self._calls = [0] * body.n  # streams that have begun
-        self._bare = not (body.logprobs or body.return_token_ids or body.timings_per_token)  # chunks carry text only
+        self._bare = not (body.logprobs or body.return_token_ids)  # chunks carry text only
         self._texts: dict[tuple[int, str], TextEvents] = {}
         self._envelope = Envelope.new("chatcmpl", "chat.completion", body.model or service.model_id)
 
@@ -95,11 +94,9 @@ class ChatAnswer:
 
     async def stream(self) -> AsyncIterator[bytes]:
         """Yield the answers' events. The first one goes out before the engine has done anything."""
-        started = time.monotonic()
         self._envelope = replace(
             self._envelope, object="chat.completion.chunk", null_usage=self._body.stream_options.include_usage
         )
-        timings = LiveTimings(self._generation.prompt_tokens, started)
         for index in range(self._body.n):
             yield self._chunk(index, {"role": "assistant", "content": ""}, **({} if index else self._prompt_ids()))
         async for index, delta in self._generation.stream():
@@ -111,7 +108,6 @@ class ChatAnswer:
                 case Idle():
                     yield KEEP_ALIVE
                 case Progress():
-                    timings.add(delta)
                     if (event := self._progress.report(delta)) is not None:
                         yield self._envelope.progress(event, self._progress.asked)
                 case AnswerDone():
@@ -120,9 +116,8 @@ class ChatAnswer:
                     for last in self._envelope.ending(finish, self._report, self._report.add(delta, index)):
                         yield last
                 case _:
-                    timings.first()
                     for fields in self._fields(index, delta):
-                        yield self._chunk(index, fields, self._logprobs(delta), **self._timed(timings))
+                        yield self._chunk(index, fields, self._logprobs(delta))
         yield DONE
 
     def _text_events(self, index: int, name: str) -> TextEvents:
@@ -132,10 +127,6 @@ class ChatAnswer:
             known = TextEvents(lambda text: self._chunk(index, {name: text}))
             self._texts[index, name] = known
         return known
-
-    def _timed(self, timings: LiveTimings) -> dict[str, Any]:
-        """Return llama.cpp's `timings` for the chunks of clients that asked."""
-        return {"timings": timings.at(self._generation.read_tokens)} if self._body.timings_per_token else {}
 
     def _fields(self, index: int, delta: AnswerDelta) -> Iterator[dict[str, Any]]:
         """Yield OpenAI's `delta` objects of this delta."""

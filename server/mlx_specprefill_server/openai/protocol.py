@@ -133,7 +133,6 @@ class ChatRequest(ConversationFields):
     """The body of POST /v1/chat/completions. `conversation` checks messages and tools."""
 
     messages: list[Any]
-    timings_per_token: bool = False
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool = False
     top_logprobs: Annotated[Whole, Field(ge=0, le=20)] = 0

@@ -23,7 +23,7 @@ from ..server.conftest import live as live  # the fixtures of the server's tests
 from ..server.fakes import FakeEngine, FakePair
 
 WIDTHS = {
-    "wide": (1360, 900),
+    "wide": (1600, 900),
     "laptop": (1280, 800),
     "low": (1280, 650),
     "narrow": (390, 844),

@@ -123,6 +123,26 @@ def test_answers_are_compared(page: Page, live: Any, engine: FakeEngine, full: s
     assert turn.find_element("css selector", ".headline").text.endswith(said)
 
 
+@pytest.mark.parametrize(("known", "says"), [((0, 0), True), ((0, 490), False), ((490, 0), False), ((490, 490), True)])
+def test_times_are_compared_where_both_answers_began_alike(
+    page: Page, live: Any, monkeypatch: Any, known: tuple[int, int], says: bool
+) -> None:
+    """An answer from the cache is no match for one that read everything, nor the other way round."""
+    plain = fakes.report_of
+
+    def report(request: GenerationRequest) -> Any:
+        cached = known[request.specprefill.enabled is False]
+        return replace(plain(request), kept_tokens=500, prompt_tokens=1000, cached_tokens=cached)
+
+    monkeypatch.setattr(fakes, "report_of", report)
+    base, _ = live()
+    page.open(base)
+    page.set("#mode", "sparse")
+    page.find("#compare").click()
+    headline = page.ask("Hello").find_element("css selector", ".headline").text
+    assert bool(re.search("instead of|full reading:", headline)) == says
+
+
 def test_the_headline_does_not_wait_for_the_last_word(page: Page, live: Any, engine: FakeEngine) -> None:
     release = threading.Event()
 

@@ -78,6 +78,41 @@ def test_a_new_conversation_begins_with_nothing_of_the_old_one(page: Page, live:
     assert "The text." in page.find("#prompt").text
 
 
+def test_conversations_are_found_by_their_questions_in_a_drawer(page: Page, live: Any, engine: FakeEngine) -> None:
+    base, _ = live()
+    page.open(base)
+    page.look("light", "laptop")
+    page.ask("What is it?")
+    page.ask("And the zebra?")
+    page.find("#new").click()
+    page.until(lambda: not page.all(".turn"))
+    page.ask("Another question")
+    page.until(lambda: len(page.all("#conversations li")) == 2)
+    drawer = page.find("#shelf")
+    assert not drawer.is_displayed()
+    page.find("#shelf-button").click()
+    assert drawer.is_displayed()
+    page.shoot("drawer")
+    page.find("#search").send_keys("Giraffe")
+    assert page.find("#none-found").text == "No conversation has these words."
+    page.find("#search").clear()
+    page.find("#search").send_keys("ZEBRA")
+    assert page.find("#conversations").text == "What is it?"
+    page.find("#conversations li:not([hidden]) button").click()
+    page.until(lambda: len(page.all(".turn")) == 2)
+    page.until(lambda: not drawer.is_displayed())
+    page.find("#shelf-button").click()
+    page.find("#delete").click()
+    page.driver.switch_to.active_element.send_keys(Keys.ENTER)  # keeps it
+    assert len(page.all(".turn")) == 2
+    page.find("#shelf-button").click()
+    page.driver.switch_to.active_element.send_keys(Keys.ESCAPE)
+    assert not drawer.is_displayed()
+    page.look("light", "wide")
+    assert drawer.is_displayed()  # there is room for it beside the conversation
+    assert not page.find("#shelf-button").is_displayed()
+
+
 def test_a_conversation_is_renamed_exported_and_deleted(page: Page, live: Any, engine: FakeEngine) -> None:
     engine.says("An *answer*")
     base, _ = live()

@@ -82,6 +82,47 @@ def test_the_view_stays_where_somebody_scrolled_up_until_they_are_back(
     assert 0 < answer <= composer
 
 
+BLANK = """
+const boxes = [".welcome", "#form", "#sample-pane"].map((css) => document.querySelector(css).getBoundingClientRect());
+const [welcome, form, sample] = boxes;
+const top = document.querySelector("header").offsetHeight;
+return [(form.bottom - welcome.top) / (innerHeight - top), (sample.bottom - sample.top) / (innerHeight - top), form.bottom];
+"""
+
+
+def test_the_first_screen_is_filled_and_the_sample_is_one_click_away(page: Page, live: Any) -> None:
+    base, _ = live()
+    page.open(base, sample=True)
+    page.look("light", "laptop")
+    page.shoot("first")
+    left, right, composer = page.run(BLANK)
+    assert left > 0.5
+    assert right > 0.9
+    assert composer <= 800
+    assert page.find("header img").get_property("naturalWidth") > 0
+    page.find("#sample").click()  # in sight: nothing is scrolled
+    page.until(
+        lambda: page.all(".headline") and "instead of" in page.find(".turn").text or page.find("#map-facts").text
+    )
+    assert not page.find("#sample-pane").is_displayed()
+
+
+def test_a_conversation_without_a_document_has_no_second_pane(page: Page, live: Any) -> None:
+    base, _ = live()
+    page.open(base)
+    page.look("light", "laptop")
+    page.ask("Hello")
+    assert not page.find("#map").is_displayed()
+    chat = page.find("#chat").rect
+    assert abs(chat["x"] - (1280 - chat["x"] - chat["width"])) < 2  # in the middle
+    page.drop("A line of words.")
+    assert page.find("#map").is_displayed()
+    page.ask("And now?")
+    assert page.find("#map").is_displayed()
+    page.reload()
+    assert page.find("#map").is_displayed()
+
+
 def test_the_composer_grows_with_the_question_and_shrinks_when_it_is_asked(page: Page, live: Any) -> None:
     base, _ = live()
     page.open(base)

@@ -259,6 +259,12 @@ def test_the_key_is_asked_for_and_nothing_shows_without_it(page: Page, live: Any
     assert "geheim" not in page.driver.current_url + page.driver.page_source
 
 
+INNER_OVERFLOW = """
+return [...document.querySelectorAll("#server .scroll")].filter((one) => one.scrollWidth > one.clientWidth)
+  .map((one) => one.ariaLabel);
+"""
+
+
 def test_the_live_panel_lists_and_drops(page: Page, live: Any, engine: FakeEngine) -> None:
     base, _ = live()
     page.open(base)
@@ -266,7 +272,7 @@ def test_the_live_panel_lists_and_drops(page: Page, live: Any, engine: FakeEngin
     page.find("nav a[href='#server']").click()
     page.until(lambda: len(page.all("#cache [data-entry]")) == 2)
     page.until(lambda: "short prompt" in page.find("#recent").text)
-    assert "Found read before" in page.find("#now").text
+    assert "Found in cache" in page.find("#now").text
     assert "demo/target" in page.find("#model-list").text
     page.until(lambda: len(page.find("#plots polyline").get_attribute("points").split()) > 1)
     for theme in ("light", "dark"):
@@ -274,12 +280,37 @@ def test_the_live_panel_lists_and_drops(page: Page, live: Any, engine: FakeEngin
             page.look(theme, width)
             page.shoot(f"server-{theme}-{width}")
             assert page.fits()
+            assert page.run(INNER_OVERFLOW) == []
         assert complaints(page) == []
     page.find("#cache [data-entry] button").click()
     page.until(lambda: len(page.all("#cache [data-entry]")) == 1)
     page.find("#drop-all").click()
     page.until(lambda: "Nothing is kept" in page.find("#cache").text)
     assert engine.kept == []
+
+
+def test_a_word_of_the_server_view_is_explained_where_the_focus_is(page: Page, live: Any) -> None:
+    base, _ = live()
+    page.open(base)
+    page.ask("Hello")
+    page.find("nav a[href='#server']").click()
+    page.until(lambda: page.all("#recent td.number"))
+    explained = page.run("return [...document.querySelectorAll('#server .word')].map((word) => word.textContent)")
+    assert {"Found in cache", "Tokens per second", "Texts read before", "Hits", "First word", "Why"} <= set(explained)
+    assert not page.find("#tip").is_displayed()
+    page.run(
+        "[...document.querySelectorAll('#server .word')].find((word) => word.textContent === 'First word').focus()"
+    )
+    assert page.find("#tip").text == "Time to first token (TTFT), the queue included."
+    assert complaints(page) == []
+    page.run("document.querySelector('#now .word').focus()")
+    page.until(lambda: "decoding" in page.find("#tip").text)
+    step = "return document.querySelector(\"[data-name='Since last step'] dd\").textContent"
+    before = page.run(step)
+    page.until(lambda: page.run(step) != before)  # new numbers take the focus from nobody
+    assert page.find("#tip").is_displayed()
+    page.driver.switch_to.active_element.send_keys(Keys.ESCAPE)
+    assert not page.find("#tip").is_displayed()
 
 
 def test_requests_in_work_are_lanes(page: Page, live: Any, engine: FakeEngine) -> None:
@@ -361,8 +392,9 @@ def test_every_state_is_fit_for_screen_readers(
     page.run("document.querySelector('.chip .name').click()")
     look("preview")
     page.find("#preview button").click()
-    page.run("document.getElementById('shelf-toggle').click()")
-    look("shelf")
+    if width == "narrow":
+        page.find("#shelf-button").click()
+    look("conversations")
     page.run("document.getElementById('new').click()")
     page.until(lambda: not page.all(".turn"))
     page.drop("A line of words.\n" * 12_000)

@@ -11,7 +11,7 @@ const STREAM = { stream: true, stream_options: { include_usage: true }, return_p
 export class BrokenOff extends Error {}
 
 /** A new record; `mode` is what was asked for, the account says what was done. */
-export const newArm = (mode) => ({ mode, text: "", thought: "", first: null, account: null, tokens: 0, state: "running" });
+export const newArm = (mode) => ({ mode, text: "", thought: "", first: null, known: 0, account: null, tokens: 0, state: "running" });
 
 export class Arm {
   /** `told`: called with the first word, and when the account is there. */
@@ -82,8 +82,9 @@ export class Arm {
     this.facts.textContent = `${model} is being loaded: ${step}${total ? `, ${count(done)} of ${count(total)}` : ""}…`;
   }
 
-  #read({ stage, total, processed }, ms) {
+  #read({ stage, total, processed, cache }, ms) {
     this.facts.textContent = "";
+    this.record.known = total ? cache / total : 0; // the share that was in the cache
     this.lane.enter(stage, ms);
     this.progress = total ? processed / total : undefined;
     this.lane.expect(ms, this.progress);
@@ -127,6 +128,7 @@ export class Arm {
   #account() {
     const { account, mode, tokens, cut, first } = this.record;
     const sparse = account.mode === "sparse";
+    this.record.known = account.cached_tokens / account.kept_tokens;
     this.title.textContent = this.lane.name.textContent = sparse ? "Selective reading" : "Full reading";
     this.lane.finish(account, first ?? account.timings.queue_ms + account.timings.ttft_ms);
     const read = sparse

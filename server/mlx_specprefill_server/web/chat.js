@@ -41,11 +41,15 @@ export class Chat {
     find("sample-question").textContent = SAMPLE.question;
     find("sample").addEventListener("click", () => !this.running && this.#run((signal) => this.#askSample(signal)));
     find("edit-dialog").addEventListener("close", () => this.#edited());
-    addEventListener("focusin", ({ target }) => {
-      if (!find("settings").contains(target) && !target.popoverTargetElement) find("settings").hidePopover();
-    });
+    addEventListener("focusin", ({ target }) => this.#closePopovers(target));
     this.#followAnswer();
     addEventListener("pagehide", () => this.#save());
+  }
+
+  /** Closes what the focus has left, unless it went to the button that opens it. */
+  #closePopovers(target) {
+    if (target.popoverTargetElement) return;
+    for (const name of ["settings", "shelf"]) if (!find(name).contains(target)) find(name).hidePopover();
   }
 
   tell(text) {
@@ -147,12 +151,12 @@ export class Chat {
     this.settings.set(conversation.settings);
     find("question").value = conversation.draft.question;
     this.documents.set(conversation.draft.documents);
-    this.#count();
-    this.documents.measure();
-    this.tell("");
     const read = this.turns.findLast((turn) => turn.record.explanation);
     if (read) this.showMap(read);
     else this.map.clear();
+    this.#count();
+    this.documents.measure();
+    this.tell("");
     this.shelved();
   }
 
@@ -181,8 +185,9 @@ export class Chat {
     find("send").disabled = find("score").disabled = busy || Boolean(this.documents.excess);
     find("stop").hidden = !busy;
     find("send").hidden = busy;
-    const empty = !conversation.turns.length && !conversation.draft.documents.length;
-    find("chat").dataset.empty = empty ? "yes" : "no";
+    const bare = !conversation.draft.documents.length && this.turns.every((turn) => turn.plain) && find("map-body").hidden;
+    find("chat").dataset.empty = bare && !this.turns.length ? "yes" : "no";
+    find("chat").dataset.bare = bare && this.turns.length ? "yes" : "no";
     find("chat").dataset.kept = "no";
     find("question").style.height = "auto";
     find("question").style.height = `${find("question").scrollHeight + 2}px`; // with its border

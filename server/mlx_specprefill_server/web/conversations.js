@@ -9,7 +9,6 @@ export class Conversations {
   constructor(chat) {
     this.chat = chat;
     find("new").addEventListener("click", () => chat.begin());
-    find("shelf-toggle").addEventListener("click", () => this.#toggle());
     find("search").addEventListener("input", () => this.#filter());
     find("export-markdown").addEventListener("click", () => this.#export("md", markdownOf));
     find("export-json").addEventListener("click", () => this.#export("json", (one) => JSON.stringify(one, null, 2)));
@@ -17,12 +16,6 @@ export class Conversations {
     find("delete").addEventListener("click", () => find("delete-dialog").showModal());
     find("delete-dialog").addEventListener("close", () => this.#delete());
     find("rename-dialog").addEventListener("close", () => this.#renamed());
-  }
-
-  #toggle() {
-    const open = find("shelf").dataset.open !== "yes";
-    find("shelf").dataset.open = open ? "yes" : "no";
-    find("shelf-toggle").setAttribute("aria-expanded", String(open));
   }
 
   async show() {
@@ -33,20 +26,25 @@ export class Conversations {
       if (one.id === id) button.setAttribute("aria-current", "true");
       button.addEventListener("click", async () => {
         await this.chat.open(one.id);
+        find("shelf").hidePopover();
         await this.show();
         find("conversations").querySelector("[aria-current]")?.focus();
       });
-      return element("li", {}, button);
+      const line = element("li", {}, button);
+      line.dataset.words = `${one.title} ${one.questions}`.toLowerCase();
+      return line;
     }));
     this.#filter();
     const kept = all.some((one) => one.id === id);
     for (const name of ["rename", "delete", "export-markdown", "export-json"]) find(name).disabled = !kept;
   }
 
-  /** Those whose name has the words that are searched. */
+  /** Shows the conversations whose name or questions have the words that are searched. */
   #filter() {
     const wanted = find("search").value.trim().toLowerCase();
-    for (const line of find("conversations").children) line.hidden = !line.textContent.toLowerCase().includes(wanted);
+    const lines = [...find("conversations").children];
+    for (const line of lines) line.hidden = !line.dataset.words.includes(wanted);
+    find("none-found").textContent = lines.some((line) => !line.hidden) ? "" : wanted ? "No conversation has these words." : "None yet.";
   }
 
   #rename() {

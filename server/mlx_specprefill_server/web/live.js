@@ -2,6 +2,7 @@
 
 import { asked, events, json } from "./api.js";
 import { ago, bytes, count, element, find, seconds } from "./format.js";
+import { explain, word } from "./glossary.js";
 import { Plot } from "./plots.js";
 import { Timeline } from "./timeline.js";
 
@@ -24,6 +25,7 @@ export class LivePanel {
     ];
     find("plots").replaceChildren(...this.plots.map((plot) => plot.element));
     find("drop-all").addEventListener("click", () => this.#drop());
+    for (const head of document.querySelectorAll("#server :is(h2, th)")) explain(head);
   }
 
   show() {
@@ -98,8 +100,8 @@ function render(stats) {
   renderNow(stats);
   renderRunning(stats);
   renderMemory(stats.memory);
-  const rows = stats.recent.map((answer) => recentRow(answer, stats.time));
-  find("recent").replaceChildren(...(rows.length ? rows : [empty(9, "No answer yet.")]));
+  const rows = stats.recent.map((answer) => row("recent", recentCells(answer, stats.time)));
+  find("recent").replaceChildren(...(rows.length ? rows : [empty("recent", "No answer yet.")]));
 }
 
 function renderNow(stats) {
@@ -108,12 +110,10 @@ function renderNow(stats) {
     Answering: count(stats.decoding),
     Reading: count(stats.prefilling),
     Waiting: count(stats.waiting),
-    "Found read before": lookups ? `${count(stats.prefix_hits)} of ${count(lookups)}` : "–",
-    "Engine's last step": `${seconds(1000 * stats.heartbeat_age_s)} ago`,
+    "Found in cache": lookups ? `${count(stats.prefix_hits)} of ${count(lookups)}` : "–",
+    "Since last step": seconds(1000 * stats.heartbeat_age_s),
   };
-  const parts = Object.entries(tiles).map(([name, value]) =>
-    element("div", {}, element("dt", { textContent: name }), element("dd", { className: "figure", textContent: value })));
-  find("now").replaceChildren(...parts);
+  for (const [name, value] of Object.entries(tiles)) fact(find("now"), name, value);
 }
 
 /** One lane each, on one axis, from when it came until now. */
@@ -139,15 +139,26 @@ function renderMemory(memory) {
     return bar;
   });
   find("memory-bar").replaceChildren(...bars);
-  const lines = CONSUMERS.map(([name, label]) => fact(label, bytes(memory[name]), name));
-  lines.push(fact("Texts read before, on disk", bytes(memory.prefix_disk)), fact("Held free for requests", bytes(memory.reserved)));
-  lines.push(fact("All arrays", bytes(memory.active)), fact("Limit", memory.limit ? bytes(memory.limit) : "unknown"));
-  find("memory").replaceChildren(...lines);
+  const list = find("memory");
+  for (const [name, label] of CONSUMERS) fact(list, label, bytes(memory[name]), name);
+  fact(list, "Texts read before, on disk", bytes(memory.prefix_disk));
+  fact(list, "Held free for requests", bytes(memory.reserved));
+  fact(list, "All arrays", bytes(memory.active));
+  fact(list, "Limit", memory.limit ? bytes(memory.limit) : "unknown");
 }
 
-function fact(label, value, swatch) {
-  const term = element("dt", {}, ...(swatch ? [element("span", { className: `swatch ${swatch}` })] : []), label);
-  return element("div", {}, term, element("dd", { className: "figure", textContent: value }));
+/** Writes a value beside its name, into the same element from look to look, so that focus stays where it is. */
+function fact(list, name, value, swatch) {
+  const known = [...list.children].find(({ dataset }) => dataset.name === name) ?? newFact(list, name, swatch);
+  known.lastElementChild.textContent = value;
+}
+
+function newFact(list, name, swatch) {
+  const swatches = swatch ? [element("span", { className: `swatch ${swatch}` })] : [];
+  const made = element("div", {}, element("dt", {}, ...swatches, word(name)), element("dd", { className: "figure" }));
+  made.dataset.name = name;
+  list.append(made);
+  return made;
 }
 
 /** Rows stay the same elements from look to look, so that focus and clicks stay where they are. */
@@ -158,7 +169,7 @@ function renderCache(entries, drop) {
   rows.forEach((line, index) => cacheCells(entries[index]).forEach((text, cell) => {
     line.cells[cell].textContent = text;
   }));
-  const shown = rows.length ? rows : [empty(8, "Nothing is kept.")];
+  const shown = rows.length ? rows : [empty("cache", "Nothing is kept.")];
   if (shown.length !== table.rows.length || shown.some((line, index) => line !== table.rows[index])) {
     table.replaceChildren(...shown);
   }
@@ -173,24 +184,30 @@ function cacheRow(entry, drop) {
   const button = element("button", { type: "button", className: "quiet", textContent: "Drop" });
   button.setAttribute("aria-label", `Drop ${KINDS[entry.kind] ?? entry.kind} entry ${entry.id.slice(0, 8)}`);
   button.addEventListener("click", () => drop(entry.id));
-  const line = row([...cacheCells(entry), button], [2, 3, 4]);
+  const line = row("cache", [...cacheCells(entry), button]);
   line.dataset.entry = entry.id;
   return line;
 }
 
-function recentRow(answer, now) {
-  const account = answer.specprefill;
-  if (!account) return row([ago(answer.ended, now), "–", "–", "–", "–", "–", "–", answer.finish, ""], []);
-  return row([ago(answer.ended, now), account.mode === "sparse" ? "selective" : "full", count(account.prompt_tokens), count(account.kept_tokens),
-    count(account.cached_tokens), seconds(account.timings.queue_ms + account.timings.ttft_ms),
-    count(answer.completion_tokens), answer.finish, account.reason], [2, 3, 4, 5, 6]);
+function recentCells({ ended, finish, completion_tokens: tokens, specprefill: account }, now) {
+  if (!account) return [ago(ended, now), "–", "–", "–", "–", "–", "–", finish, "–"];
+  const { mode, prompt_tokens: prompt, kept_tokens: kept, cached_tokens: cached, timings, reason } = account;
+  return [ago(ended, now), mode === "sparse" ? "selective" : "full", count(prompt), count(kept), count(cached),
+    seconds(timings.queue_ms + timings.ttft_ms), count(tokens), finish, reason];
 }
 
-function row(cells, numbers) {
-  return element("tr", {}, ...cells.map((cell, index) =>
-    element("td", { className: numbers.includes(index) ? "number figure" : "" }, cell)));
+const headsOf = (id) => [...find(id).closest("table").tHead.rows[0].cells];
+
+/** A row of a table. Each cell carries its column's name, which a phone shows in it. */
+function row(id, cells) {
+  const heads = headsOf(id);
+  return element("tr", {}, ...cells.map((cell, index) => {
+    const made = element("td", { className: heads[index].className }, cell);
+    made.dataset.name = heads[index].textContent;
+    return made;
+  }));
 }
 
-function empty(columns, text) {
-  return element("tr", {}, element("td", { colSpan: columns, className: "faint", textContent: text }));
+function empty(id, text) {
+  return element("tr", {}, element("td", { colSpan: headsOf(id).length, className: "faint", textContent: text }));
 }

@@ -1,6 +1,7 @@
 // Small plots of the last minutes: one number each, drawn as the numbers come.
 
 import { element } from "./format.js";
+import { word } from "./glossary.js";
 
 const KEPT = 300; // values
 const WIDTH = 300;
@@ -10,7 +11,6 @@ const SPACE = "http://www.w3.org/2000/svg";
 export class Plot {
   /** `read`: the number of a statistics object; `write`: a number for people. */
   constructor(title, read, write) {
-    this.title = title;
     this.read = read;
     this.write = write;
     this.values = [];
@@ -23,7 +23,7 @@ export class Plot {
     this.picture.setAttribute("preserveAspectRatio", "none");
     this.picture.setAttribute("aria-hidden", "true");
     this.picture.append(this.area, this.line);
-    this.element = element("div", { className: "plot" }, element("dt", { textContent: title }), this.now,
+    this.element = element("div", { className: "plot" }, element("dt", {}, word(title)), this.now,
       element("dd", {}, this.picture), this.range);
   }
 

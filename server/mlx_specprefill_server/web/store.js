@@ -1,7 +1,7 @@
 // Conversations, kept in this browser: their list, and each one with its documents. Nothing of it goes to the server.
 
 const NAME = "mlx-specprefill";
-const LIST = "list"; // {id, title, updated}
+const LIST = "list"; // {id, title, updated, questions}
 const WHOLE = "whole"; // {id, …}
 
 let opened = null;
@@ -38,9 +38,10 @@ export async function listed() {
 export const load = (id) => transaction("readonly", (_, whole) => whole.get(id)).catch(() => undefined);
 
 export function save(conversation) {
-  const { id, title, updated } = conversation;
+  const { id, title, updated, turns } = conversation;
+  const questions = turns.map(({ question }) => question).join("\n");
   return transaction("readwrite", (list, whole) => {
-    list.put({ id, title, updated });
+    list.put({ id, title, updated, questions });
     whole.put(conversation);
   });
 }

@@ -104,7 +104,7 @@ function button(text, act) {
 }
 
 /** The result in a sentence or three. */
-function headlineOf({ account, first, text, state }, other, documents) {
+function headlineOf({ account, first, known, text, state }, other, documents) {
   if (!account || first === null) return [];
   const what = documents ? "document" : "text";
   const strong = (ms) => element("strong", { className: "figure", textContent: seconds(ms) });
@@ -112,16 +112,18 @@ function headlineOf({ account, first, text, state }, other, documents) {
   const sparse = account.mode === "sparse";
   const waited = account.timings.queue_ms;
   if (waited > WORTH_SAYING * first) parts.push(", ", strong(waited), " of it in the queue behind other requests");
-  else if (other && other.first !== null) parts.push(first < other.first ? " instead of " : "; full reading: ", strong(other.first));
-  else if (sparse && account.predicted?.full_ms > first) parts.push(" instead of about ", strong(account.predicted.full_ms));
+  else if (other?.first && fairly(known, other.known)) parts.push(first < other.first ? " instead of " : "; full reading: ", strong(other.first));
+  else if (!other && sparse && account.predicted?.full_ms > first) parts.push(" instead of about ", strong(account.predicted.full_ms));
   parts.push(". ");
   if (sparse) parts.push(`${percent(1 - account.kept_tokens / account.prompt_tokens)} of the ${what} was not read. `);
   else if (!other) parts.push(`All of the ${what} was read. `);
-  const { cached_tokens: known, kept_tokens: kept } = account;
-  if (known >= WORTH_SAYING * kept) parts.push(`Already read: ${count(known)} of ${count(kept)} tokens. `);
+  if (known >= WORTH_SAYING) parts.push(`Already read: ${count(account.cached_tokens)} of ${count(account.kept_tokens)} tokens. `);
   if (other?.state === "done" && state === "done") parts.push(comparison(text.trim(), other.text.trim()));
   return parts;
 }
+
+/** Whether times can be compared: the cache held about the same share for both. */
+const fairly = (one, other) => Math.abs(one - other) < WORTH_SAYING;
 
 /** Small models go on and on; what matters is often in the first sentence. */
 function comparison(one, other) {

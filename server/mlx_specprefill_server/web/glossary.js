@@ -21,7 +21,7 @@ const WORDS = {
   "All arrays": "Memory of all arrays that MLX holds.",
   Limit: "The most memory the server takes. Requests that need more wait or are refused.",
   "Kept for later requests": "The entries of the prefix cache. A request that begins like one of them does not read that part again.",
-  Kind: "Whose KV cache it is. That of a conversation read in parts comes from a sparse prefill.",
+  Kind: "Whose KV cache it is. The one in parts comes from a sparse prefill.",
   Hits: "Requests that began from this entry.",
   Disk: "Whether the entry is on disk, too.",
   Prompt: "Tokens of the prompt.",

@@ -176,7 +176,7 @@ function renderCache(entries, drop) {
   find("drop-all").disabled = !entries.length;
 }
 
-const KINDS = { target: "large model", draft: "small model", session: "conversation read in parts" };
+const KINDS = { target: "large model", draft: "small model", session: "large model, in parts" };
 const cacheCells = (entry) => [entry.id.slice(0, 8), KINDS[entry.kind] ?? entry.kind, count(entry.tokens), bytes(entry.nbytes),
   count(entry.hits), ago(entry.last_use), entry.on_disk ? "yes" : "no"];
 

@@ -86,7 +86,8 @@ BLANK = """
 const boxes = [".welcome", "#form", "#sample-pane"].map((css) => document.querySelector(css).getBoundingClientRect());
 const [welcome, form, sample] = boxes;
 const top = document.querySelector("header").offsetHeight;
-return [(form.bottom - welcome.top) / (innerHeight - top), (sample.bottom - sample.top) / (innerHeight - top), form.bottom];
+const share = (from, to) => (to - from) / (innerHeight - top);
+return [share(welcome.top, form.bottom), share(sample.top, sample.bottom), form.bottom];
 """
 
 

@@ -8,16 +8,21 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Kind
+from gguf.quants import dequantize
 
 from mlx_specprefill import LoadError, load_pair, reading
 from mlx_specprefill.adapters.gguf import load_gguf
+from mlx_specprefill.adapters.gguf import weights as gguf_weights
+from mlx_specprefill.adapters.gguf.header import TensorInfo
+from mlx_specprefill.adapters.gguf.weights import EXACT_BITS, GROUP, packed_bits, read_arrays
 from mlx_specprefill.adapters.probe import largest_hidden
 from mlx_specprefill.cache.prefix.nodes import model_identity
 from tests.gguf_files import CONFIGS, F32, contents, from_safetensors, random_weights, rounded, tiny
 
 PROMPT = mx.array(np.random.default_rng(3).integers(3, 250, (1, 24)))
-PACKED = (Kind.Q4_0, Kind.Q4_1, Kind.Q8_0)
+PACKED = (Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0)
 
 
 def logits(model):
@@ -151,12 +156,8 @@ def test_bits_are_kept_per_tensor(tmp_path):
     config = CONFIGS["llama"]
     file = contents("llama", config, random_weights(config), mixed).write(tmp_path / "tiny.gguf")
     model, _, read = load_gguf(file)
-    assert read["quantization"] == {
-        "group_size": 32,
-        "bits": 4,
-        "model.embed_tokens": {"group_size": 32, "bits": 8},
-        "lm_head": {"group_size": 32, "bits": 8},
-    }
+    assert read["quantization"]["lm_head"] == {"group_size": 32, "bits": 8}
+    assert read["quantization"]["model.layers.0.mlp.up_proj"] == {"group_size": 32, "bits": 4}
     assert model.model.embed_tokens.bits == 8
     assert model.layers[0].self_attn.q_proj.bits == 4
     assert {str(array.dtype) for _, array in nn.utils.tree_flatten(model.parameters())} == {
@@ -165,7 +166,58 @@ def test_bits_are_kept_per_tensor(tmp_path):
     }
 
 
-@pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.Q5_0, Kind.Q5_1], ids=lambda kind: kind.name)
+def random_rows(kind, rows=6, blocks=40):
+    """Rows of random blocks, (rows, bytes) uint8, with scales between .001 and .01 of both signs."""
+    random = np.random.default_rng(kind)
+    data = random.integers(0, 256, (rows, blocks, GGML_QUANT_SIZES[kind][1]), dtype=np.uint8)
+    halves = {Kind.Q6_K: [-2], Kind.Q3_K: [-2], Kind.Q2_K: [-4, -2]}.get(kind, [0, 2])
+    for at in halves if kind not in (Kind.Q4_0, Kind.Q5_0, Kind.Q8_0, Kind.IQ4_XS) else [0]:
+        scales = random.uniform(1e-3, 1e-2, (rows, blocks, 1)) * random.choice([-1, 1], (rows, blocks, 1))
+        data[..., at : at + 2 or None] = scales.astype(np.float16).view(np.uint8)
+    return data.reshape(rows, -1)
+
+
+def unpacked(folder, kind, dtype):
+    """The values of random rows by this project's packing and MLX, and by the gguf package: (groups, 32) float32."""
+    data = random_rows(kind)
+    expected = dequantize(data, kind)
+    file = folder / "rows"
+    file.write_bytes(data.tobytes())
+    with file.open("rb") as stream:
+        arrays = read_arrays(TensorInfo("x", expected.shape, kind, 0, data.size), stream, pack=True)
+    scales, biases = (arrays[name].astype(dtype) for name in ("scales", "biases"))
+    values = mx.dequantize(arrays["weight"], scales, biases, GROUP, packed_bits(kind))
+    return np.array(values.astype(mx.float32)).reshape(-1, GROUP), expected.reshape(-1, GROUP)
+
+
+@pytest.mark.parametrize("kind", EXACT_BITS, ids=lambda kind: kind.name)
+def test_packed_values_are_those_of_the_gguf_package(tmp_path, kind):
+    """A value is a product and a sum. Scale, bias and their sum are each rounded once in half precision."""
+    values, expected = unpacked(tmp_path, kind, mx.float32)
+    assert np.array_equal(values, expected)
+    values, _ = unpacked(tmp_path, kind, mx.float16)
+    terms = np.abs(expected).max(axis=1) + np.ptp(expected, axis=1)
+    assert (np.abs(values - expected).max(axis=1) < 1.5 * 2**-10 * terms).all()
+
+
+@pytest.mark.parametrize("kind", [Kind.Q2_K, Kind.Q3_K, Kind.Q6_K, Kind.IQ4_XS], ids=lambda kind: kind.name)
+def test_other_quantised_types_are_rounded_to_8_bits(tmp_path, kind):
+    values, expected = unpacked(tmp_path, kind, mx.float32)
+    assert (np.abs(values - expected).max(axis=1) <= 1.01 * np.ptp(expected, axis=1) / 255).all()
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_large_tensors_are_converted_in_pieces(tmp_path, monkeypatch, architecture):
+    config, kind_of = CONFIGS[architecture], mixed
+    file = contents(architecture, config, random_weights(config), kind_of).write(tmp_path / "tiny.gguf")
+    for pack in (True, False):
+        expected = logits(load_gguf(file, pack=pack)[0])
+        with monkeypatch.context() as small:
+            small.setattr(gguf_weights, "_PIECE", 1000)
+            assert np.array_equal(logits(load_gguf(file, pack=pack)[0]), expected)
+
+
+@pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16], ids=lambda kind: kind.name)
 def test_other_types_are_read_by_the_gguf_package(tmp_path, kind):
     config = CONFIGS["qwen3"]
     weights = random_weights(config)

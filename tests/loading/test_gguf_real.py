@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import mlx.core as mx
-import numpy as np
 from mlx_lm.generate import generate_step
 
 from mlx_specprefill import load_pair
 from mlx_specprefill.adapters.gguf.header import read_header
-from mlx_specprefill.adapters.gguf.weights import PACKED_BITS, packed
+from mlx_specprefill.adapters.gguf.weights import EXACT_BITS, read_arrays
 from tests.real_model import smollm2_file
 
 
@@ -19,12 +18,9 @@ def test_packed_arrays_are_those_of_mlx():
     with file.open("rb") as stream:
         for name, info in read_header(file).tensors.items():
             layer = name.removesuffix(".weight")
-            if info.kind in PACKED_BITS:
-                arrays = {f"{layer}.{part}": array for part, array in packed(info, stream).items()}
-            else:
-                arrays = {name: info.read(stream).view(np.float32).reshape(info.shape)}
-            for full, array in arrays.items():
-                assert np.array_equal(np.array(theirs.pop(full)), array), full
+            for part, array in read_arrays(info, stream, pack=info.kind in EXACT_BITS).items():
+                other = theirs.pop(f"{layer}.{part}" if part else name)
+                assert mx.array_equal(other, array.astype(other.dtype)), name
     assert not theirs
 
 

@@ -15,7 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .architectures import architecture_in, config_in
 from .header import Header, read_header
 from .tokens import build_tokenizer
-from .weights import GROUP, PACKED_BITS, load_model
+from .weights import GROUP, load_model, packed_bits
 
 __all__ = ["describe_gguf", "is_gguf", "load_gguf"]
 
@@ -36,7 +36,7 @@ def load_gguf(
 
     Args:
         dtype: of all floating-point arrays; None: the file's own.
-        pack: keep Q4_0, Q4_1 and Q8_0 packed; else every weight becomes `dtype`.
+        pack: keep quantised weights packed; else every weight becomes `dtype`.
         on_progress: called with the bytes of the tensors read so far, and of all tensors.
 
     Raises:
@@ -63,7 +63,7 @@ def describe_gguf(path: Path, *, pack: bool = True) -> tuple[dict[str, Any], dic
     floats = {mx.float32: "F32", mx.bfloat16: "BF16", mx.float16: "F16"}[_own_dtype(header)]
     counts = {"U8": 0, floats: 0}
     for info in header.tensors.values():
-        size, bits = math.prod(info.shape), PACKED_BITS.get(info.kind) if pack else None
+        size, bits = math.prod(info.shape), packed_bits(info.kind) if pack else None
         if bits is None:
             counts[floats] += size
         else:  # with a scale and a bias of two bytes for every group

@@ -1,9 +1,8 @@
-"""Loads a model's arrays from a GGUF file: packed where MLX has the same packing, else through the gguf package."""
+"""Loads a model's arrays from a GGUF file: in MLX's packing, or as numbers through the gguf package."""
 
 from __future__ import annotations
 
 import importlib
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -12,20 +11,32 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
+from gguf import GGML_QUANT_SIZES, get_tensor_name_map
 from gguf import GGMLQuantizationType as Kind
-from gguf import get_tensor_name_map
-from gguf.quants import dequantize
+from gguf.quants import Q4_K, dequantize
 
 from ...errors import LoadError
 from .architectures import ROPE_FACTORS, Architecture
 from .header import Header, TensorInfo, shown
 
-__all__ = ["load_model", "packed"]
+__all__ = ["EXACT_BITS", "GROUP", "load_model", "packed_bits", "read_arrays"]
 
-Array = npt.NDArray[Any]
-GROUP = 32  # weights that share a scale: a block of GGUF, a group of MLX
-PACKED_BITS = {Kind.Q4_0: 4, Kind.Q4_1: 4, Kind.Q8_0: 8}
-_SCALE = 2  # bytes of a float16
+Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+GROUP = 32  # weights that share a scale and a bias in MLX
+EXACT_BITS = {Kind.Q4_0: 4, Kind.Q4_1: 4, Kind.Q4_K: 4, Kind.Q5_0: 5, Kind.Q5_1: 5, Kind.Q5_K: 5, Kind.Q8_0: 8}
+_OTHER_BITS = 8  # of types with no exact form in MLX
+_LOWER_HALVES = {  # of pairs of fields, by a field's bits
+    8: np.uint64(0x00FF00FF00FF00FF),
+    16: np.uint64(0x0000FFFF0000FFFF),
+    32: np.uint64(0x00000000FFFFFFFF),
+}
+_PIECE = 1 << 22  # bytes of a tensor that are converted at once
+
+
+def packed_bits(kind: Kind) -> int | None:
+    """Return the bits per weight that MLX keeps of a quantised type; None for plain numbers."""
+    return None if GGML_QUANT_SIZES[kind][0] == 1 else EXACT_BITS.get(kind, _OTHER_BITS)
 
 
 def load_model(
@@ -42,7 +53,7 @@ def load_model(
 
     Args:
         dtype: of all floating-point arrays, including the scales of packed weights.
-        pack: keep weights packed where MLX can; else all become `dtype`.
+        pack: keep the quantised matrices packed; else all become `dtype`.
         on_progress: as in `load_gguf`.
 
     Raises:
@@ -53,55 +64,89 @@ def load_model(
         module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
         model: nn.Module = module.Model(module.ModelArgs.from_dict(config))
         stored = _stored(model, header, architecture, config)
-        bits = _packable(model, stored) if pack else {}
+        packing = _packing(model, stored) if pack else {}
         weights: dict[str, mx.array] = {}
         total, done = sum(info.nbytes for info in stored.values()), 0
         for name, info in stored.items():
-            layer = name.removesuffix(".weight")
-            arrays = packed(info, file) if layer in bits else {name.rpartition(".")[2]: _numbers(info, file)}
-            for part, array in arrays.items():
-                full = f"{name.rpartition('.')[0]}.{part}"
-                weights[full] = _converted(name, array, architecture, config, dtype)
+            layer, _, part = name.rpartition(".")
+            arrays = read_arrays(info, file, pack=layer in packing and part == "weight")
+            for kind, array in arrays.items():
+                full = f"{layer}.{kind or part}"
+                weights[full] = _converted(full, array, architecture, config, dtype)
             done += info.nbytes
             on_progress(done, total)
-    if bits:
-        config["quantization"] = _quantization(bits)
+    if packing:
+        config["quantization"] = packing
     weights = model.sanitize(weights)
-    packing = {layer: {"group_size": GROUP, "bits": count} for layer, count in bits.items()}
     nn.quantize(model, class_predicate=lambda layer, _: packing.get(layer, False))
     model.eval()
     model.load_weights(list(weights.items()), strict=True)
     return model
 
 
-def packed(info: TensorInfo, file: BinaryIO) -> dict[str, Array]:
-    """Repack blocks of 4 or 8 bits as MLX does: `weight` uint32, `scales` and `biases` float16, all (rows, ...).
+def read_arrays(info: TensorInfo, file: BinaryIO, *, pack: bool) -> dict[str, mx.array]:
+    """Return `weight`, `scales` and `biases` in MLX's packing, or a tensor's numbers by the name "".
 
-    Nothing is decoded: a weight q of Q4_0 means (q - 8) d, of Q4_1 q d + m, of Q8_0 (q, signed) d; MLX's means q scale
-    + bias. GGUF keeps the first half of a block in low bits and the second in high ones; MLX keeps the order.
+    Packed weights are uint32, all others float32. A piece at a time is in memory twice.
     """
-    blocks = info.read(file)
-    rows, bits = blocks.shape[0], PACKED_BITS[info.kind]
-    head = _SCALE * (2 if info.kind == Kind.Q4_1 else 1)
-    blocks = blocks.reshape(rows, info.shape[1] // GROUP, head + GROUP * bits // 8)
-    scales = np.ascontiguousarray(blocks[..., :_SCALE]).view(np.float16)[..., 0]
-    if info.kind == Kind.Q4_1:
-        biases = np.ascontiguousarray(blocks[..., _SCALE:head]).view(np.float16)[..., 0]
-    else:
-        biases = scales * np.float16(-(1 << (bits - 1)))
-    values = blocks[..., head:]
-    if bits == 8:
-        values = values ^ np.uint8(0x80)
-    else:
-        ordered = np.concatenate([values & 0x0F, values >> 4], axis=-1)
-        values = ordered[..., 0::2] | ordered[..., 1::2] << 4
-    return {"weight": values.reshape(rows, -1).view(np.uint32), "scales": scales, "biases": biases}
+    data = np.atleast_2d(info.read(file))
+    convert = _packed if pack else _numbers
+    pieces = [convert(piece, info.kind) for piece in np.array_split(data, -(-data.size // _PIECE))]
+    joined = {name: mx.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
+    return {name: array.reshape(*info.shape[:-1], -1) for name, array in joined.items()}
 
 
-def _numbers(info: TensorInfo, file: BinaryIO) -> Array:
-    """Return a tensor's values, float32."""
-    values: Array = dequantize(info.read(file), info.kind)
-    return values.reshape(info.shape)
+def _numbers(rows: Bytes, kind: Kind) -> dict[str, mx.array]:
+    return {"": mx.array(dequantize(rows, kind))}
+
+
+def _packed(rows: Bytes, kind: Kind) -> dict[str, mx.array]:
+    """Pack rows as MLX does, (rows, bytes) uint8: `weight` uint32, `scales` and `biases` float32, all (rows, ...).
+
+    MLX's weight q means q scale + bias. GGUF's means the same in the types of EXACT_BITS; others are rounded to 8 bits.
+    """
+    if kind not in EXACT_BITS:
+        names = ("weight", "scales", "biases")
+        return dict(zip(names, mx.quantize(mx.array(dequantize(rows, kind)), GROUP, _OTHER_BITS), strict=True))
+    blocks = rows.reshape(-1, GGML_QUANT_SIZES[kind][1])
+    arrays = {"weight": _words(_integers(blocks, kind), EXACT_BITS[kind]), **_affine(blocks, kind)}
+    return {name: mx.array(array.reshape(len(rows), -1)) for name, array in arrays.items()}
+
+
+def _affine(blocks: Bytes, kind: Kind) -> dict[str, Floats]:
+    """Return scale and bias of each group of the blocks, (blocks, groups) float32."""
+    first, second = (blocks[:, at : at + 2].view(np.float16).astype(np.float32) for at in (0, 2))
+    if kind in (Kind.Q4_K, Kind.Q5_K):
+        factors, minima = Q4_K.get_scale_min(blocks[:, 4:16])
+        return {"scales": first * factors, "biases": -second * minima}
+    if kind in (Kind.Q4_1, Kind.Q5_1):
+        return {"scales": first, "biases": second}
+    return {"scales": first, "biases": -first * 2 ** (EXACT_BITS[kind] - 1)}
+
+
+def _integers(blocks: Bytes, kind: Kind) -> Bytes:
+    """Return the integers of the blocks, (blocks, block's size).
+
+    The low four bits lie at the end of a block: those of one run of weights in a byte's low half, those of the next run
+    in its high half. Before them lie the fifth bits.
+    """
+    if kind == Kind.Q8_0:
+        return blocks[:, 2:] ^ np.uint8(0x80)  # signed to unsigned
+    size = GGML_QUANT_SIZES[kind][0]
+    low = blocks[:, -size // 2 :].reshape(len(blocks), -1, 1, min(size // 2, 32))
+    integers: Bytes = (low >> np.array([[0], [4]], dtype=np.uint8) & np.uint8(15)).reshape(len(blocks), size)
+    if EXACT_BITS[kind] == 5:
+        high = np.unpackbits(blocks[:, -size // 2 - size // 8 : -size // 2], axis=1, bitorder="little")
+        integers |= high.reshape(len(blocks), 32, -1).swapaxes(1, 2).reshape(len(blocks), size) << 4
+    return integers
+
+
+def _words(integers: Bytes, bits: int) -> npt.NDArray[np.uint32]:
+    """Return the integers without gaps, the first in the lowest bits."""
+    eights = np.ascontiguousarray(integers).reshape(-1).view("<u8")
+    for width, lower in _LOWER_HALVES.items():
+        eights = eights & lower | (eights & ~lower) >> np.uint64(width * (8 - bits) // 8)
+    return np.ascontiguousarray(eights.view(np.uint8).reshape(-1, 8)[:, :bits]).reshape(-1).view(np.uint32)
 
 
 def _stored(
@@ -126,25 +171,19 @@ def _stored(
     return stored
 
 
-def _packable(model: nn.Module, stored: dict[str, TensorInfo]) -> dict[str, int]:
-    """Return the bits of each layer whose packed weight MLX can use."""
+def _packing(model: nn.Module, stored: dict[str, TensorInfo]) -> dict[str, dict[str, int]]:
+    """Return group size and bits of each layer whose weight stays packed, as config.json has them."""
     modules = dict(model.named_modules())
+    found = {name.removesuffix(".weight"): packed_bits(info.kind) for name, info in stored.items()}
     return {
-        layer: PACKED_BITS[info.kind]
-        for name, info in stored.items()
-        if info.kind in PACKED_BITS and hasattr(modules[layer := name.removesuffix(".weight")], "to_quantized")
+        layer: {"group_size": GROUP, "bits": bits}
+        for layer, bits in found.items()
+        if bits is not None and hasattr(modules.get(layer), "to_quantized")
     }
 
 
-def _quantization(bits: dict[str, int]) -> dict[str, Any]:
-    """Return the quantisation in config.json's form: the most common bits, and the layers that differ."""
-    common = Counter(bits.values()).most_common(1)[0][0]
-    others = {layer: {"group_size": GROUP, "bits": count} for layer, count in bits.items() if count != common}
-    return {"group_size": GROUP, "bits": common, **others}
-
-
 def _converted(
-    name: str, array: Array, architecture: Architecture, config: dict[str, Any], dtype: mx.Dtype
+    name: str, array: mx.array, architecture: Architecture, config: dict[str, Any], dtype: mx.Dtype
 ) -> mx.array:
     """Return an array in the form of mlx-lm's module, in its own memory."""
     projection = name.rpartition(".")[0].rpartition(".")[2]
@@ -152,11 +191,11 @@ def _converted(
         heads = config["num_attention_heads" if projection == "q_proj" else "num_key_value_heads"]
         array = array.reshape(heads, config["head_dim"] // 2, 2, -1).swapaxes(1, 2).reshape(array.shape)
     if projection.endswith("norm"):
-        array = array - np.float32(architecture.norm_offset)
-    made = mx.array(array)
-    made = made if made.dtype == mx.uint32 else made.astype(dtype)
-    mx.eval(made)  # one at a time: its source is freed before the next is read
-    return made
+        array = array - architecture.norm_offset
+    if array.dtype != mx.uint32:
+        array = array.astype(dtype)
+    mx.eval(array)  # one at a time: its source is freed before the next is read
+    return array
 
 
 def _rope_factors(header: Header, architecture: Architecture, config: dict[str, Any], file: BinaryIO) -> dict[str, Any]:
@@ -169,7 +208,7 @@ def _rope_factors(header: Header, architecture: Architecture, config: dict[str, 
         return {}
     if info.shape != (config["head_dim"] // 2,):
         raise LoadError(f"{ROPE_FACTORS} has the shape {info.shape}, but {(config['head_dim'] // 2,)} is needed")
-    factors = _numbers(info, file).tolist()
+    factors = read_arrays(info, file, pack=False)[""].tolist()
     length = config["max_position_embeddings"]
     kind = {"rope_type": "longrope", "original_max_position_embeddings": length}
     return {"rope_scaling": {**kind, "short_factor": factors, "long_factor": factors}}

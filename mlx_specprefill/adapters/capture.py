@@ -9,6 +9,7 @@ RoPE, per-token scales, MLA's float masks and sinks are already applied or passe
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import threading
@@ -19,6 +20,9 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten
 
 from ..errors import LoadError
 
@@ -30,13 +34,18 @@ __all__ = [
     "Head",
     "HeadCapture",
     "QueryCapture",
+    "fingerprint",
     "pool",
     "prompt_attention",
     "read_heads",
     "recorded_attention",
+    "shipped_heads",
     "wrap_attention",
     "wrap_softmax",
 ]
+
+SHIPPED_HEADS = Path(__file__).with_name("shipped_heads.json")
+"""Heads by their model's fingerprint, measured by `scripts/calibrate_drafts.py`."""
 
 T = TypeVar("T")
 
@@ -399,3 +408,22 @@ def read_heads(file: Path) -> DraftHeads:
         return DraftHeads.from_dict(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise LoadError(f"{file}: {error}") from error
+
+
+def shipped_heads(model: nn.Module) -> DraftHeads | None:
+    """Return the calibrated heads of a whole model that come with the library, if there are some."""
+    found = json.loads(SHIPPED_HEADS.read_text(encoding="utf-8")).get(fingerprint(model))
+    return None if found is None else DraftHeads.from_dict(found)
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Return the fingerprint of a whole model's weights as hexadecimal text: the same for every quantisation and dtype.
+
+    It covers the weights of all norms, which no quantisation changes, rounded to bfloat16.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for name, array in sorted(tree_flatten(model.parameters())):
+        if name.endswith("norm.weight"):
+            digest.update(name.encode())
+            digest.update(np.array(array.astype(mx.bfloat16).view(mx.uint16)).tobytes())
+    return digest.hexdigest()

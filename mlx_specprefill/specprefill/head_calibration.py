@@ -198,6 +198,8 @@ def find_heads(
         reads.append(_Read(read.kind, rows, read.gold, read.template, read.text))
         if on_progress is not None:
             on_progress(len(reads), len(items))
+        if len(reads) % len(KINDS) == 0:
+            log.info("calibrating the draft's heads, once: %d of at most %d items read", len(reads), len(items))
     mx.clear_cache()
     if not reads or not reads[0].rows:
         raise SparseUnsupportedError("no attention layer of the draft sees the whole prompt")

@@ -46,6 +46,7 @@ from mlx_specprefill import (
 from mlx_specprefill.speculative.rollback import Rollback
 from mlx_specprefill.speculative.strategies import STRATEGIES, refusal
 from mlx_specprefill_evals.corpus import modules, paragraphs
+from mlx_specprefill_server.settings import Settings
 
 from .harness import BenchError, pairs
 from .harness.figures import Clock, median_interval, rounded, show_rows
@@ -271,7 +272,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> dict[str, Any]:
     if min(options.n, options.tokens) < 1 or options.length < 64:
         raise BenchError("-n and --tokens must be at least 1, --length at least 64 tokens")
-    pair = pairs.loaded(options)
+    pair = pairs.loaded(options, settings=Settings(speculative="draft"))  # all layers of the draft, which propose
     refused = {name: refusal(name, pair.target, pair.proposer, pair.mtp) for name in STRATEGIES}
     able: list[SpeculationName] = [name for name, reason in refused.items() if reason is None]
     for name in options.arms or ():

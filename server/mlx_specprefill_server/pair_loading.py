@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from mlx_specprefill import (
@@ -89,7 +88,6 @@ def load(
         ranks: the ranks that share the target. If each has some of its layers, only a draft model can score prompts.
     """
     names = pair.target if pair.draft in (None, "self") else f"{pair.target} and {pair.draft}"
-    heads = None if pair.heads is None else Path(pair.heads)
     own = pair.draft in (None, "self")
     # A draft that may propose tokens needs all of its layers. The target's own first layers propose none.
     early = own or settings is None or settings.speculative not in ("draft", "triforce")
@@ -98,7 +96,6 @@ def load(
             pair.target,
             "self" if own else pair.draft,
             draft_heads=pair.draft_heads,
-            heads=heads,
             exit_early=early,
             dtype=pair.dtype if dtype == "auto" else dtype,
             loaded=loaded,

@@ -130,8 +130,8 @@ class Described(BaseModel):
     """Options of a pair beside its models.
 
     `alias` is the id that clients see, `draft_heads` a file of retrieval heads on the draft's first layers, which alone
-    are run then, `heads` a file of the draft's calibrated heads. `local` is a folder whose target.gguf and draft.gguf
-    are taken instead of the row's models, if both are there.
+    are run then, `local` a folder whose target.gguf and draft.gguf are taken instead of the row's models, if both are
+    there.
     `dtype` and `rule` are those of the options, `context` the tokens of prompt and answer at most.
 
     Among several models in one server: `aliases` are further ids, `memory_share` how much of the memory limit it may
@@ -141,7 +141,6 @@ class Described(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     draft_heads: str | None = None
-    heads: str | None = None
     local: str | None = None
     threshold: int | None = Field(default=None, ge=0)
     keep_pct: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -256,7 +255,7 @@ def _row(name: str, values: Any, path: Path) -> Row:
         first = error.errors()[0]
         where = ".".join([name, *map(str, first["loc"])])
         raise PairsError(f"{path}: {where}: {first['msg']}") from error
-    files = {name: getattr(row, name) for name in ("target", "draft", "draft_heads", "heads", "local")}
+    files = {name: getattr(row, name) for name in ("target", "draft", "draft_heads", "local")}
     row = row.model_copy(update={name: _beside(path, file) for name, file in files.items() if file is not None})
     if row.local is None:
         return row

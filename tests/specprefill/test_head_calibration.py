@@ -242,7 +242,10 @@ def planted(words: int, call: int) -> nn.Module:
 
 
 @pytest.mark.parametrize("call", [0, 2])
-def test_a_head_that_is_written_into_the_weights_is_found(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_that_is_written_into_the_weights_is_found(
+    call: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     monkeypatch.setattr(calibration, "_ITEMS", 4)
     monkeypatch.setattr(calibration, "_CHARACTERS", 900)
     tokenizer = load(DEMO / "draft")
@@ -253,6 +256,7 @@ def test_a_head_that_is_written_into_the_weights_is_found(call: int, monkeypatch
     assert found.recall["needle"] > 0.8, found
     assert found.depth == (1 if call == 0 else 3)
     assert progress == [(number, 12) for number in range(1, 13)]
+    assert [record.args for record in caplog.records if "calibrating" in record.message] == progress[2::3]
 
 
 def test_the_bundled_draft_finds_its_needles() -> None:

@@ -11,6 +11,7 @@ from mlx_lm.utils import load_tokenizer
 from mlx_specprefill import ModelPair
 from mlx_specprefill_server.cli.common import choose
 from mlx_specprefill_server.cli.pull import load
+from mlx_specprefill_server.settings import Settings
 
 from . import BenchError
 
@@ -26,13 +27,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-draft", action="store_true", help="the target's own first layers, also of a pair")
 
 
-def loaded(options: argparse.Namespace, dtype: str = "auto") -> ModelPair:
+def loaded(options: argparse.Namespace, dtype: str = "auto", settings: Settings | None = None) -> ModelPair:
     """Return the requested pair, with its draft's options in pairs.toml.
 
     Raises:
         OptionError, LoadError, PairsError: it is not named fully, or can't be found or read.
     """
-    return load(choose(options.pair, None, options.target, options.draft, no_draft=options.no_draft), dtype)
+    return load(choose(options.pair, None, options.target, options.draft, no_draft=options.no_draft), dtype, settings)
 
 
 def demo_tokenizer() -> TokenizerWrapper:

@@ -114,8 +114,8 @@ def choose(options: PairOptions) -> Pair:
     found = _default_pair() if options.pair is None else find_pair(options.pair, options.pairs_file)
     if no_draft and found.draft != "self":
         draft = "self"
-    if draft is not None:  # calibrated heads belong to one draft
-        return found.model_copy(update={"draft": draft, "draft_heads": None, "heads": None})
+    if draft is not None:  # trained heads belong to one draft
+        return found.model_copy(update={"draft": draft, "draft_heads": None})
     return found
 
 

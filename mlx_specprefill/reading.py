@@ -60,14 +60,14 @@ def _text_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def context_length(config: dict[str, Any], tokenizer: TokenizerWrapper) -> int:
-    """Return the smaller of the configured context and the tokenizer's limit, in tokens."""
+    """Return the smaller of the configured context and the tokenizer's limit, in tokens. At most a million."""
     known = _text_config(config)
     names = ("max_position_embeddings", "model_max_length", "max_seq_len", "seq_length", "n_positions", "n_ctx")
     limits = [known[name] for name in names if isinstance(known.get(name), int) and known[name] > 0]
     stated = getattr(tokenizer, "model_max_length", None)
-    if isinstance(stated, int) and 0 < stated < 10**9:
+    if isinstance(stated, int) and stated > 0:
         limits.append(stated)
-    return min(limits) if limits else 2**31 - 1
+    return min([*limits, _LONGEST])
 
 
 def vocab_size(config: dict[str, Any], tokenizer: TokenizerWrapper) -> int:
@@ -255,6 +255,7 @@ log = logging.getLogger(__name__)
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 _DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 _PIECE = 128 << 20  # bytes
+_LONGEST = 1 << 20  # tokens; models without positions state no limit, or 2^31 - 1
 
 OnProgress = Callable[[int, int], None]
 """Called with the bytes that are in memory, and those of the whole model."""
@@ -382,10 +383,20 @@ def _lazy(where: str | Path) -> Read:
         log.info("%s is not in Hugging Face's cache: it is downloaded", where)
     elif not (path / "config.json").is_file():
         raise LoadError(f"{where}: no model here (config.json is missing)")
+    else:
+        _check_configuration(path / "config.json")
     model, tokenizer, config = mlx_load(str(path or where), return_config=True, lazy=True)
     if path is not None:
         _split_as_declared(tokenizer, path)
     return model, tokenizer, config
+
+
+def _check_configuration(file: Path) -> None:
+    """Raise LoadError, which names the file, if it holds no JSON."""
+    try:
+        json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise LoadError(f"{file}: {error}") from error
 
 
 def _split_as_declared(tokenizer: TokenizerWrapper, folder: Path) -> None:

@@ -27,9 +27,9 @@ from mlx_specprefill import Engine
 from . import __version__, errors, openapi_document
 from .anthropic import messages
 from .auth import AuthMiddleware
-from .connections import MAX_CONNECTIONS, Connections, LimitedProtocol, address, raise_open_files_limit
+from .connections import MAX_CONNECTIONS, Connections, LimitedProtocol, address, network_address, raise_open_files_limit
 from .deps import StillLoadingError, answer_when_loaded
-from .middleware import HeadMiddleware, RequestLimitMiddleware, TrailingSlashMiddleware
+from .middleware import HeadMiddleware, PathMiddleware, RequestLimitMiddleware
 from .models.models import Models
 from .monitoring.access_log import AccessLogMiddleware
 from .openai import chat, completions, responses
@@ -80,7 +80,7 @@ def app_of(models: Models) -> FastAPI:
             CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"]
         )
     app.add_middleware(AccessLogMiddleware)
-    app.add_middleware(TrailingSlashMiddleware)
+    app.add_middleware(PathMiddleware)
     routers = [
         module.router
         for module in (
@@ -202,8 +202,9 @@ def greeting(models: Models, sockets: Sequence[socket.socket]) -> Iterator[str]:
         return
     base = address(sockets[0], reachable=True)
     keyed = bool(settings.api_keys or settings.admin_keys)
-    yield f"open {base} in a browser{', with one of the keys,' if keyed else ''} or ask:"
-    yield _example(base, keyed)
+    other = network_address(sockets[0])
+    yield f"the page is {base}{' and asks for a key' if keyed else ''}{f'; from other machines {other}' if other else ''}"
+    yield f"an example: {_example(base, keyed)}"
 
 
 def _draft(service: Service) -> str:
@@ -222,7 +223,10 @@ def _draft(service: Service) -> str:
 
 
 def _example(base: str, keyed: bool) -> str:
-    body = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 40}
+    body = {
+        "messages": [{"role": "user", "content": "The code of Paris is 4711. What is the code of Paris?"}],
+        "max_tokens": 40,
+    }
     key = ' -H "authorization: Bearer $KEY"' if keyed else ""
     return f"curl -s {base}/v1/chat/completions{key} -d {shlex.quote(json.dumps(body))}"
 

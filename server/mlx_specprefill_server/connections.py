@@ -15,6 +15,7 @@ import resource
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from http.client import HTTPConnection, HTTPException
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ __all__ = [
     "address",
     "bound_sockets",
     "is_exposed",
+    "network_address",
     "raise_open_files_limit",
 ]
 
@@ -236,6 +238,8 @@ def _response(error: ApiError) -> bytes:
 
 
 _PROBE_S = 0.5  # seconds for a program on this machine to answer
+_HEALTH_BYTES = 64 << 10
+_LAST_PORT = 65535
 
 
 @contextlib.contextmanager
@@ -270,6 +274,17 @@ def is_exposed(sockets: Sequence[socket.socket]) -> bool:
     return not all(ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback for listener in sockets)
 
 
+def network_address(listener: socket.socket) -> str | None:
+    """Return the URL for other machines of a socket that listens at every address; None if there is no network."""
+    host, port = listener.getsockname()[:2]
+    if not ip_address(host.partition("%")[0]).is_unspecified:
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        probe.connect(("192.0.2.1", 9))  # sends nothing: the system chooses the address it would send from
+        return f"http://{probe.getsockname()[0]}:{port}"
+    return None
+
+
 def _addresses(host: str, port: int) -> list[tuple[int, str]]:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -280,8 +295,10 @@ def _addresses(host: str, port: int) -> list[tuple[int, str]]:
 
 def _bind(family: int, address: str, port: int) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
+    other = "another program listens there"
     try:
-        if port and _is_in_use(family, address, port):
+        if port and (found := _listening(family, address, port)) is not None:
+            other = found
             raise OSError(errno.EADDRINUSE, "")
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
@@ -289,16 +306,26 @@ def _bind(family: int, address: str, port: int) -> socket.socket:
         listener.bind((address, port))
     except OSError as error:
         listener.close()
-        raise OSError(error.errno, os.strerror(error.errno or 0), f"--host {address} --port {port}") from error
+        said = os.strerror(error.errno or 0)
+        if error.errno == errno.EADDRINUSE:
+            said += f" ({other}): choose another one, as --port {port + 1 if port < _LAST_PORT else port - 1}"
+        raise OSError(error.errno, said, f"--host {address} --port {port}") from error
     return listener
 
 
-def _is_in_use(family: int, address: str, port: int) -> bool:
-    """Return whether another program listens at the address.
+def _listening(family: int, address: str, port: int) -> str | None:
+    """Say which program listens at the address; None if none does.
 
     On macOS SO_REUSEADDR, which a restart needs, lets 127.0.0.1 be bound while another program listens at all
     addresses, or the other way round. One of the two then gets the other's clients.
     """
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.settimeout(_PROBE_S)
-        return probe.connect_ex((address, port)) == 0
+        if probe.connect_ex((address, port)) != 0:
+            return None
+    with contextlib.closing(HTTPConnection(address, port, timeout=_PROBE_S)) as connection:
+        with contextlib.suppress(OSError, HTTPException, ValueError, KeyError, TypeError):
+            connection.request("GET", "/health")
+            health = orjson.loads(connection.getresponse().read(_HEALTH_BYTES))
+            return f"mlx-specprefill serves {health['model']} there, {health['running']} requests are running"
+    return "another program listens there"

@@ -77,7 +77,7 @@ class LocalPair:
 
     def chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: str | Sequence[Mapping[str, Any]],
         *,
         specprefill: bool | None = None,
         keep: Fraction | float | None = None,
@@ -88,7 +88,7 @@ class LocalPair:
         """Answer a conversation, rendered with the model's own chat template.
 
         Args:
-            messages: as OpenAI's chat completions take them.
+            messages: as OpenAI's chat completions take them; a text is one message of the user.
             specprefill: True: sparse prefill; False: full prefill; None: sparse if it is predicted to save enough time.
             keep: share of the prompt's chunks to keep, in (0, 1]; None: the pair's.
             on_text: called with each new piece of the answer.
@@ -97,6 +97,8 @@ class LocalPair:
             InvalidRequestError: the conversation is malformed or does not fit the context.
             SpecPrefillError, MemoryError: the request failed.
         """
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
         prompt = self._prompt([dict(message) for message in messages])
         share = None if keep is None else keep_pct(keep, "keep")
         request = GenerationRequest(

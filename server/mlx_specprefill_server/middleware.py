@@ -1,4 +1,4 @@
-"""HTTP conventions for every path: HEAD works where GET does, and a trailing slash makes no difference."""
+"""HTTP conventions for every path: HEAD works where GET does, a trailing slash or a missing /v1 makes no difference."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ from .errors import RETRY_AFTER_S, ApiError, error_response
 from .service import ServerState
 from .settings import Settings
 
-__all__ = ["TIMEOUT_HEADER", "HeadMiddleware", "RequestLimitMiddleware", "TrailingSlashMiddleware"]
+__all__ = ["TIMEOUT_HEADER", "HeadMiddleware", "PathMiddleware", "RequestLimitMiddleware"]
 
+VERSIONED = ("chat", "completions", "messages", "models", "responses")  # of paths that some clients call without /v1
 OWN_HEAD = ("/", "/health")  # paths with their own answer to HEAD
 
 
-class TrailingSlashMiddleware:
-    """Outermost ASGI middleware: `/v1/models/` is `/v1/models`, also for authentication and the log."""
+class PathMiddleware:
+    """Outermost ASGI middleware: `/v1/models/` and `/models` are `/v1/models`, also for authentication and the log."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and len(scope["path"]) > 1 and scope["path"].endswith("/"):
-            scope["path"] = scope["path"].rstrip("/") or "/"
+        if scope["type"] == "http":
+            path = scope["path"].rstrip("/") or "/"
+            scope["path"] = f"/v1{path}" if path.split("/")[1] in VERSIONED else path
         await self._app(scope, receive, send)
 
 

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from difflib import get_close_matches
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Annotated, Any
@@ -228,10 +229,11 @@ def find_row(name: str, file: Path | None = None) -> Row:
     Raises:
         PairsError: no such file, no such pair, or a row that can't be understood.
     """
-    path = file or NAMED_PAIRS
-    rows = read_pairs(path)
+    rows = read_pairs(file or NAMED_PAIRS)
     if name not in rows:
-        raise PairsError(f"no pair {name!r} in {path}; it has: {', '.join(rows) or 'none'}")
+        near = "".join(f"did you mean {one}? " for one in get_close_matches(name, rows, 1))
+        where = "" if file is None else f" in {file}"
+        raise PairsError(f"no pair {name!r}{where}: {near}there are: {', '.join(rows) or 'none'}")
     return rows[name]
 
 

@@ -26,9 +26,9 @@ def list_models(pairs_file: PairsFile = None) -> None:
     """Show the models in Hugging Face's cache, the named pairs and those of your models.toml."""
     with one_line_errors():
         models, pairs = list(_models()), list(_pairs(pairs_file))
-    _print([("MODEL", "SIZE", "STATE"), *models])
+    _print([("MODEL", "SIZE", "STATE", "NEXT"), *models])
     typer.echo()
-    _print([("PAIR", "TARGET", "DRAFT", "STATE"), *pairs])
+    _print([("PAIR", "TARGET", "DRAFT", "STATE", "NEXT"), *pairs])
 
 
 def _models() -> Iterator[tuple[str, ...]]:
@@ -36,7 +36,9 @@ def _models() -> Iterator[tuple[str, ...]]:
     cached = scan_cache_dir(cache).repos if cache.is_dir() else ()
     for one in sorted(cached, key=lambda one: one.repo_id):
         if one.repo_type == "model":
-            yield one.repo_id, size(one.size_on_disk), _state(one.repo_id)
+            state = _state(one.repo_id)
+            next_step = f"mlx-specprefill {'serve --target' if state == 'ready' else 'pull'} {one.repo_id}"
+            yield one.repo_id, size(one.size_on_disk), state, next_step
 
 
 def _state(repository: str) -> str:
@@ -52,7 +54,10 @@ def _pairs(pairs_file: Path | None) -> Iterator[tuple[str, ...]]:
         for name, row in read_pairs(file or NAMED_PAIRS).items():
             models = (row.target, row.draft or "self")
             shown = [model.package if isinstance(model, PackagedFile) else model for model in models]
-            yield name, *shown, pair_state(name, row, file)
+            state = pair_state(name, row, file)
+            of_file = "" if file is None else f" --pairs-file {file}"
+            command = {"ready": f"serve --pair {name}", "only in a clone": ""}.get(state, f"pull {name}")
+            yield name, *shown, state, f"mlx-specprefill {command}{of_file}" if command else ""
 
 
 def recommend(
@@ -64,21 +69,21 @@ def recommend(
 ) -> None:
     """Show the pairs that fit the memory of this machine, the largest first, each with the command that comes next.
 
-    Memory is that of weights and KV cache; a prefill's working memory comes on top. Gain says how many times sooner the
-    first token comes, counted in operations at 32K tokens with 20 % kept. This project ran none of these pairs.
+    Memory is that of weights and KV cache; a prefill's working memory comes on top. The gain of the
+    first token is counted in operations at 32K tokens with 20 % kept. This project ran none of these pairs.
     """
     with one_line_errors():
         limit = usable_memory(memory_limit)
         if limit is None:
             raise OptionError("this machine doesn't say how much memory may be used: set --memory-limit")
-    rows: list[tuple[str, ...]] = [("MEMORY", "GAIN", "NEXT")]
+    rows: list[tuple[str, ...]] = [("MEMORY", "FIRST TOKEN", "NEXT")]
     for pair in tomllib.loads(TABLE.read_text(encoding="utf-8"))["pair"]:
         memory = round(pair["fixed_gb"] * 2**30) + pair["bytes_per_token"] * context
         if memory <= limit and context <= pair["context"]:
             here = all(find_model(pair[role]) for role in ("target", "draft") if role in pair)
             command = f"mlx-specprefill {'serve --target' if here else 'pull'} {pair['target']}"
             draft = f" --draft {pair['draft']}" if "draft" in pair else ""
-            rows.append((size(memory), f"{pair['gain']:.1f}", command + draft))
+            rows.append((size(memory), f"{pair['gain']:.1f} times sooner", command + draft))
     if len(rows) == 1:
         rows = [(f"No pair of the table fits {size(limit)} at {context:,} tokens; smollm2 fits every machine.",)]
     _print(rows)

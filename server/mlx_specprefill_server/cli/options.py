@@ -42,7 +42,7 @@ def setting(name: str, help: str, *flags: str, **more: Any) -> Any:
 
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
-PairsFile = Annotated[Path | None, typer.Option(help="File of named pairs for --pair, in place of models/pairs.toml.")]
+PairsFile = Annotated[Path | None, typer.Option(help="File of your own named pairs for --pair.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class PairOptions:
 
     pair: Annotated[
         str | None,
-        typer.Option(help="A pair named in models/pairs.toml. Default: smollm2 if it is installed, else demo."),
+        typer.Option(help="A named pair, as `list` shows them. Default: smollm2 if it is installed, else demo."),
     ] = None
     pairs_file: PairsFile = None
     target: Annotated[
@@ -104,20 +104,17 @@ Raw = Annotated[bool, typer.Option("--raw", help="Use the text itself as the pro
 Level = Annotated[LogLevel, typer.Option("--log-level")]
 
 
+EXAMPLES = (
+    ("serve", "the default pair"),
+    ("serve --target X --draft Y", "models of your own: folders, GGUF files or repository ids"),
+    ("serve --host 0.0.0.0 --api-key K", "for other machines, too"),
+)
 GROUPS: dict[str, tuple[str, ...]] = {
-    "Models": (
-        "pair",
-        "pairs_file",
-        "target",
-        "draft",
-        "no_draft",
-        "config",
-        "max_models",
-        "dtype",
-        "kv_bits",
-        "model_alias",
-    ),
-    "Sparse prefill": (
+    "Models": ("pair", "target", "draft", "config"),
+    "Address and access": ("host", "port", "api_keys"),
+    "Memory": ("memory_limit",),
+    "Advanced: models": ("pairs_file", "no_draft", "max_models", "dtype", "kv_bits", "model_alias"),
+    "Advanced: sparse prefill": (
         "specprefill",
         "specprefill_scope",
         "specprefill_threshold",
@@ -125,30 +122,27 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "rule",
         "densify",
     ),
-    "Answers": ("speculative", "prefill_step", "max_rows", "target_itl_ms"),
-    "Memory and caches": (
-        "memory_limit",
+    "Advanced: answers": ("speculative", "prefill_step", "max_rows", "target_itl_ms"),
+    "Advanced: memory and caches": (
         "wired_limit",
         "prefix_cache_size",
         "prefix_cache_dir",
         "prefix_disk_size",
         "remember",
     ),
-    "Address and access": (
-        "host",
-        "port",
-        "api_keys",
-        "admin_keys",
-        "allowed_hosts",
-        "allow_special_tokens",
-    ),
-    "Several machines": ("hosts", "starting_port", "draft_placement"),
-    "Logs": ("log_level",),
+    "Advanced: access": ("admin_keys", "allowed_hosts", "allow_special_tokens"),
+    "Advanced: several machines": ("hosts", "starting_port", "draft_placement"),
+    "Advanced: logs": ("log_level",),
 }
 
 
 class SettingsCommand(TyperCommand):
     """A command whose parameters have their settings' names."""
+
+    def format_help_text(self, ctx: Any, formatter: Any) -> None:
+        super().format_help_text(ctx, formatter)
+        with formatter.section("Examples"):
+            formatter.write_dl([(f"mlx-specprefill {words}", text) for words, text in EXAMPLES])
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         parameters = {str(parameter.name): parameter for parameter in self.get_params(ctx)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,13 +32,14 @@ from mlx_specprefill import (
 from .. import pair_loading
 from ..pairs import NAMED_PAIRS, PackagedFile, Pair, Row, find_row, install, read_pairs, size
 from ..settings import Settings
-from .common import OptionError, notes, one_line_errors, usable_memory
+from .common import OptionError, duration, notes, one_line_errors, usable_memory
 from .options import DtypeName, PairsFile
 
 __all__ = ["fetch_missing", "load", "load_engine", "pull"]
 
 _CONTEXT = 32768  # tokens of prompt and answer that must fit the memory
 _SPARE_DISK = 1 << 30  # bytes
+_LONG_S = 3.0  # seconds of a step that is worth a line
 
 
 def pull(
@@ -215,12 +217,19 @@ def load_engine(
     """
     if ranks is None:
         fetch_missing(pair)
-    return pair_loading.load_engine(pair, dtype, settings, config, calibrate=calibrate, tell=_progress, ranks=ranks)
+    engine = pair_loading.load_engine(pair, dtype, settings, config, calibrate=calibrate, tell=_progress, ranks=ranks)
+    if ranks is None:
+        with _progress("Measuring what the models cost"):
+            engine.start()
+    return engine
 
 
 @contextmanager
 def _progress(words: str) -> Iterator[Callable[[int, int], None]]:
-    """Return a context manager that shows a step and its progress."""
+    """Return a context manager that shows a step and its progress, and a line if it took long."""
+    began = time.monotonic()
     with notes().status(words) as status:
         unit = " MB" if words.startswith("Loading ") else ""
         yield lambda done, total: status.update(f"{words}: {done} of {total}{unit}" if total else words)
+    if (took := time.monotonic() - began) > _LONG_S:
+        typer.echo(f"{words}: {duration(took)}", err=True)

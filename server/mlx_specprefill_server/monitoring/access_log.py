@@ -244,7 +244,7 @@ class RecentAnswers:
         return list(islice(merge(*shown, key=itemgetter("ended"), reverse=True), HELD))
 
 
-CHATTY = ("httpx", "httpcore", "asyncio", "filelock", "urllib3")  # libraries that log internals at level info
+CHATTY = ("httpx", "httpcore", "asyncio", "filelock", "urllib3", "uvicorn")  # they log internals at level info
 
 
 def configure_logging(level: str, form: str = "text") -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -37,6 +37,7 @@ from .reading import (
     read_part,
     read_placed,
     resolve_model_path,
+    stated_sampling,
     vocab_size,
 )
 
@@ -66,6 +67,7 @@ class ModelPair:
         ranks: the processes that run the target together, if there are several; `sharding`: how it is spread.
         draft_placement: on which of several ranks the draft is, None on one or without a draft. With "first", the other
             ranks know of it what rank 0 told them, and have none: `draft` and `mapping` are None, `draft_id` is not.
+        sampling: what the target's generation_config.json states, by the names of SamplingParams.
     """
 
     target: nn.Module
@@ -88,6 +90,7 @@ class ModelPair:
     ranks: Ranks | None = None
     sharding: Sharding | None = None
     draft_placement: DraftPlacement | None = None
+    sampling: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def stages(self) -> StagedModel | None:
@@ -216,6 +219,7 @@ def load_pair(
         sharding=sharding,
         draft_placement=placement,
     )
+    pair = replace(pair, sampling=stated_sampling(target))
     if draft == "self" and pair.draft is None:
         return replace(pair, sparse_refusal=_PIPELINE)
     known = agreed(ranks, "draft's heads", lambda: _calibrated_heads(pair, heads, draft_from, draft_layers))

@@ -51,6 +51,7 @@ __all__ = [
     "resolve_model_path",
     "shard",
     "sharding_of",
+    "stated_sampling",
     "vocab_size",
 ]
 
@@ -63,11 +64,13 @@ def context_length(config: dict[str, Any], tokenizer: TokenizerWrapper) -> int:
     """Return the smaller of the configured context and the tokenizer's limit, in tokens. At most a million."""
     known = _text_config(config)
     names = ("max_position_embeddings", "model_max_length", "max_seq_len", "seq_length", "n_positions", "n_ctx")
-    limits = [known[name] for name in names if isinstance(known.get(name), int) and known[name] > 0]
+    limits: list[int] = [_LONGEST] + [
+        known[name] for name in names if isinstance(known.get(name), int) and known[name] > 0
+    ]
     stated = getattr(tokenizer, "model_max_length", None)
     if isinstance(stated, int) and stated > 0:
         limits.append(stated)
-    return min([*limits, _LONGEST])
+    return min(limits)
 
 
 def vocab_size(config: dict[str, Any], tokenizer: TokenizerWrapper) -> int:
@@ -156,6 +159,7 @@ def files_digest(path: Path) -> str:
 LOADED_FILES = tuple(DEFAULT_ALLOW_PATTERNS)
 """Patterns of the repository files that loading needs."""
 
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _ID = re.compile(r"(?P<repository>[\w][\w.-]*/[\w][\w.-]*)(?:/(?P<file>[^/].*\.gguf))?", re.ASCII)
 
 
@@ -229,6 +233,19 @@ def _has_weights(folder: Path) -> bool:
     except (OSError, ValueError, KeyError, AttributeError):
         return False
     return all((folder / str(file)).is_file() for file in files)
+
+
+def stated_sampling(where: str | Path) -> dict[str, Any]:
+    """Return the sampling that a model's generation_config.json states, unchecked; empty if it does not sample."""
+    try:
+        file = (resolve_model_path(where) or Path(where)) / "generation_config.json"
+        stated = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(stated, dict) or stated.get("do_sample") is False:
+        return {}
+    found = {name: stated[name] for name in _SAMPLING if stated.get(name) is not None}
+    return {"temperature": 1.0, **found} if stated.get("do_sample") else found
 
 
 def describe_stored(path: Path) -> tuple[dict[str, Any], dict[str, int]]:

@@ -323,9 +323,9 @@ def _listening(family: int, address: str, port: int) -> str | None:
         probe.settimeout(_PROBE_S)
         if probe.connect_ex((address, port)) != 0:
             return None
-    with contextlib.closing(HTTPConnection(address, port, timeout=_PROBE_S)) as connection:
-        with contextlib.suppress(OSError, HTTPException, ValueError, KeyError, TypeError):
-            connection.request("GET", "/health")
-            health = orjson.loads(connection.getresponse().read(_HEALTH_BYTES))
-            return f"mlx-specprefill serves {health['model']} there, {health['running']} requests are running"
+    connection = HTTPConnection(address, port, timeout=_PROBE_S)
+    with contextlib.closing(connection), contextlib.suppress(OSError, HTTPException, ValueError, KeyError, TypeError):
+        connection.request("GET", "/health")
+        health = orjson.loads(connection.getresponse().read(_HEALTH_BYTES))
+        return f"mlx-specprefill serves {health['model']} there, {health['running']} requests are running"
     return "another program listens there"

@@ -160,7 +160,7 @@ UNLIMITED = -1  # tokens, as llama.cpp's clients write "no limit"
 MAX_STOP_IDS = 1024
 MAX_BAD_WORDS = 256
 
-MaxTokens = Annotated[Whole, Field(ge=UNLIMITED)]
+MaxTokens = Annotated[Whole, Field(ge=0)]
 
 
 def _logit_bias(value: Any) -> dict[int, float]:
@@ -206,10 +206,17 @@ class SamplingFields(Body):
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     min_tokens: Annotated[Whole, Field(ge=0)] = 0
-    n_predict: MaxTokens | None = None  # llama.cpp's name for the limit
+    n_predict: Annotated[Whole, Field(ge=UNLIMITED)] | None = None  # llama.cpp's name for the limit
 
-    def sampling(self, default_temperature: float, vocabulary: Vocabulary) -> SamplingParams:
+    def given(self, defaults: Mapping[str, float]) -> dict[str, Any]:
+        """Return the fields that the request gives, and the defaults of those that it leaves open."""
+        return {**defaults, **{name: getattr(self, name) for name in self.model_fields_set}}
+
+    def sampling(self, defaults: Mapping[str, float], vocabulary: Vocabulary) -> SamplingParams:
         """Return the engine's sampling parameters without `bad_words`, which need the tokenizer.
+
+        Args:
+            defaults: of the model, for fields that the request leaves open.
 
         Raises:
             InvalidRequestError: a token is not in the vocabulary, or a filter has nothing to choose from.
@@ -218,17 +225,18 @@ class SamplingFields(Body):
             if any(not 0 <= token < vocabulary.size for token in getattr(self, name) or ()):
                 message = f"{name}: token ids must be from 0 to {vocabulary.size - 1}"
                 raise InvalidRequestError(message, field=name)
-        temperature = default_temperature if self.temperature is None else self.temperature
+        given = self.given(defaults)
+        temperature = given["temperature"]
         for name, active in (("xtc_probability", self.xtc_probability > 0), ("typical_p", self.typical_p < 1)):
             if active and temperature == 0:
                 message = f"{name}: needs a temperature above 0, at which answers are always the likeliest tokens"
                 raise InvalidRequestError(message, field=name)
         return SamplingParams(
             temperature=temperature,
-            top_p=self.top_p,
-            top_k=min(max(self.top_k, 0), vocabulary.size),
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty if self.repeat_penalty is None else self.repeat_penalty,
+            top_p=given.get("top_p", self.top_p),
+            top_k=min(max(given.get("top_k", self.top_k), 0), vocabulary.size),
+            min_p=given.get("min_p", self.min_p),
+            repetition_penalty=given.get("repeat_penalty", given.get("repetition_penalty", self.repetition_penalty)),
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             logit_bias=self.logit_bias,

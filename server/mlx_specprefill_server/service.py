@@ -6,19 +6,22 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import PurePath
-from typing import TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
+
+from pydantic import ValidationError
 
 from mlx_specprefill import Constraint, Engine, EngineClosedError, GenerationRequest
 
 from .auth import Identity
 from .errors import DeadlineError, QueueTimeoutError
 from .explain import RunningInspection
+from .fields import SamplingFields
 from .generation.generation import AnswerResult, AnswerSpec, Generation, ThreadsafeCalls
 from .generation.reader import Vocabulary
 from .monitoring.access_log import RecentAnswers, RunningRequest, current_trace
@@ -113,6 +116,7 @@ class Service:
         self.state = state or ServerState(settings)
         self.vocabulary = Vocabulary(engine.pair.tokenizer)
         self.prompts = PromptBuilder(engine.pair.tokenizer, engine.window, settings.allow_special_tokens)
+        self.sampling = _default_sampling(engine.pair.sampling, settings)
         self.metrics = metrics or Metrics(engine, self.model_id)
         self.format = detect(engine.pair.tokenizer, settings.tool_parser, settings.reasoning_parser)
         if not self.prompts.takes_tools:
@@ -189,6 +193,18 @@ def current_deadline() -> tuple[float, DeadlineError] | None:
     if trace is None or trace.deadline is None:
         return None
     return trace.deadline, DeadlineError(trace.timeout_s)
+
+
+def _default_sampling(stated: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
+    """Return the sampling of requests that leave it open: the setting's temperature if it is set, else the model's."""
+    try:
+        found = SamplingFields.model_validate(stated).given({})
+    except ValidationError as error:
+        first = error.errors()[0]
+        logger.warning("generation_config.json is not followed: %s: %s", first["loc"][0], first["msg"])
+        found = {}
+    own = {"temperature": settings.temperature}
+    return found | own if "temperature" in settings.model_fields_set else own | found
 
 
 def _short(model: str | None) -> str | None:

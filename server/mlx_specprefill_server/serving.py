@@ -103,7 +103,7 @@ async def sampling_params(service: Service, fields: SamplingFields) -> SamplingP
     Raises:
         InvalidRequestError: names the field.
     """
-    params = fields.sampling(service.settings.temperature, service.vocabulary)
+    params = fields.sampling(service.sampling, service.vocabulary)
     words = [text for word in fields.bad_words for text in (word.lstrip(), f" {word.lstrip()}")]
     ids = [tuple(await service.prompts.tokens(word, special=False, field="bad_words")) for word in words]
     return replace(params, bad_words=tuple(dict.fromkeys(filter(None, ids))))

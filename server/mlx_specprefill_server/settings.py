@@ -124,7 +124,12 @@ class Settings(BaseSettings):
         default=None, description="Format of its reasoning. Default: detected from its vocabulary and chat template."
     )
     allow_special_tokens: bool = False  # True: names of control tokens in messages are those tokens, not text
-    temperature: float = Field(default=0.0, ge=0, le=2, description="Temperature of requests that set none.")
+    temperature: float = Field(
+        default=0.0,
+        ge=0,
+        le=2,
+        description="Temperature of requests that set none; if not set, as the model's generation_config.json says.",
+    )
     specprefill: bool = ENGINE.policy.enabled  # False: sparse only when a request asks for it
     specprefill_threshold: int | None = Field(default=None, ge=0)  # tokens; None: measured, by predicted saving
     calibration_file: Path | None = Field(

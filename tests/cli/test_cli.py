@@ -288,11 +288,13 @@ class TestRefusals:
             (["inspect", "--prompt-file", "{missing}"], "No such file"),
             (["generate", "--prompt-file", "{prompt}", "--keep-pct", "0"], "--keep-pct must be a number in (0, 1]"),
             (["generate", "--prompt-file", "{prompt}", "--keep-pct", "much"], "--keep-pct must be a number in (0, 1]"),
-            (["serve", "--pair", "nonsense"], "no pair 'nonsense'"),
+            (["serve", "--pair", "nonsense"], "no pair 'nonsense': there are: smollm2, "),
+            (["serve", "--pair", "smolm2"], "no pair 'smolm2': did you mean smollm2?"),
             (["serve", "--pairs-file", "{missing}", "--pair", "mine"], "can't read"),
             (["serve", "--pairs-file", "{missing}"], "--pairs-file needs --pair"),
             (["serve", "--draft", "somewhere"], "--draft needs --target"),
-            (["serve", "--target", "{missing}"], "no model here"),
+            (["serve", "--target", "{missing}"], "no model here (config.json is missing)"),
+            (["serve", "--target", "{broken}"], "broken/config.json: Expecting value"),
             (["eval", "--server", "http://localhost", "--chunk-size", "8"], "a server has its own"),
             (["serve", "--pair", "demo", "--memory-limit", "plenty"], "such as 512MB or 2GB"),
             (["serve", "--pair", "demo", "--kv-bits", "7"], "kv_bits must be one of"),
@@ -300,7 +302,9 @@ class TestRefusals:
         ],
     )
     def test_one_line_and_exit_code_2(self, arguments: list[str], words: str, prompt_file: str, tmp_path: Path) -> None:
-        places = {"missing": str(tmp_path / "missing"), "prompt": prompt_file}
+        places = {name: str(tmp_path / name) for name in ("missing", "broken")} | {"prompt": prompt_file}
+        (tmp_path / "broken").mkdir()
+        (tmp_path / "broken" / "config.json").write_text('{"model_type":')
         done = run(*(argument.format(**places) for argument in arguments))
         assert done.exit_code == 2
         assert words in done.stderr

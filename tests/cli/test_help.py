@@ -62,6 +62,20 @@ def test_every_option_of_serve_is_in_one_group() -> None:
     assert set(grouped) == options, "every option of serve needs a group in cli/grouped.py"
 
 
+def test_the_help_of_serve_begins_with_examples_and_ends_with_what_few_need(text: str) -> None:
+    order = [
+        "Examples:",
+        "Models:",
+        "Address and access:",
+        "Memory:",
+        "Advanced: models:",
+        "Settings without an option:",
+    ]
+    assert sorted(order, key=text.index) == order
+    assert text.partition("Examples:")[2].partition("Models:")[0].count("mlx-specprefill serve") == 3
+    assert "pairs.toml" not in text
+
+
 def test_every_setting_is_there_with_its_variable(text: str) -> None:
     named = set(re.findall(r"MLX_SPECPREFILL_(\w+)", text))
     assert named == {name.upper() for name in Settings.model_fields}

@@ -89,17 +89,20 @@ class TestList:
             (packed / f"{name}.gguf").touch()
         rows = {row[0]: row[1:] for row in table("list") if row}
         size = sum(path.stat().st_size for path in whole.iterdir())
-        assert rows["org/whole"] == [f"{size / 2**20:.1f} MB", "ready"]
+        assert rows["org/whole"] == [f"{size / 2**20:.1f} MB", "ready", "mlx-specprefill serve --target org/whole"]
+        assert rows["org/part"][2] == "mlx-specprefill pull org/part"
         assert rows["org/part"][1] == "not whole, or no model"
         assert "name one of them behind the id, as in ID/FILE.gguf: a.gguf, b.gguf" in rows["org/packed"][1]
 
     def test_pairs_have_their_models_and_whether_they_are_here(self, cache: Path, tmp_path: Path) -> None:
         store(cache, "org/target")
         (tmp_path / "pairs.toml").write_text(PAIRS)
-        assert table("list", "--pairs-file", str(tmp_path / "pairs.toml"))[-3:] == [
-            ["a", "no-such-package==1.2", "self", "not installed"],
-            ["b", "org/target", "self", "ready"],
-            ["c", "org/elsewhere", "self", "from its repository"],
+        file = str(tmp_path / "pairs.toml")
+        command, given = "mlx-specprefill", f"--pairs-file {file}"
+        assert table("list", "--pairs-file", file)[-3:] == [
+            ["a", "no-such-package==1.2", "self", "not installed", f"{command} pull a {given}"],
+            ["b", "org/target", "self", "ready", f"{command} serve --pair b {given}"],
+            ["c", "org/elsewhere", "self", "from its repository", f"{command} pull c {given}"],
         ]
 
     def test_pairs_of_the_users_table_come_after_the_named_ones(self, cache: Path, tmp_path: Path) -> None:
@@ -122,7 +125,7 @@ class TestList:
 
     def test_without_a_cache_there_are_pairs(self, cache: Path) -> None:
         rows = table("list")
-        assert rows[:2] == [["MODEL", "SIZE", "STATE"], []]
+        assert rows[:2] == [["MODEL", "SIZE", "STATE", "NEXT"], []]
         assert "demo" in [row[0] for row in rows if row]
 
 
@@ -130,10 +133,10 @@ class TestRecommend:
     def test_what_fits_is_shown_with_the_command_that_comes_next(self, cache: Path) -> None:
         """4.86 GB of weights and 163 840 bytes per token; lines are whole on any terminal."""
         assert table("recommend", "--memory-limit", "11GB", "--context", "8192") == [
-            ["MEMORY", "GAIN", "NEXT"],
+            ["MEMORY", "FIRST TOKEN", "NEXT"],
             [
                 "6.1 GB",
-                "3.2",
+                "3.2 times sooner",
                 "mlx-specprefill pull mlx-community/Meta-Llama-3.1-8B-Instruct-4bit "
                 "--draft mlx-community/Llama-3.2-1B-Instruct-4bit",
             ],

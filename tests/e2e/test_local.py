@@ -35,6 +35,11 @@ def test_the_answer_is_right_after_a_sparse_prefill_and_comes_in_pieces(pair: Lo
     assert answer.report.kept_tokens < answer.report.prompt_tokens // 2
 
 
+def test_a_text_is_one_message_of_the_user(pair: LocalPair) -> None:
+    alone = pair.chat("The code of Paris is 4711. What is the code of Paris?", max_tokens=20)
+    assert "4711" in alone.text
+
+
 def test_options_reach_the_engine(pair: LocalPair) -> None:
     assert ask(pair, specprefill=False, max_tokens=3).report.mode == "full"
     more, less = (ask(pair, specprefill=True, keep=keep, max_tokens=1).report.kept_tokens for keep in (0.5, 0.1))

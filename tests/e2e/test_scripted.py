@@ -67,7 +67,9 @@ def test_logs_and_metrics_of_the_process(tmp_path: Path) -> None:
     assert refused.json()["error"]["code"] == "model_not_found"
     assert 'vllm:request_success_total{finished_reason="stop",model_name="me"} 1.0' in scraped
     records = [json.loads(line) for line in log.read_text().splitlines()]
-    assert {"uvicorn.error", "mlx_specprefill_server.monitoring.access_log"} <= {record["logger"] for record in records}
+    assert {"mlx_specprefill_server.app", "mlx_specprefill_server.monitoring.access_log"} <= {
+        record["logger"] for record in records
+    }
     answered = next(record for record in records if record.get("path") == "/v1/completions")
     assert (answered["completion_tokens"], answered["finish"], answered["mode"]) == (10, "stop", "full")
     assert answered["ttft_ms"] > 0

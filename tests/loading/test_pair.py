@@ -11,6 +11,7 @@ import mlx.nn as nn
 import pytest
 
 from mlx_specprefill import LoadError, PairMismatchError, check_same_tokenizer, load_pair
+from mlx_specprefill.reading import context_length, stated_sampling
 from tests.tiny import VOCAB, random_prompt, save_checkpoint, tokenizer
 from tests.tokenizers_of_all_kinds import kind
 
@@ -120,6 +121,27 @@ def test_an_unknown_architecture_is_a_load_error(tmp_path):
     (where / "config.json").write_text(json.dumps({**config, "model_type": "no_such_model"}))
     with pytest.raises(LoadError, match="no_such_model"):
         load_pair(where)
+
+
+@pytest.mark.parametrize(
+    ("stated", "taken"),
+    [
+        ({"do_sample": True, "temperature": 0.7, "top_k": 20, "eos_token_id": 2}, {"temperature": 0.7, "top_k": 20}),
+        ({"do_sample": True, "top_p": 0.9}, {"temperature": 1.0, "top_p": 0.9}),
+        ({"temperature": 0.7}, {"temperature": 0.7}),
+        ({"do_sample": False, "temperature": 0.7}, {}),
+        ([], {}),
+    ],
+)
+def test_a_checkpoint_says_how_it_is_sampled(stated, taken, tmp_path):
+    where = save_checkpoint(tmp_path / "m", "llama")
+    (where / "generation_config.json").write_text(json.dumps(stated))
+    assert stated_sampling(where) == taken
+
+
+def test_a_model_without_a_stated_window_has_one_that_is_a_number_of_tokens():
+    assert context_length({}, object()) == 1 << 20
+    assert context_length({"max_position_embeddings": 2**31 - 1}, object()) == 1 << 20
 
 
 def test_a_target_that_cannot_be_prefilled_sparsely_still_loads(tmp_path):

@@ -76,6 +76,7 @@ class FakePair:
     draft_placement: str | None = None
     stages: Any = None
     dtype: str = "float32"
+    sampling: dict[str, Any] = field(default_factory=dict)
 
 
 class FakeHandle:

@@ -184,7 +184,7 @@ def test_sampling_fields_reach_the_engine(client: TestClient, engine: FakeEngine
 
 
 def test_off_values_of_other_servers(client: TestClient, engine: FakeEngine) -> None:
-    ask(client, top_k=-1, seed=-1, max_tokens=-1)
+    ask(client, top_k=-1, seed=-1, n_predict=-1)
     request = engine.requests[0]
     assert (request.sampling.top_k, request.sampling.seed) == (0, None)
     assert request.max_tokens == engine.pair.context_length - len(request.prompt)
@@ -195,6 +195,31 @@ def test_off_values_of_other_servers(client: TestClient, engine: FakeEngine) -> 
 def test_the_default_temperature_is_a_setting(engine: FakeEngine) -> None:
     ask(client_of(engine, temperature=0.7))
     assert engine.requests[0].sampling.temperature == 0.7
+
+
+def test_the_model_says_how_it_is_sampled_and_a_request_or_the_setting_says_otherwise(engine: FakeEngine) -> None:
+    engine.pair.sampling = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.05}
+    client = client_of(engine)
+    assert client.get("/v1/models").json()["data"][0]["sampling"] == engine.pair.sampling
+    ask(client)
+    ask(client, temperature=0, top_p=1, top_k=0, repeat_penalty=1)
+    ask(client_of(engine, temperature=0.2))
+    taken = [request.sampling for request in engine.requests]
+    names = ("temperature", "top_p", "top_k", "repetition_penalty")
+    assert [tuple(getattr(one, name) for name in names) for one in taken] == [
+        (0.6, 0.9, 20, 1.05),
+        (0, 1, 0, 1),
+        (0.2, 0.9, 20, 1.05),
+    ]
+
+
+def test_a_models_sampling_that_means_nothing_is_told_and_left_alone(
+    engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.pair.sampling = {"temperature": 0.6, "top_p": 7}
+    ask(client_of(engine))
+    assert engine.requests[0].sampling.temperature == 0
+    assert "generation_config.json is not followed: top_p" in caplog.text
 
 
 def test_max_tokens_is_cut_to_the_room_left(client: TestClient, engine: FakeEngine) -> None:
@@ -230,6 +255,8 @@ def test_the_last_token_of_room_can_be_used(client: TestClient, engine: FakeEngi
 @pytest.mark.parametrize(
     ("field", "value"),
     [
+        ("max_tokens", -1),
+        ("max_completion_tokens", -1),
         ("specprefill_scope", "documents"),
         ("specprefill_keep_pct", 0),
         ("specprefill_keep_pct", 1.01),

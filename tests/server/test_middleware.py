@@ -56,6 +56,14 @@ def test_a_key_is_asked_of_head_too(engine: FakeEngine) -> None:
         assert client.head(path).status_code == 200
 
 
+@pytest.mark.parametrize("path", ["/models", "/chat/completions", "/messages", "/responses", "/completions"])
+def test_a_missing_v1_makes_no_difference(client: TestClient, path: str) -> None:
+    """Some clients take the address of the server for that of its API."""
+    answers = [client.request("GET" if path == "/models" else "POST", f"{base}{path}", json={}) for base in ("", "/v1")]
+    assert answers[0].status_code == answers[1].status_code != 404
+    assert answers[0].json() == answers[1].json()
+
+
 def test_a_last_slash_makes_no_difference(client: TestClient) -> None:
     for path in ("/v1/models", "/health", "/v1/models/demo/target", "/version"):
         assert client.get(path + "/").status_code == client.get(path).status_code == 200

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import socket
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
 
 import pytest
 
-from mlx_specprefill_server.connections import bound_sockets, is_exposed
+from mlx_specprefill_server.connections import bound_sockets, is_exposed, network_address
 
 
 def test_a_free_port_is_one_for_all_addresses_of_a_host() -> None:
@@ -27,6 +29,22 @@ def test_a_taken_port_is_named() -> None:
         with pytest.raises(OSError, match="in use") as caught, bound_sockets("127.0.0.1", port):
             pass
     assert (caught.value.errno, caught.value.filename) == (errno.EADDRINUSE, f"--host 127.0.0.1 --port {port}")
+    said = f"Address already in use (another program listens there): choose another one, as --port {port + 1}"
+    assert caught.value.strerror == said
+
+
+def test_a_port_on_which_this_project_serves_is_told_from_others() -> None:
+    class Health(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"status": "ok", "model": "demo", "running": 2}')
+
+    with HTTPServer(("127.0.0.1", 0), Health) as ours:
+        Thread(target=ours.serve_forever, daemon=True).start()
+        with pytest.raises(OSError, match="mlx-specprefill serves demo there, 2 requests are running"):
+            bound_sockets("127.0.0.1", ours.server_port).__enter__()
+        ours.shutdown()
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
@@ -49,3 +67,9 @@ def test_a_host_that_is_not_this_machine_is_named() -> None:
 def test_every_address_is_exposed() -> None:
     with bound_sockets("0.0.0.0", 0) as sockets:
         assert is_exposed(sockets)
+        reachable = network_address(sockets[0])
+        if reachable is not None:  # this machine has a network
+            assert reachable.endswith(f":{sockets[0].getsockname()[1]}")
+            assert "0.0.0.0" not in reachable
+    with bound_sockets("127.0.0.1", 0) as sockets:
+        assert network_address(sockets[0]) is None

@@ -106,6 +106,7 @@ def _in_memory(service: Service) -> dict[str, Any]:
         "memory": _memory(service),
         "ranks": _ranks(service),
         "tools": service.prompts.takes_tools,
+        "sampling": service.sampling,
         "draft": service.draft_id,
         "draft_tokenizer": _draft_tokenizer(service),
         "scorer": _scorer(service),
@@ -116,7 +117,7 @@ def _in_memory(service: Service) -> dict[str, Any]:
 def _unknown_fields(entry: Entry) -> dict[str, Any]:
     """Return the fields that clients look for, of a model that is not in memory. All but its window are None."""
     windows = ("max_input_tokens", "max_model_len", "context_length", "context_window")
-    unknown = ("memory", "ranks", "tools", "draft", "draft_tokenizer", "scorer", "specprefill")
+    unknown = ("memory", "ranks", "tools", "sampling", "draft", "draft_tokenizer", "scorer", "specprefill")
     return dict.fromkeys(windows, entry.context) | dict.fromkeys(unknown, None)
 
 

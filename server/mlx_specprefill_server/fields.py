@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from fractions import Fraction
 from typing import Annotated, Any
@@ -18,11 +19,16 @@ from mlx_specprefill import (
     keep_pct,
 )
 
+from .constrained.output_format import OutputFormat
+from .constrained.tool_choice import ToolChoice
 from .errors import ApiError
 from .generation.reader import Vocabulary
+from .prompt.conversation import Conversation
 
 __all__ = [
+    "AnswerFields",
     "Body",
+    "ChatFields",
     "MaxTokens",
     "Number",
     "Reasoning",
@@ -247,6 +253,54 @@ class SamplingFields(Body):
             xtc_special_tokens=vocabulary.structural if self.xtc_probability else (),
             allowed_token_ids=None if self.allowed_token_ids is None else frozenset(self.allowed_token_ids),
         )
+
+
+class AnswerFields(SamplingFields, SpecPrefillFields):
+    """Fields of every request for answers, and their meaning whatever the dialect calls them."""
+
+    model: str | None = None
+    stream: bool = False
+    return_progress: bool = False
+
+    @abstractmethod
+    def limit(self) -> int | None:
+        """Return the limit of an answer in tokens; None means the remaining context."""
+
+    @abstractmethod
+    def stops(self) -> tuple[str, ...]:
+        """Return the strings that end the visible text. Neither they nor what follows is shown."""
+
+    @abstractmethod
+    def output(self) -> OutputFormat | None:
+        """Return the text's required form, None for free text; raises InvalidRequestError."""
+
+    def answers(self) -> int:
+        """Return the number of answers to each prompt."""
+        return 1
+
+    def alternatives(self) -> int | None:
+        """Return the number of alternatives beside each token (0..20); None means no logprobs at all."""
+        return None
+
+    def with_ids(self) -> bool:
+        """Return whether the answer carries its token ids."""
+        return False
+
+
+class ChatFields(ThinkingFields, AnswerFields):
+    """Fields of a request for answers to a conversation."""
+
+    @abstractmethod
+    def conversation(self) -> Conversation:
+        """Return the normalised messages with the tools; raises InvalidRequestError."""
+
+    @abstractmethod
+    def choice(self) -> ToolChoice:
+        """Return the tool choice; raises InvalidRequestError."""
+
+    @abstractmethod
+    def parallel(self) -> bool:
+        """Return whether an answer may have several calls."""
 
 
 def first_limit(*limits: int | None) -> int | None:

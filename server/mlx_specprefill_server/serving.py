@@ -1,9 +1,13 @@
-"""Dialect-neutral requests for answers. Every dialect's body becomes one, and the engine gets requests made from it."""
+"""From a body of any dialect to the engine's requests, and to the response."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from typing import Any, Protocol, TypeVar
+
+from fastapi import Request
+from starlette.responses import Response
 
 from mlx_specprefill import (
     Constraint,
@@ -12,87 +16,103 @@ from mlx_specprefill import (
     InvalidRequestError,
     ReasoningBudget,
     SamplingParams,
-    SpecPrefillOptions,
 )
 
 from .auth import Identity
-from .constrained.output_format import OutputFormat, constraint_of
+from .constrained.output_format import constraint_of
 from .constrained.tool_choice import ToolChoice, resolve_tool_choice
-from .deps import Service
-from .fields import SamplingFields
+from .deps import Service, close_on_disconnect, while_connected
+from .errors import JsonResponse
+from .fields import AnswerFields, ChatFields, SamplingFields
 from .generation.generation import AnswerSpec, Generation
 from .generation.reader import AnswerReader, IncrementalDetokenizer, Stops
 from .parsers.base import Parser
 from .prompt.conversation import Conversation
 from .prompt.prompt import Prompt
+from .report import EventStream
 
 __all__ = [
-    "AnswerRequest",
     "copies",
     "count_tokens",
-    "engine_request",
     "make_spec",
     "max_tokens_within",
+    "respond",
     "sampling_params",
-    "start_answers",
+    "serve",
 ]
 
-
-@dataclass(frozen=True, slots=True)
-class AnswerRequest:
-    """A request for answers to a conversation.
-
-    Attributes:
-        max_tokens: per answer; None: the remaining context.
-        stops: strings that end the visible text; neither they nor what follows is shown.
-        output: required form of the text; None: free text.
-        sampling: fields of sampling and of the tokens that end an answer.
-        thinking_budget: largest number of reasoning tokens per answer; None: no limit.
-        n: number of answers.
-        logprobs: number of alternatives per token (0..20), or None.
-    """
-
-    conversation: Conversation
-    sampling: SamplingFields
-    specprefill: SpecPrefillOptions
-    max_tokens: int | None = None
-    stops: tuple[str, ...] = ()
-    tool_choice: ToolChoice = "auto"
-    parallel_tool_calls: bool = True
-    output: OutputFormat | None = None
-    n: int = 1
-    logprobs: int | None = None
-    return_token_ids: bool = False
-    thinking_budget: int | None = None
-
-    @property
-    def forced(self) -> bool:
-        """True if the answer must be tool calls."""
-        return self.tool_choice not in ("auto", "none")
+B = TypeVar("B", bound=ChatFields)
 
 
-async def start_answers(
-    service: Service, request: AnswerRequest, identity: Identity, cache_salt: str | None
-) -> Generation:
+class Answer(Protocol):
+    """The answers to one request in a dialect."""
+
+    def stream(self) -> AsyncIterator[bytes]:
+        """Yield the events of a stream."""
+
+    async def collect(self) -> dict[str, Any]:
+        """Return the whole response; raises SpecPrefillError."""
+
+
+async def serve(
+    request: Request, service: Service, identity: Identity, body: B, dialect: Callable[[Service, B, Generation], Answer]
+) -> Response:
+    """Answer a conversation in a dialect."""
+    generation = await while_connected(request, start_answers(service, body, identity))
+    return await respond(request, generation, dialect(service, body, generation), streamed=body.stream)
+
+
+async def respond(request: Request, generation: Generation, answer: Answer, *, streamed: bool) -> Response:
+    """Return a stream of the answers, or all of them when they are done. Close the generation in any case."""
+    if streamed:
+        return EventStream(answer.stream(), generation)
+    return JsonResponse(await close_on_disconnect(request, generation, answer.collect()))
+
+
+async def start_answers(service: Service, body: ChatFields, identity: Identity) -> Generation:
     """Render the conversation and start its answers. The caller must close the generation.
 
     Raises:
         InvalidRequestError, ContextLengthError: no answer has been started.
         EngineClosedError: the engine takes no more requests.
     """
-    if request.conversation.tools or request.tool_choice != "auto":
-        tools, choice = resolve_tool_choice(request.conversation.tools, request.tool_choice)
-        request = replace(request, conversation=replace(request.conversation, tools=tools), tool_choice=choice)
-    params = await sampling_params(service, request.sampling)
-    prompt = await service.prompts.chat(request.conversation)
+    conversation, choice, output = body.conversation(), body.choice(), body.output()
+    if conversation.tools or choice != "auto":
+        tools, choice = resolve_tool_choice(conversation.tools, choice)
+        conversation = replace(conversation, tools=tools)
+    params = await sampling_params(service, body)
+    prompt = await service.prompts.chat(conversation)
+    forced = choice not in ("auto", "none")
     warnings: list[str] = []
-    if request.conversation.tools and not (request.forced or service.prompts.takes_tools):
+    if conversation.tools and not (forced or service.prompts.takes_tools):
         warnings.append("the model's chat template has no place for tools: the model is not told of them")
-    constraint = _constraint(service, request, prompt, warnings)
-    if constraint is not None:
+    constraint: Constraint | None = None
+    if output is not None or forced:
+        constraint = constraint_of(
+            output,
+            conversation.tools,
+            choice,
+            service.format.tools or ("hermes" if forced else None),  # a template without calls: any notation will do
+            body.parallel(),
+            service.format.reasoning_end(prompt.ending),
+            service.vocabulary.special,
+            warnings,
+        )
         await service.compile(constraint)
-    spec = _spec(service, request, params, prompt, constraint)
-    return service.submit(copies(spec, request.n), identity, cache_salt, warnings)
+    budget = body.thinking_budget()
+    spec = make_spec(
+        service,
+        body,
+        params,
+        prompt,
+        lambda: service.format.parser(conversation.tools, prompt.ending),
+        field=conversation.field,
+        constraint=constraint,
+        reasoning=None if budget is None else service.format.budget(budget, prompt.ending),
+        parallel=body.parallel(),
+        forced=forced,
+    )
+    return service.submit(copies(spec, body.answers()), identity, body.cache_salt, warnings)
 
 
 async def sampling_params(service: Service, fields: SamplingFields) -> SamplingParams:
@@ -119,71 +139,26 @@ async def count_tokens(service: Service, conversation: Conversation, choice: Too
     return len((await service.prompts.chat(replace(conversation, tools=tools))).tokens)
 
 
-def _constraint(service: Service, request: AnswerRequest, prompt: Prompt, warnings: list[str]) -> Constraint | None:
-    """Return the grammar of the answer, None if it is free.
-
-    A call can be forced from any model. One whose template has no format for calls writes Hermes'.
-    """
-    if request.output is None and not request.forced:
-        return None
-    return constraint_of(
-        request.output,
-        request.conversation.tools,
-        request.tool_choice,
-        service.format.tools or ("hermes" if request.forced else None),
-        request.parallel_tool_calls,
-        service.format.reasoning_end(prompt.ending),
-        service.vocabulary.special,
-        warnings,
-    )
-
-
-def _spec(
-    service: Service, request: AnswerRequest, params: SamplingParams, prompt: Prompt, constraint: Constraint | None
-) -> AnswerSpec:
-    budget, tools = request.thinking_budget, request.conversation.tools
-    for_engine = engine_request(
-        service,
-        prompt,
-        request.sampling,
-        params,
-        request.specprefill,
-        max_tokens=request.max_tokens,
-        field=request.conversation.field,
-        logprobs=request.logprobs,
-        constraint=constraint,
-        reasoning=None if budget is None else service.format.budget(budget, prompt.ending),
-    )
-    return make_spec(
-        service,
-        for_engine,
-        request.sampling,
-        lambda: service.format.parser(tools, prompt.ending),
-        stops=request.stops,
-        return_token_ids=request.return_token_ids,
-        parallel=request.parallel_tool_calls,
-        forced=request.forced,
-    )
-
-
-def engine_request(
+def make_spec(
     service: Service,
-    prompt: Prompt,
-    fields: SamplingFields,
+    body: AnswerFields,
     params: SamplingParams,
-    specprefill: SpecPrefillOptions,
+    prompt: Prompt,
+    parser: Callable[[], Parser],
     *,
-    max_tokens: int | None,
     field: str,
-    logprobs: int | None = None,
     prompt_logprobs: int | None = None,
     constraint: Constraint | None = None,
     reasoning: ReasoningBudget | None = None,
-) -> GenerationRequest:
-    """Return the engine's request for one answer to `prompt`, at most as long as the remaining context.
+    parallel: bool = True,
+    forced: bool = False,
+    every_token: bool = False,
+) -> AnswerSpec:
+    """Return the engine's request for one answer to `prompt`, at most as long as the remaining context, and its reader.
 
     Args:
         field: field of the body that holds the prompt.
+        parallel, forced, every_token: as in AnswerReader.
 
     Raises:
         InvalidRequestError: the prompt has no tokens.
@@ -191,46 +166,31 @@ def engine_request(
     """
     if not prompt.tokens.size:
         raise InvalidRequestError(f"{field}: the prompt has no tokens", field=field)
-    room = max_tokens_within(len(prompt.tokens), max_tokens, service.context_length, field)
-    return GenerationRequest(
+    room = max_tokens_within(len(prompt.tokens), body.limit(), service.context_length, field)
+    request = GenerationRequest(
         prompt=prompt.tokens,
         max_tokens=room,
         sampling=params,
-        specprefill=specprefill,
+        specprefill=body.options(),
         spans=prompt.spans,
-        stop_token_ids=_stop_ids(service, fields, constraint),
-        logprobs=logprobs,
+        stop_token_ids=_stop_ids(service, body, constraint),
+        logprobs=body.alternatives(),
         prompt_logprobs=prompt_logprobs,
         constraint=constraint,
         reasoning=reasoning,
-        min_tokens=min(fields.min_tokens, room),
+        min_tokens=min(body.min_tokens, room),
     )
-
-
-def make_spec(
-    service: Service,
-    request: GenerationRequest,
-    fields: SamplingFields,
-    parser: Callable[[], Parser],
-    *,
-    stops: Sequence[str] = (),
-    return_token_ids: bool = False,
-    parallel: bool = True,
-    forced: bool = False,
-    every_token: bool = False,
-) -> AnswerSpec:
-    """Return the engine's request with the reader of its answer. The arguments are those of AnswerReader."""
-    shown_ids = frozenset(fields.stop_token_ids if fields.include_stop_str_in_output else ())
+    shown_ids = frozenset(body.stop_token_ids if body.include_stop_str_in_output else ())
 
     def reader() -> AnswerReader:
         return AnswerReader(
             IncrementalDetokenizer(service.vocabulary.decode, request.prompt),
             parser(),
-            Stops(tuple(stops), fields.include_stop_str_in_output),
+            Stops(body.stops(), body.include_stop_str_in_output),
             end_ids=request.stop_token_ids - shown_ids,
             parallel=parallel,
             forced=forced,
-            with_tokens=return_token_ids or request.logprobs is not None,
+            with_tokens=body.with_ids() or request.logprobs is not None,
             every_token=every_token,
         )
 

@@ -15,7 +15,7 @@ from mlx_specprefill import ContextLengthError, EngineClosedError, Failed, Inval
 from mlx_specprefill_server.deltas import AnswerDelta, CallBroken, Idle, TextDelta
 from mlx_specprefill_server.deps import Service
 from mlx_specprefill_server.openai.responses import ResponsesAnswer
-from mlx_specprefill_server.openai.responses_protocol import ResponsesRequest, function_tools
+from mlx_specprefill_server.openai.responses_protocol import ResponsesRequest
 from mlx_specprefill_server.settings import Settings
 
 from .canned_answers import ACCOUNT, EVERYTHING, TEXT, THOUGHT, Given, call, done, named_events, streamed
@@ -51,7 +51,7 @@ def refusal(client: TestClient, **fields: Any) -> dict[str, Any]:
 
 def answer_of(engine: FakeEngine, pieces: list[AnswerDelta], **fields: Any) -> ResponsesAnswer:
     body = ResponsesRequest(**({"input": "Hi"} | fields))
-    return ResponsesAnswer(Service(engine, Settings()), body, function_tools(body.tools), Given(pieces))  # type: ignore[arg-type]
+    return ResponsesAnswer(Service(engine, Settings()), body, Given(pieces))  # type: ignore[arg-type]
 
 
 def checked(payloads: list[dict[str, Any]]) -> list[dict[str, Any]]:

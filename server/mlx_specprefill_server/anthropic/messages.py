@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from time import monotonic
 from typing import Annotated, Any
 from uuid import uuid4
@@ -11,19 +11,18 @@ import orjson
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from mlx_specprefill import InvalidRequestError, Progress
+from mlx_specprefill import Progress
 
 from ..auth import IdentityDep
 from ..deltas import AnswerDelta, AnswerDone, CallBroken, CallDelta, CallEnd, CallStart, Idle, ReasoningDelta, TextDelta
-from ..deps import ModelDep, Service, body_of, close_on_disconnect, while_connected
+from ..deps import ModelDep, Service, body_of, while_connected
 from ..errors import JsonResponse, anthropic_body
 from ..generation.generation import Generation
-from ..prompt.conversation import Conversation, Ending, Message, conversation, inline_system_messages
-from ..report import EventStream, ProgressReporter, Report, named_event
-from ..serving import AnswerRequest, count_tokens, start_answers
-from .protocol import CountRequest, MessagesRequest, chat_messages, function_tools, refuse
+from ..report import ProgressReporter, Report, named_event
+from ..serving import count_tokens, serve
+from .protocol import CountRequest, MessagesRequest, refuse
 
-__all__ = ["BlockWriter", "conversation_of", "router", "stop_of"]
+__all__ = ["BlockWriter", "router", "stop_of"]
 
 Event = dict[str, Any]
 
@@ -150,12 +149,7 @@ async def create(
     service: ModelDep,
 ) -> Response:
     """Answer a conversation."""
-    starting = start_answers(service, _answer_request(body), identity, body.cache_salt)
-    generation = await while_connected(request, starting)
-    answer = MessageAnswer(service, body, generation)
-    if body.stream:
-        return EventStream(answer.stream(), generation)
-    return JsonResponse(await close_on_disconnect(request, generation, answer.collect()))
+    return await serve(request, service, identity, body, MessageAnswer)
 
 
 @router.post("/v1/messages/count_tokens")
@@ -163,37 +157,8 @@ async def count(
     request: Request, body: Annotated[CountRequest, Depends(body_of(CountRequest, refuse))], service: ModelDep
 ) -> Response:
     """Count the prompt's tokens."""
-    tokens = await while_connected(request, count_tokens(service, conversation_of(body), body.choice()))
+    tokens = await while_connected(request, count_tokens(service, body.conversation(), body.choice()))
     return JsonResponse({"input_tokens": tokens})
-
-
-def conversation_of(body: CountRequest) -> Conversation:
-    """Return the normalised conversation of a body."""
-    messages = inline_system_messages(chat_messages(body.system, body.messages))
-    return conversation(messages, function_tools(body.tools), body.template_kwargs(), _ending(messages))
-
-
-def _ending(messages: Sequence[Message]) -> Ending:
-    """Return the prompt's ending. An assistant's message at the end is the beginning of the answer."""
-    if not messages or messages[-1]["role"] != "assistant":
-        return "answer"
-    if "tool_calls" in messages[-1]:
-        raise InvalidRequestError("messages: the last tool_use has no tool_result", field="messages")
-    return "continue"
-
-
-def _answer_request(body: MessagesRequest) -> AnswerRequest:
-    return AnswerRequest(
-        conversation=conversation_of(body),
-        sampling=body,
-        thinking_budget=body.thinking_budget(),
-        specprefill=body.options(),
-        max_tokens=body.max_tokens,
-        stops=tuple(body.stop_sequences),
-        tool_choice=body.choice(),
-        parallel_tool_calls=not body.tool_choice.disable_parallel_tool_use,
-        output=body.output(),
-    )
 
 
 class MessageAnswer:

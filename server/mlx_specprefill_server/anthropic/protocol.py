@@ -14,17 +14,8 @@ from mlx_specprefill import InvalidRequestError
 
 from ..constrained.output_format import OutputFormat
 from ..constrained.tool_choice import NamedTool, ToolChoice
-from ..fields import (
-    Body,
-    Number,
-    SamplingFields,
-    SpecPrefillFields,
-    ThinkingFields,
-    Whole,
-    refuse_documents,
-    refuse_sampling,
-)
-from ..prompt.conversation import Message, omission_note
+from ..fields import Body, ChatFields, Number, ThinkingFields, Whole, refuse_documents, refuse_sampling
+from ..prompt.conversation import Conversation, Ending, Message, conversation, inline_system_messages, omission_note
 
 __all__ = ["CountRequest", "MessagesRequest", "chat_messages", "function_tools", "refuse"]
 
@@ -66,9 +57,11 @@ class CountRequest(ThinkingFields):
             return NamedTool(self.tool_choice.name)
         return "required" if self.tool_choice.type == "any" else self.tool_choice.type
 
-    def template_kwargs(self) -> dict[str, Any]:
-        """Return the template's arguments for thinking and effort."""
-        return self.thinking_kwargs(self.output_config.effort)
+    def conversation(self) -> Conversation:
+        """Return the normalised conversation."""
+        messages = inline_system_messages(chat_messages(self.system, self.messages))
+        kwargs = self.thinking_kwargs(self.output_config.effort)
+        return conversation(messages, function_tools(self.tools), kwargs, _ending(messages))
 
     def output(self) -> OutputFormat | None:
         """Return the JSON schema that the answer must follow, None if there is none."""
@@ -82,16 +75,32 @@ class CountRequest(ThinkingFields):
         return OutputFormat("json_schema", given["schema"], field=f"{field}.schema")
 
 
-class MessagesRequest(CountRequest, SamplingFields, SpecPrefillFields):
+class MessagesRequest(CountRequest, ChatFields):
     """The body of POST /v1/messages."""
 
     max_tokens: Annotated[Whole, Field(ge=1)]
-    stream: bool = False
-    return_progress: bool = False
     temperature: Annotated[Number, Field(ge=0, le=1)] | None = None
     stop_sequences: Annotated[list[str], Field(max_length=MAX_STOPS, fail_fast=True), AfterValidator(_stops)] = Field(
         default_factory=list
     )
+
+    def limit(self) -> int | None:
+        return self.max_tokens
+
+    def stops(self) -> tuple[str, ...]:
+        return tuple(self.stop_sequences)
+
+    def parallel(self) -> bool:
+        return not self.tool_choice.disable_parallel_tool_use
+
+
+def _ending(messages: Sequence[Message]) -> Ending:
+    """Return the prompt's ending. An assistant's message at the end is the beginning of the answer."""
+    if not messages or messages[-1]["role"] != "assistant":
+        return "answer"
+    if "tool_calls" in messages[-1]:
+        raise InvalidRequestError("messages: the last tool_use has no tool_result", field="messages")
+    return "continue"
 
 
 def refuse(body: Mapping[str, Any]) -> None:

@@ -13,12 +13,12 @@ from mlx_specprefill import Progress, TokenEvent
 
 from ..auth import IdentityDep
 from ..deltas import AnswerDelta, AnswerDone, CallBroken, CallDelta, CallEnd, CallStart, Idle, ReasoningDelta, TextDelta
-from ..deps import ModelDep, Service, body_of, close_on_disconnect, while_connected
+from ..deps import ModelDep, Service, body_of, while_connected
 from ..errors import JsonResponse
 from ..generation.generation import Generation
 from ..generation.reader import Vocabulary
-from ..report import DONE, KEEP_ALIVE, EventStream, ProgressReporter, Report, TextEvents, data_event
-from ..serving import AnswerRequest, count_tokens, start_answers
+from ..report import DONE, KEEP_ALIVE, ProgressReporter, Report, TextEvents, data_event
+from ..serving import count_tokens, serve
 from .protocol import ChatRequest, Envelope, refuse_chat, scored
 
 __all__ = ["router"]
@@ -31,12 +31,7 @@ BodyDep = Annotated[ChatRequest, Depends(body_of(ChatRequest, refuse_chat))]
 @router.post("/v1/chat/completions")
 async def create(request: Request, identity: IdentityDep, body: BodyDep, service: ModelDep) -> Response:
     """Answer a conversation."""
-    starting = start_answers(service, _answer_request(body), identity, body.cache_salt)
-    generation = await while_connected(request, starting)
-    answer = ChatAnswer(service, body, generation)
-    if body.stream:
-        return EventStream(answer.stream(), generation)
-    return JsonResponse(await close_on_disconnect(request, generation, answer.collect()))
+    return await serve(request, service, identity, body, ChatAnswer)
 
 
 @router.post("/v1/chat/completions/input_tokens")
@@ -44,23 +39,6 @@ async def count(request: Request, body: BodyDep, service: ModelDep) -> Response:
     """Count the prompt's tokens, in llama.cpp's shape."""
     tokens = await while_connected(request, count_tokens(service, body.conversation(), body.choice()))
     return JsonResponse({"object": "response.input_tokens", "input_tokens": tokens})
-
-
-def _answer_request(body: ChatRequest) -> AnswerRequest:
-    return AnswerRequest(
-        conversation=body.conversation(),
-        sampling=body,
-        thinking_budget=body.thinking_budget(),
-        specprefill=body.options(),
-        max_tokens=body.limit(),
-        stops=body.stop,
-        tool_choice=body.choice(),
-        parallel_tool_calls=body.parallel_tool_calls,
-        output=body.output(),
-        n=body.n,
-        logprobs=body.top_logprobs if body.logprobs else None,
-        return_token_ids=body.return_token_ids,
-    )
 
 
 class ChatAnswer:

@@ -24,14 +24,13 @@ from mlx_specprefill import (
 from ..auth import IdentityDep
 from ..constrained.output_format import constraint_of
 from ..deltas import AnswerDelta, AnswerDone, Idle, TextDelta
-from ..deps import ModelDep, Service, body_of, close_on_disconnect, while_connected
-from ..errors import JsonResponse
+from ..deps import ModelDep, Service, body_of, while_connected
 from ..generation.generation import AnswerSpec, Generation
 from ..generation.reader import Vocabulary
 from ..parsers.base import Parser, PlainText
 from ..prompt.prompt import Prompt
-from ..report import DONE, KEEP_ALIVE, EventStream, ProgressReporter, Report, data_event
-from ..serving import copies, engine_request, make_spec, sampling_params
+from ..report import DONE, KEEP_ALIVE, ProgressReporter, Report, data_event
+from ..serving import copies, make_spec, respond, sampling_params
 from .protocol import LOWEST_LOGPROB, MAX_PROMPTS, CompletionRequest, Envelope, refuse_completion
 
 __all__ = ["router"]
@@ -74,9 +73,7 @@ async def create(
         specs += copies(_spec(service, body, sampling, prompt, constraint), body.n, first=len(specs))
     generation = service.submit(specs, identity, body.cache_salt, warnings)
     answer = CompletionAnswer(service, body, specs, generation)
-    if body.stream:
-        return EventStream(answer.stream(), generation)
-    return JsonResponse(await close_on_disconnect(request, generation, answer.collect()))
+    return await respond(request, generation, answer, streamed=body.stream)
 
 
 async def _prompts(service: Service, body: CompletionRequest) -> list[Prompt]:
@@ -97,28 +94,18 @@ async def _prompt(service: Service, prompt: str | tuple[int, ...], suffix: str) 
 def _spec(
     service: Service, body: CompletionRequest, sampling: SamplingParams, prompt: Prompt, constraint: Constraint | None
 ) -> AnswerSpec:
-    limit, prompt_logprobs = body.limit(), body.logprobs if body.echo else None
-    if limit == 0 and prompt_logprobs is None:
+    prompt_logprobs = body.logprobs if body.echo else None
+    if body.limit() == 0 and prompt_logprobs is None:
         prompt_logprobs = 0  # an echo without an answer: the engine takes no request for 0 tokens
-    for_engine = engine_request(
-        service,
-        prompt,
-        body,
-        sampling,
-        body.options(),
-        max_tokens=limit,
-        field="prompt",
-        logprobs=body.logprobs,
-        prompt_logprobs=prompt_logprobs,
-        constraint=constraint,
-    )
     return make_spec(
         service,
-        for_engine,
         body,
+        sampling,
+        prompt,
         lambda: Parser(PlainText()),
-        stops=body.stop,
-        return_token_ids=body.return_token_ids,
+        field="prompt",
+        prompt_logprobs=prompt_logprobs,
+        constraint=constraint,
         every_token=True,
     )
 

@@ -18,11 +18,10 @@ from .. import __version__
 from ..constrained.output_format import OUTPUT_FIELDS, OutputFormat, parse_response_format
 from ..constrained.tool_choice import ToolChoice, read_choice
 from ..fields import (
+    AnswerFields,
     Body,
+    ChatFields,
     MaxTokens,
-    SamplingFields,
-    SpecPrefillFields,
-    ThinkingFields,
     Whole,
     first_limit,
     refuse_documents,
@@ -86,13 +85,10 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
-class GenerationFields(SamplingFields, SpecPrefillFields):
-    """Fields of chat completions and completions."""
+class GenerationFields(AnswerFields):
+    """Fields of all OpenAI's requests."""
 
-    model: str | None = None
-    stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-    return_progress: bool = False
     max_tokens: MaxTokens | None = None
     n: Annotated[Whole, Field(ge=1, le=MAX_ANSWERS)] = 1
     return_token_ids: bool = False
@@ -106,6 +102,9 @@ class GenerationFields(SamplingFields, SpecPrefillFields):
     grammar: Any = None
     stop: Annotated[tuple[str, ...], BeforeValidator(_stops, json_schema_input_type=str | list[str])] = ()
 
+    def stops(self) -> tuple[str, ...]:
+        return self.stop
+
     def output(self) -> OutputFormat | None:
         """Return the text's required form, None for free text.
 
@@ -116,7 +115,7 @@ class GenerationFields(SamplingFields, SpecPrefillFields):
         return parse_response_format(given) if given else None
 
 
-class ConversationFields(ThinkingFields, GenerationFields):
+class ConversationFields(GenerationFields, ChatFields):
     """Fields of chat completions and responses."""
 
     tools: list[Any] = Field(default_factory=list)
@@ -127,6 +126,9 @@ class ConversationFields(ThinkingFields, GenerationFields):
     def choice(self) -> ToolChoice:
         """Return the tool choice; raises as `read_choice`."""
         return "auto" if self.tool_choice == "auto" else read_choice(self.tool_choice)
+
+    def parallel(self) -> bool:
+        return self.parallel_tool_calls
 
 
 class ChatRequest(ConversationFields):
@@ -153,6 +155,15 @@ class ChatRequest(ConversationFields):
         """The limit in tokens; None means the remaining context."""
         return first_limit(self.max_completion_tokens, self.max_tokens, self.n_predict)
 
+    def answers(self) -> int:
+        return self.n
+
+    def alternatives(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
+
+    def with_ids(self) -> bool:
+        return self.return_token_ids
+
     def _template_kwargs(self) -> dict[str, Any]:
         return self.thinking_kwargs(self.reasoning_effort) | self.chat_template_kwargs
 
@@ -168,6 +179,15 @@ class CompletionRequest(GenerationFields):
     def limit(self) -> int | None:
         """The limit in tokens, as for chat."""
         return first_limit(self.max_tokens, self.n_predict)
+
+    def answers(self) -> int:
+        return self.n
+
+    def alternatives(self) -> int | None:
+        return self.logprobs
+
+    def with_ids(self) -> bool:
+        return self.return_token_ids
 
 
 def _is(*allowed: Any) -> Callable[[Any], bool]:

@@ -15,16 +15,15 @@ from mlx_specprefill import ContextLengthError, Progress, TokenEvent
 
 from ..auth import IdentityDep
 from ..deltas import AnswerDelta, AnswerDone, CallBroken, CallDelta, CallEnd, CallStart, Idle, ReasoningDelta, TextDelta
-from ..deps import ModelDep, Service, body_of, close_on_disconnect, while_connected
+from ..deps import ModelDep, Service, body_of, while_connected
 from ..errors import JsonResponse, api_error
 from ..generation.generation import Generation
-from ..prompt.conversation import Conversation, conversation, inline_system_messages
-from ..report import EventStream, ProgressReporter, Report, named_event
-from ..serving import AnswerRequest, count_tokens, start_answers
+from ..report import ProgressReporter, Report, named_event
+from ..serving import count_tokens, serve
 from .protocol import scored
-from .responses_protocol import ResponsesRequest, Tools, chat_messages, function_tools, refuse
+from .responses_protocol import ResponsesRequest, refuse
 
-__all__ = ["ItemWriter", "conversation_of", "router"]
+__all__ = ["ItemWriter", "router"]
 
 Event = dict[str, Any]
 Scored = Callable[[Sequence[TokenEvent]], list[dict[str, Any]]]  # tokens as the wire's logprobs
@@ -136,56 +135,28 @@ BodyDep = Annotated[ResponsesRequest, Depends(body_of(ResponsesRequest, refuse))
 @router.post("/v1/responses")
 async def create(request: Request, identity: IdentityDep, body: BodyDep, service: ModelDep) -> Response:
     """Answer a conversation."""
-    tools = function_tools(body.tools)
-    starting = start_answers(service, _answer_request(body, tools), identity, body.cache_salt)
-    generation = await while_connected(request, starting)
-    answer = ResponsesAnswer(service, body, tools, generation)
-    if body.stream:
-        return EventStream(answer.stream(), generation)
-    return JsonResponse(await close_on_disconnect(request, generation, answer.collect()))
+    return await serve(request, service, identity, body, ResponsesAnswer)
 
 
 @router.post("/v1/responses/input_tokens")
 async def count(request: Request, body: BodyDep, service: ModelDep) -> Response:
     """Count the prompt's tokens."""
-    conversation = conversation_of(body, function_tools(body.tools))
-    tokens = await while_connected(request, count_tokens(service, conversation, body.choice()))
+    tokens = await while_connected(request, count_tokens(service, body.conversation(), body.choice()))
     return JsonResponse({"object": "response.input_tokens", "input_tokens": tokens})
-
-
-def conversation_of(body: ResponsesRequest, tools: Tools) -> Conversation:
-    """Return the normalised conversation of a body."""
-    messages = inline_system_messages(chat_messages(body.instructions, body.input))
-    return conversation(messages, tools.functions, body.template_kwargs(), field="input")
-
-
-def _answer_request(body: ResponsesRequest, tools: Tools) -> AnswerRequest:
-    return AnswerRequest(
-        conversation=conversation_of(body, tools),
-        sampling=body,
-        thinking_budget=body.thinking_budget(),
-        specprefill=body.options(),
-        max_tokens=body.limit(),
-        stops=body.stop,
-        tool_choice=body.choice(),
-        parallel_tool_calls=body.parallel_tool_calls,
-        output=body.output(),
-        logprobs=body.logprobs_wanted(),
-    )
 
 
 class ResponsesAnswer:
     """One answer as a whole response or as a stream."""
 
-    def __init__(self, service: Service, body: ResponsesRequest, tools: Tools, generation: Generation) -> None:
+    def __init__(self, service: Service, body: ResponsesRequest, generation: Generation) -> None:
         self._generation = generation
         self._body = body
         self._progress = ProgressReporter(body.return_progress)
         self._vocabulary = service.vocabulary
-        self._writer = ItemWriter(self._scored, tools.namespaces)
+        self._writer = ItemWriter(self._scored, body.functions.namespaces)
         self._report = Report(generation.prompt_tokens, warnings=generation.warnings)
         self._numbers = numbers()
-        self._response = _fields(service, body, tools)
+        self._response = _fields(service, body)
 
     async def collect(self) -> dict[str, Any]:
         """Return the whole response.
@@ -270,7 +241,7 @@ def _failure(error: Exception | None) -> dict[str, Any]:
     return {"code": code, "message": str(error)}
 
 
-def _fields(service: Service, body: ResponsesRequest, tools: Tools) -> dict[str, Any]:
+def _fields(service: Service, body: ResponsesRequest) -> dict[str, Any]:
     """Return the response object before the answer: the request's fields, as understood."""
     return {
         "id": f"resp_{uuid4().hex}",
@@ -296,7 +267,7 @@ def _fields(service: Service, body: ResponsesRequest, tools: Tools) -> dict[str,
         "temperature": body.given(service.sampling)["temperature"],
         "text": {"format": body.text.format},
         "tool_choice": body.tool_choice,
-        "tools": [_tool(tool["function"]) for tool in tools.functions],
+        "tools": [_tool(tool["function"]) for tool in body.functions.functions],
         "top_logprobs": body.top_logprobs,
         "top_p": body.given(service.sampling).get("top_p", body.top_p),
         "truncation": "disabled",

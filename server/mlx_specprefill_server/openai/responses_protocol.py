@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any
 
 from pydantic import Field, PlainValidator
@@ -15,7 +16,7 @@ from mlx_specprefill import InvalidRequestError
 
 from ..constrained.output_format import OutputFormat
 from ..fields import Body, Texts, Whole, first_limit, refuse_documents, refuse_sampling
-from ..prompt.conversation import Message, omission_note
+from ..prompt.conversation import Conversation, Message, conversation, inline_system_messages, omission_note
 from .protocol import ConversationFields
 
 __all__ = ["ResponsesRequest", "Tools", "chat_messages", "function_tools", "refuse"]
@@ -47,17 +48,22 @@ class ResponsesRequest(ConversationFields):
     prompt_cache_key: str | None = None
     user: str | None = None
 
-    def logprobs_wanted(self) -> int | None:
-        """The number of alternatives beside each token; None means no logprobs at all."""
+    @cached_property
+    def functions(self) -> Tools:
+        """The function tools; raises InvalidRequestError."""
+        return function_tools(self.tools)
+
+    def conversation(self) -> Conversation:
+        messages = inline_system_messages(chat_messages(self.instructions, self.input))
+        kwargs = self.thinking_kwargs() | self.chat_template_kwargs
+        return conversation(messages, self.functions.functions, kwargs, field="input")
+
+    def alternatives(self) -> int | None:
         return self.top_logprobs if self.top_logprobs or LOGPROBS in self.include else None
 
     def limit(self) -> int | None:
         """The limit in tokens, by this dialect's name for it or another's; None means the remaining context."""
         return first_limit(self.max_output_tokens, self.max_tokens, self.n_predict)
-
-    def template_kwargs(self) -> dict[str, Any]:
-        """Return the template's arguments for thinking and effort."""
-        return self.thinking_kwargs() | self.chat_template_kwargs
 
     def output(self) -> OutputFormat | None:
         """Return the text's required form: `text.format`, or a field of the same meaning from another endpoint."""

@@ -23,7 +23,6 @@ from mlx_specprefill import (
     as_token_ids,
 )
 
-from ..anthropic.messages import conversation_of as messages_conversation
 from ..anthropic.protocol import CountRequest
 from ..auth import IdentityDep
 from ..constrained.tool_choice import resolve_tool_choice
@@ -31,15 +30,15 @@ from ..deltas import AnswerDone
 from ..deps import ModelDep, Service, body_of, close_on_disconnect, validate, while_connected
 from ..errors import ApiError, JsonResponse
 from ..explain import explain_chunks, explanation
-from ..fields import Body, SamplingFields, SpecPrefillFields, TokenIds
-from ..generation.generation import Generation
+from ..fields import Body, SpecPrefillFields, TokenIds
+from ..generation.generation import AnswerSpec, Generation
+from ..generation.reader import AnswerReader, IncrementalDetokenizer
 from ..openai.protocol import ChatRequest
-from ..openai.responses import conversation_of as responses_conversation
-from ..openai.responses_protocol import ResponsesRequest, function_tools
+from ..openai.responses_protocol import ResponsesRequest
 from ..prompt.conversation import Conversation, conversation, ending_of
 from ..prompt.prompt import Prompt
 from ..report import Report
-from ..serving import make_spec, max_tokens_within
+from ..serving import max_tokens_within
 
 __all__ = ["router"]
 
@@ -216,7 +215,8 @@ async def warm(
     given = body.model_extra or {}
     prompt = await while_connected(request, service.prompts.chat(_conversation(given)))
     opening = _opening(service, prompt)
-    spec = make_spec(service, opening, SamplingFields(), lambda: service.format.parser((), ""))
+    detokenizer = IncrementalDetokenizer(service.vocabulary.decode, opening.prompt)
+    spec = AnswerSpec(opening, lambda: AnswerReader(detokenizer, service.format.parser((), "")))
     generation = service.submit([spec], identity, body.cache_salt)
     report = await close_on_disconnect(request, generation, _read(service, generation))
     answer = {"object": "specprefill.warm", "model": service.model_id, "tokens": opening.system_prefix_len}
@@ -228,10 +228,10 @@ def _conversation(given: Mapping[str, Any]) -> Conversation:
     body = dict(given)
     if "input" in body or "instructions" in body:
         asked = validate(ResponsesRequest, {"input": ASKS["content"], **body})
-        found, choice = responses_conversation(asked, function_tools(asked.tools)), asked.choice()
+        found, choice = asked.conversation(), asked.choice()
     elif "system" in body or any("input_schema" in tool for tool in body.get("tools", ()) if isinstance(tool, dict)):
         counted = validate(CountRequest, {**body, "messages": body.get("messages") or [ASKS]})
-        found, choice = messages_conversation(counted), counted.choice()
+        found, choice = counted.conversation(), counted.choice()
     else:
         chat = validate(ChatRequest, {**body, "messages": _with_a_user(body.get("messages"))})
         found, choice = chat.conversation(), chat.choice()

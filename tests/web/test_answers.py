@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from selenium.webdriver.common.keys import Keys
 
-from mlx_specprefill import GenerationRequest, Prediction, Progress, Timings
+from mlx_specprefill import GenerationRequest, Prediction, PrefixMiss, Progress, Timings
 
 from ..server import fakes
 from ..server.fakes import FakeEngine
@@ -141,6 +141,19 @@ def test_times_are_compared_where_both_answers_began_alike(
     page.find("#compare").click()
     headline = page.ask("Hello").find_element("css selector", ".headline").text
     assert bool(re.search("instead of|full reading:", headline)) == says
+
+
+def test_what_broke_the_prefix_is_told(page: Page, live: Any, monkeypatch: Any) -> None:
+    plain = fakes.report_of
+    miss = PrefixMiss("time", 480, 0, "system", 51_000, "It is ", "12:41", "12:42")
+    report = {"prompt_tokens": 64_211, "kept_tokens": 64_211, "cached_tokens": 12_480, "miss": miss}
+    monkeypatch.setattr(fakes, "report_of", lambda request: replace(plain(request), **report))
+    base, _ = live()
+    page.open(base)
+    assert page.ask("Hello").find_element("css selector", ".miss").text == (
+        "12,480 of 64,211 tokens were cached; then the system message differs: 12:41 → 12:42. "
+        "Because of it, 51,000 known tokens were read again."
+    )
 
 
 def test_the_headline_does_not_wait_for_the_last_word(page: Page, live: Any, engine: FakeEngine) -> None:

@@ -40,10 +40,11 @@ function askForKey(refused) {
 export const enterKey = () => askForKey(null);
 
 /** A response that succeeded; asks for a key as often as one is needed, until the dialog is closed without one. */
-export async function request(path, { method = "GET", body, signal } = {}) {
+export async function request(path, { method = "GET", body, signal, id } = {}) {
   for (;;) {
     const key = sessionStorage.getItem(KEY);
     const headers = body === undefined ? {} : { "content-type": "application/json" };
+    if (id) headers["x-request-id"] = id;
     if (key) headers.authorization = `Bearer ${key}`;
     const [where, what] = toModel(path, body);
     const response = await fetch(where, { method, headers, signal, body: what && JSON.stringify(what) }).catch((error) => {

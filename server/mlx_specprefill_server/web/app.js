@@ -60,7 +60,8 @@ async function showModel() {
     return;
   }
   try {
-    const { model, draft, staged, context_length: room } = await json("/v1/specprefill/stats");
+    const { model, draft, staged, context_length: room, verdicts } = await json("/v1/specprefill/stats");
+    server.verdicts = verdicts !== undefined;
     const who = staged ? `Model ${model}, without a small one` : `Large model ${model}, ${draft ? `small model ${draft}` : "no small model"}`;
     find("models").textContent = `${who}, window of ${count(room)} tokens`;
     server.words = staged ? ONE_MODEL : TWO_MODELS;
@@ -92,4 +93,5 @@ showView();
 find("sample-text").textContent = await sampleText();
 await chat.restore();
 await showModels();
+chat.verify();
 document.documentElement.dataset.ready = "yes";

@@ -1,9 +1,10 @@
 // One answer while it comes, and afterwards: its text, its reasoning, what was read for it.
 
 import { events } from "./api.js";
-import { count, element, percent, seconds } from "./format.js";
+import { count, element, newId, percent, seconds } from "./format.js";
 import { render } from "./markdown.js";
-import { wordsOf } from "./words.js";
+import { agreed, withSign } from "./verdict.js";
+import { missOf, wordsOf } from "./words.js";
 
 export const TITLES = { auto: "Selective reading", sparse: "Selective reading", full: "Full reading" };
 const STREAM = { stream: true, stream_options: { include_usage: true }, return_progress: true };
@@ -11,7 +12,7 @@ const STREAM = { stream: true, stream_options: { include_usage: true }, return_p
 export class BrokenOff extends Error {}
 
 /** A new record; `mode` is what was asked for, the account says what was done. */
-export const newArm = (mode) => ({ mode, text: "", thought: "", first: null, known: 0, account: null, tokens: 0, state: "running" });
+export const newArm = (mode) => ({ id: newId(), mode, text: "", thought: "", first: null, known: 0, account: null, tokens: 0, state: "running" });
 
 export class Arm {
   /** `told`: called with the first word, and when the account is there. */
@@ -26,10 +27,11 @@ export class Arm {
     this.answer = element("div", { className: "answer" });
     this.answer.dir = "auto";
     this.why = element("p", { className: "why apparatus", hidden: true });
+    this.miss = element("p", { className: "miss", hidden: true });
     this.facts = element("p", { className: "facts faint" });
-    this.element = element("article", { className: "arm" }, this.title, this.thinking, this.answer, this.why, this.facts);
+    this.element = element("article", { className: "arm" }, this.title, this.thinking, this.answer, this.why, this.miss, this.facts);
     this.element.setAttribute("aria-live", "polite"); // read out when it is no longer busy
-    this.#show();
+    this.show();
     if (record.account) this.#account();
     else if (record.state !== "running") this.facts.textContent = "Broken off.";
   }
@@ -43,7 +45,7 @@ export class Arm {
     const tick = setInterval(() => record.account ?? this.lane.moveTo(performance.now() - begun, this.progress), 100);
     try {
       const body = { messages, ...STREAM, ...options };
-      for await (const chunk of events("/v1/chat/completions", { method: "POST", body, signal })) {
+      for await (const chunk of events("/v1/chat/completions", { method: "POST", body, signal, id: record.id })) {
         this.#take(chunk, performance.now() - begun);
       }
       if (!record.account) throw new BrokenOff("the server closed the connection.");
@@ -116,11 +118,13 @@ export class Arm {
   #draw() {
     cancelAnimationFrame(this.frame);
     this.frame = null;
-    this.#show();
+    this.show();
   }
 
-  #show() {
-    this.answer.replaceChildren(...render(this.record.text));
+  show() {
+    const { text, verdict } = this.record;
+    const begun = verdict?.verdict === "differs" ? agreed(this.record, verdict) : null;
+    this.answer.replaceChildren(...(begun === null ? render(text) : withSign(text, begun, render)));
     this.thought.textContent = this.record.thought;
     this.thinking.hidden = !this.record.thought;
   }
@@ -140,6 +144,8 @@ export class Arm {
     const rate = account.timings.decode_ms > 0 && tokens > 1
       ? `, ${seconds(account.timings.decode_ms / (tokens - 1))} each` : "";
     this.facts.textContent = `${read}${known}.${answered}${rate}.`;
+    this.miss.textContent = missOf(account);
+    this.miss.hidden = !account.cache;
     this.why.hidden = sparse || mode === "full";
     this.why.textContent = sparse ? "" : `Why everything was read: ${account.reason}.`;
   }

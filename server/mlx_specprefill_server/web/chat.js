@@ -3,16 +3,18 @@
 import { ApiError, json } from "./api.js";
 import { BrokenOff, newArm } from "./arm.js";
 import { Documents, sizeOf } from "./documents.js";
-import { find } from "./format.js";
+import { find, newId } from "./format.js";
 import { isSample, SAMPLE, sampleText } from "./sample.js";
 import { Settings } from "./settings.js";
 import * as store from "./store.js";
 import { messagesOf, Turn } from "./turn.js";
+import { agreed, GOES_ON, goingOn, nextWords, verdictOn } from "./verdict.js";
+import { server } from "./words.js";
 
 const SAVE_MS = 500; // after the last change
 const OPEN = "conversation"; // the one that this tab shows
 
-const fresh = () => ({ id: crypto.randomUUID?.() ?? String(Math.random()).slice(2), title: "", updated: Date.now(), turns: [],
+const fresh = () => ({ id: newId(), title: "", updated: Date.now(), turns: [],
   settings: {}, draft: { question: "", documents: [] } });
 
 export class Chat {
@@ -148,6 +150,7 @@ export class Chat {
     }
     this.turns = conversation.turns.map((record) => this.#turn(record));
     find("turns").replaceChildren(...this.turns.map((turn) => turn.element));
+    this.verify();
     this.settings.set(conversation.settings);
     find("question").value = conversation.draft.question;
     this.documents.set(conversation.draft.documents);
@@ -163,7 +166,7 @@ export class Chat {
   #turn(record) {
     const bare = ![...this.conversation.turns, record].some(({ documents }) => documents.length);
     return new Turn(record, { map: (turn) => this.showMap(turn), again: (turn) => this.#again(turn),
-      edit: (turn) => this.#edit(turn) }, bare);
+      edit: (turn) => this.#edit(turn), goOn: (turn) => this.#goOn(turn) }, bare);
   }
 
   showMap(turn) {
@@ -302,7 +305,13 @@ export class Chat {
     if (find("edit-dialog").returnValue === "use" && question) await this.#again(this.editing, question);
   }
 
-  async #again(turn, question = turn.record.question) {
+  /** The answer up to where full reading would have gone on otherwise, then full reading's. */
+  async #goOn(turn) {
+    const [one] = turn.record.arms;
+    await this.#again(turn, turn.record.question, [{ ...newArm("full"), text: agreed(one, one.verdict) }]);
+  }
+
+  async #again(turn, question = turn.record.question, arms = this.#newArms({ ...turn.record, question })) {
     if (this.running) {
       this.tell("Stop the answer that is coming first.");
       return;
@@ -310,20 +319,22 @@ export class Chat {
     const index = this.turns.indexOf(turn);
     for (const later of this.turns.splice(index + 1)) later.element.remove();
     this.conversation.turns.splice(index + 1);
-    turn.reset(question, this.#newArms({ ...turn.record, question }));
+    turn.reset(question, arms);
     await this.#run((signal) => this.#answer(turn, signal));
   }
 
   async #answer(turn, signal) {
     const { record } = turn;
-    const { turns, id } = this.conversation;
-    const messages = messagesOf(turns.slice(0, turns.indexOf(record) + 1), this.settings.get().system);
+    const { id } = this.conversation;
+    const messages = this.#messages(record);
     const [one, other] = turn.arms;
     const most = isSample(record) ? SAMPLE.length : Infinity;
+    const { mode, text: begun } = record.arms[0];
     try {
       other?.lane.note("waits for the end of the first answer");
       if (!turn.plain) one.progressed = (text) => this.map.clear(`On its way: ${text}`);
-      await one.run(messages, this.settings.answering(record.arms[0].mode, most), signal);
+      const options = { ...this.settings.answering(mode, most), ...(begun && GOES_ON) };
+      await one.run([...messages, ...goingOn(begun)], options, signal);
       if (!turn.plain) await this.#explain(turn, messages, signal);
       // Apart from the rest of the cache: neither arm may find what the other one has read.
       if (other) await other.run(messages, { ...this.settings.answering("full", most), cache_salt: `compare ${id}` }, signal);
@@ -331,7 +342,34 @@ export class Chat {
       if (!turn.plain && !record.explanation) this.map.clear();
       for (const arm of record.arms) if (arm.state === "running") arm.state = "stopped";
       turn.finish();
+      this.#verify(turn);
     }
+  }
+
+  /** The messages up to and with a turn's question. */
+  #messages(record) {
+    const { turns } = this.conversation;
+    return messagesOf(turns.slice(0, turns.indexOf(record) + 1), this.settings.get().system);
+  }
+
+  /** Asks for the verdicts that the open conversation has not got yet. */
+  verify() {
+    for (const turn of this.turns) this.#verify(turn);
+  }
+
+  /** Shows what full reading thinks of a selective answer, when the server knows it. */
+  async #verify(turn) {
+    const [one] = turn.record.arms;
+    if (!server.verdicts || one.account?.mode !== "sparse" || one.state !== "done" || one.verdict !== undefined) return;
+    const shown = () => this.turns.includes(turn) && turn.record.arms[0] === one;
+    const verdict = await verdictOn(one.id, shown);
+    if (!shown()) return;
+    one.verdict = verdict;
+    const begun = verdict && agreed(one, verdict);
+    if (begun !== null && !this.running) verdict.words = await nextWords(this.#messages(turn.record), begun).catch(() => "");
+    if (!shown()) return;
+    turn.tellVerdict();
+    this.#changed();
   }
 
   async #explain(turn, messages, signal) {

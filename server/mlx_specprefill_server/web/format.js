@@ -27,6 +27,9 @@ export function ago(epoch, now = Date.now() / 1000) {
   return `${(passed / 3600).toFixed(1)} h ago`;
 }
 
+/** A name for what is made here. Pages over plain HTTP from elsewhere have no randomUUID. */
+export const newId = () => crypto.randomUUID?.() ?? String(Math.random()).slice(2);
+
 export const find = (id) => document.getElementById(id);
 
 export function element(tag, properties = {}, ...children) {

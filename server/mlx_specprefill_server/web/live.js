@@ -5,6 +5,8 @@ import { ago, bytes, count, element, find, seconds } from "./format.js";
 import { explain, word } from "./glossary.js";
 import { Plot } from "./plots.js";
 import { Timeline } from "./timeline.js";
+import { lastVerdicts } from "./verdict.js";
+import { server } from "./words.js";
 
 const CACHE_EVERY_MS = 3000;
 const CONSUMERS = [
@@ -72,7 +74,9 @@ export class LivePanel {
 
   async #refresh() {
     try {
-      renderCache((await json("/v1/specprefill/cache", { signal: this.looking?.signal })).data, (id) => this.#drop(id));
+      const signal = this.looking?.signal;
+      renderCache((await json("/v1/specprefill/cache", { signal })).data, (id) => this.#drop(id));
+      if (server.verdicts) renderVerdicts(await lastVerdicts(signal));
     } catch (error) {
       if (error.status === 401) this.#refused(error);
       else if (error.name !== "AbortError") find("live-state").textContent = error.message;
@@ -187,6 +191,14 @@ function cacheRow(entry, drop) {
   const line = row("cache", [...cacheCells(entry), button]);
   line.dataset.entry = entry.id;
   return line;
+}
+
+/** A strip of the last selective answers, the newest first, and what it says. */
+function renderVerdicts(words) {
+  const same = words.filter((word) => word === "same").length;
+  find("verdicts").hidden = !words.length;
+  find("verdict-strip").replaceChildren(...words.map((word) => element("span", { className: word })));
+  find("verdict-count").textContent = `Of the last ${count(words.length)} selective answers, ${count(same)} were the same after full reading.`;
 }
 
 function recentCells({ ended, finish, completion_tokens: tokens, specprefill: account }, now) {

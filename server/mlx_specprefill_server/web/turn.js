@@ -5,6 +5,7 @@ import { chip } from "./documents.js";
 import { count, element, percent, seconds } from "./format.js";
 import { copyText } from "./markdown.js";
 import { Timeline } from "./timeline.js";
+import { verdictLine } from "./verdict.js";
 
 /** What one turn says to the model. Documents beside others, and those of later turns, carry their names. */
 export function contentOf({ question, documents }, first) {
@@ -27,7 +28,7 @@ export function messagesOf(turns, system) {
 const WORTH_SAYING = 0.1; // of a whole: the template's first words are always known already
 
 export class Turn {
-  /** `actions`: what the buttons do: map, again, edit, each with the turn; `bare`: the conversation has no document. */
+  /** `actions`: what the buttons do: map, again, edit, goOn, each with the turn; `bare`: the conversation has no document. */
   constructor(record, actions, bare) {
     this.record = record;
     this.bare = bare;
@@ -38,6 +39,8 @@ export class Turn {
     this.headline = element("p", { className: "headline", hidden: true });
     this.timelines = element("div", { className: "apparatus" });
     this.answers = element("div", { className: "arms" });
+    this.verdict = element("div", {});
+    this.verdict.setAttribute("aria-live", "polite");
     this.copy = button("Copy", () => copyText(this.record.arms[0].text, this.copy));
     this.map = button("What was read", () => actions.map(this));
     this.again = button("Ask again", () => actions.again(this));
@@ -48,7 +51,7 @@ export class Turn {
     this.element = element("li", { className: "turn" },
       element("div", {}, this.asked,
         ...(documents.length ? [element("ul", { className: "chips" }, ...documents.map((one) => chip(one)))] : [])),
-      this.headline, this.timelines, this.answers, this.foot);
+      this.headline, this.timelines, this.answers, this.verdict, this.foot);
     this.#arms();
     if (record.arms.every(({ state }) => state !== "running")) this.finish();
   }
@@ -59,7 +62,15 @@ export class Turn {
     this.timelines.replaceChildren(this.timeline.element);
     this.answers.replaceChildren(...this.arms.map((arm) => arm.element));
     this.answers.dataset.count = this.arms.length;
+    this.tellVerdict();
     this.#tell();
+  }
+
+  /** What full reading thinks of the answer, once that is known. */
+  tellVerdict() {
+    const [one] = this.record.arms;
+    this.verdict.replaceChildren(...(one.verdict ? [verdictLine(one, one.verdict, () => this.actions.goOn(this))] : []));
+    if (one.verdict) this.arms[0].show();
   }
 
   /** To be answered once more. */

@@ -1,5 +1,7 @@
 // Who reads: a small and a large model, or the first layers of one model and then those behind them.
 
+import { count } from "./format.js";
+
 export const TWO_MODELS = {
   reader: "The large model",
   intro: "A small model reads all of it and marks what matters for your question. The large model reads only that, and answers sooner.",
@@ -19,7 +21,21 @@ export const ONE_MODEL = {
   full: "model reads",
 };
 
-export const server = { words: TWO_MODELS }; // those of the server that is asked
+/** The server that is asked: its words, and whether it compares selective answers with full reading. */
+export const server = { words: TWO_MODELS, verdicts: false };
 
 /** Those of an answer that is there. */
 export const wordsOf = (account) => (account.scorer ? (account.scorer === "self" ? ONE_MODEL : TWO_MODELS) : server.words);
+
+const PLACES = {
+  system: "the system message", tools: "the list of tools", user: "a question", assistant: "an answer", tool: "a tool's result",
+};
+
+/** Why a prompt that resembles an earlier one was read again; empty where it was not. */
+export function missOf({ cached_tokens: cached, prompt_tokens: all, cache }) {
+  if (!cache) return "";
+  const { kind, role, was, now, read_tokens: again } = cache.miss;
+  const place = PLACES[role] ?? "the text around the messages";
+  const what = kind === "tool_order" ? "then the tools come in another order" : `then ${place} differs`;
+  return `${count(cached)} of ${count(all)} tokens were cached; ${what}: ${was || "nothing"} → ${now || "nothing"}. Because of it, ${count(again)} known tokens were read again.`;
+}

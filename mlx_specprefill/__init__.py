@@ -92,6 +92,8 @@ from .request import (
     Timings,
     TokenEvent,
     TokenIds,
+    Verdict,
+    Verify,
     as_token_ids,
 )
 from .selftest import Check, ForwardTimes, check_device, forward_times, sync_ms
@@ -170,6 +172,8 @@ __all__ = [
     "Timings",
     "TokenEvent",
     "TokenIds",
+    "Verdict",
+    "Verify",
     "WiredLimit",
     "__version__",
     "as_token_ids",

@@ -6,9 +6,10 @@ the engine can keep the template's structure without knowing any template.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from itertools import takewhile
 from typing import Any, Literal
@@ -45,6 +46,8 @@ __all__ = [
     "Timings",
     "TokenEvent",
     "TokenIds",
+    "Verdict",
+    "Verify",
     "as_token_ids",
     "concat_tokens",
     "system_prefix_length",
@@ -56,6 +59,7 @@ ScorerKind = Literal["draft", "mapped-draft", "self", "request"]
 Stage = Literal["queued", "draft", "select", "prefill", "decode"]
 FinishReason = Literal["stop", "length", "cancelled"]
 SpanKind = Literal["system", "tools", "user", "assistant", "tool", "other"]
+Verify = Literal["late", "wait"]
 _LABEL_PART = re.compile(r"[\w-]{0,64}", re.ASCII)
 
 
@@ -125,6 +129,7 @@ class SpecPrefillOptions:
         speculative: how the answer is drafted; None: as the server does. The answer's distribution stays the same, but
             for rounding in half precision.
         scope: the text that competes, as in `SpecPrefillPolicy.scope`; None: server policy.
+        verify: compare a sparse answer with full reading: "late" in idle time, "wait" at once; None: not at all.
     """
 
     enabled: bool | None = None
@@ -134,6 +139,7 @@ class SpecPrefillOptions:
     importance: npt.NDArray[np.float32] | None = field(default=None, compare=False, repr=False)
     speculative: SpeculationName | None = None
     scope: Scope | None = None
+    verify: Verify | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,7 +393,10 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """One generated token. `logprob` and `top_logprobs` are set if the request asked for them."""
+    """One generated token. `logprob` and `top_logprobs` are set if the request asked for them.
+
+    `logprob` is also set if the answer will be verified.
+    """
 
     token: int
     logprob: float | None = None
@@ -460,3 +469,92 @@ class PromptSpan:
 def system_prefix_length(spans: Sequence[PromptSpan]) -> int:
     """Return the number of tokens of the system messages and tool definitions at a prompt's start."""
     return max((span.end for span in takewhile(lambda span: span.kind in ("system", "tools"), spans)), default=0)
+
+
+_Z = 1.96  # standard errors of a 95 % interval
+_Floats = npt.NDArray[np.float32]
+_Ints = npt.NDArray[np.int32]
+_Bools = npt.NDArray[np.bool_]
+
+
+def _no_floats() -> _Floats:
+    return np.zeros(0, np.float32)
+
+
+def _no_ints() -> _Ints:
+    return np.zeros(0, np.int32)
+
+
+def _no_bools() -> _Bools:
+    return np.zeros(0, np.bool_)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Verdict:
+    """A comparison of an answer of T tokens with full reading. All arrays are (T,); empty without a comparison.
+
+    Attributes:
+        reason: why there is no comparison; empty with one.
+        tokens: int32, those of the answer.
+        is_sampled: the tokens were drawn, not the likeliest ones.
+        agrees: bool. The token is full reading's own choice; of a sampled answer, full reading could have drawn it.
+        counted: bool. A grammar or budget did not decide on the token: more than one was allowed, and full reading's
+            favourite was among them.
+        own: int32, full reading's own choices under the request's penalties and grammar.
+        full, own_full: natural-log probabilities under full reading, of the tokens and of `own`, before temperature,
+            penalties and filters.
+        sparse: those of the tokens under sparse reading.
+    """
+
+    reason: str = ""
+    is_sampled: bool = False
+    tokens: _Ints = field(default_factory=_no_ints)
+    agrees: _Bools = field(default_factory=_no_bools)
+    counted: _Bools = field(default_factory=_no_bools)
+    own: _Ints = field(default_factory=_no_ints)
+    full: _Floats = field(default_factory=_no_floats)
+    own_full: _Floats = field(default_factory=_no_floats)
+    sparse: _Floats = field(default_factory=_no_floats)
+
+    def of_first(self, count: int) -> Verdict:
+        """Return the verdict on the answer's first `count` tokens: what follows a stop string is no part of it."""
+        names = ("tokens", "agrees", "counted", "own", "full", "own_full", "sparse")
+        return replace(self, **{name: getattr(self, name)[:count] for name in names})
+
+    @property
+    def word(self) -> Literal["same", "differs", "unknown"]:
+        if self.why_unknown:
+            return "unknown"
+        if self.first is not None:
+            return "differs"
+        low, high = self.interval
+        return "same" if not self.is_sampled or low <= 0 <= high else "differs"
+
+    @property
+    def why_unknown(self) -> str:
+        return self.reason or ("" if self.counted.any() else "no token was the model's own choice")
+
+    @property
+    def first(self) -> int | None:
+        """Return the first counted token on which they disagree."""
+        found = np.flatnonzero(self.counted & ~self.agrees)
+        return int(found[0]) if found.size else None
+
+    @property
+    def nll_full(self) -> float:
+        """Return the mean negative log-likelihood of the counted tokens under full reading, nats per token."""
+        return -float(self.full[self.counted].mean())
+
+    @property
+    def nll_sparse(self) -> float:
+        """Return the same under sparse reading."""
+        return -float(self.sparse[self.counted].mean())
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Return the 95 % interval of the counted tokens' mean log-ratio, full to sparse. One token has no bounds."""
+        ratios = self.full[self.counted].astype(np.float64) - self.sparse[self.counted]
+        if ratios.size < 2:
+            return -math.inf, math.inf
+        half = _Z * float(ratios.std(ddof=1)) / math.sqrt(ratios.size)
+        return float(ratios.mean()) - half, float(ratios.mean()) + half

@@ -11,7 +11,7 @@ import numpy as np
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc, make_logits_processors
 
 from .errors import InvalidRequestError
-from .request import Logprob, SamplingParams, TokenEvent
+from .request import GenerationRequest, Logprob, SamplingParams, TokenEvent
 
 __all__ = [
     "LogitsProcessor",
@@ -24,6 +24,7 @@ __all__ = [
     "held_back",
     "logits_processors",
     "make_sampler",
+    "processors_of",
     "token_event",
     "top_logprobs",
 ]
@@ -176,6 +177,14 @@ def logits_processors(params: SamplingParams) -> list[LogitsProcessor]:
         processors.append(only(params.allowed_token_ids))
     if params.bad_words:
         processors.append(without(params.bad_words))
+    return processors
+
+
+def processors_of(request: GenerationRequest) -> list[LogitsProcessor]:
+    """Return a request's penalties, biases and least length. A constraint handles `min_tokens` itself."""
+    processors = logits_processors(request.sampling)
+    if request.min_tokens and request.constraint is None:
+        processors.append(held_back(request.stop_token_ids, request.min_tokens))
     return processors
 
 

@@ -35,8 +35,8 @@ from ..constraints import GrammarState, Mask
 from ..distributed.ranks import Ranks
 from ..errors import InvalidRequestError, SparseUnsupportedError
 from ..loading import ModelPair
-from ..request import GenerationRequest, TokenEvent
-from ..sampling import LogitsProcessor, Sampler, choose, greedy, held_back, logits_processors, make_sampler, token_event
+from ..request import TokenEvent
+from ..sampling import LogitsProcessor, Sampler, choose, greedy, make_sampler, processors_of, token_event
 from ..speculative.row import SpeculativeRow
 from .caches import empty_cache
 from .memory import cache_bytes
@@ -431,7 +431,7 @@ class Rows:
         Returns:
             Tokens that are known already: the first one, and those that the prefill found.
         """
-        self._quantize(sequence)
+        sequence.cache, sequence.shift = self.quantized(sequence.cache, sequence.shift)
         if sequence.drafting is not None and (row := self._begin_drafted(sequence, sequence.drafting, logits)):
             return row.early
         self._add_plain(sequence, logits)
@@ -461,9 +461,10 @@ class Rows:
             sequence.model(self._pair),
             sequence.cache,
             logits,
-            _processors(sequence.request),
+            processors_of(sequence.request),
             sequence.grammar,
             sequence.shift,
+            sequence.logprobs,
         )
         if row is not None:
             sequence.cache = []  # the row owns it now
@@ -478,8 +479,8 @@ class Rows:
                 cache=sequence.cache,
                 logits=logits,
                 sampler=make_sampler(request.sampling, self._pair.vocab_size),
-                processors=_processors(request),
-                logprobs=request.logprobs,
+                processors=processors_of(request),
+                logprobs=sequence.logprobs,
                 shift=sequence.shift,
                 grammar=sequence.grammar,
                 generated=tuple(sequence.tokens),
@@ -498,14 +499,16 @@ class Rows:
             self._batch.remove(uid)
             raise
 
-    def _quantize(self, sequence: Sequence) -> None:
+    def quantized(self, cache: list[Any], shift: int = 0) -> tuple[list[Any], int]:
+        """Return a prefilled cache as answers read it, and the shift that it can't carry itself."""
         bits, group = self._config.kv_bits, self._config.kv_group_size
         if bits is None or self._unquantized is not None:
-            return
+            return cache, shift
         try:
-            sequence.cache, sequence.shift = quantize_kv(sequence.cache, group, bits)
+            return quantize_kv(cache, group, bits)
         except SparseUnsupportedError as error:
             log.warning("the KV cache of a request stays unquantised: %s", error.reason)
+            return cache, shift
 
     @cached_property
     def _unquantized(self) -> str | None:
@@ -560,11 +563,3 @@ class Rows:
         drafting.leave(why)
         sequence.cache = row.cache
         self._add_plain(sequence, row.logits)
-
-
-def _processors(request: GenerationRequest) -> list[LogitsProcessor]:
-    """Return penalties and biases. A constraint handles `min_tokens` itself."""
-    processors = logits_processors(request.sampling)
-    if request.min_tokens and request.constraint is None:
-        processors.append(held_back(request.stop_token_ids, request.min_tokens))
-    return processors

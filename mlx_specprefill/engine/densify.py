@@ -10,24 +10,17 @@ from functools import partial
 import numpy as np
 
 from ..errors import RequestCancelled
-from ..request import (
-    SHARED,
-    CacheLabel,
-    GenerationRequest,
-    Progress,
-    PromptLogprobs,
-    PromptSpan,
-    TokenIds,
-    concat_tokens,
-)
+from ..request import GenerationRequest, Progress, PromptLogprobs, SpecPrefillOptions, TokenIds, Verdict, concat_tokens
 from .memory import Memory
 from .prefill import Prefiller
 from .sequence import Job, RequestHandle, Sequence, noop
+from .verify import Guide, Quantize, verify
 
 __all__ = ["Densifier", "DensifyQueue", "IdleTurn"]
 
 log = logging.getLogger(__name__)
 _LIMIT = 8  # turns
+_OVERTAKEN = "later turns came before there was time to read the prompt in full"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,33 +28,44 @@ class IdleTurn:
     """A turn after which something is left to read.
 
     Attributes:
-        prompt: its token ids, int32; `answer`: those that came back.
-        handle: of its request; says whether the conversation is expected to go on.
-        label: of its request; what becomes dense is found under no other.
-        spans: of the prompt's messages.
+        request: the answered one; `answer`: the tokens that came back.
+        handle: of the request; says whether the conversation is expected to go on.
         choice: `Sequence.choice`, by which its sparse prefix is found.
-        pin_system_prefix: as of its request.
+        sparse_logprobs: of the answer's tokens, if it is to be verified.
         dense: the target saw it in part, and is to read the rest.
         drafts: the draft is to read it first.
     """
 
-    prompt: TokenIds
+    request: GenerationRequest
     answer: tuple[int, ...]
     handle: RequestHandle
-    label: CacheLabel = SHARED
-    spans: tuple[PromptSpan, ...] = ()
     choice: str | None = None
-    pin_system_prefix: bool = False
+    sparse_logprobs: tuple[float, ...] = ()
     dense: bool = True
     drafts: bool = False
 
     @property
     def tokens(self) -> TokenIds:
-        return concat_tokens(self.prompt, self.answer)
+        return concat_tokens(self.request.prompt, self.answer)
+
+    @property
+    def is_to_verify(self) -> bool:
+        return bool(self.sparse_logprobs)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Return whether the client waits for the verdict."""
+        return self.is_to_verify and self.request.specprefill.verify == "wait"
 
     def follows(self, other: IdleTurn) -> bool:
         """Return whether this is the same turn, or a later one of the same conversation."""
-        return self.label == other.label and np.array_equal(self.prompt[: len(other.prompt)], other.prompt)
+        mine, others = self.request, other.request
+        return mine.label == others.label and np.array_equal(mine.prompt[: len(others.prompt)], others.prompt)
+
+    def tell(self, verdict: Verdict) -> None:
+        """Report the verdict, if one is wanted."""
+        if self.is_to_verify:
+            self.handle.on_verdict(verdict)
 
 
 class DensifyQueue:
@@ -76,12 +80,17 @@ class DensifyQueue:
     def __len__(self) -> int:
         return len(self._turns)
 
-    def add(self, turn: IdleTurn) -> None:
-        """The newest turn; it replaces earlier turns of its conversation."""
-        others = [old for old in self._turns if not turn.follows(old)]
-        self._turns = [turn, *others]
+    def __contains__(self, turn: IdleTurn) -> bool:
+        return turn in self._turns
+
+    def add(self, turn: IdleTurn) -> list[IdleTurn]:
+        """Add the newest turn, which replaces earlier turns of its conversation. Return the turns that have to go."""
+        gone = [old for old in self._turns if turn.follows(old)]
+        self._turns = [turn, *(old for old in self._turns if old not in gone)]
         if len(self._turns) > _LIMIT:
-            self._turns.remove(self._in_order()[-1])
+            gone.append(self._in_order()[-1])
+            self.discard(gone[-1])
+        return gone
 
     def first(self) -> IdleTurn | None:
         return next(iter(self._in_order()), None)
@@ -115,9 +124,15 @@ class Densifier:
 
     _queue_type: type[DensifyQueue] = DensifyQueue
 
-    def __init__(self, prefiller: Prefiller, memory: Memory) -> None:
+    def __init__(self, prefiller: Prefiller, memory: Memory, guide: Guide, quantize: Quantize) -> None:
+        """Args:
+        guide: makes a request's grammar.
+        quantize: `Rows.quantized`.
+        """
         self._prefiller = prefiller
         self._memory = memory
+        self._guide = guide
+        self._quantize = quantize
         self._now: tuple[IdleTurn, RequestHandle] | None = None
         self.turns = self._queue_type()
         self.count = self.tokens = 0
@@ -135,24 +150,36 @@ class Densifier:
         turn = self.turns.first()
         return turn is not None and turn.drafts
 
-    def follow(self, sequence: Sequence, handle: RequestHandle) -> None:
-        """Queue a turn that was answered, if something is left to read."""
+    def follow(self, sequence: Sequence, handle: RequestHandle) -> IdleTurn | None:
+        """Queue a turn that was answered, if something is left to read. Return the turn if it is not for idle time."""
         request = sequence.request
         dense = self._densifies and sequence.kept is not None
         drafts = self._drafts and (request.pin_system_prefix or request.specprefill.enabled is not False)
-        if dense or drafts:
-            turn = IdleTurn(
-                request.prompt,
-                tuple(sequence.tokens),
-                handle,
-                request.label,
-                request.spans,
-                sequence.choice,
-                request.pin_system_prefix,
-                dense,
-                drafts,
-            )
-            self.turns.add(turn)
+        if not (dense or drafts):
+            return None
+        known = tuple(sequence.sparse_logprobs) if dense else ()
+        turn = IdleTurn(request, tuple(sequence.tokens), handle, sequence.choice, known, dense, drafts)
+        if turn.is_awaited:
+            return replace(turn, drafts=False)
+        for old in self.turns.add(turn):
+            if self._now is None or self._now[0] is not old:
+                old.tell(Verdict(_OVERTAKEN))
+        return None
+
+    def awaited_job(self, turn: IdleTurn, uid: int) -> Job:
+        """Return the job of a turn whose client waits for the verdict."""
+        need = self._memory.need_idle(len(turn.tokens), dense=True)
+        end = partial(self._ended, turn)
+        return Job(uid, noop, RequestHandle(), self._slices(turn), on_end=end, need=need)
+
+    def close(self) -> None:
+        """Report that the turns in the queue will not be verified."""
+        while (turn := self.turns.first()) is not None:
+            self._give_up(turn, "the server stopped")
+
+    def _give_up(self, turn: IdleTurn, reason: str) -> None:
+        self.turns.discard(turn)
+        turn.tell(Verdict(reason))
 
     def job(self, uid: int) -> Job | None:
         """The next turn's job under this uid; None while there is one. One that is outranked gives way."""
@@ -166,28 +193,36 @@ class Densifier:
             return None
         if not self._memory.reserve_free(uid, self._memory.need_idle(len(turn.tokens), not turn.drafts)):
             log.info("no memory to read %d tokens in idle time", len(turn.tokens))
-            self.turns.discard(turn)
+            self._give_up(turn, "there was no memory to read the prompt in full")
             return None
         self._now = turn, RequestHandle()
         return Job(uid, noop, self._now[1], self._slices(turn), on_end=partial(self._ended, turn), background=True)
 
-    def _slices(self, turn: IdleTurn) -> Generator[Progress | PromptLogprobs, None, None]:
-        request = GenerationRequest(
-            turn.tokens, 1, spans=turn.spans, label=turn.label, pin_system_prefix=turn.pin_system_prefix
-        )
+    def _slices(self, turn: IdleTurn) -> Generator[Progress | PromptLogprobs, None, Verdict | None]:
+        """Read what is left of the turn. Return the verdict if one is wanted."""
+        request = replace(turn.request, specprefill=SpecPrefillOptions(), prompt_logprobs=None)
+        if not turn.drafts and turn.is_to_verify:
+            parts = turn.choice, turn.answer, turn.sparse_logprobs, self._guide, self._quantize
+            return (yield from verify(self._prefiller, request, *parts))
+        text = replace(request, prompt=turn.tokens)
         if turn.drafts:
-            yield from self._prefiller.drafted(request)
+            yield from self._prefiller.drafted(text)
         else:
-            yield from self._prefiller.dense(request, turn.choice)
+            yield from self._prefiller.dense(text, turn.choice)
+        return None
 
-    def _ended(self, turn: IdleTurn, result: object) -> None:
-        self._now = None
-        if isinstance(result, RequestCancelled):
-            return
-        if turn.drafts and turn.dense:
-            self.turns.replace(turn, replace(turn, drafts=False))
+    def _ended(self, turn: IdleTurn, result: Verdict | Exception | None) -> None:
+        if self._now is not None and self._now[0] is turn:
+            self._now = None
+        if isinstance(result, RequestCancelled) or (turn.drafts and turn.dense):
+            if turn not in self.turns:
+                turn.tell(Verdict(_OVERTAKEN))
+            elif not isinstance(result, RequestCancelled):
+                self.turns.replace(turn, replace(turn, drafts=False))
             return
         self.turns.discard(turn)
         if turn.dense and not isinstance(result, Exception):
             self.tokens += len(turn.tokens)
             self.count += 1  # last: who sees it in another thread finds the tokens too
+        failed = f"full reading failed: {type(result).__name__}"
+        turn.tell(result if isinstance(result, Verdict) else Verdict(failed))

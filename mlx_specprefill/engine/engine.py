@@ -22,7 +22,7 @@ from ..config import EngineConfig
 from ..constraints import Grammars, GrammarState, ReasoningBudgetState
 from ..errors import ContextLengthError, DeviceError, EngineClosedError, InvalidRequestError
 from ..loading import ModelPair
-from ..request import Constraint, Event, Failed, Finished, GenerationRequest, Prediction, Progress
+from ..request import Constraint, Event, Failed, Finished, GenerationRequest, Prediction, Progress, Verdict
 from ..sampling import check_sampling
 from ..specprefill.plan import PrefillPlan
 from .caches import EngineCaches
@@ -107,7 +107,8 @@ class Engine:
         self.prefiller = self._prefiller_type(pair, self.config, self.caches, planner, chunks.size)
         self.memory = self._memory_type(pair, self.config, self.caches, self._thread.memory, pinned)
         self.rows = Rows(pair, self.config)
-        self.densifier = self._densifier_type(self.prefiller, self.memory)
+        self._grammars = Grammars(pair.tokenizer, pair.eos_token_ids)
+        self.densifier = self._densifier_type(self.prefiller, self.memory, self._guide, self.rows.quantized)
         self._inbox = Inbox(self.scheduler, self.config.max_queue, self._thread.wake)
         device_errors = DeviceErrors(self.caches, self.memory, chunks.halve)
         self.caches.on_error = device_errors.note
@@ -123,7 +124,6 @@ class Engine:
             self.densifier,
             device_errors,
         )
-        self._grammars = Grammars(pair.tokenizer, pair.eos_token_ids)
         self._started = False
         self.wired = 0
 
@@ -286,15 +286,25 @@ class Engine:
         """
         self._grammars.check(constraint)
 
-    def submit(self, request: GenerationRequest, on_event: OnEvent) -> RequestHandle:
-        """Queue a request. `on_event` is called on the MLX thread; it must be quick and must not raise.
+    @property
+    def verifies(self) -> bool:
+        """Return whether sparse answers can be compared with full reading: prompts become dense, and are kept."""
+        return self.config.policy.densify and self.caches.enabled
+
+    def submit(
+        self, request: GenerationRequest, on_event: OnEvent, on_verdict: Callable[[Verdict], None] = noop
+    ) -> RequestHandle:
+        """Queue a request. Both callbacks are called on the MLX thread; they must be quick and must not raise.
+
+        Args:
+            on_verdict: called once after a sparse answer with `SpecPrefillOptions.verify`, if the engine `verifies`.
 
         Raises:
             InvalidRequestError: the request can never run.
             EngineClosedError: the engine is not running, or `max_queue` requests wait already.
         """
         job = self._job(Work(self._inbox.next_uid(), "answer", request, self._checked(request)))
-        job.on_event = on_event
+        job.on_event, job.handle.on_verdict = on_event, on_verdict
         self._post(job)
         return job.handle
 

@@ -26,7 +26,7 @@ from .inbox import Call, Inbox
 from .machine import Battery
 from .memory import Memory
 from .scheduler import Scheduler
-from .sequence import Job, Sequence, log_failure, strip_traceback
+from .sequence import Job, RequestHandle, Sequence, log_failure, strip_traceback
 from .stats import Meter, Need
 
 __all__ = ["IDLE_BEAT_S", "DeviceErrors", "Loop"]
@@ -178,6 +178,7 @@ class Loop:
         """Take no more requests, cancel those that run or wait, and drop the caches."""
         self._inbox.close()
         self._cancel_all()
+        self._densifier.close()
         self._caches.close()
         self._costs.store()
         self._memory.close()
@@ -317,7 +318,7 @@ class Loop:
                 return
             elif self._scheduler.running == 0:
                 # Nothing will free memory any more: what the prediction counts is not in our hands.
-                self._end(job, Failed(EngineClosedError("not enough memory for this request now")))
+                self._fail(job, EngineClosedError("not enough memory for this request now"))
             elif passing:
                 return
             else:
@@ -428,7 +429,7 @@ class Loop:
         sequence = _answering(job)
         self.meter.add(1)
         self._device_errors.passed()
-        sequence.record(event.token)
+        sequence.record(event)
         self._emit(job, event)
         if event.token in sequence.request.stop_token_ids:
             self._finish(job, "stop")
@@ -444,9 +445,17 @@ class Loop:
         cache, tokens = self._rows.remove(job.uid)
         if sequence.shift == 0 and self._config.kv_bits is None:
             sequence.keep(self._caches, concat_tokens(sequence.request.prompt, tokens), cache)
-            if self._caches.enabled:
-                self._densifier.follow(sequence, job.handle)
         self._end(job, Finished(reason, len(sequence.tokens), sequence.report()))
+        if self._caches.enabled:
+            self._follow(sequence, job.handle)
+
+    def _follow(self, sequence: Sequence, handle: RequestHandle) -> None:
+        """Queue what is left to read. A request that waits for its verdict does not wait for idle time."""
+        turn = self._densifier.follow(sequence, handle)
+        if turn is not None and turn.is_awaited:
+            uid = self._next_uid()
+            self.jobs[uid] = self._densifier.awaited_job(turn, uid)
+            self._scheduler.add(uid)
 
     def _cancel(self, job: Job) -> None:
         sequence = job.sequence
@@ -487,7 +496,7 @@ class Loop:
 
 def _need(job: Job) -> Need:
     """As predicted."""
-    return Need() if job.sequence is None else job.sequence.need
+    return job.need if job.sequence is None else job.sequence.need
 
 
 def _answering(job: Job) -> Sequence:

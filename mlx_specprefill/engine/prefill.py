@@ -457,20 +457,26 @@ class Prefiller:
         self.caches.keep_draft(prompt, cache, sequence.request)
         return cache
 
-    def dense(self, request: GenerationRequest, choice: str | None) -> Generator[Progress | PromptLogprobs, None, None]:
+    def dense(
+        self, request: GenerationRequest, choice: str | None
+    ) -> Generator[Progress | PromptLogprobs, None, tuple[Sequence, mx.array]]:
         """Prefill the prompt into the exact cache in the background. May be interrupted at every chunk; cancelled, it
         keeps them.
 
         Args:
             choice: `Sequence.choice` of the sparse turn with this text.
+
+        Returns:
+            The sequence with its cache, and the logits of the last token, (1, V).
         """
         sequence = Sequence(-1, request, 0.0)
         self._resume(sequence, again=True)
         yield from read_rest(self.pair, self.caches, sequence, choice, self.prefill_chunk_size)
-        yield from self._full(sequence)
+        logits = yield from self._full(sequence)
         sequence.store()
         if _stateful(sequence.cache):  # the next turn begins with all of it: the sparse turn has a state at its end
             self.caches.keep_target(request.prompt, sequence.cache, request)
+        return sequence, logits
 
     def drafted(self, request: GenerationRequest) -> Generator[Progress, None, None]:
         """Let the draft read in the background what the target has read, for the next turn."""

@@ -232,8 +232,8 @@ class RankedDensifier(Densifier):
 
     _queue_type = RankedDensifyQueue
 
-    def __init__(self, prefiller: Prefiller, memory: Memory) -> None:
-        super().__init__(prefiller, memory)
+    def __init__(self, prefiller: Prefiller, *parts: Any) -> None:
+        super().__init__(prefiller, *parts)
         assert isinstance(self.turns, RankedDensifyQueue)
         self.turns.ranks = _ranks(prefiller.pair)
 

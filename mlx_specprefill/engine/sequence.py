@@ -28,7 +28,9 @@ from ..request import (
     ScorerKind,
     Stage,
     Timings,
+    TokenEvent,
     TokenIds,
+    Verdict,
 )
 from ..specprefill.plan import PrefillPlan
 from ..specprefill.selector import kept_spans
@@ -67,7 +69,7 @@ class Sequence:
         staged: the caches of the target's first layers hold more tokens than the others.
         hidden: those layers' hidden states of the prompt; `hidden_parts`: of the cached prefix.
         stage: the stage of the current step.
-        tokens: generated so far.
+        tokens: generated so far; `sparse_logprobs`: of each, if the answer will be verified.
         grammar: state of the request's grammar and budget.
         drafting: drafts the answer; None if that was not asked for.
         unstored: stores the prompt for later requests, once the first token is out.
@@ -97,6 +99,7 @@ class Sequence:
     hidden: HiddenStates | None = None
     stage: Stage = "queued"
     tokens: list[int] = field(default_factory=list)
+    sparse_logprobs: list[float] = field(default_factory=list)
     spent_ms: dict[str, float] = field(default_factory=dict)
     first_token_at: float = 0.0
     last_token_at: float = 0.0
@@ -146,12 +149,24 @@ class Sequence:
         """Add a step's own time to its stage. Other requests' time does not count."""
         self.spent_ms[stage] = self.spent_ms.get(stage, 0.0) + ms
 
-    def record(self, token: int) -> None:
+    @property
+    def is_to_verify(self) -> bool:
+        """Return whether a verdict on the answer is wanted: the prompt was read in part."""
+        return self.request.specprefill.verify is not None and self.kept is not None
+
+    @property
+    def logprobs(self) -> int | None:
+        """Return how many alternatives per token to report, None for no log-probabilities at all."""
+        return self.request.logprobs or (0 if self.is_to_verify else self.request.logprobs)
+
+    def record(self, event: TokenEvent) -> None:
         now = time.perf_counter()
         if not self.tokens:
             self.first_token_at = now
         self.last_token_at = now
-        self.tokens.append(token)
+        self.tokens.append(event.token)
+        if event.logprob is not None and self.is_to_verify:
+            self.sparse_logprobs.append(event.logprob)
 
     def report(self) -> PrefillReport:
         M = len(self.request.prompt)
@@ -221,6 +236,7 @@ class Job:
         slices: the work; yields events, returns the result.
         sequence: None for inspections and background tasks.
         cached: tokens that the target need not read, as a background task reports them.
+        need: the predicted memory of a job without sequence.
         done: tokens per stage, as last reported.
         on_end: gets the result or the exception of a job without sequence.
         slice_s: seconds that its latest slice took.
@@ -235,6 +251,7 @@ class Job:
     on_end: Callable[[Any], None] = noop
     background: bool = False
     cached: int = 0
+    need: Need = field(default_factory=Need)
     done: dict[str, int] = field(default_factory=dict)
     slice_s: float = 0.0
     work: Work | None = None
@@ -297,7 +314,11 @@ def strip_traceback(error: Exception) -> Exception:
 class RequestHandle:
     """Handle of a queued request. Usable from any thread, also after the last event."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_verdict: Callable[[Verdict], None] = noop) -> None:
+        """Args:
+        on_verdict: called on the MLX thread, once, after a sparse answer that was to be verified.
+        """
+        self.on_verdict = on_verdict
         self._cancelled = threading.Event()
         self._expecting = threading.Event()
 

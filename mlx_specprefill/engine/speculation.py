@@ -168,6 +168,7 @@ class AnswerDrafter:
         processors: list[LogitsProcessor],
         grammar: GrammarState | None,
         shift: int,
+        logprobs: int | None,
     ) -> SpeculativeRow | None:
         """Return the row that decodes the answer, if it is drafted. It owns the cache from here on.
 
@@ -175,6 +176,7 @@ class AnswerDrafter:
             model: the target that continues the cache.
             logits: of the prompt's last token, (1, V).
             shift: positions minus slots for caches that can't carry it.
+            logprobs: None, or how many alternatives to report per token.
         """
         if self.strategy is None or self._proposer is None:
             return None
@@ -187,7 +189,7 @@ class AnswerDrafter:
             TokenSampler(request.sampling, logits.shape[-1], processors, grammar, request.stop_token_ids),
             Limits(request.max_tokens, request.stop_token_ids),
             first=self._last,
-            logprobs=request.logprobs,
+            logprobs=logprobs,
             shift=shift,
         )
         return self.row

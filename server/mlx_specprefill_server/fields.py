@@ -16,6 +16,7 @@ from mlx_specprefill import (
     Scope,
     SpecPrefillOptions,
     SpeculationName,
+    Verify,
     keep_pct,
 )
 
@@ -92,6 +93,7 @@ class SpecPrefillFields(Body):
     specprefill_return_spans: bool = False
     specprefill_rule: RuleName | None = None
     specprefill_scope: Scope | None = None
+    specprefill_verify: Verify = "late"
     speculative: SpeculationName | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None  # vLLM's
 
@@ -115,6 +117,7 @@ class SpecPrefillFields(Body):
             self.specprefill_rule,
             speculative=self.speculative,
             scope=self.specprefill_scope,
+            verify=self.specprefill_verify,
         )
 
 

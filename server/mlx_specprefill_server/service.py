@@ -16,16 +16,17 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from pydantic import ValidationError
 
-from mlx_specprefill import Constraint, Engine, EngineClosedError, GenerationRequest
+from mlx_specprefill import Constraint, Engine, EngineClosedError, GenerationRequest, InvalidRequestError, Verdict
 
 from .auth import Identity
 from .errors import DeadlineError, QueueTimeoutError
 from .explain import RunningInspection
 from .fields import SamplingFields
 from .generation.generation import AnswerResult, AnswerSpec, Generation, ThreadsafeCalls
-from .generation.reader import Vocabulary
+from .generation.reader import Mark, Vocabulary
 from .monitoring.access_log import RecentAnswers, RunningRequest, current_trace
 from .monitoring.metrics import Metrics
+from .monitoring.verdicts import AnswerVerdict, Verdicts
 from .parsers.formats import detect
 from .prompt.prompt import PromptBuilder
 from .settings import Settings
@@ -52,6 +53,7 @@ class ServerState:
         self.settings = settings
         self.started = int(time.time())
         self.recent = RecentAnswers()
+        self.verdicts = Verdicts()
         self.requests = 0
         self.draining = False
         self.stopping = False
@@ -155,11 +157,16 @@ class Service:
         """
         self.state.refuse_when_stopping()
         label = identity.cache_label(cache_salt)
-        specs = [replace(spec, request=replace(spec.request, label=label)) for spec in specs]
-        on_end = self._on_answer_end(len(specs), identity)
+        specs = [replace(spec, request=self._with_verdict(replace(spec.request, label=label))) for spec in specs]
+        answers: dict[int, AnswerVerdict] = {}
+        on_end = self._on_answer_end(len(specs), identity, answers)
         trace = current_trace()
+        told = self.state.verdicts.previous(identity.name, specs[0].request) if self.engine.verifies else None
         line = RunningRequest(None if trace is None else trace.id, identity.name, len(specs[0].request.prompt))
-        generation = Generation(self.engine, specs, self.state.calls(), on_end, warnings, line.saw)
+        on_verdict = self._on_verdict(identity, answers)
+        generation = Generation(self.engine, specs, self.state.calls(), on_end, warnings, line.saw, on_verdict)
+        if told is not None:
+            generation.told["previous"] = told
         self.state.add(generation, line)
         if (patience := self.settings.queue_timeout_s) is not None:
             generation.begin_within(patience, QueueTimeoutError(patience))
@@ -172,15 +179,51 @@ class Service:
         self.state.add(work)
         return work
 
-    def _on_answer_end(self, answers: int, identity: Identity) -> Callable[[AnswerResult], None]:
-        """Return a function that reports an answer's end to the metrics and to the request's log line."""
+    def _with_verdict(self, request: GenerationRequest) -> GenerationRequest:
+        """Return the request without a verdict where the engine can't give one.
+
+        Raises:
+            InvalidRequestError: the client would wait for it.
+        """
+        if self.engine.verifies:
+            return request
+        if request.specprefill.verify == "wait":
+            message = "specprefill_verify: this server verifies no answers: it has --densify off, or no prefix cache"
+            raise InvalidRequestError(message, field="specprefill_verify")
+        return replace(request, specprefill=replace(request.specprefill, verify=None))
+
+    def _on_verdict(
+        self, identity: Identity, answers: Mapping[int, AnswerVerdict]
+    ) -> Callable[[int, Verdict, Sequence[Mark]], None]:
+        """Return a function that notes the verdict on an answer."""
+
+        def judged(index: int, verdict: Verdict, marks: Sequence[Mark]) -> None:
+            if (answer := answers.get(index)) is not None:
+                answer.tell(verdict, marks, self.vocabulary.decode)
+                self.state.verdicts.count(identity.name, verdict.word)
+                self.metrics.record_verdict(verdict.word)
+
+        return judged
+
+    def _on_answer_end(
+        self, count: int, identity: Identity, answers: dict[int, AnswerVerdict]
+    ) -> Callable[[AnswerResult], None]:
+        """Return a function that reports an answer's end to the metrics and to the request's log line.
+
+        Args:
+            answers: gets the answers that will be verified, by number.
+        """
         trace = current_trace()
         if trace is not None:
-            trace.running += answers
+            trace.running += count
 
         def ended(result: AnswerResult) -> None:
             self.metrics.record(result)
-            self.state.recent.add(result, None if trace is None else trace.id, identity.name)
+            name = None if trace is None else trace.id
+            self.state.recent.add(result, name, identity.name)
+            if result.will_be_verified:
+                answers[result.index] = AnswerVerdict(name, result.index, self.model_id, result.request)
+                self.state.verdicts.add(identity.name, answers[result.index])
             if trace is not None:
                 trace.add_answer(result)
 

@@ -24,7 +24,6 @@ from mlx_specprefill import (
 )
 from mlx_specprefill.engine import loop
 from mlx_specprefill.engine.densify import DensifyQueue, IdleTurn
-from mlx_specprefill.request import as_token_ids
 from tests.tiny import VOCAB, generated, random_prompt, tiny_pair
 from tests.waiting import eventually
 
@@ -39,7 +38,7 @@ def turn(*prompt: int, expecting: bool = False, answer: tuple[int, ...] = (0,)) 
     handle = RequestHandle()
     if expecting:
         handle.expect_more()
-    return IdleTurn(as_token_ids(prompt), answer, handle)
+    return IdleTurn(GenerationRequest(prompt, 1), answer, handle)
 
 
 def drained(turns: Sequence[IdleTurn]) -> list[tuple[int, ...]]:
@@ -47,7 +46,7 @@ def drained(turns: Sequence[IdleTurn]) -> list[tuple[int, ...]]:
     for one in turns:
         queue.add(one)
     while (first := queue.first()) is not None:
-        order.append(tuple(first.prompt.tolist()))
+        order.append(tuple(first.request.prompt.tolist()))
         queue.discard(first)
     assert not len(queue)
     return order
@@ -64,7 +63,7 @@ def test_a_call_may_become_known_later() -> None:
     queue.add(turn(2))
     first = queue.first()
     assert first is not None
-    assert list(first.prompt) == [2]
+    assert list(first.request.prompt) == [2]
     old.handle.expect_more()
     assert queue.first() is old
 
@@ -78,8 +77,8 @@ def test_a_conversation_is_there_once_with_its_newest_turn() -> None:
 def test_another_label_is_another_conversation() -> None:
     one, other = CacheLabel("one"), CacheLabel("other")
     turns = [
-        IdleTurn(as_token_ids((1, 2)), (0,), RequestHandle(), one),
-        IdleTurn(as_token_ids((1, 2, 3)), (0,), RequestHandle(), other),
+        IdleTurn(GenerationRequest((1, 2), 1, label=one), (0,), RequestHandle()),
+        IdleTurn(GenerationRequest((1, 2, 3), 1, label=other), (0,), RequestHandle()),
     ]
     assert drained(turns) == [(1, 2, 3), (1, 2)]
 

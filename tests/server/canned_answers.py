@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from mlx_specprefill import PrefillReport, Timings
 from mlx_specprefill_server.deltas import (
@@ -34,6 +34,7 @@ class Given:
 
     prompt_tokens = ACCOUNT.prompt_tokens
     warnings = ()
+    told: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, deltas: Sequence[AnswerDelta]) -> None:
         self._deltas = deltas

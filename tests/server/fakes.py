@@ -38,6 +38,7 @@ from mlx_specprefill import (
     Timings,
     TokenEvent,
     TokenIds,
+    Verdict,
 )
 
 CHATML = (
@@ -106,6 +107,8 @@ class FakeEngine:
         self.handles: list[FakeHandle] = []  # one for each request
         self.reasons: list[str] = []  # of the ends, in order
         self.alive = True
+        self.verifies = False
+        self.verdict = Verdict("no memory")  # on every answer
         self.room: int | None = None  # tokens, where memory has room for fewer than the model could read
         self.kept = [CacheEntry(f"{i:032x}", "target", 100 * i, 1000 * i, i, 1.7e9) for i in (1, 2)]
         self.inspected: Inspection | Exception | threading.Event | None = None  # None: every other chunk is kept
@@ -134,14 +137,19 @@ class FakeEngine:
         if "?!" in constraint.grammar:
             raise InvalidRequestError(f"{constraint.field}: no such grammar", constraint.field)
 
-    def submit(self, request: GenerationRequest, on_event: Callable[[Event], None]) -> FakeHandle:
+    def submit(
+        self,
+        request: GenerationRequest,
+        on_event: Callable[[Event], None],
+        on_verdict: Callable[[Verdict], None] = lambda _: None,
+    ) -> FakeHandle:
         if self.full:
             raise EngineClosedError("2 requests are waiting already")
         handle = FakeHandle()
         self.requests.append(request)
         self.handles.append(handle)
         self._waiting += 1
-        self._jobs.put((request, on_event, handle))
+        self._jobs.put((request, on_event, on_verdict, handle))
         return handle
 
     def submit_inspection(
@@ -223,13 +231,15 @@ class FakeEngine:
 
     def _loop(self) -> None:
         while (job := self._jobs.get()) is not None:
-            request, on_event, handle = job
+            request, on_event, on_verdict, handle = job
             self._running += 1  # first: in between it must not look idle
             self._waiting -= 1
             last = self._run(request, on_event, handle)
             self.reasons.append(last.reason if isinstance(last, Finished) else "failed")
             self._running -= 1
             on_event(last)
+            if request.specprefill.verify is not None and report_of(request).mode == "sparse":
+                on_verdict(self.verdict)
 
     def _run(self, request: GenerationRequest, on_event: Callable[[Event], None], handle: FakeHandle) -> Event:
         on_event(Progress("queued", 0, len(request.prompt)))

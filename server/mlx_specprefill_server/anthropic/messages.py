@@ -169,7 +169,7 @@ class MessageAnswer:
         self._progress = ProgressReporter(body.return_progress)
         self._thinks = service.format.think is not None
         self._writer = BlockWriter()
-        self._report = Report(generation.prompt_tokens, warnings=generation.warnings)
+        self._report = Report(generation.prompt_tokens, warnings=generation.warnings, told=generation.told)
         self._head = {
             "id": f"msg_{uuid4().hex}",
             "type": "message",

@@ -10,7 +10,7 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -28,10 +28,11 @@ from mlx_specprefill import (
     SpecPrefillError,
     TokenEvent,
     TokenIds,
+    Verdict,
 )
 
 from ..deltas import AnswerDelta, AnswerDone, Idle
-from .reader import AnswerReader
+from .reader import AnswerReader, Mark
 
 __all__ = ["AnswerResult", "AnswerSpec", "Generation", "SlowReaderError", "ThreadsafeCalls"]
 
@@ -73,7 +74,15 @@ class AnswerResult:
     request: GenerationRequest
     event: Finished | Failed
     stopped: bool  # ended by a stop string; the engine sees a cancellation
+    index: int = 0
     copy: bool = False  # a further answer to the prompt of an earlier one
+
+    @property
+    def will_be_verified(self) -> bool:
+        """Return whether the engine will give a verdict on the answer."""
+        event, asked = self.event, self.request.specprefill.verify
+        sparse = isinstance(event, Finished) and event.report.mode == "sparse" and event.completion_tokens > 0
+        return sparse and asked is not None
 
     @property
     def reason(self) -> Literal["stop", "length", "abort", "error"]:
@@ -84,11 +93,20 @@ class AnswerResult:
         return "abort" if self.event.reason == "cancelled" else self.event.reason
 
 
+@dataclass(slots=True)
+class _Held:
+    """An answer that waits for its verdict, and a reader that says where it ends."""
+
+    reader: AnswerReader
+    events: list[Event] = field(default_factory=list)
+
+
 class Generation:
     """The answers to one HTTP request. Its owner must `close` it in every case.
 
     Attributes:
         warnings: sentences about parts of the request that are not followed.
+        told: fields about verdicts, for the report of the response.
     """
 
     def __init__(
@@ -99,6 +117,7 @@ class Generation:
         on_end: Callable[[AnswerResult], None] = lambda _: None,
         warnings: Sequence[str] = (),
         saw: Callable[[Event], None] = lambda _: None,
+        on_verdict: Callable[[int, Verdict, Sequence[Mark]], None] = lambda *_: None,
     ) -> None:
         """Submit all specs, or none.
 
@@ -106,6 +125,7 @@ class Generation:
             calls: to the running loop.
             saw: called with every event as it arrives, whether or not its reader is there yet.
             on_end: called with every answer's result, before the answer's end is streamed.
+            on_verdict: called with an answer's number, its verdict, and the places of its calls.
 
         Raises:
             InvalidRequestError, EngineClosedError: as `Engine.submit`.
@@ -116,7 +136,10 @@ class Generation:
         self._calls = calls
         self._buffer = STREAM_BUFFER
         self.warnings = warnings
+        self.told: dict[str, Any] = {}
         self._saw = saw
+        self._on_verdict = on_verdict
+        self._held: dict[int, _Held] = {}
         self._closed = False
         self._loop = asyncio.get_running_loop()
         self._events: deque[tuple[int, Event] | None] = deque()  # None means a pause
@@ -219,7 +242,10 @@ class Generation:
                 timer.cancel()
 
     def _start(self, index: int) -> None:
-        self._handles[index] = self._engine.submit(self._specs[index].request, partial(self._on_event, index))
+        spec, judged = self._specs[index], partial(self._calls.post, partial(self._judged, index))
+        if spec.request.specprefill.verify == "wait":
+            self._held[index] = _Held(spec.reader())
+        self._handles[index] = self._engine.submit(spec.request, partial(self._on_event, index), judged)
 
     def _start_followers(self, leader: int) -> Iterator[tuple[int, AnswerDelta]]:
         """Start the answers that wait for the prompt of `leader`, which has been read, or will not be."""
@@ -233,9 +259,56 @@ class Generation:
 
     def _on_event(self, index: int, event: Event) -> None:
         """Handle an event. Called on the MLX thread."""
+        if index in self._held:
+            self._calls.post(partial(self._hold, index), event)
+            return
         if isinstance(event, Finished | Failed):
             self._calls.post(partial(self._report_end, index), event)
         self._calls.post(self._deliver, (index, event))
+
+    def _hold(self, index: int, event: Event) -> None:
+        """Keep an answer until its verdict is known. Nothing but its progress goes out."""
+        held = self._held[index]
+        if isinstance(event, TokenEvent):
+            self._saw(event)
+            held.events.append(event)
+            held.reader.push(event)
+            if held.reader.over:
+                self._handles[index].cancel()
+        elif isinstance(event, Finished | Failed):
+            held.events.append(event)
+            if isinstance(event, Failed) or event.report.mode == "full" or not event.completion_tokens:
+                self._release(index)
+        else:
+            self._deliver((index, event))
+
+    def _release(self, index: int) -> None:
+        held = self._held.pop(index)
+        for event in held.events:
+            if isinstance(event, Finished | Failed):
+                self._report_end(index, event, held.reader)
+            self._put((index, event))
+
+    def _judged(self, index: int, verdict: Verdict) -> None:
+        """Take an answer's verdict. A held answer goes out, or full reading answers in its place."""
+        held = self._held.get(index)
+        reader = self._readers[index] if held is None else held.reader
+        if reader.over:
+            verdict = verdict.of_first(reader.completion_tokens)
+        self._on_verdict(index, verdict, reader.marks)
+        if held is None:
+            return
+        self.told["verdict"] = verdict.word
+        if verdict.word != "differs" or self._closed:
+            self._release(index)
+            return
+        del self._held[index]
+        request = self._specs[index].request
+        in_full = replace(request, specprefill=replace(request.specprefill, enabled=False, verify=None))
+        try:
+            self._handles[index] = self._engine.submit(in_full, partial(self._on_event, index))
+        except SpecPrefillError as error:
+            self._deliver((index, Failed(error)))
 
     def _deliver(self, item: tuple[int, Event]) -> None:
         if self._queue_timer is not None:
@@ -249,9 +322,9 @@ class Generation:
             error, self._buffer = SlowReaderError(self._buffer), 0  # nothing more is kept
             self._give_up(error)
 
-    def _report_end(self, index: int, event: Finished | Failed) -> None:
-        spec, stopped = self._specs[index], index in self._open and self._readers[index].over
-        self._on_end(AnswerResult(spec.request, event, stopped, copy=spec.follows is not None))
+    def _report_end(self, index: int, event: Finished | Failed, reader: AnswerReader | None = None) -> None:
+        spec, stopped = self._specs[index], index in self._open and (reader or self._readers[index]).over
+        self._on_end(AnswerResult(spec.request, event, stopped, index, copy=spec.follows is not None))
 
     def _nothing_came(self) -> None:
         if not self._events:  # else the client is a slow reader

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -27,7 +27,16 @@ from ..deltas import (
 )
 from ..parsers.base import Parser
 
-__all__ = ["NO_STOPS", "REPLACEMENT", "AnswerReader", "IncrementalDetokenizer", "StopMatcher", "Stops", "Vocabulary"]
+__all__ = [
+    "NO_STOPS",
+    "REPLACEMENT",
+    "AnswerReader",
+    "IncrementalDetokenizer",
+    "Mark",
+    "StopMatcher",
+    "Stops",
+    "Vocabulary",
+]
 
 CONTEXT_TOKENS = 5  # tokens of the prompt: the first token's text (a leading space) depends on them
 MOST_CONTEXT = 24  # tokens; cutting the context costs a decode, so it happens only every so often
@@ -193,6 +202,17 @@ class Vocabulary:
         return self._tokenizer.convert_ids_to_tokens([token])[0] or ""
 
 
+CallPart = CallStart | CallDelta | CallEnd | CallBroken
+
+
+class Mark(NamedTuple):
+    """A part of a tool call, and the answer's tokens [start, end) that wrote it."""
+
+    start: int
+    end: int
+    delta: CallPart
+
+
 class AnswerReader:
     """A reader of one answer. Stop strings end its visible text; without `parallel`, so does the first call.
 
@@ -206,6 +226,8 @@ class AnswerReader:
     Attributes:
         over: no further token is wanted; the engine can stop.
         completion_tokens: number of tokens, up to the one that completed a stop string.
+        read_tokens: number of tokens whose text has been read.
+        marks: of the calls, in order.
     """
 
     def __init__(
@@ -234,6 +256,8 @@ class AnswerReader:
         self._reasoning_tokens = 0
         self.completion_tokens = 0
         self.over = False
+        self.marks: list[Mark] = []
+        self._told = 0  # tokens up to the last delta
 
     def push(self, event: TokenEvent) -> list[ContentDelta]:
         """Add one token and return the deltas that it completes, often none."""
@@ -245,7 +269,14 @@ class AnswerReader:
         if self._tokens is not None:
             self._tokens.add(event)
             self._new_ids.append(event.token)
-        return self._read(self._detokenizer.push(event.token))
+        return self._marked(self._read(self._detokenizer.push(event.token)))
+
+    def _marked(self, deltas: list[ContentDelta]) -> list[ContentDelta]:
+        """Note the places of calls."""
+        if deltas:
+            start, self._told = self._told, self.completion_tokens
+            self.marks += [Mark(start, self._told, delta) for delta in deltas if isinstance(delta, CallPart)]
+        return deltas
 
     def finish(self, event: Finished | Failed, report: PrefillReport) -> list[AnswerDelta]:
         """Return the rest of the answer and its end."""
@@ -254,7 +285,7 @@ class AnswerReader:
         if self._parser.thinking and not self.over:
             self._reasoning_tokens = self.completion_tokens
         if not self.over:
-            deltas += self._limit(self._parser.finish(ended))
+            deltas += self._marked(self._limit(self._parser.finish(ended)))
         deltas += self._release(self._stop.finish())
         if self._every_token and self._tokens is not None and not self.over and (tokens := self._tokens.rest()):
             deltas.append(TextDelta("", tokens))

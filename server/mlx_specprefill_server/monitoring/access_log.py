@@ -48,7 +48,7 @@ SANE_ID = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
 LONGEST_PATH = 200
 PATIENCE_S = 5.0  # seconds that a line waits for answers that the engine has not ended
 # Polled often: logged at level debug unless they fail.
-QUIET = ("/health", "/metrics", "/v1/specprefill/stats", "/v1/specprefill/cache")
+QUIET = ("/health", "/metrics", "/v1/specprefill/stats", "/v1/specprefill/cache", "/v1/specprefill/verdicts")
 
 
 class RequestTrace:

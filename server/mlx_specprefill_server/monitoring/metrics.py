@@ -74,6 +74,9 @@ class Metrics:
         self._recalled = self._counter(
             "specprefill_recalled_tokens", "Tokens that an earlier turn had dropped and a later one read."
         )
+        self._verdicts = self._counter(
+            "specprefill_verdicts", "Sparse answers by what full reading says of them.", MODEL, "verdict"
+        )
         self._totals = Totals()
         self._engine = EngineCollector(engine, model, self._totals)
         self.registry.register(self._engine)
@@ -103,6 +106,9 @@ class Metrics:
             self._count_prompt(report)
             if tokens:
                 self._time(report.timings)
+
+    def record_verdict(self, word: str) -> None:
+        self._verdicts.labels(self.model, word).inc()
 
     def _count_answer(self, seconds: float, tokens: int) -> None:
         self._generated.inc(tokens)

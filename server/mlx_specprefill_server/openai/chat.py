@@ -49,7 +49,7 @@ class ChatAnswer:
         self._body = body
         self._vocabulary = service.vocabulary if body.logprobs else None
         self._progress = ProgressReporter(body.return_progress)
-        self._report = Report(generation.prompt_tokens, body.n, copies=body.n, warnings=generation.warnings)
+        self._report = Report(generation.prompt_tokens, body.n, body.n, generation.warnings, generation.told)
         self._calls = [0] * body.n  # streams that have begun
         self._bare = not (body.logprobs or body.return_token_ids)  # chunks carry text only
         self._texts: dict[tuple[int, str], TextEvents] = {}

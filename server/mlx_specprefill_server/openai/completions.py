@@ -154,7 +154,7 @@ class CompletionAnswer:
             _Choice(i, texts[i // body.n] if body.echo else None, spec.request.prompt) for i, spec in enumerate(specs)
         ]
         self._prompt_tokens = sum(len(spec.request.prompt) for spec in specs[:: body.n])
-        self._report = Report(self._prompt_tokens, len(specs), body.n, generation.warnings)
+        self._report = Report(self._prompt_tokens, len(specs), body.n, generation.warnings, generation.told)
         self._envelope = Envelope.new("cmpl", "text_completion", body.model or service.model_id)
 
     async def collect(self) -> dict[str, Any]:

@@ -154,7 +154,7 @@ class ResponsesAnswer:
         self._progress = ProgressReporter(body.return_progress)
         self._vocabulary = service.vocabulary
         self._writer = ItemWriter(self._scored, body.functions.namespaces)
-        self._report = Report(generation.prompt_tokens, warnings=generation.warnings)
+        self._report = Report(generation.prompt_tokens, warnings=generation.warnings, told=generation.told)
         self._numbers = numbers()
         self._response = _fields(service, body)
 

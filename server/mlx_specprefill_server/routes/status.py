@@ -116,6 +116,25 @@ async def stream(
     )
 
 
+@router.get("/v1/specprefill/verdicts")
+async def verdicts(models: ModelsDep, identity: IdentityDep) -> Response:
+    """Return the verdicts on this API key's last sparse answers, newest first, and counts since the start."""
+    known, visible = models.state.verdicts, identity.visible_answers
+    found = [answer.to_dict() for answer in known.newest_first(visible)]
+    return JsonResponse({"object": "list", "data": found, "counts": known.counts(visible)})
+
+
+@router.get("/v1/specprefill/verdicts/{request_id}")
+async def verdicts_of(models: ModelsDep, identity: IdentityDep, request_id: str) -> Response:
+    """Return the verdicts on the answers to one request of this API key."""
+    newest = models.state.verdicts.newest_first(identity.visible_answers)
+    found = [answer.to_dict() for answer in newest if answer.request_id == request_id]
+    if not found:
+        message = f"None of the last sparse answers belongs to the request {request_id!r:.80}."
+        raise ApiError(404, message, param="request_id", code="not_found")
+    return JsonResponse({"object": "list", "data": found})
+
+
 @router.get("/v1/specprefill/cache")
 async def cached(service: ServiceDep, identity: IdentityDep) -> Response:
     """Return the cached prompts of this API key. Ids are digests and reveal no text."""
@@ -169,6 +188,7 @@ def _snapshot(service: Service, identity: Identity) -> dict[str, Any]:
         **numbers,
         "memory": memory,
         "running": [line.to_dict() for line in service.state.running(identity.visible_answers)],
+        "verdicts": service.state.verdicts.counts(identity.visible_answers),
         "recent": service.state.recent.newest_first(identity.visible_answers),
     }
 

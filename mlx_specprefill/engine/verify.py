@@ -1,0 +1,125 @@
+"""Verdicts: whether a target that has read the whole prompt would have given a sparse answer.
+
+The prompt is dense after idle time, and the answer has to be read behind it for the next turn anyway. That forward's
+logits say what full reading thinks of each token. MLX thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ..constraints import GrammarState
+from ..request import GenerationRequest, Progress, PromptLogprobs, Verdict, concat_tokens
+from ..sampling import filtered_logits, processors_of
+from .prefill import Prefiller
+
+__all__ = ["Guide", "Quantize", "verify"]
+
+Guide = Callable[[GenerationRequest], GrammarState | None]
+Quantize = Callable[[list[Any]], tuple[list[Any], int]]
+_ROWS = 128  # of logits at a time: each has the size of the vocabulary
+
+
+def verify(
+    prefiller: Prefiller,
+    request: GenerationRequest,
+    choice: str | None,
+    answer: tuple[int, ...],
+    sparse: tuple[float, ...],
+    guide: Guide,
+    quantize: Quantize,
+) -> Generator[Progress | PromptLogprobs, None, Verdict]:
+    """Make a sparse turn dense, and compare its answer. Yields between forwards.
+
+    The exact cache then holds prompt and answer; with a quantised KV cache, the prompt.
+
+    Args:
+        request: the answered one; `choice`: `Sequence.choice` of the turn.
+        answer: its tokens; `sparse`: their log-probabilities under sparse reading.
+        guide: makes the request's grammar; `quantize`: `Rows.quantized`.
+    """
+    sequence, logits = yield from prefiller.dense(request, choice)
+    cache, _ = quantize(sequence.cache)
+    comparison = _Comparison(request, guide(request), answer, prefiller.pair.vocab_size)
+    comparison.read(logits)
+    for start in range(0, len(answer), _ROWS):
+        part = answer[start : start + _ROWS]
+        rows = prefiller.pair.target(mx.array([part]), cache=cache)[0]
+        comparison.read(rows)
+        mx.eval([leaf.state for leaf in cache])
+        yield Progress("prefill", start + len(part), len(answer))
+    if cache is sequence.cache:
+        prefiller.caches.keep_target(concat_tokens(request.prompt, answer), cache, request)
+    return comparison.verdict(sparse)
+
+
+class _Comparison:
+    """Collects what the logits of one answer say."""
+
+    def __init__(
+        self, request: GenerationRequest, grammar: GrammarState | None, answer: tuple[int, ...], vocab_size: int
+    ) -> None:
+        sampling = request.sampling
+        self._grammar = grammar
+        self._processors = processors_of(request)
+        self._filtered = filtered_logits(sampling, vocab_size) if sampling.temperature > 0 else None
+        self._answer = mx.array(answer, dtype=mx.int32)
+        self._done = 0
+        self._parts: list[tuple[mx.array, ...]] = []
+
+    def read(self, logits: mx.array) -> None:
+        """Compare the next tokens with logits (R, V), those of the tokens before them."""
+        tokens = self._answer[self._done : self._done + logits.shape[0]]
+        if not tokens.size:
+            return
+        raw = logits[: tokens.size].astype(mx.float32)
+        scores = raw - mx.logsumexp(raw, axis=-1, keepdims=True)
+        wanted, counted = self._processed(raw), mx.ones(tokens.shape, mx.bool_)
+        allowed = self._allowed(tokens, raw.shape[-1])
+        if allowed is not None:
+            free, wanted = mx.argmax(wanted, axis=-1), self._processed(mx.where(allowed, raw, -mx.inf))
+            counted = mx.logical_and(free == mx.argmax(wanted, axis=-1), allowed.sum(axis=-1) > 1)
+        own = mx.argmax(wanted, axis=-1).astype(mx.int32)
+        agrees = own == tokens if self._filtered is None else _of(self._filtered(wanted), tokens) > -mx.inf
+        self._parts.append((agrees, counted, own, _of(scores, tokens), _of(scores, own)))
+        mx.eval(self._parts[-1])
+        self._done += tokens.size
+
+    def verdict(self, sparse: tuple[float, ...]) -> Verdict:
+        agrees, counted, own, full, own_full = (
+            np.concatenate([np.array(part) for part in column]) for column in zip(*self._parts, strict=True)
+        )
+        tokens, known = np.array(self._answer), np.array(sparse, dtype=np.float32)
+        return Verdict("", self._filtered is not None, tokens, agrees, counted, own, full, own_full, known)
+
+    def _processed(self, raw: mx.array) -> mx.array:
+        """Apply the request's penalties and biases to each row, behind the tokens before it."""
+        if not self._processors:
+            return raw
+        rows = []
+        for i in range(raw.shape[0]):
+            row = mx.array(raw[i : i + 1])  # processors write in place
+            for process in self._processors:
+                row = process(self._answer[: self._done + i], row)
+            rows.append(row)
+        return mx.concatenate(rows)
+
+    def _allowed(self, tokens: mx.array, size: int) -> mx.array | None:
+        """Return the tokens that the grammar allowed at each place, (R, V) bool."""
+        if self._grammar is None:
+            return None
+        masks = []
+        for token in np.array(tokens).tolist():
+            mask = self._grammar.allowed(size)
+            masks.append(np.ones(size, np.bool_) if mask is None else mask)
+            self._grammar.accept(token)
+        return mx.array(np.stack(masks))
+
+
+def _of(table: mx.array, tokens: mx.array) -> mx.array:
+    """Return the entry of each row's token, (R,)."""
+    return mx.take_along_axis(table, tokens[:, None], axis=-1)[:, 0]

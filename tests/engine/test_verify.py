@@ -1,0 +1,297 @@
+"""Verdicts on sparse answers equal a dense rerun by independent code."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mlx_specprefill import (
+    Constraint,
+    Engine,
+    EngineConfig,
+    Event,
+    Failed,
+    Finished,
+    GenerationRequest,
+    ModelPair,
+    RequestHandle,
+    SamplingParams,
+    SpecPrefillOptions,
+    SpecPrefillPolicy,
+    TokenEvent,
+    Verdict,
+    load_pair,
+)
+from mlx_specprefill.engine import loop
+from tests.tiny import VOCAB, random_prompt, tiny_pair
+from tests.verdict_oracle import FullReading, read_in_full
+from tests.waiting import eventually
+
+MODELS = Path(__file__).resolve().parents[2] / "models"
+FAMILIES = ("demo", "demo-qwen3_5", "demo-nemotron_h", "demo-gpt_oss")
+STAGED = {"demo": 2, "demo-nemotron_h": 6, "demo-gpt_oss": 2}  # layers that score; no fewer than all see all in qwen3_5
+NAMES = ("Anna", "Bernd", "Clara", "David", "Emma", "Felix", "Greta", "Hugo")
+TOP_K = 20
+SAMPLED = SamplingParams(temperature=1.0, top_k=TOP_K, seed=5)
+ASKED = SpecPrefillOptions(enabled=True, verify="late")
+LENGTH = 12
+ROUNDING = 2e-3  # of log-probabilities in float32
+
+
+def config(kv_bits: int | None = None, **changes: object) -> EngineConfig:
+    policy = SpecPrefillPolicy(threshold=100, keep_pct=Fraction(1, 5))
+    return EngineConfig(policy=policy, prefill_step=128, prefix_cache_bytes=256 << 20, kv_bits=kv_bits, **changes)  # type: ignore[arg-type]
+
+
+@dataclass
+class Answer:
+    """One answer and what became known of it."""
+
+    request: GenerationRequest
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float | None] = field(default_factory=list)
+    verdicts: list[Verdict] = field(default_factory=list)
+    end: Finished | Failed | None = None
+    ended: threading.Event = field(default_factory=threading.Event)
+    handle: RequestHandle | None = None
+
+    def saw(self, event: Event) -> None:
+        if isinstance(event, TokenEvent):
+            self.tokens.append(event.token)
+            self.logprobs.append(event.logprob)
+        if isinstance(event, Finished | Failed):
+            self.end = event
+            self.ended.set()
+
+    @property
+    def verdict(self) -> Verdict:
+        (verdict,) = self.verdicts
+        return verdict
+
+
+def begin(engine: Engine, request: GenerationRequest) -> Answer:
+    answer = Answer(request)
+    answer.handle = engine.submit(request, answer.saw, answer.verdicts.append)
+    return answer
+
+
+def ask(engine: Engine, request: GenerationRequest) -> Answer:
+    answer = begin(engine, request)
+    assert answer.ended.wait(120)
+    return answer
+
+
+def ask_all(engine: Engine, requests: Sequence[GenerationRequest]) -> list[Answer]:
+    answers = [begin(engine, request) for request in requests]
+    assert all(answer.ended.wait(240) for answer in answers)
+    return answers
+
+
+def text(seed: int) -> str:
+    rng = np.random.default_rng(seed)
+    codes = {name: rng.integers(100000, 999999) for name in NAMES}
+    filler = [f"On day {day} the ship sailed {rng.integers(50)} miles and met nobody." for day in range(25)]
+    facts = [f"The secret code for {name} is {code}." for name, code in codes.items()]
+    lines = [*filler, *facts]
+    rng.shuffle(lines)
+    return "\n".join([*lines, "", f"The secret code for {NAMES[seed % len(NAMES)]} is"])
+
+
+def requests(pair: ModelPair, count: int, first: int = 0) -> list[GenerationRequest]:
+    """Prompts with an answer that may get lost; every other one is sampled."""
+    made = []
+    for seed in range(first, first + count):
+        sampling = dataclasses.replace(SAMPLED, seed=seed) if seed % 2 else SamplingParams()
+        prompt = pair.tokenizer.encode(text(seed))
+        made.append(GenerationRequest(prompt, LENGTH, sampling, ASKED, logprobs=1))
+    return made
+
+
+def check(answer: Answer, pair: ModelPair, kv_bits: int | None) -> None:
+    """Hold the verdict to the truth."""
+    truth = read_in_full(pair.target, answer.request.prompt.tolist(), answer.tokens, kv_bits)
+    verdict = answer.verdict
+    tolerance = ROUNDING if kv_bits is None else 0.05
+    np.testing.assert_allclose(verdict.full, truth.of_answer, atol=tolerance)
+    np.testing.assert_allclose(verdict.sparse, answer.logprobs, atol=ROUNDING)  # type: ignore[arg-type]
+    if truth.margin > 2 * tolerance:
+        assert verdict.own.tolist() == truth.own
+    assert verdict.counted.all()
+    if verdict.is_sampled:
+        check_sampled(verdict, truth, answer)
+    else:
+        same = [own == token for own, token in zip(verdict.own, answer.tokens, strict=True)]
+        assert verdict.agrees.tolist() == same
+        assert verdict.word == ("same" if all(same) else "differs")
+        assert verdict.first == (None if all(same) else same.index(False))
+
+
+def check_sampled(verdict: Verdict, truth: FullReading, answer: Answer) -> None:
+    reach = truth.reach(TOP_K)
+    assert verdict.agrees.tolist() == reach
+    ratios = np.array(truth.of_answer) - np.array(answer.logprobs, dtype=np.float64)
+    half = 1.96 * ratios.std(ddof=1) / math.sqrt(ratios.size)
+    np.testing.assert_allclose(verdict.interval, (ratios.mean() - half, ratios.mean() + half), atol=0.06)
+    assert verdict.word in ("same", "differs")
+    assert all(reach) or verdict.word == "differs"
+
+
+@contextmanager
+def verified(pair: ModelPair, kv_bits: int | None = None) -> Iterator[Engine]:
+    with pytest.MonkeyPatch.context() as patch, Engine(pair, config(kv_bits)) as engine:
+        patch.setattr(loop, "_QUIET_S", 0.0)
+        yield engine
+
+
+def load(family: str, own_layers: bool) -> ModelPair:
+    target = str(MODELS / family / "target")
+    if own_layers:
+        return load_pair(target, "self", dtype="float32", draft_layers=STAGED[family])
+    return load_pair(target, str(MODELS / family / "draft"), dtype="float32")
+
+
+def hold_to_the_truth(family: str, own_layers: bool, kv_bits: int | None, count: int) -> list[Answer]:
+    pair = load(family, own_layers)
+    with verified(pair, kv_bits) as engine:
+        asked = requests(pair, count)
+        alone = [ask(engine, one) for one in asked[: count // 2]]
+        answers = [*alone, *ask_all(engine, asked[count // 2 :])]
+        assert eventually(lambda: all(answer.verdicts for answer in answers), 300)
+    for answer in answers:
+        assert isinstance(answer.end, Finished)
+        assert answer.end.report.mode == "sparse"
+        check(answer, pair, kv_bits)
+    return answers
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_verdicts_equal_a_dense_rerun(family: str) -> None:
+    hold_to_the_truth(family, False, None, 4)
+
+
+@pytest.mark.parametrize("family", STAGED)
+def test_verdicts_on_staged_answers_equal_a_dense_rerun(family: str) -> None:
+    hold_to_the_truth(family, True, None, 4)
+
+
+@pytest.mark.parametrize("family", ["demo", "demo-qwen3_5"])
+def test_verdicts_of_a_quantised_cache_equal_a_dense_rerun(family: str) -> None:
+    hold_to_the_truth(family, False, 8, 4)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("kv_bits", [None, 8], ids=["plain", "quantised"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_hundred_verdicts_equal_a_dense_rerun(family: str, kv_bits: int | None) -> None:
+    """Try both kinds of draft where there are two."""
+    kinds = [False, True] if family in STAGED else [False]
+    counts = [len(hold_to_the_truth(family, own, kv_bits, 26 // len(kinds))) for own in kinds]
+    assert sum(counts) == 26
+
+
+# --- on random models -------------------------------------------------------------------------------------------------
+
+
+def tiny_request(length: int = 400, seed: int = 0, **changes: object) -> GenerationRequest:
+    prompt = random_prompt(length, seed)
+    return dataclasses.replace(GenerationRequest(prompt, LENGTH, specprefill=ASKED, logprobs=1), **changes)  # type: ignore[arg-type]
+
+
+def test_one_forward_more_than_making_the_prompt_dense(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most 3 % of the prompt's tokens are read for the verdict: its answer, which the next turn needs anyway."""
+    pair, read = tiny_pair(), list[int]()
+    with verified(pair) as engine:
+        call = type(pair.target).__call__
+
+        def counting(model: object, tokens: object, *args: object, **kwargs: object) -> object:
+            if model is pair.target and tokens.shape[1] > 1:  # type: ignore[attr-defined]
+                read.append(tokens.shape[1])  # type: ignore[attr-defined]
+            return call(model, tokens, *args, **kwargs)  # type: ignore[arg-type]
+
+        answer = begin(engine, tiny_request(1200, specprefill=ASKED))
+        assert answer.ended.wait(60)
+        monkeypatch.setattr(type(pair.target), "__call__", counting)
+        assert eventually(lambda: bool(answer.verdicts))
+    assert sum(read) <= 1200 + LENGTH + 1
+    assert read[-1] == LENGTH
+    assert LENGTH / 1200 <= 0.03
+
+
+def test_penalties_and_biases_are_full_reading_s_own_too() -> None:
+    """The truth chooses by its own logits less the penalty of each token that came before."""
+    sampling = SamplingParams(frequency_penalty=2.0, logit_bias={7: 3.0})
+    pair = tiny_pair()
+    with verified(pair) as engine:
+        answer = ask(engine, tiny_request(sampling=sampling))
+        assert eventually(lambda: bool(answer.verdicts))
+    truth = read_in_full(pair.target, answer.request.prompt.tolist(), answer.tokens)
+    own, before = [], np.zeros(VOCAB)
+    for row, token in zip(truth.logprobs, answer.tokens, strict=True):
+        biased = row - 2.0 * before
+        biased[7] += 3.0
+        own.append(int(biased.argmax()))
+        before[token] += 1
+    assert answer.verdict.own.tolist() == own
+    assert answer.verdict.agrees.tolist() == [a == b for a, b in zip(own, answer.tokens, strict=True)]
+
+
+def test_what_a_grammar_decided_is_left_out() -> None:
+    """A token counts where full reading's favourite was allowed and was not alone."""
+    pair = load("demo", False)
+    prompt = pair.tokenizer.encode(text(0))
+    grammar = Constraint("start: /[0-9]{6}X/")
+    with verified(pair) as engine:
+        answer = ask(engine, GenerationRequest(prompt, LENGTH, specprefill=ASKED, constraint=grammar))
+        assert eventually(lambda: bool(answer.verdicts))
+    truth = read_in_full(pair.target, prompt, answer.tokens)
+    favourites = [pair.tokenizer.decode([token]) for token in truth.own]
+    counted = answer.verdict.counted.tolist()
+    assert pair.tokenizer.decode(answer.tokens)[6] == "X"
+    assert all(favourites[i].isdigit() for i, counts in enumerate(counted) if counts), favourites
+    assert 0 < sum(counted) < len(answer.tokens)
+    assert answer.verdict.own[-1] == answer.tokens[-1]
+    assert not counted[-1]  # nothing but the end was allowed behind X
+
+
+def test_a_turn_that_is_overtaken_is_unknown() -> None:
+    pair, first = tiny_pair(), tiny_request()
+    with Engine(pair, config()) as engine, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "_QUIET_S", math.inf)
+        earlier = ask(engine, first)
+        longer = (*first.prompt.tolist(), *earlier.tokens, *random_prompt(300, 9))
+        later = ask(engine, dataclasses.replace(first, prompt=longer))
+        assert eventually(lambda: bool(earlier.verdicts))
+        assert (earlier.verdict.word, later.verdicts) == ("unknown", [])
+        assert "later turns" in earlier.verdict.why_unknown
+    assert later.verdict.why_unknown == "the server stopped"
+
+
+def test_who_waits_gets_the_verdict_at_once() -> None:
+    """Not in idle time: there never is any."""
+    pair = tiny_pair()
+    with Engine(pair, config()) as engine, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "_QUIET_S", math.inf)
+        waits = SpecPrefillOptions(enabled=True, verify="wait")
+        answer = ask(engine, tiny_request(specprefill=waits))
+        assert eventually(lambda: bool(answer.verdicts))
+        assert answer.verdict.word in ("same", "differs")
+        assert eventually(lambda: engine.stats().memory.reserved == 0)
+
+
+def test_nothing_is_verified_that_was_not_asked_for_or_read_in_full() -> None:
+    pair = tiny_pair()
+    with verified(pair) as engine:
+        silent = ask(engine, tiny_request(specprefill=SpecPrefillOptions(enabled=True), logprobs=None))
+        full = ask(engine, tiny_request(seed=1, specprefill=SpecPrefillOptions(enabled=False, verify="late")))
+        assert eventually(lambda: not engine.densifier.turns)
+    assert silent.verdicts == full.verdicts == []
+    assert silent.logprobs == [None] * LENGTH

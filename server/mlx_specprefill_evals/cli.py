@@ -32,7 +32,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 def evaluate(
     tasks: Annotated[
         list[str] | None,
-        typer.Option("--task", "--suite", help=f"A task or a group: {', '.join(GROUPS)}; repeat."),
+        typer.Option("--task", "--suite", help=f"A task, a group ({', '.join(GROUPS)}), or agents; repeat."),
     ] = None,
     lengths: Annotated[list[int] | None, typer.Option("--length", help="Prompt tokens; repeat. Default 1024.")] = None,
     depths: Annotated[
@@ -54,6 +54,9 @@ def evaluate(
             min=0, help="Number of items per cell whose distributions are measured too: KL, attention, perplexity."
         ),
     ] = 0,
+    acceptance: Annotated[
+        bool, typer.Option("--acceptance", help="Of agents, the sessions that no rule was chosen by.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Number of the first item.")] = 0,
     out: Annotated[
         Path | None, typer.Option(help="Folder for items, report and plots. A run into the same folder is resumed.")
@@ -85,6 +88,7 @@ def evaluate(
             probes=probes,
             seed=seed,
             out=out,
+            acceptance=acceptance,
         )
         if server is not None:
             if chunk_size is not None:

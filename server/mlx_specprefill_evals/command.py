@@ -9,13 +9,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from . import corpus, longbench, plots, suite
+from . import agents, corpus, longbench, plots, suite
 from .arms import Arm
 from .errors import NothingToDoError
 from .model_under_test import ModelUnderTest
 from .records import Cell, Record, Records
 from .report import markdown, summarise
-from .tasks import CALLS, REAL, TASKS, Item
+from .tasks import CALLS, CODE_QA, REAL, TASKS, Item
 
 __all__ = ["Options", "Predict", "announced", "evaluate"]
 
@@ -23,10 +23,15 @@ Tell = Callable[[str], None]
 Predict = Callable[[int, Arm], float]
 """Seconds that an arm's prefill of so many tokens takes."""
 
+AGENTS = "agents"
+
 
 @dataclass(frozen=True)
 class Options:
-    """Options of one run. If `out` is None, nothing is written and nothing can be resumed."""
+    """Options of one run. If `out` is None, nothing is written and nothing can be resumed.
+
+    `acceptance` takes the agents' sessions that are not for development.
+    """
 
     tasks: tuple[str, ...]
     lengths: tuple[int, ...]
@@ -37,6 +42,7 @@ class Options:
     probes: int = 0
     seed: int = 0
     out: Path | None = None
+    acceptance: bool = False
 
 
 def evaluate(options: Options, model: ModelUnderTest, tell: Tell, predict: Predict | None = None) -> dict[str, Any]:
@@ -51,7 +57,7 @@ def evaluate(options: Options, model: ModelUnderTest, tell: Tell, predict: Predi
         UnreachableError: the server is gone; the results so far are kept.
     """
     sources, problems = _sources(options, model, tell)
-    described = {**model.described, "seed": options.seed, **_corpus(sources)}
+    described = {**model.described, "seed": options.seed, **_corpus(sources), **_sessions(options)}
     records = Records(None if options.out is None else options.out / "items.jsonl", described)
     plan = suite.Plan(options.arms, options.number, options.probes, options.seed)
     tell(announced(list(suite.work(plan, sources, records)), predict))
@@ -88,9 +94,12 @@ def _minutes(seconds: float) -> str:
 
 
 def _sources(options: Options, model: ModelUnderTest, tell: Tell) -> tuple[list[suite.Source], list[str]]:
-    names, unknown = suite.choose_tasks(options.tasks)
-    problems = [f"no task {name!r}; there are: {', '.join(TASKS)}" for name in unknown]
+    names, unknown = suite.choose_tasks([name for name in options.tasks if name != AGENTS])
+    known = ", ".join((AGENTS, *TASKS))
+    problems = [f"no task {name!r}; there are: {known}" for name in unknown]
     sources = list(suite.synthetic(names, options.lengths, options.depths, model))
+    if AGENTS in options.tasks:
+        sources += _agents(max(options.lengths), options.acceptance)
     for file in options.files:
         try:
             examples, bad_lines = longbench.load(file)
@@ -106,9 +115,26 @@ def _sources(options: Options, model: ModelUnderTest, tell: Tell) -> tuple[list[
     return sources, problems
 
 
+def _agents(most: int, acceptance: bool) -> Iterator[suite.Source]:
+    found = agents.items(most, acceptance)
+    if found:
+        yield suite.Source(Cell(AGENTS, most), lambda number: (found[number % len(found)], _unscored), 0, len(found))
+
+
+def _unscored(_: str) -> float:
+    return 0.0
+
+
+def _sessions(options: Options) -> dict[str, str]:
+    """Return which sessions were run: a folder holds results of one kind."""
+    return {"sessions": "acceptance" if options.acceptance else "development"} if AGENTS in options.tasks else {}
+
+
 def _corpus(sources: Sequence[suite.Source]) -> dict[str, str]:
     """Return the description of the real text if a task uses it. Other text makes other items."""
-    return {"corpus": corpus.described()} if any(source.cell.task in REAL | CALLS for source in sources) else {}
+    return (
+        {"corpus": corpus.described()} if any(source.cell.task in REAL | CALLS | CODE_QA for source in sources) else {}
+    )
 
 
 def _longbench_sources(examples: Sequence[longbench.Example]) -> Iterator[suite.Source]:

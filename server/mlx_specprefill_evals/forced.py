@@ -43,7 +43,7 @@ def forced_replies(
         replay, measures = replays.of(arm), _known(replays.of(arm), forced)
         report = replays.of(arm.restored).report
         if arm != FULL:
-            measures |= _against(full, replay, forced) | prompted.recall(arm, report.kept_spans or ())
+            measures |= _against(full, replay, forced) | prompted.found(arm, report.kept_spans or ())
         likeliest = replay.logprobs[forced.start :].argmax(axis=1)
         kept, score = report.kept_tokens / report.prompt_tokens, float(measures["right"] == 1)
         if _known(full, forced)["right"] == 1:

@@ -12,6 +12,7 @@ import asyncio
 import hashlib
 import json
 import queue
+import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -87,7 +88,7 @@ class LocalModel:
         return len(self._encode(text))
 
     def ask(self, item: Item, arms: Sequence[Arm], answer_tokens: int, seed: int, probe: bool) -> dict[Arm, Reply]:
-        applicable = [arm for arm in arms if arm.kind != "oracle" or item.gold]
+        applicable = [arm for arm in arms if arm.kind != "oracle" or item.gold or item.mentions]
         try:
             self._engine.drop_cached(owner=OWNER)  # of the item before
             if item.earlier:
@@ -102,20 +103,21 @@ class LocalModel:
     def _force(self, item: Item, arms: Sequence[Arm], seed: int, session: bool = False) -> dict[Arm, Reply]:
         known = item.known
         assert known is not None
+        mentions: tuple[tuple[Span, ...], ...] = ()
         if known.raw:
             prompt, gold, forced = self._continued(item, known)
         else:
-            prompt, gold = self._rendered(item)
+            prompt, gold, mentions = self._rendered(item)
             forced = Forced(*_behind(self._encode(known.opening), self._encode(known.opening + known.answer)))
-        prompted = Prompted(self._engine, prompt, gold, 1, seed, session)
+        prompted = Prompted(self._engine, prompt, gold, 1, seed, session, mentions)
         return forced_replies(prompted, forced, arms, self._decode, keep=session)
 
     def _generate(
         self, item: Item, arms: Sequence[Arm], answer_tokens: int, seed: int, probe: bool
     ) -> dict[Arm, Reply]:
-        question = _Question(self._engine, *self._rendered(item), answer_tokens, seed)
+        question = _Question(self._engine, *self._rendered(item)[:2], answer_tokens, seed)
         answers = question.answers(arms)
-        measures = {arm: question.recall(arm, answer.spans) for arm, answer in answers.items()}
+        measures = {arm: question.found(arm, answer.spans) for arm, answer in answers.items()}
         if probe:
             ratios = self._perplexity_ratios(item, arms, seed)
             for arm, more in question.probed(answers).items():
@@ -140,39 +142,43 @@ class LocalModel:
         text = self._decode([token for token in answer.tokens if token not in stops])
         return Reply(text, answer.report.kept_tokens / answer.report.prompt_tokens, measures)
 
-    def _rendered(self, item: Item) -> tuple[Prompt, tuple[Span, ...]]:
-        """Render the conversation up to the last question, with the right earlier answers, and locate its gold."""
+    def _rendered(self, item: Item) -> tuple[Prompt, tuple[Span, ...], tuple[tuple[Span, ...], ...]]:
+        """Render the conversation up to the last question, with the right earlier answers.
+
+        Returns:
+            The prompt, the places of its gold, and all places of each mention.
+        """
         messages: list[dict[str, str]] = []
         for turn in item.turns:
             messages.append({"role": "user", "content": turn.question})
             messages.append({"role": "assistant", "content": turn.answer})
         said = conversation(messages[:-1])
         prompt, text = asyncio.run(self._builder.chat(said)), asyncio.run(self._builder.text(said))
-        return prompt, self._located(text, prompt, item.gold)
+        if not item.gold and not item.mentions:
+            return prompt, (), ()
+        located = self._offsets(text, prompt)
+        return prompt, _first(located, text, item.gold), tuple(_every(located, text, word) for word in item.mentions)
 
     def _continued(self, item: Item, known: Known) -> tuple[Prompt, tuple[Span, ...], Forced]:
         """Return a text to continue, the place of its gold, and its continuation."""
         text = item.turns[-1].question + known.opening
         head, all_tokens = (asyncio.run(self._builder.raw(said)).tokens for said in (text, text + known.answer))
         whole, start = _behind(head.tolist(), tuple(all_tokens.tolist()))
-        gold = self._located(text, Prompt(head), item.gold)
+        gold = _first(self._offsets(text, Prompt(head)), text, item.gold) if item.gold else ()
         return Prompt(as_token_ids(whole[:start])), gold, Forced(whole[start:])
 
-    def _located(self, text: str, prompt: Prompt, passages: Sequence[str]) -> tuple[Span, ...]:
-        """Return where these passages of a prompt's text first occur in its tokens."""
-        if not passages:
-            return ()
+    def _offsets(self, text: str, prompt: Prompt) -> Sequence[Span]:
+        """Return the characters [start, end) of each token of a prompt.
+
+        Raises:
+            NotMeasuredError: the prompt's text has other tokens.
+        """
         tokenizer = self._engine.pair.tokenizer._tokenizer  # the wrapper forwards attributes, but not the call itself
-        both = (tokenizer(text, add_special_tokens=s, return_offsets_mapping=True) for s in (False, True))
-        offsets = next((one["offset_mapping"] for one in both if one["input_ids"] == prompt.tokens.tolist()), None)
-        places = [text.find(passage) for passage in passages]
-        if offsets is None or -1 in places:
-            raise NotMeasuredError("passages can't be located in this prompt")
-        starts, ends = [start for start, _ in offsets], [end for _, end in offsets]
-        return tuple(
-            (bisect_right(ends, place), bisect_left(starts, place + len(passage)))
-            for place, passage in zip(places, passages, strict=True)
-        )
+        for special in (False, True):
+            read = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
+            if read["input_ids"] == prompt.tokens.tolist():
+                return list(read["offset_mapping"])
+        raise NotMeasuredError("passages can't be located in this prompt")
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._engine.pair.tokenizer.encode(text, add_special_tokens=False))
@@ -183,6 +189,29 @@ class LocalModel:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _first(offsets: Sequence[Span], text: str, passages: Sequence[str]) -> tuple[Span, ...]:
+    """Return the tokens of each passage's first occurrence.
+
+    Raises:
+        NotMeasuredError: a passage does not occur.
+    """
+    if not all(passage in text for passage in passages):
+        raise NotMeasuredError("passages can't be located in this prompt")
+    return tuple(_tokens_of(offsets, text.index(passage), len(passage)) for passage in passages)
+
+
+def _every(offsets: Sequence[Span], text: str, word: str) -> tuple[Span, ...]:
+    return tuple(_tokens_of(offsets, found.start(), len(word)) for found in re.finditer(re.escape(word), text))
+
+
+def _tokens_of(offsets: Sequence[Span], start: int, length: int) -> Span:
+    """Return the tokens [start, end) that hold these characters."""
+    return (
+        bisect_right(offsets, start, key=lambda span: span[1]),
+        bisect_left(offsets, start + length, key=lambda span: span[0]),
+    )
 
 
 def _behind(head: Sequence[int], whole: tuple[int, ...]) -> tuple[tuple[int, ...], int]:

@@ -16,7 +16,7 @@ __all__ = ["is_known", "paired_cells", "paired_markdown", "right_in_full"]
 
 AGAINST_FULL = ("score", "nll", "right")  # that full prefill has as well: differences
 OF_FULL = ("kl", "top1", "same")  # that are about full prefill: means
-PLAIN = ("recall", "kept")
+PLAIN = ("mentioned", "recall", "kept")
 HEAD = (
     "task",
     "tokens",
@@ -28,6 +28,7 @@ HEAD = (
     "KL",
     "top-1",
     "same answer",
+    "names kept",
     "gold recall",
     "kept",
 )
@@ -69,6 +70,7 @@ def _rows(records: Sequence[Record], arms: Sequence[Arm]) -> Iterator[tuple[str,
 
 def _measures(arm: Arm, records: Sequence[Record]) -> dict[str, Any]:
     found: dict[str, Any] = {}
+    groups = [record.group or record.number for record in records]
     for name in (*AGAINST_FULL, *OF_FULL, *PLAIN):
         if any(record.arms[arm.name].get(name) is None for record in records):
             continue
@@ -76,10 +78,10 @@ def _measures(arm: Arm, records: Sequence[Record]) -> dict[str, Any]:
         found[name] = {"mean": float(np.mean(values))}
         if arm != FULL and name in AGAINST_FULL:
             full = [record.arms[FULL.name][name] for record in records]
-            mean, low, high = paired_difference(full, values)
+            mean, low, high = paired_difference(full, values, groups)
             found[name]["difference"] = {"mean": mean, "low": low, "high": high}
         elif name in OF_FULL:
-            found[name] |= dict(zip(("low", "high"), interval(values), strict=True))
+            found[name] |= dict(zip(("low", "high"), interval(values, groups), strict=True))
     return found
 
 

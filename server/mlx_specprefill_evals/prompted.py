@@ -31,6 +31,7 @@ class Prompted:
     """Args:
     gold: token spans that hold what the answer needs.
     seed: of the random arm.
+    mentions: all places of each word of the answer that occurs in the prompt.
     session: a turn of a conversation. Arms that ask the draft follow their earlier turns as when they serve; those
         that bring scores along start over at every turn.
 
@@ -46,6 +47,7 @@ class Prompted:
         answer_tokens: int,
         seed: int,
         session: bool = False,
+        mentions: Sequence[Sequence[Span]] = (),
     ) -> None:
         self.engine = engine
         self.prompt = prompt
@@ -53,6 +55,7 @@ class Prompted:
         self.answer_tokens = answer_tokens
         self.seed = seed
         self.session = session
+        self.mentions = mentions
         self.chunk = engine.config.selection.chunk_size
         self._inspections: dict[RuleName, Inspection] = {}
 
@@ -96,7 +99,7 @@ class Prompted:
             "random": partial(rankings.random_chunks, M, CHUNK, self.seed),
             "recency": partial(rankings.by_recency, M),
             "lexical": self._by_words,
-            "oracle": partial(rankings.gold_first, M, CHUNK, self.gold, self.seed),
+            "oracle": partial(rankings.gold_first, M, CHUNK, self.gold or self._newest_mentions(), self.seed),
         }
         return SpecPrefillOptions(True, arm.keep, return_spans=True, rule=arm.rule, importance=score[arm.kind]())
 
@@ -113,11 +116,22 @@ class Prompted:
 
     # --- measures ----------------------------------------------------------------------------------------------------
 
-    def recall(self, arm: Arm, spans: Sequence[Span]) -> dict[str, float]:
-        """Return the share of chunks with gold whose gold was kept."""
-        if arm == FULL or not self.gold:
+    def _newest_mentions(self) -> list[Span]:
+        return [places[-1] for places in self.mentions]
+
+    def found(self, arm: Arm, spans: Sequence[Span]) -> dict[str, float]:
+        """Return the shares of gold and of mentions that were kept, as far as the prompt has any."""
+        if arm == FULL:
             return {}
-        kept, gold = self.mask(spans), self.mask(self.gold)
+        kept = self.mask(spans)
+        named = [any(kept[start:end].all() for start, end in places) for places in self.mentions]
+        return self._recall(kept) | ({"mentioned": sum(named) / len(named)} if named else {})
+
+    def _recall(self, kept: Bools) -> dict[str, float]:
+        """Return the share of chunks with gold whose gold was kept."""
+        if not self.gold:
+            return {}
+        gold = self.mask(self.gold)
         starts = np.arange(0, kept.size, self.chunk)
         needed = np.add.reduceat(gold, starts, dtype=np.int64)
         found = np.add.reduceat(gold & kept, starts, dtype=np.int64)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,16 @@ class Cell:
 
 @dataclass(frozen=True)
 class Record:
-    """One item. `arms` has per arm its score, answer, kept share and measures. `skipped` says why there are none."""
+    """One item. `arms` has per arm its score, answer, kept share and measures. `skipped` says why there are none.
+
+    Items of one `group` are not independent; empty: the item stands alone.
+    """
 
     cell: Cell
     number: int
     arms: dict[str, dict[str, Any]] = field(default_factory=dict)
     skipped: str | None = None
+    group: str = ""
 
 
 class Records:
@@ -72,7 +76,7 @@ class Records:
     def _take(self, record: Record) -> None:
         earlier = self.find(record.cell, record.number)
         if earlier is not None:
-            record = Record(record.cell, record.number, earlier.arms | record.arms)
+            record = replace(record, arms=earlier.arms | record.arms)
         self._done[record.cell, record.number] = record
 
     def _append(self, line: Mapping[str, Any]) -> None:
@@ -93,7 +97,7 @@ class Records:
                 f"{self._file} holds results of {before}, not of {dict(described)}; choose another --out"
             )
         for line in lines[1:]:
-            self._take(Record(Cell(**line["cell"]), line["number"], line["arms"], line["skipped"]))
+            self._take(Record(Cell(**line["cell"]), line["number"], line["arms"], line["skipped"], line["group"]))
 
 
 def _lines(file: Path) -> Iterator[dict[str, Any]]:

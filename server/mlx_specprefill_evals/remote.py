@@ -55,6 +55,8 @@ class RemoteModel:
 
     def ask(self, item: Item, arms: Sequence[Arm], answer_tokens: int, seed: int, probe: bool) -> dict[Arm, Reply]:
         del seed, probe  # of arms and measures that need the engine
+        if not item.values:
+            raise NotMeasuredError("this task is judged by distributions; a server gives texts")
         plain = list(arms) == [FULL]  # other servers may refuse fields that they don't know
         return {arm: self._converse(item, {} if plain else _options(arm), answer_tokens) for arm in arms}
 

@@ -113,7 +113,7 @@ def _measured(plan: Plan, source: Source, model: ModelUnderTest, number: int, wa
     probe = number < plan.seed + plan.probes
     replies = model.ask(item, wanted, source.answer_tokens, number, probe)
     arms = {arm.name: _entry(replies.get(arm), score) for arm in wanted}
-    return Record(source.cell, number, arms)
+    return Record(source.cell, number, arms, group=item.group)
 
 
 def _entry(reply: Reply | None, score: Score) -> dict[str, object]:

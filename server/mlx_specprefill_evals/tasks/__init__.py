@@ -3,18 +3,20 @@
 from .adversarial import ADVERSARIAL
 from .base import Item, Known, Space, Task, make_item
 from .calls import CALLS
+from .code_qa import CODE_QA
 from .more import MORE
 from .real import REAL
 from .ruler import RULER
 
-TASKS: dict[str, Task] = RULER | ADVERSARIAL | MORE | REAL | CALLS
+TASKS: dict[str, Task] = RULER | ADVERSARIAL | MORE | REAL | CALLS | CODE_QA
 GROUPS: dict[str, tuple[str, ...]] = {
     "ruler": tuple(RULER),
     "adversarial": tuple(ADVERSARIAL),
     "more": tuple(MORE),
     "real": tuple(REAL),
     "tools": ("tool_choice", *CALLS),
+    "public": ("needle", "quote", "paraphrase", "code_qa", "tool_choice"),
     "all": tuple(TASKS),
 }
 
-__all__ = ["CALLS", "GROUPS", "REAL", "TASKS", "Item", "Known", "Space", "Task", "make_item"]
+__all__ = ["CALLS", "CODE_QA", "GROUPS", "REAL", "TASKS", "Item", "Known", "Space", "Task", "make_item"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .. import haystack
 from ..aggregates import Whole
@@ -41,6 +41,8 @@ class Item:
         gold: passages of the document that the last answer needs; none where it needs the document as a whole.
         known: the last answer word for word, where there is only one.
         earlier: the conversation's turns before this one, where they are judged as well; each goes on from the last.
+        mentions: words of the last answer that occur in the conversation, often more than once.
+        group: items of one group are not independent: intervals resample groups. Empty: the item stands alone.
     """
 
     turns: tuple[Turn, ...]
@@ -48,15 +50,21 @@ class Item:
     gold: tuple[str, ...] = ()
     known: Known | None = None
     earlier: tuple[Item, ...] = ()
+    mentions: tuple[str, ...] = ()
+    group: str = ""
 
 
 @dataclass(frozen=True)
 class Space:
-    """The room for a document: the limit in prompt tokens, the counter, and the needle's place if it is fixed."""
+    """The room for a document: the limit in prompt tokens, the counter, and the needle's place if it is fixed.
+
+    `number` is the item's, for tasks that are a list of questions.
+    """
 
     length: int
     count: Count
     depth: float | None = None
+    number: int = 0
 
     def without(self, *texts: str) -> int:
         """Return the tokens left beside these texts and the template."""
@@ -82,7 +90,7 @@ class Task:
 
 def make_item(task: Task, name: str, seed: int, space: Space) -> Item:
     """Return the item of that number. It is the same on every machine with the same tokenizer."""
-    return task.make(random.Random(f"{name}/{seed}/{space.length}/{space.depth}"), space)
+    return task.make(random.Random(f"{name}/{seed}/{space.length}/{space.depth}"), replace(space, number=seed))
 
 
 def asked_about(document: str, fact: Fact | Whole) -> Item:

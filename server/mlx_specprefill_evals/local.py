@@ -42,7 +42,8 @@ from .arms import FULL, Arm
 from .errors import NotMeasuredError
 from .forced import Forced, check_mode, divergence, forced_replies, together
 from .model_under_test import Reply
-from .prompted import OWNER, Prompted, Span
+from .prompted import CHUNK, OWNER, Prompted, Span
+from .statistics import rank_agreement
 from .tasks import Item, Known
 
 __all__ = ["LocalModel", "examination"]
@@ -237,7 +238,7 @@ class _Question(Prompted):
         return {arm: answers[arm] for arm in arms}
 
     def probed(self, answers: Mapping[Arm, _Answer]) -> dict[Arm, dict[str, float]]:
-        """Compare the distributions over the first tokens of the dense answer, and the kept attention mass.
+        """Compare the distributions over the first tokens of the dense answer, and what the answer attends to.
 
         Text after the end of an answer is noise, and would be most of a short one.
         """
@@ -248,20 +249,37 @@ class _Question(Prompted):
         for arm, answer in answers.items():
             if arm != FULL:
                 replayed = self.engine.replay(self._replayed(arm, answer), continuation)
-                measures[arm] = divergence(full.logprobs, replayed.logprobs) | self._mass(full, answer)
+                measures[arm] = divergence(full.logprobs, replayed.logprobs) | self._attended(arm, full, answer)
         return measures
 
     def _replayed(self, arm: Arm, answer: _Answer) -> GenerationRequest:
         return self.cut(answer.spans) if arm.kind == "renumbered" else self.request(arm)
 
-    def _mass(self, full: Replay, answer: _Answer) -> dict[str, float]:
-        """Return the share of the target's attention on selectable tokens that falls on kept ones."""
+    def _attended(self, arm: Arm, full: Replay, answer: _Answer) -> dict[str, float]:
+        """Compare the attention of the target's own answer with the selection: an oracle without labels (CLAA, arXiv
+        2602.16054).
+
+        Returns:
+            `mass`, the share of the attention on selectable tokens that falls on kept ones, and for arms that ask the
+            draft `agreement`, the rank correlation of both over published chunks.
+        """
         if full.attention is None:
             return {}
         open_to_choice = ~self.mask([(start, end) for start, end, _ in self.inspection().forced_ranges])
         total = float(full.attention[open_to_choice].sum())
         held = float(full.attention[open_to_choice & self.mask(answer.spans)].sum())
-        return {"mass": held / total} if total > 0 else {}
+        if total <= 0:
+            return {}
+        mass = {"mass": held / total}
+        if not arm.asks_draft:
+            return mass
+        starts = np.arange(0, open_to_choice.size, CHUNK)
+        sums = [
+            np.add.reduceat(np.where(open_to_choice, scores, 0), starts)
+            for scores in (self.inspection(arm.rule).importance, full.attention)
+        ]
+        some = np.logical_or.reduceat(open_to_choice, starts)
+        return mass | {"agreement": rank_agreement(sums[0][some], sums[1][some])}
 
 
 def _gather(engine: Engine, requests: Mapping[Arm, GenerationRequest]) -> dict[Arm, _Answer]:

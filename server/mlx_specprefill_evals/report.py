@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from mlx_specprefill import __version__
+
 from .arms import Arm
 from .paired import paired_cells, paired_markdown, right_in_full
 from .records import Cell, Record
@@ -14,9 +16,16 @@ from .statistics import DENSE_FLOOR, paired_difference
 
 __all__ = ["markdown", "summarise"]
 
-MEASURES = ("kept", "recall", "mass", "kl", "top1", "ppl_ratio")
-HEADINGS = {"kept": "kept", "recall": "gold recall", "mass": "attention kept", "kl": "KL", "top1": "top-1",
-            "ppl_ratio": "PPL ratio"}  # fmt: skip
+MEASURES = ("kept", "recall", "mass", "agreement", "kl", "top1", "ppl_ratio")
+HEADINGS = {
+    "kept": "kept",
+    "recall": "gold recall",
+    "mass": "attention kept",
+    "agreement": "rank agreement",
+    "kl": "KL",
+    "top1": "top-1",
+    "ppl_ratio": "PPL ratio",
+}
 
 
 def summarise(records: Iterable[Record], arms: Sequence[Arm], by_depth: bool = False) -> dict[str, Any]:
@@ -77,15 +86,21 @@ def _arm(name: str, records: Sequence[Record]) -> dict[str, Any]:
 def markdown(summary: Mapping[str, Any]) -> str:
     """Return one table with a row per cell and arm. One table per arm kind and share would be many.
 
-    Cells of known answers have two of their own.
+    Cells of known answers have two of their own. A line above says what was run, so that the report can be passed on.
     """
     paired = {(cell["task"], cell["length"]) for cell in summary["paired"]}
     cells = [cell for cell in summary["cells"] if (cell["task"], cell["length"]) not in paired]
-    parts = [_accuracies(cells)] if cells or not paired else []
+    parts = [_run(summary["run"])] if "run" in summary else []
+    parts += [_accuracies(cells)] if cells or not paired else []
     if paired:
         parts += ["Known answers, all items:", paired_markdown(summary["paired"])]
         parts += ["Known answers, items that full prefill gets right:", paired_markdown(summary["paired_right"])]
     return "\n\n".join(parts)
+
+
+def _run(described: Mapping[str, Any]) -> str:
+    facts = {"mlx-specprefill": __version__, **described}
+    return ", ".join(f"{name} {value}" for name, value in facts.items())
 
 
 def _accuracies(cells: Sequence[Mapping[str, Any]]) -> str:

@@ -11,7 +11,7 @@ from mlx_specprefill_evals import agents
 from mlx_specprefill_evals.arms import arms
 from mlx_specprefill_evals.command import Options, evaluate
 from mlx_specprefill_evals.local import LocalModel, examination
-from mlx_specprefill_evals.statistics import interval
+from mlx_specprefill_evals.statistics import interval, rank_agreement
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 ACTION = (
@@ -78,3 +78,9 @@ def test_an_interval_resamples_groups() -> None:
     low, high = interval(values)
     assert 0.25 < low < high < 0.75
     assert interval(np.array([1.0, 1.0])) == (1.0, 1.0)
+
+
+def test_rankings_agree_disagree_or_have_nothing_in_common() -> None:
+    one = np.array([0.1, 5, 2, 9], dtype=np.float32)
+    assert rank_agreement(one, one**3) == pytest.approx(1)
+    assert rank_agreement(one, -one) == pytest.approx(-1)

@@ -173,8 +173,9 @@ def test_plots_and_table_are_written(tmp_path: Path):
     for name in ("keeps.svg", "depths-needle.svg"):
         assert (tmp_path / name).read_text().rstrip().endswith("</svg>")
     table = (tmp_path / "report.md").read_text().splitlines()
-    assert table[0].startswith("| task | tokens | n | full | arm | accuracy |")
-    assert len(table) == 2 + 2 * 4  # two lengths, two arms at two shares
+    assert "model fake, seed 0" in table[0]  # what is pasted says what was run
+    assert table[2].startswith("| task | tokens | n | full | arm | accuracy |")
+    assert len(table) == 4 + 2 * 4  # two lengths, two arms at two shares
 
 
 @pytest.mark.parametrize(

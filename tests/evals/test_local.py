@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -67,12 +68,14 @@ def test_measures_are_in_their_ranges(replies):
             assert 0 <= reply.measures["mass"] <= 1
             assert 0 <= reply.measures["top1"] <= 1
             assert reply.measures["kl"] >= -1e-6
+        assert ("agreement" in reply.measures) == (name in ("sparse@0.2", "paper@0.2", "renumbered@0.2"))
+    assert found["sparse@0.2"].measures["agreement"] > 0
     assert found["sparse@0.2"].measures["mass"] > found["random@0.2"].measures["mass"]
     assert found["sparse@0.2"].measures["kl"] < 0.1 < found["random@0.2"].measures["kl"]  # nobody knows the code
 
 
 def test_the_oracle_does_not_apply_where_everything_counts(model):
-    item = make_item(TASKS["cwe"], "cwe", 0, Space(600, model.count))
+    item = replace(make_item(TASKS["needle"], "needle", 0, Space(600, model.count)), gold=())
     asked = model.ask(item, arms(["oracle", "random"], ["0.2"]), 4, 0, False)
     assert {arm.name for arm in asked} == {"full", "random@0.2"}
 

@@ -62,7 +62,7 @@ def test_an_arm_that_is_not_there_yet_is_left_out() -> None:
 
 def test_rows_as_text() -> None:
     text = paired_markdown(paired_cells(RECORDS, ARMS))
-    assert "| copy | 1024 | 4 | full | 0.50 | 1.00 | 0.50 |  |  |  |  | 1.00 |" in text
+    assert "| copy | 1024 | 4 | full | 0.50 | 1.00 | 0.50 |  |  |  |  |  | 1.00 |" in text
     assert "| 1.50 (+0.50 to +0.50) |" in text
 
 

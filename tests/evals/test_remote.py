@@ -13,7 +13,7 @@ from mlx_specprefill_evals.arms import FULL, arms
 from mlx_specprefill_evals.errors import NotMeasuredError, UnreachableError
 from mlx_specprefill_evals.facts import Turn
 from mlx_specprefill_evals.remote import RemoteModel
-from mlx_specprefill_evals.tasks import Item
+from mlx_specprefill_evals.tasks import GROUPS, TASKS, Item, Space, make_item
 
 ITEM = Item((Turn("First?", "One."), Turn("Second?", "Two.")), ("two",))
 
@@ -113,3 +113,13 @@ def test_a_server_that_is_down_is_unreachable():
         pass
     with pytest.raises(UnreachableError, match=r"no answer from http://127\.0\.0\.1"):
         RemoteModel(url)
+
+
+def test_what_only_distributions_judge_is_not_asked_of_a_server():
+    with serving(good) as (_, url), pytest.raises(NotMeasuredError, match="distributions"):
+        RemoteModel(url).ask(Item((Turn("First?", "One."),), ()), [FULL], 8, 0, False)
+
+
+def test_the_public_suite_can_be_asked_of_a_server():
+    made = [make_item(TASKS[name], name, 0, Space(1500, len)) for name in GROUPS["public"]]
+    assert all(item.values and not (item.known and item.known.raw) for item in made)

@@ -59,7 +59,7 @@ def test_short_prompts_are_refused() -> None:
         make_item(ruler.RULER["fwe"], "fwe", 0, Space(600, count))
 
 
-@pytest.mark.parametrize("name", [name for name in ruler.RULER if name != "cwe"])
+@pytest.mark.parametrize("name", list(ruler.RULER))
 def test_the_real_generators_fill_the_length(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("lm_eval", reason="lm-eval comes with the extra eval")
     monkeypatch.setattr(ruler, "_essay_words", lambda: ("A sentence about something. " * 5000).split())
@@ -70,5 +70,5 @@ def test_the_real_generators_fill_the_length(name: str, monkeypatch: pytest.Monk
     text = made.turns[0].question
     assert 1000 < count(text) <= 2000
     assert all(value in text for value in made.values)
-    assert bool(made.gold) == (name != "fwe")
+    assert bool(made.gold) == (name not in ("cwe", "fwe"))
     assert re.search(r"(is|are|are:|words are:)$", text.strip())

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from mlx_specprefill_server.packages import PackagedFile, install, locate
+from mlx_specprefill_server.pairs import PackagedFile, install, locate
 
 from .facts import Turn
 from .tasks import Item, Known

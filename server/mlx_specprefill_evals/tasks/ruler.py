@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from mlx_specprefill_server.packages import PackagedFile, install, locate
+from mlx_specprefill_server.pairs import PackagedFile, install, locate
 
 from .. import scoring
 from ..errors import NotMeasuredError

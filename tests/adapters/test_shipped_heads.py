@@ -19,12 +19,12 @@ from tests.tiny import save_checkpoint, tiny_model
 HEADS = DraftHeads((Head(1, 3, 0.5),), 2, 3, {"copy": 1.0})
 
 
-def trained(seed: int) -> nn.Module:
-    """A tiny model whose norms are those of a bfloat16 checkpoint, as training leaves them."""
+def trained(seed: int, dtype: mx.Dtype = mx.bfloat16) -> nn.Module:
+    """A tiny model with norms as training leaves them, in a checkpoint of this dtype."""
     model = tiny_model("llama", seed)
     mx.random.seed(seed)
     norms = [(name, array) for name, array in tree_flatten(model.parameters()) if name.endswith("norm.weight")]
-    noisy = [(name, (array + mx.random.normal(array.shape)).astype(mx.bfloat16)) for name, array in norms]
+    noisy = [(name, (array + mx.random.normal(array.shape)).astype(dtype)) for name, array in norms]
     model.load_weights([(name, array.astype(mx.float32)) for name, array in noisy], strict=False)
     return model
 
@@ -42,7 +42,7 @@ CASTS: dict[str, Callable[[nn.Module], object]] = {
 
 @pytest.mark.parametrize("cast", CASTS)
 def test_a_fingerprint_outlives_quantisation(cast: str) -> None:
-    model = trained(1)
+    model = trained(1, mx.float32 if cast == "bfloat16" else mx.bfloat16)
     before = shipped.fingerprint(model)
     CASTS[cast](model)
     assert shipped.fingerprint(model) == before

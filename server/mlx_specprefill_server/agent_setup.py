@@ -231,6 +231,7 @@ def _claude(server: RunningServer) -> Setup:
         "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(server.window),
         "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(server.output),
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",  # it changes from session to session
     }
     return Setup({_home("CLAUDE_CONFIG_DIR", ".claude") / "settings.json": {"env": environment}})
 

@@ -16,7 +16,15 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from pydantic import ValidationError
 
-from mlx_specprefill import Constraint, Engine, EngineClosedError, GenerationRequest, InvalidRequestError, Verdict
+from mlx_specprefill import (
+    CacheLabel,
+    Constraint,
+    Engine,
+    EngineClosedError,
+    GenerationRequest,
+    InvalidRequestError,
+    Verdict,
+)
 
 from .auth import Identity
 from .errors import DeadlineError, QueueTimeoutError
@@ -28,7 +36,9 @@ from .monitoring.access_log import RecentAnswers, RunningRequest, current_trace
 from .monitoring.metrics import Metrics
 from .monitoring.verdicts import AnswerVerdict, Verdicts
 from .parsers.formats import detect
+from .prompt.conversation import Conversation
 from .prompt.prompt import PromptBuilder
+from .prompt.stable import KeptReasoning, ToolOrders
 from .settings import Settings
 
 __all__ = ["ServerState", "Service", "current_deadline"]
@@ -117,7 +127,12 @@ class Service:
         self.settings = settings
         self.state = state or ServerState(settings)
         self.vocabulary = Vocabulary(engine.pair.tokenizer)
-        self.prompts = PromptBuilder(engine.pair.tokenizer, engine.window, settings.allow_special_tokens)
+        stable = settings.stable_prompts
+        self.prompts = PromptBuilder(
+            engine.pair.tokenizer, engine.window, settings.allow_special_tokens, keep_volatile_lines=stable == "off"
+        )
+        self.reasoning = KeptReasoning() if stable == "reasoning" else None
+        self._tool_orders = None if stable == "off" else ToolOrders()
         self.sampling = _default_sampling(engine.pair.sampling, settings)
         self.metrics = metrics or Metrics(engine, self.model_id)
         self.format = detect(engine.pair.tokenizer, settings.tool_parser, settings.reasoning_parser)
@@ -138,6 +153,12 @@ class Service:
     def draft_id(self) -> str | None:
         """The draft's id; None if no draft is loaded."""
         return _short(self.engine.pair.draft_id)
+
+    def stable(self, conversation: Conversation, label: CacheLabel) -> Conversation:
+        """Return the conversation as this label's earlier requests had it: order of tools, and reasoning if kept."""
+        if self._tool_orders is not None:
+            conversation = replace(conversation, tools=self._tool_orders.kept(conversation.tools, label))
+        return conversation if self.reasoning is None else self.reasoning.restored(conversation, label)
 
     async def compile(self, constraint: Constraint) -> None:
         """Compile a grammar before `submit` needs it, on the worker that has the tokenizer to itself.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from fastapi import Request
@@ -21,6 +22,7 @@ from mlx_specprefill import (
 from .auth import Identity
 from .constrained.output_format import constraint_of
 from .constrained.tool_choice import ToolChoice, resolve_tool_choice
+from .deltas import ContentDelta
 from .deps import Service, close_on_disconnect, while_connected
 from .errors import JsonResponse
 from .fields import AnswerFields, ChatFields, SamplingFields
@@ -80,10 +82,12 @@ async def start_answers(service: Service, body: ChatFields, identity: Identity) 
     if conversation.tools or choice != "auto":
         tools, choice = resolve_tool_choice(conversation.tools, choice)
         conversation = replace(conversation, tools=tools)
+    label = identity.cache_label(body.cache_salt)
+    conversation = service.stable(conversation, label)
     params = await sampling_params(service, body)
     prompt = await service.prompts.chat(conversation)
     forced = choice not in ("auto", "none")
-    warnings: list[str] = []
+    warnings = list(prompt.left_out)
     if conversation.tools and not (forced or service.prompts.takes_tools):
         warnings.append("the model's chat template has no place for tools: the model is not told of them")
     constraint: Constraint | None = None
@@ -111,6 +115,7 @@ async def start_answers(service: Service, body: ChatFields, identity: Identity) 
         reasoning=None if budget is None else service.format.budget(budget, prompt.ending),
         parallel=body.parallel(),
         forced=forced,
+        noting=None if service.reasoning is None else partial(service.reasoning.noting, label),
     )
     return service.submit(copies(spec, body.answers()), identity, body.cache_salt, warnings)
 
@@ -153,12 +158,14 @@ def make_spec(
     parallel: bool = True,
     forced: bool = False,
     every_token: bool = False,
+    noting: Callable[[], Callable[[ContentDelta], None]] | None = None,
 ) -> AnswerSpec:
     """Return the engine's request for one answer to `prompt`, at most as long as the remaining context, and its reader.
 
     Args:
         field: field of the body that holds the prompt.
         parallel, forced, every_token: as in AnswerReader.
+        noting: makes the `saw` of one AnswerReader.
 
     Raises:
         InvalidRequestError: the prompt has no tokens.
@@ -192,6 +199,7 @@ def make_spec(
             forced=forced,
             with_tokens=body.with_ids() or request.logprobs is not None,
             every_token=every_token,
+            saw=None if noting is None else noting(),
         )
 
     return AnswerSpec(request, reader)

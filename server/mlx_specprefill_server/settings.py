@@ -51,6 +51,7 @@ _REMEMBERED_BYTES = 8 << 30  # bytes of disk space for the common beginnings of 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 Densify = Literal["on", "off", "auto"]
+StablePrompts = Literal["on", "off", "reasoning"]
 
 
 def _split_list(value: Any) -> Any:
@@ -124,6 +125,11 @@ class Settings(BaseSettings):
         default=None, description="Format of its reasoning. Default: detected from its vocabulary and chat template."
     )
     allow_special_tokens: bool = False  # True: names of control tokens in messages are those tokens, not text
+    stable_prompts: StablePrompts = Field(
+        default="on",
+        description="Keep prompts as they were. on: without known lines that change with each session, tools in their "
+        "first order. reasoning: also with reasoning before tool calls that a client dropped. off: as they are sent.",
+    )
     temperature: float = Field(
         default=0.0,
         ge=0,

@@ -252,12 +252,12 @@ def test_mistakes_are_one_line(home: Path, base: str) -> None:
 @pytest.mark.parametrize("answer", [b"", b"{}", b'{"data": ["x"]}', b'{"data": [{"id": "x"}]}'])
 def test_another_server_is_not_taken_for_ours(home: Path, monkeypatch: pytest.MonkeyPatch, answer: bytes) -> None:
     monkeypatch.setattr(agents.urllib.request, "urlopen", lambda *_, **__: io.BytesIO(answer))
-    assert "does not list this project's models" in connect("codex", code=2).stderr
+    assert "does not answer as this project's server does" in connect("codex", code=2).stderr
 
 
 @pytest.mark.parametrize("url", ["nowhere", "http://a b", "http://[x"])
 def test_an_address_that_is_none_is_said(home: Path, url: str) -> None:
-    assert connect("codex", "--url", url, code=2).stderr.startswith(f"error: {url}/v1/models does not list")
+    assert connect("codex", "--url", url, code=2).stderr.startswith(f"error: {url}/v1/models does not answer")
 
 
 def test_an_agent_without_a_file_cannot_be_written(home: Path, base: str) -> None:

@@ -112,8 +112,6 @@ def refuse(body: Mapping[str, Any]) -> None:
     refuse_documents(body)
 
 
-# Claude Code's first system block. It changes with every request and would make everything after it miss the cache.
-BILLING_HEADER = "x-anthropic-billing-header:"
 LEFT_OUT = {"redacted_thinking", "server_tool_use", "container_upload", "tool_reference", "browser_state"}
 
 
@@ -248,7 +246,7 @@ def _texts(block: dict[str, Any], where: str, of_a_tool: bool = False) -> list[s
     match block["type"]:
         case "text":
             _require(isinstance(block.get("text"), str), f"{where}.text", "must be a string")
-            return [] if block["text"].startswith(BILLING_HEADER) else [block["text"]]
+            return [block["text"]]
         case "document":
             return _document(block, where, of_a_tool)
         case "search_result":

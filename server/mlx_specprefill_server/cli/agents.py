@@ -6,7 +6,6 @@ import json
 import shlex
 import urllib.error
 import urllib.request
-from http.client import HTTPException
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +15,7 @@ from mlx_specprefill import SpecPrefillError
 
 from ..agent_setup import AGENTS, ConfigurationError, RunningServer, Setup, any_other, edited, write
 from ..settings import variable
-from .common import OptionError, one_line_errors, read_text
+from .common import OptionError, one_line_errors, read_text, told_list
 
 __all__ = ["WarmError", "connect", "warm"]
 
@@ -65,15 +64,11 @@ def _find(base: str, key: str | None, wanted: str | None) -> RunningServer:
 
 def _models(address: str, key: str | None) -> list[tuple[str, list[str], int | None, bool | None]]:
     """Return id, aliases and window of each model, and if its template takes tools; raises OptionError."""
+    listed = told_list(address, "data", key)
     try:
-        request = urllib.request.Request(address, headers={"authorization": f"Bearer {key}"} if key else {})
-        # seconds; a machine that is reading prompts answers slowly
-        with urllib.request.urlopen(request, timeout=30) as response:
-            listed = json.load(response)["data"]
-            return [(one["id"], one.get("aliases", []), one["context_length"], one.get("tools")) for one in listed]
-    except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
-        hint = "start the server first, or say where it is (--url) and which key it asks for (--api-key)"
-        raise OptionError(f"{address} does not list this project's models: {error}; {hint}") from error
+        return [(one["id"], one.get("aliases", []), one["context_length"], one.get("tools")) for one in listed]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise OptionError(f"{address} does not answer as this project's server does: {error!r}") from error
 
 
 def _write_files(setup: Setup) -> str:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +48,7 @@ __all__ = [
     "one_line_errors",
     "options_of",
     "read_text",
+    "told_list",
     "usable_memory",
 ]
 
@@ -72,6 +76,22 @@ def one_line_errors() -> Iterator[None]:
         return
     typer.echo(f"error: {' '.join(message.split())}", err=True)
     raise typer.Exit(USAGE_ERROR)
+
+
+def told_list(address: str, name: str, key: str | None) -> list[Any]:
+    """Return the list of this name that a running server tells at an address.
+
+    Raises:
+        OptionError: it does not answer, or otherwise.
+    """
+    try:
+        request = urllib.request.Request(address, headers={"authorization": f"Bearer {key}"} if key else {})
+        # seconds; a machine that is reading prompts answers slowly
+        with urllib.request.urlopen(request, timeout=30) as response:
+            return list(json.load(response)[name])
+    except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
+        hint = "start the server first, or say where it is (--url) and which key it asks for (--api-key)"
+        raise OptionError(f"{address} does not answer as this project's server does: {error}; {hint}") from error
 
 
 def begin(level: LogLevel) -> None:

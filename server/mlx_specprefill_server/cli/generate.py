@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -31,6 +31,7 @@ from ..local import stream_text
 from .common import (
     FAILED,
     ONE_SHOT,
+    OptionError,
     begin,
     choose,
     make_prompt,
@@ -39,6 +40,7 @@ from .common import (
     one_line_errors,
     options_of,
     read_text,
+    told_list,
 )
 from .options import Keep, KvBits, Level, PairOptions, PrefillStep, Question, Raw, Rule, takes_pair
 from .pull import load_engine
@@ -211,7 +213,14 @@ def _answer(engine: Engine, request: GenerationRequest) -> None:
 
 @takes_pair
 def inspect(
-    prompt_file: Annotated[Path, typer.Option(help="A text file; - reads standard input.")],
+    prompt_file: Annotated[Path | None, typer.Option(help="A text file; - reads standard input.")] = None,
+    misses: Annotated[
+        bool, typer.Option("--misses", help="Show instead why a running server read prompts again.")
+    ] = False,
+    url: Annotated[str, typer.Option(help="Address of that server.")] = "http://127.0.0.1:8000",
+    api_key: Annotated[
+        str | None, typer.Option(envvar="MLX_SPECPREFILL_API_KEY", help="API key, if the server requires one.")
+    ] = None,
     question: Question = None,
     keep: Keep = None,
     rule: Rule = None,
@@ -224,6 +233,12 @@ def inspect(
     """Show which chunks of a prompt the draft would keep, and why, without running the target."""
     begin(log_level)
     with one_line_errors():
+        if misses:
+            base = url.rstrip("/").removesuffix("/v1")
+            _show_misses(told_list(f"{base}/v1/specprefill/stats", "recent", api_key))
+            return
+        if prompt_file is None:
+            raise OptionError("--prompt-file or --misses is needed")
         text = read_text(prompt_file)
         options = options_of(None, keep)
         chosen = choose(models)
@@ -249,3 +264,18 @@ def _show(inspection: Inspection, chunks: list[ExplainedChunk], *, dropped_too: 
         f"chunks; mode {inspection.mode}: {inspection.reason}"
     )
     console.print(summary, markup=False, highlight=False)
+
+
+def _show_misses(answers: Iterable[Mapping[str, Any]]) -> None:
+    """Print a line for each of the last answers whose prompt was read again."""
+    reports = [answer["specprefill"] for answer in answers if answer["specprefill"]]
+    missed = [(report, report["cache"]["miss"]) for report in reports if "cache" in report]
+    for report, miss in missed:
+        place = "the template" if miss["role"] is None else f"message {miss['message']} ({miss['role']})"
+        typer.echo(
+            f"{report['cached_tokens']} of {report['prompt_tokens']} tokens were cached; "
+            f"then, at token {miss['token']}, {place} differs ({miss['kind']}): {miss['was']!r} -> {miss['now']!r}; "
+            f"{miss['read_tokens']} tokens were read again"
+        )
+    if not missed:
+        typer.echo(f"None of the last {len(reports)} prompts was read again.")

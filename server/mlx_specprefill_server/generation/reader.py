@@ -222,6 +222,7 @@ class AnswerReader:
             dropped.
         with_tokens: each delta carries the tokens that begin in its text.
         every_token: tokens at the very end that decode to nothing come with an empty text.
+        saw: called with each delta as it is parsed.
 
     Attributes:
         over: no further token is wanted; the engine can stop.
@@ -241,7 +242,9 @@ class AnswerReader:
         forced: bool = False,
         with_tokens: bool = False,
         every_token: bool = False,
+        saw: Callable[[ContentDelta], None] | None = None,
     ) -> None:
+        self._saw = saw
         self._detokenizer = detokenizer
         self._parser = parser
         self._stop = StopMatcher(stops)
@@ -320,6 +323,8 @@ class AnswerReader:
         """Return the parsed deltas that the request wants."""
         out: list[ContentDelta] = []
         for delta in parsed:
+            if self._saw is not None:
+                self._saw(delta)
             if self._as_parsed and isinstance(delta, (TextDelta, ReasoningDelta)):
                 out.append(delta)
                 continue

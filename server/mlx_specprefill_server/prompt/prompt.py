@@ -25,6 +25,7 @@ from mlx_specprefill import ContextLengthError, InvalidRequestError, PromptSpan,
 from .conversation import Conversation, Message, simpler_forms
 from .spans import Render, locate, to_tokens, turn_ends
 from .special_tokens import ControlTokens, Encoded, Encoder, EscapedConversation
+from .stable import without_volatile_lines
 
 __all__ = ["LengthCheck", "Prompt", "PromptBuilder", "Workers"]
 
@@ -40,11 +41,12 @@ TEMPLATE_ERRORS = (ValueError, TypeError, LookupError, AttributeError, Arithmeti
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
     """Token ids, and the rendered messages among them (none for a raw prompt); `ending`: what the text has
-    of the assistant's turn that the answer goes on with."""
+    of the assistant's turn that the answer goes on with; `left_out`: sentences about text that is not in it."""
 
     tokens: TokenIds
     spans: tuple[PromptSpan, ...] = ()
     ending: str = ""
+    left_out: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +57,14 @@ class _Fitted:
         messages: of `render`; names of control tokens in them are escaped.
         rendered: what the template made of them; `text`: the same, character for character, unescaped.
         render: the template with everything but the messages fixed.
+        left_out: as in `Prompt`.
     """
 
     messages: Sequence[Message]
     rendered: str
     text: str
     render: Render
+    left_out: tuple[str, ...]
 
 
 class PromptBuilder:
@@ -70,12 +74,19 @@ class PromptBuilder:
         tokenizer: an mlx_lm TokenizerWrapper.
         context_length: tokens; texts that can't fit are refused before tokenization. None: no limit.
         allow_special_tokens: names of control tokens in a conversation's content are those tokens, not text.
+        keep_volatile_lines: nothing is left out of system messages.
 
     Attributes:
         workers: the threads that render and tokenize.
     """
 
-    def __init__(self, tokenizer: Any, context_length: int | None = None, allow_special_tokens: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        context_length: int | None = None,
+        allow_special_tokens: bool = False,
+        keep_volatile_lines: bool = False,
+    ) -> None:
         self._tokenizer = tokenizer
         self.workers = Workers(WORKERS if getattr(tokenizer, "is_fast", False) else 1)
         self._size = LengthCheck(tokenizer, context_length, self._count)
@@ -83,6 +94,7 @@ class PromptBuilder:
         self._controls = ControlTokens(tokenizer)
         self._encoder = Encoder(tokenizer, self._controls)
         self._allow_special = allow_special_tokens
+        self._keep_volatile = keep_volatile_lines
 
     @property
     def takes_tools(self) -> bool:
@@ -150,12 +162,15 @@ class PromptBuilder:
         tokens, offsets = self._tokenize(fitted, conversation.field)
         ending = _ending(fitted.rendered, self._ends)
         if offsets is None:
-            return Prompt(as_token_ids(tokens), ending=ending)
+            return Prompt(as_token_ids(tokens), ending=ending, left_out=fitted.left_out)
         found = locate(fitted.messages, fitted.rendered, fitted.render, self._ends, bool(conversation.tools))
-        return Prompt(as_token_ids(tokens), to_tokens(found, offsets), ending)
+        return Prompt(as_token_ids(tokens), to_tokens(found, offsets), ending, fitted.left_out)
 
     def _fitted(self, conversation: Conversation) -> _Fitted:
-        """Return the conversation in the first form that the template takes."""
+        """Return the conversation in the first form that the template takes, without volatile lines."""
+        left_out: tuple[str, ...] = ()
+        if not self._keep_volatile:
+            conversation, left_out = without_volatile_lines(conversation)
         if not self._tokenizer.has_chat_template:
             raise InvalidRequestError("This model has no chat template; use /v1/completions.", field=conversation.field)
         if "documents" in conversation.template_kwargs and "documents" not in str(self._tokenizer.chat_template):
@@ -163,14 +178,14 @@ class PromptBuilder:
         if self._allow_special:
             render = partial(self._render, conversation)
             messages, rendered = _first_form(conversation.messages, render)
-            return _Fitted(messages, rendered, rendered, render)
+            return _Fitted(messages, rendered, rendered, render, left_out)
         escaped = EscapedConversation(conversation, self._controls)
 
         def read(messages: Sequence[Message]) -> str:
             return escaped.from_json(self._render(escaped.conversation, messages))
 
         messages, rendered = _first_form(escaped.conversation.messages, read)
-        return _Fitted(messages, rendered, escaped.unescape(rendered), read)
+        return _Fitted(messages, rendered, escaped.unescape(rendered), read, left_out)
 
     def _render(self, conversation: Conversation, messages: Sequence[Message]) -> str:
         going_on = {"continue_final_message": True} if conversation.ending == "continue" else {}

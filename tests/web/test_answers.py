@@ -251,8 +251,25 @@ def test_waiting_in_the_queue_is_told_apart(page: Page, live: Any, monkeypatch: 
     page.open(base)
     page.set("#mode", "sparse")
     headline = page.ask("Hello").find_element("css selector", ".headline").text
-    assert "2.00 s of it in the queue behind other requests. 50 %" in headline
+    assert "2.00 s of it in the queue. 50 %" in headline
     assert "instead" not in headline
+
+
+def test_a_full_reading_that_waited_is_no_comparison(page: Page, live: Any, monkeypatch: Any) -> None:
+    plain = fakes.report_of
+    waited = Timings(queue_ms=2_000, draft_ms=10, select_ms=1, prefill_ms=20, ttft_ms=31, decode_ms=4)
+
+    def report(request: GenerationRequest) -> Any:
+        made = plain(request)
+        return replace(made, timings=waited) if request.specprefill.enabled is False else made
+
+    monkeypatch.setattr(fakes, "report_of", report)
+    base, _ = live()
+    page.open(base)
+    page.set("#mode", "sparse")
+    page.find("#compare").click()
+    headline = page.ask("Hello").find_element("css selector", ".headline").text
+    assert not re.search("instead of|full reading:", headline)
 
 
 def test_a_prediction_that_was_missed_is_not_advertised(page: Page, live: Any, monkeypatch: Any) -> None:

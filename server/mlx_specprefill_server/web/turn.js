@@ -121,9 +121,8 @@ function headlineOf({ account, first, known, text, state }, other, documents) {
   const strong = (ms) => element("strong", { className: "figure", textContent: seconds(ms) });
   const parts = ["First word after ", strong(first)];
   const sparse = account.mode === "sparse";
-  const waited = account.timings.queue_ms;
-  if (waited > WORTH_SAYING * first) parts.push(", ", strong(waited), " of it in the queue behind other requests");
-  else if (other?.first && fairly(known, other.known)) parts.push(first < other.first ? " instead of " : "; full reading: ", strong(other.first));
+  if (hasWaited(account, first)) parts.push(", ", strong(account.timings.queue_ms), " of it in the queue");
+  else if (other?.first && fairly(known, other.known) && !hasWaited(other.account, other.first)) parts.push(first < other.first ? " instead of " : "; full reading: ", strong(other.first));
   else if (!other && sparse && account.predicted?.full_ms > first) parts.push(" instead of about ", strong(account.predicted.full_ms));
   parts.push(". ");
   if (sparse) parts.push(`${percent(1 - account.kept_tokens / account.prompt_tokens)} of the ${what} was not read. `);
@@ -132,6 +131,9 @@ function headlineOf({ account, first, known, text, state }, other, documents) {
   if (other?.state === "done" && state === "done") parts.push(comparison(text.trim(), other.text.trim()));
   return parts;
 }
+
+/** Whether much of the time to the first word was spent in the queue, as far as that is known. */
+const hasWaited = (account, first) => account?.timings.queue_ms > WORTH_SAYING * first;
 
 /** Whether times can be compared: the cache held about the same share for both. */
 const fairly = (one, other) => Math.abs(one - other) < WORTH_SAYING;

@@ -24,7 +24,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from mlx_specprefill import Engine
 
-from . import __version__, errors, openapi_document
+from . import __version__, errors
 from .anthropic import messages
 from .auth import AuthMiddleware
 from .connections import MAX_CONNECTIONS, Connections, LimitedProtocol, address, network_address, raise_open_files_limit
@@ -35,6 +35,7 @@ from .monitoring.access_log import AccessLogMiddleware
 from .openai import chat, completions, responses
 from .openai import models as model_list
 from .routes import page, prompts, status
+from .routes.page import install_openapi
 from .service import Service
 from .settings import Settings
 
@@ -96,7 +97,7 @@ def app_of(models: Models) -> FastAPI:
     ]
     for router in routers:
         app.include_router(router)
-    openapi_document.install(app, routers)
+    install_openapi(app, routers)
     return app
 
 

@@ -1,9 +1,23 @@
-"""`mlx-specprefill bench`."""
+"""`mlx-specprefill bench`: time to first token of a pair on this machine, sparse against full.
+
+Both arms run through the engine as requests do, alternating, on the same real text. The figures are medians over the
+repetitions. The record has every repetition.
+"""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
+import os
+import platform
+import re
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from itertools import chain
+from pathlib import Path, PurePath
+from pydoc_data.topics import topics
 from typing import Annotated, Any
 
 import typer
@@ -11,14 +25,219 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from mlx_specprefill import Engine, ModelPair, SparseUnsupportedError
+from mlx_specprefill import (
+    BLAS,
+    Engine,
+    Failed,
+    Finished,
+    GenerationRequest,
+    ModelPair,
+    PrefillReport,
+    SparseUnsupportedError,
+    SpecPrefillError,
+    SpecPrefillOptions,
+    as_token_ids,
+    machine,
+)
 
-from ..benchmark import BenchmarkError, Plan, file_name, load_before, measure, record
 from .common import ONE_SHOT, begin, choose, make_settings, notes, one_line_errors
 from .options import Keep, Level, PairOptions, takes_pair
 from .pull import load
 
-__all__ = ["bench", "fitting"]
+__all__ = [
+    "FORMAT",
+    "BenchmarkError",
+    "Plan",
+    "Run",
+    "bench",
+    "file_name",
+    "fitting",
+    "load_before",
+    "measure",
+    "measured_here",
+    "record",
+    "short_name",
+]
+
+FORMAT = 1  # the record's format; it increases when a field changes its meaning
+WARM_UP = 512  # tokens of a warm-up prompt, which is not counted
+ANSWER = 16  # tokens after each prefill, for the decoding speed
+_PIECE = 4000  # characters per tokenizer call
+_STRIDE = 50_021  # characters between the starts of two repetitions' prompts
+_BUSY = 0.5  # share of the cores
+
+
+class BenchmarkError(SpecPrefillError):
+    """There is nothing to compare, or a request failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Prompt lengths in tokens. Each is read `repeats` times in full and sparsely, keeping the share `keep` of its
+    chunks.
+    """
+
+    lengths: tuple[int, ...]
+    keep: Any
+    repeats: int
+
+    @property
+    def requests(self) -> int:
+        return 2 * (len(self.lengths) * self.repeats + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One repetition at one length."""
+
+    tokens: int
+    full: PrefillReport
+    sparse: PrefillReport
+
+
+def measure(engine: Engine, plan: Plan, done: Callable[[], None] = lambda: None) -> list[Run]:
+    """Measure every repetition, shortest prompts first. Call `done` after each request.
+
+    Raises:
+        BenchmarkError: this pair can't be prefilled sparsely, or a request failed.
+    """
+    text = "\n\n".join(topics.values())
+    runs = []
+    warm_up = Plan((WARM_UP,), plan.keep, 1)
+    for part in (warm_up, plan):
+        for tokens in sorted(part.lengths):
+            for number in range(part.repeats):
+                runs.append(
+                    _repetition(engine, _prompt(engine, text, tokens, number), part.keep, number % 2 == 1, done)
+                )
+    return runs[1:]
+
+
+def _prompt(engine: Engine, text: str, tokens: int, number: int) -> list[int]:
+    """Return a prompt of so many tokens, from another part of the text for every repetition."""
+    ids: list[int] = []
+    starts = range(number * _STRIDE % len(text), len(text), _PIECE)
+    for start in chain(starts, range(0, len(text), _PIECE)):
+        if len(ids) >= tokens:
+            return ids[:tokens]
+        ids += engine.pair.tokenizer.encode(text[start : start + _PIECE], add_special_tokens=False)
+    raise BenchmarkError(f"this machine's Python has not enough text for a prompt of {tokens} tokens")
+
+
+def _repetition(engine: Engine, prompt: list[int], keep: Any, sparse_first: bool, done: Callable[[], None]) -> Run:
+    reports = {}
+    for enabled in (True, False) if sparse_first else (False, True):
+        reports[enabled] = _prefill(engine, prompt, SpecPrefillOptions(enabled, keep if enabled else None))
+        done()
+    if reports[True].mode != "sparse":
+        raise BenchmarkError(f"the prompt of {len(prompt)} tokens was read in full: {reports[True].reason}")
+    return Run(len(prompt), reports[False], reports[True])
+
+
+def _prefill(engine: Engine, prompt: list[int], options: SpecPrefillOptions) -> PrefillReport:
+    for event in engine.generate(GenerationRequest(as_token_ids(prompt), ANSWER, specprefill=options)):
+        if isinstance(event, Failed):
+            raise BenchmarkError(f"a prompt of {len(prompt)} tokens failed: {event.error}") from event.error
+        if isinstance(event, Finished):
+            return event.report
+    raise BenchmarkError("the engine stopped")
+
+
+def record(engine: Engine, pair: str, plan: Plan, runs: Sequence[Run], load: float | None) -> dict[str, Any]:
+    """Return the figures that can be compared across machines. Nothing names a person, a host or a folder.
+
+    Args:
+        load: `load_before`.
+    """
+    return {
+        **measured_here(load),
+        "pair": {
+            "name": short_name(pair),
+            "target": short_name(engine.pair.target_id),
+            "draft": short_name(engine.pair.draft_id),
+            "dtype": engine.pair.dtype,
+        },
+        "keep": plan.keep if plan.keep == "auto" else float(plan.keep),
+        "wired_gb": round(engine.wired / 2**30, 1),
+        "repeats": plan.repeats,
+        "rows": [_row([run for run in runs if run.tokens == tokens]) for tokens in sorted(plan.lengths)],
+    }
+
+
+def measured_here(load: float | None) -> dict[str, Any]:
+    """Return the fields at the start of every record: format, date, machine and software.
+
+    Args:
+        load: `load_before`.
+    """
+    found = machine()
+    return {
+        "format": FORMAT,
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": {
+            "name": found.name,
+            "device": found.device,
+            "cores": found.cores,
+            "memory_gb": None if found.memory is None else round(found.memory / 2**30, 1),
+            "system": f"{platform.system()} {platform.machine()}",
+            "load": load,
+            "busy": load is not None and load > _BUSY * found.cores,
+        },
+        "software": {
+            **{name: version(name) for name in ("mlx-specprefill", "mlx", "mlx-lm")},
+            "python": platform.python_version(),
+            "blas": None if BLAS.library is None else PurePath(BLAS.library).name,
+        },
+    }
+
+
+def _row(runs: Sequence[Run]) -> dict[str, Any]:
+    full, sparse = ([_seconds(report.timings.ttft_ms) for report in arm] for arm in _arms(runs))
+    times = [run.sparse.timings for run in runs]
+    return {
+        "tokens": runs[0].tokens,
+        "kept_tokens": round(statistics.median(run.sparse.kept_tokens for run in runs)),
+        "full_s": statistics.median(full),
+        "sparse_s": statistics.median(sparse),
+        "speedup": round(statistics.median(full) / statistics.median(sparse), 2),
+        "full_runs_s": full,
+        "sparse_runs_s": sparse,
+        "draft_s": _seconds(statistics.median(each.draft_ms for each in times)),
+        "select_s": _seconds(statistics.median(each.select_ms for each in times)),
+        "prefill_s": _seconds(statistics.median(each.prefill_ms for each in times)),
+    }
+
+
+def _arms(runs: Sequence[Run]) -> tuple[list[PrefillReport], list[PrefillReport]]:
+    return [run.full for run in runs], [run.sparse for run in runs]
+
+
+def _seconds(milliseconds: float) -> float:
+    return round(milliseconds / 1e3, 4)
+
+
+def load_before() -> float | None:
+    """Return how many processes wanted a core in the last minute, None if the system doesn't say. Call it before
+    measuring.
+    """
+    try:
+        return round(os.getloadavg()[0], 1)
+    except (OSError, AttributeError):
+        return None
+
+
+def short_name(model: str | None) -> str | None:
+    """Return a repository id unchanged, or the last part of a path."""
+    if model is None:
+        return None
+    return model if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not Path(model).exists() else PurePath(model).name
+
+
+def file_name(measured: dict[str, Any]) -> str:
+    """Return the file's name, one per machine and pair."""
+    words = (measured["machine"]["name"], f"{measured['machine']['cores']} cores", measured["pair"]["name"])
+    return "--".join(re.sub(r"[^a-z0-9.]+", "-", word.lower()).strip("-") for word in words) + ".json"
+
 
 LENGTHS = (1024, 2048, 4096, 8192)
 
@@ -53,7 +272,9 @@ def bench(
         loaded = load(chosen, models.dtype, settings, calibrate=True)
         plan = Plan(fitting(lengths, loaded), settings.specprefill_keep_pct, repeats)
         with Engine(loaded, settings.engine_config()) as engine:
-            measured = record(engine, chosen.alias or loaded.target_id, plan, _measure(engine, plan), load_then)
+            measured = record(
+                engine, chosen.alias or loaded.target_id, plan, _measure_with_bars(engine, plan), load_then
+            )
         Console().print(_table(measured))
         _write(measured, out, submit)
 
@@ -72,7 +293,7 @@ def fitting(lengths: list[int] | None, pair: ModelPair) -> tuple[int, ...]:
     return tuple(sorted(set(lengths or [length for length in LENGTHS if length <= longest] or [longest])))
 
 
-def _measure(engine: Engine, plan: Plan) -> list[Any]:
+def _measure_with_bars(engine: Engine, plan: Plan) -> list[Any]:
     with Progress(console=notes(), transient=True) as bars:
         task = bars.add_task("Measuring", total=plan.requests)
         return measure(engine, plan, lambda: bars.advance(task))

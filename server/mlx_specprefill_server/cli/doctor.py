@@ -23,10 +23,10 @@ from rich.table import Table
 from mlx_specprefill import BLAS, Check, check_device, forward_times, machine, resolve_model_path, sync_ms
 
 from .. import __version__
-from ..benchmark import load_before, measured_here, short_name
 from ..monitoring.access_log import configure_logging
 from ..pairs import NAMED_PAIRS, Pair, PairsError, find_pair, pair_state, read_pairs, size
 from ..settings import ENV_PREFIX, Settings, unknown_variables, what_is_wrong
+from .bench import load_before, measured_here, short_name
 from .common import FAILED, OptionError, one_line_errors
 from .pull import load
 

@@ -17,16 +17,7 @@ from mlx_specprefill import InvalidRequestError, Logprob, TokenEvent
 from .. import __version__
 from ..constrained.output_format import OUTPUT_FIELDS, OutputFormat, parse_response_format
 from ..constrained.tool_choice import ToolChoice, read_choice
-from ..fields import (
-    AnswerFields,
-    Body,
-    ChatFields,
-    MaxTokens,
-    Whole,
-    first_limit,
-    refuse_documents,
-    refuse_sampling,
-)
+from ..fields import AnswerFields, Body, ChatFields, MaxTokens, Whole, first_limit, refuse_documents, refuse_sampling
 from ..generation.reader import Vocabulary
 from ..prompt.conversation import Conversation, conversation, ending_of
 from ..report import Report, comment, data_event

@@ -9,11 +9,10 @@ from typing import Any, Literal
 
 from mlx_specprefill import ReasoningBudget
 
-from . import gemma
 from .base import Cursor, MalformedError, Parser, PlainText, Reading, Tools, overlap, spaces, starts_with
 from .calls import CallReader, whole
 from .harmony import ANSWER_ENDS, ANSWER_HEAD, REASONING_END, REASONING_HEAD, HarmonyText, opened_header
-from .json_calls import MISTRAL_TAG, PYTHON_TAG, read_bare, read_calls, read_mistral_tag, read_python_tag
+from .json_calls import MISTRAL_TAG, PYTHON_TAG, gemma_reader, read_bare, read_calls, read_mistral_tag, read_python_tag
 from .tag_calls import CALL, END_CALL, FUNCTION, read_functions, read_glm_body
 from .tagged import TaggedText
 
@@ -153,7 +152,7 @@ class Format:
             case "mistral":
                 return {MISTRAL_TAG: read_mistral_tag}, None
             case "gemma":
-                return {mark[0]: gemma.reader(*mark) for mark in (GEMMA_4, FUNCTION_GEMMA)}, None
+                return {mark[0]: gemma_reader(*mark) for mark in (GEMMA_4, FUNCTION_GEMMA)}, None
             case "native":
                 wrapper = self.tokenizer
                 read = native_reader(wrapper.tool_call_start, wrapper.tool_call_end or "", wrapper.tool_parser, tools)

@@ -313,6 +313,7 @@ def first_limit(*limits: int | None) -> int | None:
 
 
 NO_PENALTY = "not supported; use repetition_penalty, presence_penalty or frequency_penalty"
+NO_GUIDED = "not supported; use structured_outputs, its name in vLLM today, or response_format"
 NO_FILTER = "not supported; use top_p, top_k, min_p, typical_p or xtc_probability"
 # field: (its neutral values, the reason to refuse others)
 REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
@@ -323,6 +324,7 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "tfs_z": ((1,), NO_FILTER),
     "tfs": ((1,), NO_FILTER),
     "dynatemp_range": ((0,), "not supported; use temperature"),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ((), NO_GUIDED)),
     "use_beam_search": ((False,), "not supported; use n for several answers"),
     "truncate_prompt_tokens": ((), "not supported: prompts are never cut; send what should be read"),
     "prompt_logprobs": ((), "not supported; /v1/completions gives the prompt's logprobs with echo and logprobs"),
@@ -337,7 +339,7 @@ def refuse_sampling(body: Mapping[str, Any]) -> None:
     names = ("repetition_penalty", "repeat_penalty")
     if all(name in body for name in names) and body[names[0]] != body[names[1]]:
         raise InvalidRequestError(f"{names[1]}: differs from {names[0]}, which means the same", field=names[1])
-    constrained = ("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "grammar")
+    constrained = ("response_format", "structured_outputs", "json_schema", "grammar")
     if "allowed_token_ids" in body and any(body.get(name) not in (None, {"type": "text"}) for name in constrained):
         raise InvalidRequestError("allowed_token_ids: can't be combined with a format", field="allowed_token_ids")
 

@@ -117,9 +117,9 @@ def test_bad_prompts_are_refused_by_name(client: TestClient, engine: FakeEngine,
         ("n", "2"),
         ("min_tokens", -1),
         ("return_token_ids", 1),
-        ("guided_regex", 5),
+        ("guided_regex", "a"),
         ("grammar", "root ::= x"),
-        ("guided_grammar", "start: ?!"),
+        ("guided_grammar", 'start: "a"'),
         ("echo", "yes"),
         ("specprefill_keep_pct", 2),
     ],
@@ -325,10 +325,10 @@ def test_token_ids(client: TestClient, engine: FakeEngine) -> None:
 
 
 def test_constraints_reach_the_engine(client: TestClient, engine: FakeEngine) -> None:
-    ask(client, "ab", guided_choice=["yes", "no"], ignore_eos=True, min_tokens=3, max_tokens=9)
+    ask(client, "ab", structured_outputs={"choice": ["yes", "no"]}, ignore_eos=True, min_tokens=3, max_tokens=9)
     (request,) = engine.requests
     assert request.constraint is not None
-    assert request.constraint.field == "guided_choice"
+    assert request.constraint.field == "structured_outputs.choice"
     assert request.stop_token_ids  # the grammar says where the answer ends
     assert request.min_tokens == 3
     ask(client, "ab", response_format={"type": "text"}, ignore_eos=True)

@@ -132,6 +132,6 @@ def test_the_model_list_is_anthropics_too(live: Any, engine: FakeEngine) -> None
 
 def test_an_expected_refusal_logs_no_traceback(client: TestClient, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG):
-        for body in ({}, {"messages": 1}, {**CHAT, "guided_grammar": "?!"}, {**CHAT, "top_p": 2}):
+        for body in ({}, {"messages": 1}, {**CHAT, "grammar": "?!"}, {**CHAT, "top_p": 2}):
             assert client.post("/v1/chat/completions", json=body).status_code == 400
     assert not [record for record in caplog.records if record.exc_info]

@@ -61,16 +61,12 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
         ({"response_format": {"type": "json_object", "schema": SCHEMA}}, "json_schema"),
         (openai_form({"name": "x", "schema": SCHEMA}), "json_schema"),
         ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, "json_schema"),
-        ({"guided_json": SCHEMA}, "json_schema"),
-        ({"guided_json": json.dumps(SCHEMA)}, "json_schema"),
+        ({"json_schema": json.dumps(SCHEMA)}, "json_schema"),
         ({"json_schema": SCHEMA}, "json_schema"),
         ({"structured_outputs": {"json": SCHEMA}}, "json_schema"),
         ({"structured_outputs": {"json_object": True, "regex": None}}, "json_object"),
-        ({"guided_regex": "a+"}, "regex"),
         ({"structured_outputs": {"regex": "a+"}}, "regex"),
-        ({"guided_choice": ["yes", "no"]}, "choice"),
         ({"structured_outputs": {"choice": ["yes", "no"]}}, "choice"),
-        ({"guided_grammar": 'start: "a"'}, "grammar"),
         ({"grammar": 'start: "a"'}, "grammar"),
         ({"structured_outputs": {"grammar": 'start: "a"'}}, "grammar"),
     ],
@@ -87,7 +83,7 @@ def test_every_spelling(body: dict[str, Any], kind: str) -> None:
 
 
 @pytest.mark.parametrize("body", [{}, {"response_format": {"type": "text"}}, dict.fromkeys(OUTPUT_FIELDS),
-                                  {"grammar": "", "json_schema": {}, "guided_choice": []}])  # fmt: skip
+                                  {"grammar": "", "json_schema": {}, "structured_outputs": {}}])  # fmt: skip
 def test_nothing_asked(body: dict[str, Any]) -> None:
     assert parse_response_format(body) is None
 
@@ -102,18 +98,18 @@ def test_nothing_asked(body: dict[str, Any]) -> None:
         (openai_form({"schema": []}), "response_format.json_schema.schema"),
         (openai_form({"schema": {}, "strict": 1}), "response_format.json_schema.strict"),
         (openai_form(1), "response_format.json_schema.schema"),
-        ({"guided_json": "{"}, "guided_json"),
-        ({"guided_json": "[]"}, "guided_json"),
-        ({"guided_regex": 1}, "guided_regex"),
-        ({"guided_choice": "ab"}, "guided_choice"),
-        ({"guided_choice": ["a", 1]}, "guided_choice"),
-        ({"guided_choice": ["a"] * 10_001}, "guided_choice"),
+        ({"json_schema": "{"}, "json_schema"),
+        ({"json_schema": "[]"}, "json_schema"),
+        ({"structured_outputs": {"regex": 1}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"choice": "ab"}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"choice": ["a", 1]}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"choice": ["a"] * 10_001}}, "structured_outputs.choice"),
         ({"grammar": 'root ::= "a"'}, "grammar"),
         ({"grammar": 5}, "grammar"),
         ({"structured_outputs": {"json": SCHEMA, "regex": "a"}}, "structured_outputs"),
         ({"structured_outputs": {"structural_tag": {}}}, "structured_outputs.structural_tag"),
         ({"structured_outputs": 1}, "structured_outputs"),
-        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs"),
     ],
 )  # fmt: skip
 def test_bad_requests_are_named(body: dict[str, Any], field: str) -> None:

@@ -347,7 +347,7 @@ def test_the_fields_reach_the_engine(client: TestClient, engine: FakeEngine) -> 
             {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "object"}}}},
             "text.format.schema",
         ),
-        ({"guided_regex": "a+"}, "guided_regex"),
+        ({"structured_outputs": {"regex": "a+"}}, "structured_outputs.regex"),
     ],
 )
 def test_a_format_constrains_the_answer(
@@ -459,7 +459,7 @@ def said(*parts: Any, role: str = "user") -> dict[str, Any]:
         ({"reasoning": {"effort": 1}}, "reasoning.effort"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
-        ({"text": {"format": {"type": "json_object"}}, "guided_regex": "a"}, "guided_regex"),
+        ({"text": {"format": {"type": "json_object"}}, "grammar": "start: /a/"}, "grammar"),
         ({"metadata": []}, "metadata"),
         ({"specprefill_keep_pct": 2}, "specprefill_keep_pct"),
     ],

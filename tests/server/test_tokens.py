@@ -40,15 +40,6 @@ def test_a_conversation_becomes_the_ids_of_the_prompt(engine: FakeEngine, client
     assert answer["tokens"] == engine.requests[-1].prompt.tolist()
 
 
-def test_pieces_are_bytes_where_they_are_no_text(client: TestClient) -> None:
-    tokens = client.post("/tokenize", json={"content": "aë", "with_pieces": True}).json()["tokens"]
-    assert [token["piece"] for token in tokens] == ["a", [0xC3], [0xAB]]
-
-
-def test_token_strings(client: TestClient) -> None:
-    assert client.post("/tokenize", json={"prompt": "ab", "return_token_strs": True}).json()["token_strs"] == ["a", "b"]
-
-
 @pytest.mark.parametrize("text", ["", "plain", " spaces  kept ", "Zoë 日本", "<|im_start|>x"])
 def test_there_and_back(client: TestClient, text: str) -> None:
     tokens = client.post("/tokenize", json={"content": text}).json()["tokens"]

@@ -20,11 +20,11 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 
-from mlx_specprefill import BLAS, Check, check_device, forward_times, machine, resolve_model_path, sync_ms
+from mlx_specprefill import BLAS, Check, check_device, forward_times, machine, sync_ms
 
 from .. import __version__
 from ..monitoring.access_log import configure_logging
-from ..pairs import NAMED_PAIRS, Pair, PairsError, find_pair, pair_state, read_pairs, size
+from ..pairs import NAMED_PAIRS, Pair, pair_state, read_pairs, size
 from ..settings import ENV_PREFIX, Settings, unknown_variables, what_is_wrong
 from .bench import load_before, measured_here, short_name
 from .common import FAILED, OptionError, one_line_errors
@@ -170,7 +170,6 @@ def examine() -> Iterator[Finding]:
         _program,
         _machine,
         _memory,
-        _weights,
         _blas,
         _versions,
         _settings,
@@ -227,26 +226,6 @@ def _wired_limit() -> str:
     except (OSError, subprocess.SubprocessError):
         return "; iogpu.wired_limit_mb is not known"
     return f"; iogpu.wired_limit_mb {found}{' (the default of macOS)' if found == '0' else ''}"
-
-
-def _weights() -> Finding:
-    """Return the size of each downloaded pair's weight files."""
-    memory, found = machine().memory, []
-    for name in read_pairs(NAMED_PAIRS):
-        try:
-            pair = find_pair(name)
-        except PairsError:
-            continue
-        places = [resolve_model_path(model) for model in (pair.target, pair.draft) if model not in (None, "self")]
-        weights = sum(_weight_bytes(place) for place in places if place is not None)
-        share = f" ({weights / memory:.1%} of memory)".replace("%", " %") if memory else ""
-        found += [f"{name} {size(weights)}{share}"] if None not in places else []
-    return Finding("weights", ", ".join(found) or "no pair is on this machine")
-
-
-def _weight_bytes(place: Path) -> int:
-    files = [place] if place.is_file() else place.glob("*.safetensors")
-    return sum(file.stat().st_size for file in files)
 
 
 def _blas() -> Finding:

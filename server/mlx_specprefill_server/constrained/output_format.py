@@ -21,10 +21,6 @@ Kind = Literal["json_object", "json_schema", "regex", "grammar", "choice"]
 OUTPUT_FIELDS = (
     "response_format",
     "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
     "json_schema",
     "grammar",
 )
@@ -222,10 +218,6 @@ _STRUCTURED: Mapping[str, _Reader] = {
 _READERS: Mapping[str, _Reader] = {
     "response_format": _response_format,
     "structured_outputs": _structured_outputs,
-    "guided_json": _json_or_text,
-    "guided_regex": _regex,
-    "guided_choice": _choice,
-    "guided_grammar": _grammar,
     "json_schema": _json_or_text,
     "grammar": _grammar,
 }

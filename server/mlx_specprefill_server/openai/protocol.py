@@ -85,10 +85,6 @@ class GenerationFields(AnswerFields):
     return_token_ids: bool = False
     response_format: Any = None
     structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
     json_schema: Any = None
     grammar: Any = None
     stop: Annotated[tuple[str, ...], BeforeValidator(_stops, json_schema_input_type=str | list[str])] = ()

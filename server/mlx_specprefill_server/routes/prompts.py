@@ -70,8 +70,6 @@ class TokenizeRequest(Rendered):
     prompt: str | None = None
     add_special: bool = False  # the tokenizer's own start token, for content
     add_special_tokens: bool = True  # the same for a prompt
-    with_pieces: bool = False
-    return_token_strs: bool = False
 
 
 class DetokenizeRequest(Body):
@@ -97,12 +95,7 @@ async def tokenize(
 ) -> Response:
     """Return the ids of a text or of a rendered conversation."""
     tokens = await while_connected(request, _tokens(service, body))
-    answer: dict[str, Any] = {"tokens": tokens, "count": len(tokens), "max_model_len": service.context_length}
-    if body.with_pieces:
-        answer["tokens"] = [{"id": token, "piece": _piece(service, token)} for token in tokens]
-    if body.return_token_strs:
-        answer["token_strs"] = [service.vocabulary.token_text(token) for token in tokens]
-    return JsonResponse(answer)
+    return JsonResponse({"tokens": tokens, "count": len(tokens), "max_model_len": service.context_length})
 
 
 async def _tokens(service: Service, body: TokenizeRequest) -> list[int]:
@@ -111,15 +104,6 @@ async def _tokens(service: Service, body: TokenizeRequest) -> list[int]:
     if body.content is not None:
         return await service.prompts.tokens(body.content, special=body.add_special, field="content")
     return await service.prompts.tokens(body.prompt or "", special=body.add_special_tokens, field="prompt")
-
-
-def _piece(service: Service, token: int) -> str | list[int]:
-    """Return a token's text, or its bytes if they are only a part of a character."""
-    data = bytes(service.vocabulary.token_bytes(token))
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        return list(data)
 
 
 @router.post("/detokenize")

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType
 from gguf.quants import dequantize
 
 from ...errors import LoadError
@@ -23,19 +23,7 @@ __all__ = ["Header", "TensorInfo", "read_header", "shown"]
 
 MAX_HEADER = 1 << 26  # bytes; a vocabulary of 262 144 tokens with scores takes 7 MB
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
-_NUMBERS = {
-    GGUFValueType.UINT8: "<u1",
-    GGUFValueType.INT8: "<i1",
-    GGUFValueType.UINT16: "<u2",
-    GGUFValueType.INT16: "<i2",
-    GGUFValueType.UINT32: "<u4",
-    GGUFValueType.INT32: "<i4",
-    GGUFValueType.FLOAT32: "<f4",
-    GGUFValueType.BOOL: "?",
-    GGUFValueType.UINT64: "<u8",
-    GGUFValueType.INT64: "<i8",
-    GGUFValueType.FLOAT64: "<f8",
-}
+_NUMBERS = {kind: np.dtype(each).newbyteorder("<") for kind, each in GGUFReader.gguf_scalar_to_np.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +125,7 @@ class _Reader:
         return self._numbers(GGUFValueType(kind), count, what)
 
     def _numbers(self, kind: GGUFValueType, count: int, what: str) -> list[Any]:
-        stored = np.dtype(_NUMBERS[kind])
+        stored = _NUMBERS[kind]
         listed: list[Any] = np.frombuffer(self.take(count * stored.itemsize, what), stored).tolist()
         return listed
 

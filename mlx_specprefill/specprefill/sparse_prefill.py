@@ -123,7 +123,7 @@ class HiddenStates:
         skipped = max(0, self.first - start)
         new = hidden[:, skipped:]
         if new.shape[1]:
-            mx.eval(new)
+            mx.async_eval(new)  # type: ignore[no-untyped-call]  # the reader waits for its caches anyway
             if not self._begun:
                 self._parts = _below(start + skipped, self._parts)
             self._begun = True

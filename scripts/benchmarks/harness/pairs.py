@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -10,6 +11,7 @@ from mlx_lm.utils import load_tokenizer
 
 from mlx_specprefill import ModelPair
 from mlx_specprefill_server.cli.common import choose
+from mlx_specprefill_server.cli.options import PairOptions
 from mlx_specprefill_server.cli.pull import load
 from mlx_specprefill_server.settings import Settings
 
@@ -33,7 +35,7 @@ def loaded(options: argparse.Namespace, dtype: str = "auto", settings: Settings 
     Raises:
         OptionError, LoadError, PairsError: it is not named fully, or can't be found or read.
     """
-    return load(choose(options.pair, None, options.target, options.draft, no_draft=options.no_draft), dtype, settings)
+    return load(choose(replace(_named(options), no_draft=options.no_draft)), dtype, settings)
 
 
 def demo_tokenizer() -> TokenizerWrapper:
@@ -43,7 +45,7 @@ def demo_tokenizer() -> TokenizerWrapper:
 
 def defaults(options: argparse.Namespace) -> tuple[str, ...]:
     """Return the options of `serve` that match the pair's sparse prefill in its row."""
-    pair = choose(options.pair, None, options.target, options.draft)
+    pair = choose(_named(options))
     said = {"--specprefill-threshold": pair.threshold, "--specprefill-keep-pct": pair.keep_pct}
     return tuple(part for name, value in said.items() if value is not None for part in (name, str(value)))
 
@@ -55,8 +57,12 @@ def checkpoints(options: argparse.Namespace) -> tuple[Path, Path]:
         BenchError: one of them is no folder with a model.safetensors.
         OptionError, PairsError: as for `loaded`.
     """
-    pair = choose(options.pair, None, options.target, options.draft)
+    pair = choose(_named(options))
     for side, model in (("target", pair.target), ("draft", pair.draft)):
         if not Path(model or "", "model.safetensors").is_file():
             raise BenchError(f"the {side} {model} is no folder with a model.safetensors: choose another --{side}")
     return Path(pair.target), Path(pair.draft or "")
+
+
+def _named(options: argparse.Namespace) -> PairOptions:
+    return PairOptions(pair=options.pair, target=options.target, draft=options.draft)

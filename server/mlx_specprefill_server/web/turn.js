@@ -26,6 +26,7 @@ export function messagesOf(turns, system) {
 }
 
 const WORTH_SAYING = 0.1; // of a whole: the template's first words are always known already
+const NOTICED_MS = 100;
 
 export class Turn {
   /** `actions`: what the buttons do: map, again, edit, goOn, each with the turn; `bare`: the conversation has no document. */
@@ -133,7 +134,7 @@ function headlineOf({ account, first, known, text, state }, other, documents) {
 }
 
 /** Whether much of the time to the first word was spent in the queue, as far as that is known. */
-const hasWaited = (account, first) => account?.timings.queue_ms > WORTH_SAYING * first;
+const hasWaited = (account, first) => account?.timings.queue_ms > Math.max(NOTICED_MS, WORTH_SAYING * first);
 
 /** Whether times can be compared: the cache held about the same share for both. */
 const fairly = (one, other) => Math.abs(one - other) < WORTH_SAYING;

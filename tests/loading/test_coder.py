@@ -22,6 +22,7 @@ from tests.real_model import coder_files
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(3600)]
 LENGTH, DECODED, CHUNK, KEPT = 512, 3, 32, 0.2
+EQUAL = 5e-4  # of any token's log-probability; 1.6e-4 was measured where wrong positions move it by 15
 
 
 def log_probabilities(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
@@ -54,7 +55,7 @@ def test_a_sparse_prefill_equals_the_masked_oracle(target: ModelPair, number: in
     other = feed(target.target, make_prompt_cache(target.target), kept, one.continuation, chunks=(64,))
     error, moved = (np.abs(log_probabilities(logits) - truth).max() for logits in (ours, other))
     print(f"prompt {number}: off by {error:.1e} in log-probability, at contiguous positions by {moved:.1f}")
-    assert error < 1e-4
+    assert error < EQUAL
     assert moved > 0.1
 
 

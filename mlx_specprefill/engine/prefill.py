@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -286,7 +285,7 @@ class Prefiller:
     def _begin_drafting(self, sequence: Sequence, scores: Scores | None) -> Generator[Progress, None, None]:
         """Prepare the draft to propose the answer from the cache of its scoring, if it will."""
         drafting = sequence.drafting
-        if drafting is None or not drafting.begin(sequence.hidden is not None):
+        if drafting is None or not drafting.begin():
             return
         if scores is None:
             drafting.cache = yield from self._read_with_draft(sequence)
@@ -364,7 +363,6 @@ class Prefiller:
                 step,
                 offset=start,
                 cuts=tuple(stops),
-                forward=nullcontext if drafting is None else drafting.forward(new),
                 last_forward=None if drafting is None else drafting.last_forward(sequence.grammar),
             )
         )
@@ -403,14 +401,11 @@ class Prefiller:
     def _full(self, sequence: Sequence) -> Slices:
         request, S = sequence.request, sequence.cached
         yield Progress("prefill", 0, len(request.prompt) - S, cached=S)
-        forward: Callable[[], AbstractContextManager[None]] = nullcontext
-        if (drafting := sequence.drafting) is not None:
-            if drafting.begin():
-                drafting.cache = yield from self._read_with_draft(sequence)
-            forward = drafting.forward(np.arange(S, len(request.prompt), dtype=np.int32))
+        if (drafting := sequence.drafting) is not None and drafting.begin():
+            drafting.cache = yield from self._read_with_draft(sequence)
         sequence.stage = "prefill"
         if request.prompt_logprobs is not None:
-            return (yield from self._with_prompt_logprobs(sequence, request.prompt_logprobs, forward))
+            return (yield from self._with_prompt_logprobs(sequence, request.prompt_logprobs))
         cuts = [cut - S for cut in self._checkpoints(sequence) if cut > S]
         steps = Steps(
             prefill(
@@ -420,7 +415,6 @@ class Prefiller:
                 None,
                 lambda: self.prefill_chunk_size("prefill"),
                 cuts=cuts,
-                forward=forward,
             )
         )
         done = 0
@@ -491,17 +485,14 @@ class Prefiller:
         ends = [span.end for span in spans if span.kind in ("system", "tools")] + [span.end for span in spans[-3:]]
         return sorted({end for end in [*ends, *range(_STATE_EVERY, M, _STATE_EVERY), M - 1] if 0 < end < M})
 
-    def _with_prompt_logprobs(
-        self, sequence: Sequence, count: int, forward: Callable[[], AbstractContextManager[None]]
-    ) -> Slices:
+    def _with_prompt_logprobs(self, sequence: Sequence, count: int) -> Slices:
         """Run a full prefill with every row's logits. One chunk's (L, V) float32 block is held at a time."""
         prompt, M = sequence.request.prompt, len(sequence.request.prompt)
         tokens, start = mx.array(prompt)[None], 0
         entries = []
         while start < M:
             end = min(start + self.prefill_chunk_size("prefill"), M)
-            with forward():
-                logits: mx.array = self.pair.target(tokens[:, start:end], cache=sequence.cache)[0]
+            logits: mx.array = self.pair.target(tokens[:, start:end], cache=sequence.cache)[0]
             raw = logits.astype(mx.float32)
             following = prompt[start + 1 : end + 1].tolist()
             table = (raw - mx.logsumexp(raw, axis=-1, keepdims=True))[: len(following)]

@@ -8,7 +8,7 @@ there.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
@@ -37,7 +37,6 @@ def prefill(
     step: int | Callable[[], int],
     offset: int = 0,
     cuts: Sequence[int] = (),
-    forward: Callable[[], AbstractContextManager[None]] = nullcontext,
     last_forward: Callable[[mx.array, list[Any]], mx.array] | None = None,
 ) -> Generator[Progress, None, mx.array]:
     """Feed the prompt, or its kept tokens at their original positions. Yields between forwards.
@@ -51,7 +50,6 @@ def prefill(
         step: tokens per forward, or a function called before each. The last forward is short, because all of its rows
             reach the output projection.
         cuts: counts of fed tokens at which a forward must end, ascending.
-        forward: a context for each forward.
         last_forward: feeds the last token (1, 1) to the cache in place of the model, and more tokens that may follow;
             returns the token's logits (1, V).
 
@@ -78,16 +76,14 @@ def prefill(
         end = next((cut for cut in cuts if start < cut < end), end)
         if kept is not None:
             place(cache, kept[start:end] + offset)
-        with forward():
-            model(tokens[:, start:end], cache=cache)
+        model(tokens[:, start:end], cache=cache)
         mx.eval([part.state for part in cache])
         yield Progress("prefill", end, total)
         start = end
     if kept is not None:
         place(cache, kept[start:] + offset)
     rest = tokens[:, start:]
-    with forward():
-        logits: mx.array = model(rest, cache=cache)[:, -1, :] if last_forward is None else last_forward(rest, cache)
+    logits: mx.array = model(rest, cache=cache)[:, -1, :] if last_forward is None else last_forward(rest, cache)
     mx.eval(logits, [part.state for part in cache])
     yield Progress("prefill", total, total)
     return logits

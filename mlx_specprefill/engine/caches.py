@@ -170,29 +170,25 @@ class EngineCaches:
         request: GenerationRequest,
         choice: str | None = None,
         hidden: HiddenStates | None = None,
-    ) -> None:
+        later: bool = False,
+    ) -> Callable[[], None] | None:
         """Store a cache that holds exactly these tokens of a request and its answer.
 
         Args:
             choice: `PrefillPlan.choice` of a sparse cache.
             hidden: of a staged one, what its first layers passed on. These hold everything and are left out: the
                 draft's prefixes have them.
+            later: store nothing, but return a function that stores the cache as it is now. The cache may hold more
+                tokens when the function is called.
         """
-        self._store(self._target, tokens, cache, request, None, choice, hidden)
-
-    def keep_target_later(
-        self,
-        tokens: Sequence[int] | TokenIds,
-        cache: list[Any],
-        request: GenerationRequest,
-        choice: str | None = None,
-        hidden: HiddenStates | None = None,
-    ) -> Callable[[], None] | None:
-        """Return a function that stores the cache as it is now: it may hold more tokens when the function is called."""
         if self._target is None:
             return None
-        state = self._target.state(cache, hidden is not None)
-        return partial(self._store, self._target, tokens, cache, request, state, choice, hidden)
+        state = self._target.state(cache, hidden is not None) if later else None
+        store = partial(self._store, self._target, tokens, cache, request, state, choice, hidden)
+        if later:
+            return store
+        store()
+        return None
 
     def keep_draft(self, tokens: Sequence[int] | TokenIds, cache: list[Any], request: GenerationRequest) -> None:
         self._store(self._draft, tokens, cache, request)

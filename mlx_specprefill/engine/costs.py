@@ -1,4 +1,4 @@
-"""Predicts prefill times from the chunks that have run, and chooses the next chunks and the kind of prefill by them.
+"""Predicts prefill times from the chunks that have run, and sizes the next chunks by them.
 
 A forward over n tokens behind s others takes `fixed + token * n + pair * n * (s + n / 2)` milliseconds. The fixed part
 does not depend on the length. It is small in dense models and large in mixtures of experts, whose experts are nearly
@@ -14,9 +14,8 @@ import os
 import platform
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from importlib.metadata import version
 from itertools import combinations
 from pathlib import Path
@@ -33,14 +32,13 @@ from ..cache.positioned import leaves
 from ..cache.prefix.nodes import model_identity
 from ..config import EngineConfig
 from ..loading import ModelPair
-from ..request import Event, GenerationRequest, Prediction, Progress
-from ..specprefill.plan import PrefillPlan, plan_prefill
+from ..request import Event, Prediction, Progress
 from ..specprefill.sparse_prefill import TAIL
 from .footprint import MOST_PAIRS
 from .scheduler import Scheduler
 from .sequence import Job
 
-__all__ = ["ChunkSizer", "CostModel", "ForwardCost", "LearntCost", "Planner", "prior_cost"]
+__all__ = ["ChunkSizer", "CostModel", "ForwardCost", "LearntCost", "prior_cost"]
 
 log = logging.getLogger(__name__)
 
@@ -441,38 +439,3 @@ def _kind(stage: str, job: Job | None) -> ForwardKind:
     if stage == "draft":
         return "draft"
     return "upper" if job is not None and job.sequence is not None and job.sequence.staged else "target"
-
-
-class Planner:
-    """Plans prefills, from any thread.
-
-    Args:
-        chunk_size: returns the tokens of a forward of "draft" or "prefill".
-    """
-
-    def __init__(
-        self, pair: ModelPair, config: EngineConfig, costs: CostModel, chunk_size: Callable[[str], int]
-    ) -> None:
-        self._pair = pair
-        self._config = config
-        self._costs = costs
-        self._chunk_size = chunk_size
-
-    def plan(self, request: GenerationRequest, cached: int | None = None) -> PrefillPlan:
-        """Plan a request. The target's cache holds its first `cached` tokens; None: not known yet."""
-        return plan_prefill(
-            request,
-            self._config,
-            sparse_refusal=self._pair.sparse_refusal,
-            # The number of tokens for a draft with another tokenizer is known only after tokenizing.
-            draft_context=self._pair.draft_context if self._pair.mapping is None else None,
-            cached_tokens=cached,
-            predict=partial(self.predict, len(request.prompt), cached or 0) if self._pair.drafted else None,
-        )
-
-    def predict(self, tokens: int, cached: int, kept: int) -> Prediction:
-        """Return the times of both prefills of a prompt if the target sees `kept` of its uncached tokens.
-
-        The draft's cache is assumed to hold the same prefix as the target's.
-        """
-        return self._costs.predict(tokens, kept, cached, (self._chunk_size("prefill"), self._chunk_size("draft")))

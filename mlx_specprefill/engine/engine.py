@@ -26,7 +26,7 @@ from ..request import Constraint, Event, Failed, Finished, GenerationRequest, Pr
 from ..sampling import check_sampling
 from ..specprefill.plan import PrefillPlan
 from .caches import EngineCaches
-from .costs import ChunkSizer, CostModel, Planner
+from .costs import ChunkSizer, CostModel
 from .decode_batch import Rows
 from .densify import Densifier
 from .footprint import weights_by_array
@@ -79,7 +79,6 @@ class Engine:
     # The parts that `ranked.RankedEngine` has others of.
     _caches_type: type[EngineCaches] = EngineCaches
     _chunks_type: type[ChunkSizer] = ChunkSizer
-    _planner_type: type[Planner] = Planner
     _prefiller_type: type[Prefiller] = Prefiller
     _memory_type: type[Memory] = Memory
     _densifier_type: type[Densifier] = Densifier
@@ -102,9 +101,8 @@ class Engine:
         self.scheduler = Scheduler(self.config.max_rows, round(_PATIENCE * self.config.target_itl_ms) or 1)
         self.costs = CostModel(pair, self.config)
         chunks = self._chunks_type(pair, self.config, self.scheduler, self.costs)
-        planner = self._planner_type(pair, self.config, self.costs, chunks.expected)
         self._speculator = Speculator(pair, self.config, self.scheduler)
-        self.prefiller = self._prefiller_type(pair, self.config, self.caches, planner, chunks.size)
+        self.prefiller = self._prefiller_type(pair, self.config, self.caches, self.costs, chunks)
         self.memory = self._memory_type(pair, self.config, self.caches, self._thread.memory, pinned)
         self.rows = Rows(pair, self.config)
         self._grammars = Grammars(pair.tokenizer, pair.eos_token_ids)
@@ -251,7 +249,7 @@ class Engine:
         Args:
             kept: tokens that the target would see.
         """
-        return self.prefiller.planner.predict(tokens, 0, kept)
+        return self.prefiller.predict(tokens, 0, kept)
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -268,7 +266,7 @@ class Engine:
         check_request(request, self.pair)
         if request.constraint is not None:
             self._grammars.check(request.constraint)
-        plan = self.prefiller.planner.plan(request)
+        plan = self.prefiller.plan(request)
         need = self.memory.need(request, plan.mode)
         if plan.mode == "sparse" and not self.memory.can_ever(need):
             plan = replace(plan.as_full("a sparse prefill needs more memory than there is"), choice=None)
@@ -325,9 +323,7 @@ class Engine:
         assert plan is not None
         need = self.memory.need(request, plan.mode)
         drafting = self._speculator.drafter(request)
-        sequence = Sequence(
-            work.uid, request, time.perf_counter(), self._guide(request), drafting, plan=plan, need=need
-        )
+        sequence = Sequence(work.uid, request, plan, time.perf_counter(), self._guide(request), drafting, need=need)
         return Job(work.uid, noop, handle, self.prefiller.run(sequence), sequence, work=work)
 
     def generate(self, request: GenerationRequest) -> Iterator[Event]:

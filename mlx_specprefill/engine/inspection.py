@@ -10,10 +10,9 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from .._steps import Steps
 from ..adapters.capture import HeadCapture
 from ..adapters.rope import adjusted_offsets
-from ..request import GenerationRequest, Mode, Prediction, PrefillReport, Progress, concat_tokens
+from ..request import GenerationRequest, Mode, Prediction, PrefillReport, Progress, PromptLogprobs, concat_tokens
 from ..specprefill.selector import kept_spans
 from .prefill import Prefiller
 from .sequence import Sequence
@@ -65,7 +64,7 @@ def inspect_prompt(prefiller: Prefiller, request: GenerationRequest) -> Generato
     """
     yield Progress("queued", 0, len(request.prompt))
     text = prefiller.text.read(request.prompt)
-    plan = prefiller.by_question(request, prefiller.planner.plan(request, 0), text)
+    plan = prefiller.by_question(request, prefiller.plan(request, 0), text)
     scores = yield from prefiller.scorer.scores(request, plan, text)
     selection = prefiller.select(text, scores, plan)
     size, M = selection.chunk_size, len(request.prompt)
@@ -121,17 +120,13 @@ class Replay:
 
 def replay_continuation(
     prefiller: Prefiller, request: GenerationRequest, continuation: tuple[int, ...], attention: bool, keep: bool = False
-) -> Generator[Progress, None, Replay]:
+) -> Generator[Progress | PromptLogprobs, None, Replay]:
     """Prefill, then run one target forward over the whole continuation. Yields between prefill chunks.
 
     Attention can be read only after a full prefill: the target's cache must hold the whole prompt.
     """
-    sequence = Sequence(-1, request, 0.0, plan=prefiller.planner.plan(request))
-    steps = Steps(prefiller.run(sequence))
-    for event in steps:
-        assert isinstance(event, Progress)
-        yield event
-    logits = steps.result
+    sequence = Sequence(-1, request, prefiller.plan(request))
+    logits = yield from prefiller.run(sequence)
     sequence.store()
     M, T = len(request.prompt), len(continuation) - 1
     capture = HeadCapture(M, None) if attention and sequence.kept is None and T > 0 else None

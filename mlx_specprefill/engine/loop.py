@@ -223,8 +223,7 @@ class Loop:
                 continue
             self.jobs[posted.uid] = posted
             if posted.sequence is not None:
-                request, plan = posted.sequence.request, posted.sequence.plan
-                choice = None if plan is None else plan.choice
+                request, choice = posted.sequence.request, posted.sequence.plan.choice
                 cached = self._caches.covers(request.prompt[: request.usable_prefix], request.label, choice)
                 self._scheduler.expect(posted.uid, len(request.prompt) - cached)
 

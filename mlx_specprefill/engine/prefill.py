@@ -14,85 +14,26 @@ import numpy as np
 import numpy.typing as npt
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
-from .._steps import Steps
 from ..cache.positioned import PositionedRotatingKVCache, can_cut, leaves
 from ..cache.prefix.nodes import CacheHit, Fed
 from ..config import EngineConfig
 from ..errors import RequestCancelled, device_error
 from ..loading import ModelPair
-from ..request import GenerationRequest, Progress, PromptLogprobs
+from ..request import GenerationRequest, Prediction, Progress, PromptLogprobs
 from ..sampling import top_logprobs
-from ..specprefill.plan import PrefillPlan, about_everything
+from ..specprefill.plan import READ_ALL, PrefillPlan, about_everything, plan_prefill
 from ..specprefill.scorer import Scores, question_span
 from ..specprefill.selector import PromptText, Selection, TextReader, missing_of, select_tokens, strongest
 from ..specprefill.sparse_prefill import HiddenStates, UpperLayersModel, prefill, prefill_upper, recall
 from .caches import EngineCaches, empty_cache
-from .costs import Planner
+from .costs import ChunkSizer, CostModel
 from .scoring import DraftContextError, PromptScorer
 from .sequence import Sequence
 
 __all__ = ["Prefiller"]
 
 Kept = npt.NDArray[np.int32]
-
-
-def is_staged(pair: ModelPair, request: GenerationRequest, plan: PrefillPlan) -> bool:
-    """Return whether the target's own first layers score the prompt.
-
-    The paper's rule looks ahead with all layers, and a request with its own scores needs no scoring.
-    """
-    return pair.stages is not None and plan.rule != "paper" and request.specprefill.importance is None
-
-
-def upper_layers(
-    pair: ModelPair, sequence: Sequence, parts: tuple[Kept, Kept], lower: list[Any]
-) -> tuple[tuple[UpperLayersModel, UpperLayersModel], list[Any]]:
-    """Return the upper layers as models of two parts of the prompt, and their caches.
-
-    From then on the sequence's cache is that of all layers.
-
-    Args:
-        parts: prompt indices, ascending.
-        lower: caches of the layers that have read the prompt.
-    """
-    model, hidden = pair.stages, sequence.hidden
-    assert model is not None
-    assert hidden is not None
-    _, upper = model.split(sequence.cache)
-    sequence.cache, sequence.staged = model.join(lower, upper), True
-    first, second = (hidden.of(indices) for indices in parts)
-    mx.eval(first, second)
-    return (UpperLayersModel(model.upper, first), UpperLayersModel(model.upper, second)), upper
-
-
-def read_rest(
-    pair: ModelPair,
-    caches: EngineCaches,
-    sequence: Sequence,
-    choice: str | None,
-    prefill_chunk_size: Callable[[str], int],
-) -> Generator[Progress, None, None]:
-    """Run the upper layers over all tokens that the lower layers have read. No-op for turns that are not staged.
-
-    The sequence's cache and the exact cache then hold the text. Cancelled, nothing is kept.
-    """
-    model, request, S = pair.stages, sequence.request, sequence.cached
-    if model is None or choice is None or not can_cut(sequence.cache):  # windows and states need checkpoints
-        return
-    turn = caches.target_prefix(request.prompt, request.label, True, choice)
-    if turn is None or turn.held is None:
-        return
-    hidden = HiddenStates(S, S, turn.hidden)
-    lower = caches.draft_prefix(request.prompt[: hidden.end + 1], request.label)
-    if lower is None or not hidden.covers(np.arange(S, lower.length, dtype=np.int32)) or lower.length <= S:
-        return
-    indices = np.arange(S, lower.length, dtype=np.int32)
-    _, upper = model.split(sequence.cache)
-    yield Progress("prefill", 0, lower.length - S, cached=S)
-    text, states = request.prompt[S : lower.length], hidden.of(indices)
-    yield from prefill_upper(model, upper, text, states, indices - S, lambda: prefill_chunk_size("prefill"), S)
-    sequence.cache, sequence.cached = model.join(lower.cache, upper), lower.length
-    caches.keep_target(request.prompt[: lower.length], sequence.cache, request)
+Model = Callable[..., mx.array]
 
 
 log = logging.getLogger(__name__)
@@ -100,54 +41,96 @@ Slices = Generator[Progress | PromptLogprobs, None, mx.array]
 _FORCED = ":forced"  # ends the choice of a request that forces a sparse prefill
 _OPENING = 32  # tokens of a message whose first line may be an instruction
 _LEAST_RECALL = 256  # tokens that may always be recalled
-_WORTH_KEEPING = 128  # tokens of a dense beginning that is worth a forward end
+_LEAST_CHECKPOINT = 128  # tokens of a dense beginning that is worth a forward end
 _STATE_EVERY = 4096  # tokens between checkpoints of state that can't be trimmed
 
 
 class Prefiller:
-    """Runs prefills.
+    """Plans and runs prefills.
 
     Args:
-        planner: decides how a prompt is prefilled.
-        prefill_chunk_size: tokens for the next forward of "draft" or "prefill".
+        costs: predicts their times.
+        chunks: sizes their chunks.
 
     Attributes:
         fallbacks: how often each stage of a sparse prefill failed and the request went on with a full one.
     """
 
+    _scorer_type: type[PromptScorer] = PromptScorer
+
     def __init__(
-        self,
-        pair: ModelPair,
-        config: EngineConfig,
-        caches: EngineCaches,
-        planner: Planner,
-        prefill_chunk_size: Callable[[str], int],
+        self, pair: ModelPair, config: EngineConfig, caches: EngineCaches, costs: CostModel, chunks: ChunkSizer
     ) -> None:
         self.pair = pair
         self.config = config
         self.caches = caches
-        self.planner = planner
-        self.prefill_chunk_size = prefill_chunk_size
+        self._costs = costs
+        self._chunks = chunks
+        self._step = partial(chunks.size, "prefill")  # tokens of the target's next forward
         self.text = TextReader(pair.tokenizer)
-        self.scorer = PromptScorer(pair, config, caches, prefill_chunk_size)
+        self.scorer = self._scorer_type(pair, config, caches, partial(chunks.size, "draft"))
         self.fallbacks: Counter[str] = Counter()
 
-    def run(self, sequence: Sequence) -> Slices:
-        """Yield between prefill chunks; return the logits (1, V). Throw `RequestCancelled` into the generator to stop
-        it.
+    def plan(self, request: GenerationRequest, cached: int | None = None) -> PrefillPlan:
+        """Choose a sparse or a full prefill for a request on this machine. May be called from any thread.
+
+        Args:
+            cached: tokens that the target's cache holds; None: not known yet.
         """
-        request = sequence.request
-        yield Progress("queued", 0, len(request.prompt))
-        assert sequence.plan is not None
-        if sequence.plan.mode == "sparse" or sequence.plan.choice is not None:
-            logits = yield from self._sparse_or_full(sequence)
-        else:
+        pair = self.pair
+        return plan_prefill(
+            request,
+            self.config,
+            sparse_refusal=pair.sparse_refusal,
+            # The number of tokens for a draft with another tokenizer is known only after tokenizing.
+            draft_context=pair.draft_context if pair.mapping is None else None,
+            cached_tokens=cached,
+            predict=partial(self.predict, len(request.prompt), cached or 0) if pair.drafted else None,
+        )
+
+    def predict(self, tokens: int, cached: int, kept: int) -> Prediction:
+        """Return the times of both prefills of a prompt if the target sees `kept` of its uncached tokens.
+
+        The draft's cache is assumed to hold the same prefix as the target's. May be called from any thread.
+        """
+        sizes = self._chunks.expected("prefill"), self._chunks.expected("draft")
+        return self._costs.predict(tokens, kept, cached, sizes)
+
+    def run(self, sequence: Sequence) -> Slices:
+        """Prefill a request. If a sparse prefill fails, go on with a full one.
+
+        Yield between prefill chunks; return the logits (1, V). Throw `RequestCancelled` into the generator to stop it.
+        """
+        prompt = sequence.request.prompt
+        yield Progress("queued", 0, prompt.size)
+        try:
             self._resume(sequence)
-            logits = yield from self._full(sequence)
+            self._replan(sequence)
+            scores: Scores | None = None
+            if not sequence.reads_all:
+                text = self.text.read(prompt)
+                scores = yield from self._score(sequence, text)
+            if not sequence.reads_all:
+                recalled, new = self._select(sequence, text, scores)
+                yield Progress("select", recalled.size + new.size, prompt.size)
+                yield from self._begin_drafting(sequence, scores)
+                scores = None  # frees the draft's cache, unless it is kept: the target needs the memory
+                logits = yield from self._read(sequence, recalled, new)
+        except RequestCancelled:
+            raise
+        except Exception as error:
+            if device_error(error) is not None:  # a full prefill would need several times as much of the device
+                raise
+            self._fall_back(sequence, error)
+            scores = None
+        if sequence.reads_all:
+            logits = yield from self._read_all(sequence)
         sequence.stage = "draft"
         if sequence.drafting is not None:
             yield from sequence.drafting.end(sequence.cache, sequence.kept)
         return logits
+
+    # --- the cached prefix -------------------------------------------------------------------------------------------
 
     def _resume(self, sequence: Sequence, again: bool = False) -> None:
         """Resume from the longest cached prefix: a dense one, or a sparse one with this request's choice.
@@ -169,10 +152,8 @@ class Prefiller:
 
     def _choice(self, sequence: Sequence) -> str | None:
         """Return how the names begin under which this request finds sparse prefixes; None if it reads everything."""
-        plan = sequence.plan
-        if plan is None or plan.choice is None:
-            return None
-        return plan.choice + ("staged" if is_staged(self.pair, sequence.request, plan) else "whole")
+        choice = sequence.plan.choice
+        return None if choice is None else choice + ("staged" if self._is_staged(sequence) else "whole")
 
     def _is_repeated(self, request: GenerationRequest, choice: str) -> bool:
         """Return whether the same prompt was read before with the same choice."""
@@ -181,86 +162,67 @@ class Prefiller:
             return False
         return self.caches.covers(prompt, request.label) < prompt.size
 
-    def _sparse_or_full(self, sequence: Sequence) -> Slices:
-        try:
-            logits = yield from self._sparse(sequence)
-            if logits is not None:
-                return logits
-        except RequestCancelled:
-            raise
-        except Exception as error:
-            if device_error(error) is not None:  # a full prefill would need several times as much of the device
-                raise
-            self._fall_back(sequence, error)
-        return (yield from self._full(sequence))
+    def _is_staged(self, sequence: Sequence) -> bool:
+        """Return whether the target's own first layers score the prompt.
+
+        The paper's rule looks ahead with all layers, and a request with its own scores needs no scoring.
+        """
+        own = sequence.request.specprefill.importance
+        return self.pair.stages is not None and sequence.plan.rule != "paper" and own is None
 
     def _fall_back(self, sequence: Sequence, error: Exception) -> None:
         """Reset the sequence with mlx-lm's own caches: nothing that may have failed is used again."""
-        assert sequence.plan is not None
         log.exception("full prefill instead of sparse: %s failed", sequence.stage)
         self.fallbacks[sequence.stage] += 1
         reason = f"fallback: {sequence.stage} failed: {type(error).__name__}: {error}"
         sequence.plan, sequence.choice = sequence.plan.as_full(reason), None
         sequence.resume(CacheHit(0, list(make_prompt_cache(self.pair.target))))
-        sequence.kept, sequence.staged, sequence.hidden, sequence.recalled = None, False, None, 0
+        sequence.kept, sequence.staged, sequence.hidden, sequence.lower, sequence.recalled = None, False, None, [], 0
         mx.clear_cache()
 
     # --- sparse ------------------------------------------------------------------------------------------------------
 
-    def _sparse(self, sequence: Sequence) -> Generator[Progress | PromptLogprobs, None, mx.array | None]:
-        """Select the kept tokens of the new text, and prefill them behind the cached prefix.
-
-        Returns None if the whole prompt has to be read.
-        """
-        self._replan(sequence)
-        if sequence.reads_all:
-            return None
-        text, scores = self.text.read(sequence.request.prompt), None
-        self._read_all_if_asked(sequence, text)
-        if sequence.reads_all:
-            return None
-        if self._may_choose(sequence):
-            scores = yield from self._scores(sequence, text)
-            if sequence.reads_all:
-                return None
-        sequence.stage = "select"
-        recalled, new = self._choose(sequence, text, scores)
-        yield Progress("select", recalled.size + new.size, len(sequence.request.prompt))
-        yield from self._begin_drafting(sequence, scores)
-        lower = [] if scores is None or sequence.hidden is None else scores.cache
-        del scores  # frees the draft's cache, unless it is kept: the target needs the memory
-        sequence.stage = "prefill"
-        return (yield from self._read(sequence, recalled, new, lower))
-
     def _replan(self, sequence: Sequence) -> None:
-        """Plan again once the cached prefix is known."""
-        request, submitted = sequence.request, sequence.plan
-        assert submitted is not None
-        self._resume(sequence)
-        plan = self.planner.plan(request, sequence.cached)
+        """Plan again, now that the cached prefix is known."""
+        submitted = sequence.plan
+        if submitted.mode == "full" and submitted.choice is None:
+            return
+        plan = self.plan(sequence.request, sequence.cached)
         if submitted.mode == "full":  # the memory was reserved for a full prefill
             plan = plan.as_full(submitted.reason)
         sequence.plan = plan
 
-    def _read_all_if_asked(self, sequence: Sequence, text: PromptText) -> None:
-        """Resume from a dense prefix only if the question is about everything."""
-        assert sequence.plan is not None
-        plan = sequence.plan = self.by_question(sequence.request, sequence.plan, text)
+    def _score(self, sequence: Sequence, text: PromptText) -> Generator[Progress, None, Scores | None]:
+        """Score the prompt with the draft; None if nothing is chosen by scores. Some prompts are then read in full."""
+        request = sequence.request
+        plan = sequence.plan = self.by_question(request, sequence.plan, text)
         if plan.mode == "full" and plan.choice is None:
-            self._resume(sequence)
+            self._resume(sequence)  # from a dense prefix only
+        if sequence.reads_all or not self._may_choose(sequence):
+            return None
+        yield Progress("draft", 0, len(request.prompt))
+        sequence.stage = "draft"
+        if self._is_staged(sequence):
+            sequence.hidden = HiddenStates(sequence.run, sequence.cached, sequence.hidden_parts)
+        try:
+            scores = yield from self.scorer.scores(request, plan, text, sequence.hidden)
+        except DraftContextError as error:
+            sequence.plan = plan.as_full(error.reason)
+            return None
+        sequence.scorer, sequence.scoring, sequence.draft_read = scores.scorer, scores.words, scores.read
+        sequence.lower = [] if sequence.hidden is None else scores.cache
+        return scores
 
     def _may_choose(self, sequence: Sequence) -> bool:
         """Return whether the draft scores the prompt: new text may be dropped, or dropped text recalled."""
-        plan, request = sequence.plan, sequence.request
-        assert plan is not None
-        if plan.mode == "sparse" or not self.pair.drafted:
-            return plan.mode == "sparse"
-        return is_staged(self.pair, request, plan) or _asks(request, sequence.cached)
+        if sequence.plan.mode == "sparse" or not self.pair.drafted:
+            return sequence.plan.mode == "sparse"
+        return self._is_staged(sequence) or _asks(sequence.request, sequence.cached)
 
-    def _choose(self, sequence: Sequence, text: PromptText, scores: Scores | None) -> tuple[Kept, Kept]:
+    def _select(self, sequence: Sequence, text: PromptText, scores: Scores | None) -> tuple[Kept, Kept]:
         """Return the prompt indices of dropped tokens to recall, and of new tokens to read. Both ascend."""
         request, plan, L, M = sequence.request, sequence.plan, sequence.cached, len(sequence.request.prompt)
-        assert plan is not None
+        sequence.stage = "select"
         recalled, new = np.zeros(0, dtype=np.int32), np.arange(L, M, dtype=np.int32)
         if scores is not None and sequence.held is not None and _asks(request, L):
             recalled = self._recalled(sequence.held, L, plan, scores, text)
@@ -292,22 +254,6 @@ class Prefiller:
         else:
             drafting.cache, drafting.lookahead = scores.cache, scores.lookahead
 
-    def _scores(self, sequence: Sequence, text: PromptText) -> Generator[Progress, None, Scores | None]:
-        """Score the prompt with the draft; None if the prompt is too long for it."""
-        request, plan = sequence.request, sequence.plan
-        assert plan is not None
-        yield Progress("draft", 0, len(request.prompt))
-        sequence.stage = "draft"
-        if is_staged(self.pair, request, plan):
-            sequence.hidden = HiddenStates(sequence.run, sequence.cached, sequence.hidden_parts)
-        try:
-            scores = yield from self.scorer.scores(request, plan, text, sequence.hidden)
-        except DraftContextError as error:
-            sequence.plan = plan.as_full(error.reason)
-            return None
-        sequence.scorer, sequence.scoring, sequence.draft_read = scores.scorer, scores.words, scores.read
-        return scores
-
     def by_question(self, request: GenerationRequest, plan: PrefillPlan, text: PromptText) -> PrefillPlan:
         """Return the plan, changed to full if the question is about everything, unless the request forces sparse."""
         if plan.choice is None or request.specprefill.enabled:
@@ -334,43 +280,53 @@ class Prefiller:
         part = text.part(start, start + importance.size)
         return select_tokens(importance, forced, part, plan.keep, self.config.selection_by(plan.rule))
 
-    def _read(self, sequence: Sequence, recalled: Kept, new: Kept, lower: list[Any]) -> Slices:
-        """Prefill recalled tokens behind the cached prefix, then the new ones. Progress covers both.
-
-        Args:
-            lower: of a staged prefill, the caches of the layers that have read the prompt.
-        """
-        prompt, start, total = sequence.request.prompt, sequence.cached, int(recalled.size + new.size)
-        models, cache = (self.pair.target, self.pair.target), sequence.cache
-        if sequence.hidden is not None:
-            models, cache = upper_layers(self.pair, sequence, (recalled, new), lower)
-            if not self.caches.enabled:  # else a later turn may want what this one drops
-                sequence.hidden.clear()
+    def _read(self, sequence: Sequence, recalled: Kept, new: Kept) -> Slices:
+        """Prefill recalled tokens behind the cached prefix, then the new ones. Progress covers both."""
+        prompt, start = sequence.request.prompt, sequence.cached
+        sequence.stage = "prefill"
+        first, second, cache = self._models(sequence, recalled, new)
         held = np.arange(start, dtype=np.int32) if sequence.held is None else sequence.held
         sequence.kept = np.concatenate([np.sort(np.concatenate([held, recalled])), new])
         sequence.recalled = int(recalled.size)
-        step = partial(self.prefill_chunk_size, "prefill")
-        for progress in recall(models[0], cache, prompt, recalled, step):
-            yield replace(progress, total=total)
-        stops = self._stops(sequence, new)
-        drafting = None if sequence.hidden is not None else sequence.drafting
-        steps = Steps(
-            prefill(
-                models[1],
+        for progress in recall(first, cache, prompt, recalled, self._step):
+            yield replace(progress, total=progress.total + new.size)
+        stops, drafting = self._stops(sequence, new), sequence.drafting if sequence.hidden is None else None
+
+        def store(fed: int) -> None:
+            if fed in stops:
+                self._keep(sequence, stops[fed], later=fed == new.size - 1)
+
+        return (
+            yield from prefill(
+                second,
                 cache,
                 prompt[start:],
                 new - start,
-                step,
+                self._step,
                 offset=start,
                 cuts=tuple(stops),
+                on_forward=store,
                 last_forward=None if drafting is None else drafting.last_forward(sequence.grammar),
+                before=sequence.recalled,
             )
         )
-        for progress in steps:
-            if progress.done in stops:
-                self._keep(sequence, stops[progress.done], later=progress.done == new.size - 1)
-            yield replace(progress, done=int(recalled.size) + progress.done, total=total)
-        return steps.result
+
+    def _models(self, sequence: Sequence, recalled: Kept, new: Kept) -> tuple[Model, Model, list[Any]]:
+        """Return the models that read recalled and new tokens, and their cache.
+
+        In a staged prefill these are the upper layers, and from then on the sequence's cache is that of all layers.
+        """
+        hidden, model = sequence.hidden, self.pair.stages
+        if hidden is None or model is None:
+            return self.pair.target, self.pair.target, sequence.cache
+        _, upper = model.split(sequence.cache)
+        sequence.cache, sequence.staged = model.join(sequence.lower, upper), True
+        sequence.lower = []
+        states = [hidden.of(indices) for indices in (recalled, new)]
+        mx.eval(states)
+        if not self.caches.enabled:  # else a later turn may want what this one drops
+            hidden.clear()
+        return UpperLayersModel(model.upper, states[0]), UpperLayersModel(model.upper, states[1]), upper
 
     def _stops(self, sequence: Sequence, new: Kept) -> dict[int, int]:
         """Return the counts of new tokens after which a forward ends, ascending, and the length that the cache then
@@ -382,24 +338,27 @@ class Prefiller:
         counts = {int(np.searchsorted(new, length)): length for length in lengths}
         if sequence.held is None and sequence.kept is not None:
             dense = Fed(sequence.kept).run
-            if dense - sequence.cached >= _WORTH_KEEPING:
+            if dense - sequence.cached >= _LEAST_CHECKPOINT:
                 counts[dense - sequence.cached] = dense
         return {count: counts[count] for count in sorted(counts) if 0 < count < new.size}
 
-    def _keep(self, sequence: Sequence, length: int, later: bool) -> None:
-        """Store the cache in the middle of a sparse prefill."""
-        request, prompt, cache = sequence.request, sequence.request.prompt, sequence.cache
-        if later:
-            sequence.unstored = self.caches.keep_target_later(
-                prompt[:length], cache, request, sequence.choice, sequence.hidden
-            )
-        else:
-            self.caches.keep_target(prompt[:length], cache, request, sequence.choice, sequence.hidden)
+    def _keep(self, sequence: Sequence, length: int, later: bool = False) -> None:
+        """Store the cache, which covers the prompt's first `length` tokens: now, or once the first token is out."""
+        sparse = sequence.kept is not None
+        sequence.unstored = self.caches.keep_target(
+            sequence.request.prompt[:length],
+            sequence.cache,
+            sequence.request,
+            sequence.choice if sparse else None,
+            sequence.hidden if sparse else None,
+            later=later,
+        )
 
     # --- full --------------------------------------------------------------------------------------------------------
 
-    def _full(self, sequence: Sequence) -> Slices:
-        request, S = sequence.request, sequence.cached
+    def _read_all(self, sequence: Sequence) -> Slices:
+        """Prefill the whole prompt behind a dense prefix. Cancelled, keep the chunks: a retry resumes from there."""
+        request, S, done = sequence.request, sequence.cached, 0
         yield Progress("prefill", 0, len(request.prompt) - S, cached=S)
         if (drafting := sequence.drafting) is not None and drafting.begin():
             drafting.cache = yield from self._read_with_draft(sequence)
@@ -407,35 +366,24 @@ class Prefiller:
         if request.prompt_logprobs is not None:
             return (yield from self._with_prompt_logprobs(sequence, request.prompt_logprobs))
         cuts = [cut - S for cut in self._checkpoints(sequence) if cut > S]
-        steps = Steps(
-            prefill(
-                self.pair.target,
-                sequence.cache,
-                request.prompt[S:],
-                None,
-                lambda: self.prefill_chunk_size("prefill"),
-                cuts=cuts,
-            )
-        )
-        done = 0
+
+        def store(fed: int) -> None:
+            nonlocal done
+            done = fed
+            if fed in cuts:
+                self._keep(sequence, S + fed, later=fed == cuts[-1])
+
         try:
-            for progress in steps:
-                done = progress.done
-                if done in cuts[:-1]:
-                    self.caches.keep_target(request.prompt[: S + done], sequence.cache, request)
-                elif done in cuts:
-                    sequence.unstored = self.caches.keep_target_later(
-                        request.prompt[: S + done], sequence.cache, request
-                    )
-                yield progress
+            logits = yield from prefill(
+                self.pair.target, sequence.cache, request.prompt[S:], None, self._step, cuts=cuts, on_forward=store
+            )
         except RequestCancelled:
-            sequence.unstored = None
-            if done:  # an identical retry resumes from here
-                self.caches.keep_target(request.prompt[: S + done], sequence.cache, request)
+            if done:
+                self._keep(sequence, S + done)
             raise
         if not cuts:  # with cuts, the last one is M - 1: an identical prompt can't use the state at M
-            sequence.unstored = self.caches.keep_target_later(request.prompt, sequence.cache, request)
-        return steps.result
+            self._keep(sequence, len(request.prompt), later=True)
+        return logits
 
     def _read_with_draft(self, sequence: Sequence) -> Generator[Progress, None, list[Any]]:
         """Prefill the whole prompt for a draft that proposes after a full prefill; return the draft's cache."""
@@ -446,7 +394,7 @@ class Prefiller:
         start = hit.length if hit is not None else 0
         cache = hit.cache if hit is not None else list(make_prompt_cache(self.pair.draft))
         yield Progress("draft", start, len(prompt))
-        for progress in prefill(self.pair.draft, cache, prompt[start:], None, lambda: self.prefill_chunk_size("draft")):
+        for progress in prefill(self.pair.draft, cache, prompt[start:], None, self.scorer.step):
             yield Progress("draft", start + progress.done, len(prompt))
         self.caches.keep_draft(prompt, cache, sequence.request)
         return cache
@@ -463,18 +411,41 @@ class Prefiller:
         Returns:
             The sequence with its cache, and the logits of the last token, (1, V).
         """
-        sequence = Sequence(-1, request, 0.0)
+        sequence = Sequence(-1, request, READ_ALL)
         self._resume(sequence, again=True)
-        yield from read_rest(self.pair, self.caches, sequence, choice, self.prefill_chunk_size)
-        logits = yield from self._full(sequence)
+        yield from self._densify_upper_layers(sequence, choice)
+        logits = yield from self._read_all(sequence)
         sequence.store()
         if _stateful(sequence.cache):  # the next turn begins with all of it: the sparse turn has a state at its end
-            self.caches.keep_target(request.prompt, sequence.cache, request)
+            self._keep(sequence, len(request.prompt))
         return sequence, logits
 
     def drafted(self, request: GenerationRequest) -> Generator[Progress, None, None]:
         """Let the draft read in the background what the target has read, for the next turn."""
-        yield from self._read_with_draft(Sequence(-1, request, 0.0))
+        yield from self._read_with_draft(Sequence(-1, request, READ_ALL))
+
+    def _densify_upper_layers(self, sequence: Sequence, choice: str | None) -> Generator[Progress, None, None]:
+        """Run the upper layers over all tokens that the lower layers have read. No-op for turns that are not staged.
+
+        The sequence's cache and the exact cache then hold the text. Cancelled, nothing is kept.
+        """
+        model, request, S = self.pair.stages, sequence.request, sequence.cached
+        if model is None or choice is None or not can_cut(sequence.cache):  # windows and states need checkpoints
+            return
+        turn = self.caches.target_prefix(request.prompt, request.label, True, choice)
+        if turn is None or turn.held is None:
+            return
+        hidden = HiddenStates(S, S, turn.hidden)
+        lower = self.caches.draft_prefix(request.prompt[: hidden.end + 1], request.label)
+        if lower is None or not hidden.covers(np.arange(S, lower.length, dtype=np.int32)) or lower.length <= S:
+            return
+        indices = np.arange(S, lower.length, dtype=np.int32)
+        _, upper = model.split(sequence.cache)
+        yield Progress("prefill", 0, lower.length - S, cached=S)
+        text, states = request.prompt[S : lower.length], hidden.of(indices)
+        yield from prefill_upper(model, upper, text, states, indices - S, self._step, S)
+        sequence.cache, sequence.cached = model.join(lower.cache, upper), lower.length
+        self._keep(sequence, lower.length)
 
     def _checkpoints(self, sequence: Sequence) -> list[int]:
         """Return the prompt lengths at which another request may branch off. Only for state that can't be trimmed."""
@@ -491,7 +462,7 @@ class Prefiller:
         tokens, start = mx.array(prompt)[None], 0
         entries = []
         while start < M:
-            end = min(start + self.prefill_chunk_size("prefill"), M)
+            end = min(start + self._step(), M)
             logits: mx.array = self.pair.target(tokens[:, start:end], cache=sequence.cache)[0]
             raw = logits.astype(mx.float32)
             following = prompt[start + 1 : end + 1].tolist()

@@ -27,7 +27,7 @@ from ..specprefill.scorer import Scores
 from ..specprefill.selector import PromptText
 from ..specprefill.sparse_prefill import HiddenStates
 from .caches import EngineCaches
-from .costs import ChunkSizer, Planner
+from .costs import ChunkSizer
 from .densify import Densifier, DensifyQueue, IdleTurn
 from .engine import Engine, EngineHealth
 from .inbox import Call
@@ -147,16 +147,6 @@ class RankedChunkSizer(ChunkSizer):
         return _ranks(self._pair).agree("chunk", own)
 
 
-class RankedPlanner(Planner):
-    """Rank 0 plans: the ranks' measurements may differ."""
-
-    def plan(self, request: GenerationRequest, cached: int | None = None) -> PrefillPlan:
-        def own() -> PrefillPlan:
-            return super(RankedPlanner, self).plan(request, cached)
-
-        return own() if cached is None else _ranks(self._pair).agree("plan", own)  # None: a client of rank 0 asks
-
-
 class RankedScorer(PromptScorer):
     """Rank 0 scores: machines may round differently."""
 
@@ -207,11 +197,15 @@ class RankedScorer(PromptScorer):
 
 
 class RankedPrefiller(Prefiller):
-    """Fails a sparse prefill on all ranks together."""
+    """Plans as rank 0 does, whose measurements may differ, and fails a sparse prefill on all ranks together."""
 
-    def __init__(self, pair: ModelPair, config: EngineConfig, caches: EngineCaches, *parts: Any) -> None:
-        super().__init__(pair, config, caches, *parts)
-        self.scorer = RankedScorer(pair, config, caches, self.prefill_chunk_size)
+    _scorer_type = RankedScorer
+
+    def plan(self, request: GenerationRequest, cached: int | None = None) -> PrefillPlan:
+        def own() -> PrefillPlan:
+            return super(RankedPrefiller, self).plan(request, cached)
+
+        return own() if cached is None else _ranks(self.pair).agree("plan", own)  # None: a client of rank 0 asks
 
     def _fall_back(self, sequence: Request, error: Exception) -> None:
         _ranks(self.pair).together(error)
@@ -335,7 +329,6 @@ class RankedEngine(Engine):
 
     _caches_type = RankedCaches
     _chunks_type = RankedChunkSizer
-    _planner_type = RankedPlanner
     _prefiller_type = RankedPrefiller
     _memory_type = RankedMemory
     _densifier_type = RankedDensifier

@@ -11,7 +11,6 @@ from dataclasses import replace
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from .._steps import Steps
 from ..adapters.depth import full_draft_model
 from ..adapters.text_mapping import TextMapping
 from ..config import EngineConfig
@@ -20,7 +19,7 @@ from ..loading import ModelPair
 from ..request import GenerationRequest, Progress
 from ..specprefill.mapped import MappedTask, map_task
 from ..specprefill.plan import PrefillPlan, template_mask
-from ..specprefill.scorer import Scores, ScoringInput, question_span, repeated_question_spans, scorer_for
+from ..specprefill.scorer import Scores, ScoringInput, question_span, repeated_question_spans, scorer_for, tokens_in
 from ..specprefill.selector import PromptText
 from ..specprefill.sparse_prefill import HiddenStates
 from .caches import EngineCaches, empty_draft_cache
@@ -35,17 +34,17 @@ class DraftContextError(SparseUnsupportedError):
 
 
 class PromptScorer:
-    """Args:
-    prefill_chunk_size: tokens for the next forward of "draft".
+    """Scores prompts.
+
+    Args:
+        step: returns the tokens of the draft's next forward.
     """
 
-    def __init__(
-        self, pair: ModelPair, config: EngineConfig, caches: EngineCaches, prefill_chunk_size: Callable[[str], int]
-    ) -> None:
+    def __init__(self, pair: ModelPair, config: EngineConfig, caches: EngineCaches, step: Callable[[], int]) -> None:
         self.pair = pair
         self.config = config
         self.caches = caches
-        self.prefill_chunk_size = prefill_chunk_size
+        self.step = step
 
     def scores(
         self, request: GenerationRequest, plan: PrefillPlan, text: PromptText, hidden: HiddenStates | None = None
@@ -108,7 +107,7 @@ class PromptScorer:
             again=np.concatenate([none, *(request.prompt[start:end] for start, end in before)]),
             stop_ids=request.stop_token_ids | self.pair.eos_token_ids,
             cache=[],
-            step=lambda: self.prefill_chunk_size("draft"),
+            step=self.step,
         )
 
     def _by_draft(self, request: GenerationRequest, plan: PrefillPlan, task: ScoringInput, known: int) -> Scoring:
@@ -117,24 +116,21 @@ class PromptScorer:
             raise SparseUnsupportedError("no draft model is loaded")
         draft = full_draft_model(self.pair.draft) if plan.rule == "paper" else self.pair.draft
         stored = draft is self.pair.draft  # cached prefixes belong to the default scoring layers
-        prompt, label, done = task.prompt, request.label, 0
+        prompt, label = task.prompt, request.label
         keeper = request if self.pair.mapping is None else replace(request, spans=())  # spans count target tokens
         # The question is read anew even if it is cached: a hit must not change the scores.
         hit = self.caches.draft_prefix(prompt[: known + 1], label) if stored and known else None
         empty = empty_draft_cache(self.pair) if stored else list(make_prompt_cache(draft))
         task = replace(task, cache=empty if hit is None else hit.cache)
-        steps = Steps(scorer_for(plan.rule, self.pair.heads, self.config.scoring, self.pair.split).score(draft, task))
+        scorer = scorer_for(plan.rule, self.pair.heads, self.config.scoring, self.pair.split)
         try:
-            for progress in steps:
-                done = progress.done
-                yield progress
+            scores = yield from scorer.score(draft, task)
         except RequestCancelled:
-            if stored and 0 < done < len(prompt):
+            if stored and 0 < (done := tokens_in(task.cache)) < len(prompt):
                 self.caches.keep_draft(prompt[:done], task.cache, keeper)
             raise
         if stored:
             self.caches.keep_draft(prompt, task.cache, keeper)
-        found = steps.result
-        scores = replace(found, read=len(prompt) - (0 if hit is None else hit.length))
+        scores = replace(scores, read=len(prompt) - (0 if hit is None else hit.length))
         own = full_draft_model(self.pair.draft) is self.pair.target
         return replace(scores, scorer="self") if own else scores

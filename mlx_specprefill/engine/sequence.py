@@ -68,6 +68,7 @@ class Sequence:
         cache, shift: the target's cache once prefilled, and the shift that it can't carry itself.
         staged: the caches of the target's first layers hold more tokens than the others.
         hidden: those layers' hidden states of the prompt; `hidden_parts`: of the cached prefix.
+        lower: those layers' caches of the prompt, until they are joined to `cache`.
         stage: the stage of the current step.
         tokens: generated so far; `sparse_logprobs`: of each, if the answer will be verified.
         grammar: state of the request's grammar and budget.
@@ -77,11 +78,11 @@ class Sequence:
 
     uid: int
     request: GenerationRequest
-    submitted: float
+    plan: PrefillPlan
+    submitted: float = 0.0
     grammar: GrammarState | None = None
     drafting: AnswerDrafter | None = None
     started: float = 0.0
-    plan: PrefillPlan | None = None
     need: Need = field(default_factory=Need)
     cached: int = 0
     miss: PrefixMiss | None = None
@@ -97,6 +98,7 @@ class Sequence:
     shift: int = 0
     staged: bool = False
     hidden: HiddenStates | None = None
+    lower: list[Any] = field(default_factory=list)
     stage: Stage = "queued"
     tokens: list[int] = field(default_factory=list)
     sparse_logprobs: list[float] = field(default_factory=list)
@@ -113,7 +115,7 @@ class Sequence:
     @property
     def reads_all(self) -> bool:
         """Return whether the prompt is read in full, behind a dense prefix at most."""
-        return self.plan is not None and self.plan.mode == "full" and self.held is None
+        return self.plan.mode == "full" and self.held is None
 
     @property
     def tokens_cached(self) -> int:
@@ -173,8 +175,8 @@ class Sequence:
         kept = M if self.kept is None else int(self.kept.size)
         spans = ((0, M),) if self.kept is None else kept_spans(self.kept)
         return PrefillReport(
-            mode="full" if self.plan is None else self.plan.mode,
-            reason="not started" if self.plan is None else self.plan.reason,
+            mode=self.plan.mode,
+            reason=self.plan.reason,
             prompt_tokens=M,
             kept_tokens=kept,
             cached_tokens=self.tokens_cached,
@@ -184,10 +186,10 @@ class Sequence:
             scoring=self.scoring if self.kept is not None else None,
             draft_tokens=self.draft_read,
             timings=self._timings(),
-            predicted=None if self.plan is None else self.plan.predicted,
+            predicted=self.plan.predicted,
             kept_spans=spans if self.request.specprefill.return_spans else None,
             speculation=None if self.drafting is None else self.drafting.report(),
-            scope=None if self.plan is None or self.kept is None else self.plan.scope,
+            scope=None if self.kept is None else self.plan.scope,
             miss=self.miss,
         )
 

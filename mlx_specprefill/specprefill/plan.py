@@ -19,7 +19,15 @@ import numpy.typing as npt
 from ..config import EngineConfig, RuleName, Scope, SelectionConfig
 from ..request import GenerationRequest, Mode, Prediction, PromptSpan
 
-__all__ = ["PrefillPlan", "about_everything", "forced_mask", "forced_ranges", "plan_prefill", "template_mask"]
+__all__ = [
+    "READ_ALL",
+    "PrefillPlan",
+    "about_everything",
+    "forced_mask",
+    "forced_ranges",
+    "plan_prefill",
+    "template_mask",
+]
 
 _WHOLE = re.compile(
     r"""\bhow\ (?:many|often)\b
@@ -69,6 +77,9 @@ class PrefillPlan:
 
     def as_full(self, reason: str) -> PrefillPlan:
         return replace(self, mode="full", reason=reason)
+
+
+READ_ALL = PrefillPlan("full", "read in idle time", Fraction(1), np.zeros(0, dtype=np.bool_))
 
 
 def plan_prefill(

@@ -183,7 +183,7 @@ def read_prompt(
             passage lies in it.
     """
     tokens, M = mx.array(task.prompt)[None], task.prompt.size
-    start = max((int(part.offset) for part in leaves(task.cache) if hasattr(part, "offset")), default=0)
+    start = tokens_in(task.cache)
     first = end if passage is None else passage[0]
     while start < end:
         stop = min(start + task.step(), end)
@@ -201,6 +201,11 @@ def read_prompt(
         mx.eval([part.state for part in task.cache])
         yield Progress("draft", stop, M)
         start = stop
+
+
+def tokens_in(cache: list[Any]) -> int:
+    """Return the number of tokens that the draft's cache has read."""
+    return max((int(part.offset) for part in leaves(cache) if hasattr(part, "offset")), default=0)
 
 
 class Undo:

@@ -37,7 +37,9 @@ def prefill(
     step: int | Callable[[], int],
     offset: int = 0,
     cuts: Sequence[int] = (),
+    on_forward: Callable[[int], None] = lambda _: None,
     last_forward: Callable[[mx.array, list[Any]], mx.array] | None = None,
+    before: int = 0,
 ) -> Generator[Progress, None, mx.array]:
     """Feed the prompt, or its kept tokens at their original positions. Yields between forwards.
 
@@ -50,8 +52,10 @@ def prefill(
         step: tokens per forward, or a function called before each. The last forward is short, because all of its rows
             reach the output projection.
         cuts: counts of fed tokens at which a forward must end, ascending.
+        on_forward: called after each forward with the count of fed tokens.
         last_forward: feeds the last token (1, 1) to the cache in place of the model, and more tokens that may follow;
             returns the token's logits (1, V).
+        before: tokens that the progress counts as fed before these.
 
     Returns:
         Logits of the last prompt token, (1, V), in the model's dtype.
@@ -78,14 +82,16 @@ def prefill(
             place(cache, kept[start:end] + offset)
         model(tokens[:, start:end], cache=cache)
         mx.eval([part.state for part in cache])
-        yield Progress("prefill", end, total)
+        on_forward(end)
+        yield Progress("prefill", before + end, before + total)
         start = end
     if kept is not None:
         place(cache, kept[start:] + offset)
     rest = tokens[:, start:]
     logits: mx.array = model(rest, cache=cache)[:, -1, :] if last_forward is None else last_forward(rest, cache)
     mx.eval(logits, [part.state for part in cache])
-    yield Progress("prefill", total, total)
+    on_forward(total)
+    yield Progress("prefill", before + total, before + total)
     return logits
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 from mlx_specprefill import EngineConfig, GenerationRequest, SpecPrefillPolicy
 from mlx_specprefill.engine.costs import CostModel
-from mlx_specprefill.engine.ranked import RankedPlanner
+from mlx_specprefill.engine.ranked import RankedCaches, RankedPrefiller
 
 from ..tiny import random_prompt, tiny_pair
 
@@ -30,7 +31,7 @@ class Together:
         return heard
 
 
-def planner(ranks: Any, draft_ms: float, target_ms: float = 1.0) -> RankedPlanner:
+def prefiller(ranks: Any, draft_ms: float, target_ms: float = 1.0) -> RankedPrefiller:
     """A rank's that has seen target and draft take so much per token."""
     pair = replace(tiny_pair(), ranks=ranks)
     costs = CostModel(pair, CONFIG)
@@ -38,12 +39,13 @@ def planner(ranks: Any, draft_ms: float, target_ms: float = 1.0) -> RankedPlanne
         for tokens in (64, 256):
             costs.observe("target", tokens, 0, target_ms * tokens)
             costs.observe("draft", tokens, 0, draft_ms * tokens)
-    return RankedPlanner(pair, CONFIG, costs, lambda kind: 512)
+    chunks: Any = SimpleNamespace(size=lambda stage: 512, expected=lambda stage: 512)
+    return RankedPrefiller(pair, CONFIG, RankedCaches(pair, replace(CONFIG, prefix_cache_bytes=0)), costs, chunks)
 
 
 def test_the_plan_behind_a_cached_prefix_is_rank_0s() -> None:
     said: list[tuple[str, Any]] = []
-    first, other = planner(Together(said, True), 0.01), planner(Together(said, False), 10.0)
+    first, other = prefiller(Together(said, True), 0.01), prefiller(Together(said, False), 10.0)
     request = GenerationRequest(random_prompt(2000), 2)
     assert (first.plan(request).mode, other.plan(request).mode) == ("sparse", "full")  # each by itself
     for cached in (0, 100):

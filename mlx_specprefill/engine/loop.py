@@ -162,7 +162,7 @@ class Loop:
         self.ready.set()
 
     def step(self, background: bool = True, elsewhere: bool = False) -> None:
-        """Take what has come, and do one tick.
+        """Take what has come, and do one tick. An error that belongs to no single request ends all that run.
 
         Args:
             background: whether work that no request waits for may be begun.
@@ -171,8 +171,15 @@ class Loop:
         self.beat = time.monotonic()
         self._chunks.elsewhere = elsewhere
         self._read_inbox()
-        if self._is_accepting():
-            self._guarded_tick(background)
+        if not self._is_accepting():
+            return
+        try:
+            self._tick(background)
+        except Exception as error:
+            log.exception("the engine starts over")
+            self._start_over(error)
+        if self.fatal is not None and self.jobs:
+            self._start_over(DeviceError(self.fatal))
 
     def end(self) -> None:
         """Take no more requests, cancel those that run or wait, and drop the caches."""
@@ -246,16 +253,6 @@ class Loop:
     def _quiet_s(self) -> float:
         """Seconds without requests before background work begins: none for the draft, which the next turn waits for."""
         return 0.0 if self._densifier.drafts_first else _QUIET_S
-
-    def _guarded_tick(self, background: bool) -> None:
-        """Do one tick. An error that belongs to no single request ends all that run, never the loop."""
-        try:
-            self._tick(background)
-        except Exception as error:
-            log.exception("the engine starts over")
-            self._start_over(error)
-        if self.fatal is not None and self.jobs:
-            self._start_over(DeviceError(self.fatal))
 
     def _start_over(self, error: Exception) -> None:
         for job in list(self.jobs.values()):
@@ -377,7 +374,9 @@ class Loop:
         begun = self._clock()
         self._chunks.begin(job)
         try:
-            event = self._advance(job)
+            event = job.advance()
+            if event is None:
+                self._prefilled(job)
         except Exception as error:  # noqa: BLE001 - one job must not end the others
             log_failure(log, "prefill failed", error)
             self._fail(job, error)
@@ -387,23 +386,16 @@ class Loop:
             self._chunks.observe(job, event)
             self._emit(job, event)
 
-    def _advance(self, job: Job) -> Event | None:
-        """The event of one slice; None when the job's prefill was over, and it has gone on to what follows."""
-        try:
-            return job.advance()
-        except StopIteration as finished:
-            self._prefilled(job, finished.value)
-            return None
-
-    def _prefilled(self, job: Job, result: Any) -> None:
-        """The last slice is done: on to decoding; of other jobs, on to `on_end`."""
+    def _prefilled(self, job: Job) -> None:
+        """After the last prefill chunk, begin to decode; report the result of a job without an answer."""
         sequence = job.sequence
         if sequence is None:
             self._forget(job)
-            job.on_end(result)
+            job.on_end(job.result)
             return
+        logits, job.result = job.result, None
         try:
-            self._answer(job, sequence, result)
+            self._answer(job, sequence, logits)
         finally:
             sequence.store()
 

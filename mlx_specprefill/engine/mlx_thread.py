@@ -153,7 +153,15 @@ class MLXThread:
 
     def _run(self) -> None:
         try:
-            self._rounds()
+            while self._open:
+                self._wakened.wait(self._rest_s())
+                self._wakened.clear()
+                self._take_calls()
+                if not self._turn():
+                    self._idle()
+            self._take_calls()
+            for member in list(self._members):
+                self._end(member)
         except PeerLost as lost:
             for loop in self._loops:
                 loop.lose(lost.error)
@@ -161,17 +169,6 @@ class MLXThread:
             for loop in self._loops:
                 loop.ended.set()
                 loop.ready.set()
-
-    def _rounds(self) -> None:
-        while self._open:
-            self._wakened.wait(self._rest_s())
-            self._wakened.clear()
-            self._take_calls()
-            if not self._turn():
-                self._idle()
-        self._take_calls()
-        for member in list(self._members):
-            self._end(member)
 
     def _take_calls(self) -> None:
         while True:

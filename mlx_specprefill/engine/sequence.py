@@ -242,6 +242,7 @@ class Job:
         done: tokens per stage, as last reported.
         on_end: gets the result or the exception of a job without sequence.
         slice_s: seconds that its latest slice took.
+        result: of the work, once it is done.
         work: its description; None for background tasks, which every rank starts by itself.
     """
 
@@ -256,6 +257,7 @@ class Job:
     need: Need = field(default_factory=Need)
     done: dict[str, int] = field(default_factory=dict)
     slice_s: float = 0.0
+    result: Any = None
     work: Work | None = None
 
     def depth(self, stage: str) -> int:
@@ -263,13 +265,13 @@ class Job:
         cached = self.cached if self.sequence is None else self.sequence.tokens_cached
         return self.done.get(stage, 0) + (cached if stage == "prefill" else 0)
 
-    def advance(self) -> Event:
-        """Run one step.
-
-        Raises:
-            StopIteration: that was the last step; its value is the result.
-        """
-        event: Event = next(self.slices)
+    def advance(self) -> Event | None:
+        """Run one step; return its event, or None if the work is done and `result` is set."""
+        try:
+            event: Event = next(self.slices)
+        except StopIteration as finished:
+            self.result = finished.value
+            return None
         if isinstance(event, Progress) and event.stage != "queued" and self.sequence is not None:
             return replace(event, cached=self.sequence.cached)
         return event

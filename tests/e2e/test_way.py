@@ -1,4 +1,7 @@
-"""The code that a plain chat meets: files of ours with a function that ran, from the request to the last token."""
+"""The code that a plain chat meets: files of ours with a function that ran, from the request to the last token.
+
+And how deep it is: our frames on the stack when the target's attention runs in a sparse prefill.
+"""
 
 from __future__ import annotations
 
@@ -19,25 +22,42 @@ from mlx_specprefill_server.pair_loading import load, make_settings
 from mlx_specprefill_server.pairs import find_pair
 
 MOST_FILES = 58
+MOST_FRAMES = 10
 LIBRARY, SERVER = (Path(str(package.__file__)).parent for package in (mlx_specprefill, mlx_specprefill_server))
 LOG = "\n".join(f"On day {day} the ship sailed {day * 7 % 50} miles and met nobody." for day in range(60))
 
 
 class Tracer:
-    """Notes the files of our functions that are called in any thread, while it is on."""
+    """Notes the files of our functions that are called in any thread, while it is on.
+
+    Attributes:
+        frames: our functions above the target's attention, innermost first.
+    """
 
     def __init__(self) -> None:
         self.files: set[Path] = set()
+        self.frames: list[str] = []
         self.is_on = False
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
         file = Path(frame.f_code.co_filename)
         if self.is_on and (LIBRARY in file.parents or SERVER in file.parents):
             self.files.add(file)
+            if file == LIBRARY / "adapters" / "capture.py" and frame.f_code.co_name == "attend":
+                self._note_frames(frame.f_back)
+
+    def _note_frames(self, frame: FrameType | None) -> None:
+        frames = []
+        while frame is not None:
+            if LIBRARY in (file := Path(frame.f_code.co_filename)).parents:
+                frames.append(f"{file.relative_to(LIBRARY)}: {frame.f_code.co_name}")
+            frame = frame.f_back
+        if "engine/prefill.py: run" in frames and "specprefill/sparse_prefill.py: prefill" in frames:
+            self.frames = max(self.frames, frames, key=len)
 
 
-def traced(run: Callable[[Tracer], None]) -> set[Path]:
-    """Return the files that ran while the tracer was on."""
+def traced(run: Callable[[Tracer], None]) -> Tracer:
+    """Return the tracer after a run that turns it on and off."""
     tracer, before = Tracer(), sys.gettrace()
     threading.settrace(tracer)  # type: ignore[arg-type]
     sys.settrace(tracer)  # type: ignore[arg-type]
@@ -46,7 +66,7 @@ def traced(run: Callable[[Tracer], None]) -> set[Path]:
     finally:
         sys.settrace(before)
         threading.settrace(None)  # type: ignore[arg-type]
-    return tracer.files
+    return tracer
 
 
 def test_a_plain_sparse_chat_meets_few_files_and_nothing_of_several_processes() -> None:
@@ -63,11 +83,13 @@ def test_a_plain_sparse_chat_meets_few_files_and_nothing_of_several_processes() 
             assert '"sparse"' in ask(client, "How far did the ship sail on day 7?")
             tracer.is_on = False
 
-    files = traced(chat)
+    tracer = traced(chat)
+    files = tracer.files
     names = sorted(file.as_posix().rpartition("/mlx_specprefill")[2] for file in files)
     assert LIBRARY / "engine" / "loop.py" in files
     assert not [name for name in names if "distributed" in name or "ranked" in name]
     assert len(files) <= MOST_FILES, "\n".join(names)
+    assert 0 < len(tracer.frames) <= MOST_FRAMES, "\n".join(tracer.frames)
 
 
 def ask(client: TestClient, question: str) -> str:

@@ -11,7 +11,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 import mlx.core as mx
 

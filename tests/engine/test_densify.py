@@ -157,7 +157,8 @@ def test_what_runs_gives_way_to_a_call_and_goes_on_where_it_was(
                 handles[0].expect_more()
             return 64
 
-        monkeypatch.setattr(engine.prefiller, "prefill_chunk_size", size)
+        monkeypatch.setattr(engine.prefiller, "_step", lambda: size("prefill"))
+        monkeypatch.setattr(engine.prefiller.scorer, "step", lambda: size("draft"))
         release()
         assert eventually(lambda: engine.stats().densified == 2, 60)
         _, last = generated(engine.generate(GenerationRequest((*prompts[1], 2, 3), 2)))

@@ -177,6 +177,6 @@ def test_a_target_that_is_prefilled_in_stages_is_measured_so(model):
         assert (staged.described["prefill"], model.described["prefill"]) == ("staged", "whole")
         item = make_item(TASKS["needle"], "needle", 2, Space(768, staged.count, 0.4))
         for asked, scorer in ((staged, "self"), (model, "request")):
-            prompt, gold = asked._rendered(item)
+            prompt, gold, _ = asked._rendered(item)
             request = Prompted(asked._engine, prompt, gold, 1, 0).request(Arm("sparse", Fraction(1, 5)))
             assert asked._engine.replay(request, (5, 6)).report.scorer == scorer

@@ -60,8 +60,7 @@ async function showModel() {
     return;
   }
   try {
-    const { model, draft, staged, context_length: room, verdicts } = await json("/v1/specprefill/stats");
-    server.verdicts = verdicts !== undefined;
+    const { model, draft, staged, context_length: room } = await json("/v1/specprefill/stats");
     const who = staged ? `Model ${model}, without a small one` : `Large model ${model}, ${draft ? `small model ${draft}` : "no small model"}`;
     find("models").textContent = `${who}, window of ${count(room)} tokens`;
     server.words = staged ? ONE_MODEL : TWO_MODELS;
@@ -93,5 +92,4 @@ showView();
 find("sample-text").textContent = await sampleText();
 await chat.restore();
 await showModels();
-chat.verify();
 document.documentElement.dataset.ready = "yes";

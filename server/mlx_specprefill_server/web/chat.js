@@ -9,7 +9,6 @@ import { Settings } from "./settings.js";
 import * as store from "./store.js";
 import { messagesOf, Turn } from "./turn.js";
 import { agreed, GOES_ON, goingOn, nextWords, verdictOn } from "./verdict.js";
-import { server } from "./words.js";
 
 const SAVE_MS = 500; // after the last change
 const OPEN = "conversation"; // the one that this tab shows
@@ -150,7 +149,7 @@ export class Chat {
     }
     this.turns = conversation.turns.map((record) => this.#turn(record));
     find("turns").replaceChildren(...this.turns.map((turn) => turn.element));
-    this.verify();
+    for (const turn of this.turns) this.#verify(turn);
     this.settings.set(conversation.settings);
     find("question").value = conversation.draft.question;
     this.documents.set(conversation.draft.documents);
@@ -352,20 +351,16 @@ export class Chat {
     return messagesOf(turns.slice(0, turns.indexOf(record) + 1), this.settings.get().system);
   }
 
-  /** Asks for the verdicts that the open conversation has not got yet. */
-  verify() {
-    for (const turn of this.turns) this.#verify(turn);
-  }
-
   /** Shows what full reading thinks of a selective answer, when the server knows it. */
   async #verify(turn) {
     const [one] = turn.record.arms;
-    if (!server.verdicts || one.account?.mode !== "sparse" || one.state !== "done" || one.verdict !== undefined) return;
+    if (one.account?.mode !== "sparse" || one.state !== "done" || one.verdict !== undefined) return;
     const shown = () => this.turns.includes(turn) && turn.record.arms[0] === one;
     const verdict = await verdictOn(one.id, shown);
     if (!shown()) return;
     one.verdict = verdict;
-    const begun = verdict && agreed(one, verdict);
+    if (!verdict) return;
+    const begun = agreed(one, verdict);
     if (begun !== null && !this.running) verdict.words = await nextWords(this.#messages(turn.record), begun).catch(() => "");
     if (!shown()) return;
     turn.tellVerdict();

@@ -6,7 +6,6 @@ import { explain, word } from "./glossary.js";
 import { Plot } from "./plots.js";
 import { Timeline } from "./timeline.js";
 import { lastVerdicts } from "./verdict.js";
-import { server } from "./words.js";
 
 const CACHE_EVERY_MS = 3000;
 const CONSUMERS = [
@@ -76,7 +75,7 @@ export class LivePanel {
     try {
       const signal = this.looking?.signal;
       renderCache((await json("/v1/specprefill/cache", { signal })).data, (id) => this.#drop(id));
-      if (server.verdicts) renderVerdicts(await lastVerdicts(signal));
+      renderVerdicts(await lastVerdicts(signal));
     } catch (error) {
       if (error.status === 401) this.#refused(error);
       else if (error.name !== "AbortError") find("live-state").textContent = error.message;

@@ -10,7 +10,7 @@ const PATIENCE_MS = 600_000;
 const WORDS = 24; // tokens of what full reading would have gone on with
 const MARK = "\uE000"; // a character that no text has
 
-/** The verdict on the answer to a request; null where the server gives none. Asks less and less often while `wanted`. */
+/** The verdict on the answer to a request; null: the server gives none; undefined: not known yet. Asks while `wanted`. */
 export async function verdictOn(id, wanted) {
   const end = Date.now() + PATIENCE_MS;
   for (let pause = FIRST_PAUSE_MS; Date.now() < end && wanted(); pause = Math.min(LONGEST_PAUSE_MS, 1.5 * pause)) {
@@ -20,10 +20,10 @@ export async function verdictOn(id, wanted) {
       const verdict = (await json(PATH)).data.find((one) => one.request_id === id);
       if (verdict?.verdict !== "pending") return verdict ?? null;
     } catch (error) {
-      if (!(error instanceof ApiError) || error.status) return null;
+      if (!(error instanceof ApiError) || error.status) return undefined;
     }
   }
-  return null;
+  return undefined;
 }
 
 /** Full reading's own words behind the beginning of an answer, up to a sentence. */
@@ -76,7 +76,7 @@ export function withSign(text, begun, render) {
   return render(text); // it stood in what is not shown
 }
 
-/** How many of the last selective answers were the same after full reading; empty where none is known. */
+/** The known verdicts on the last selective answers, newest first: "same" or "differs". */
 export async function lastVerdicts(signal) {
   return (await json(PATH, { signal })).data.map(({ verdict }) => verdict).filter((word) => word === "same" || word === "differs");
 }

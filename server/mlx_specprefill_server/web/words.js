@@ -21,8 +21,7 @@ export const ONE_MODEL = {
   full: "model reads",
 };
 
-/** The server that is asked: its words, and whether it compares selective answers with full reading. */
-export const server = { words: TWO_MODELS, verdicts: false };
+export const server = { words: TWO_MODELS }; // those of the server that is asked
 
 /** Those of an answer that is there. */
 export const wordsOf = (account) => (account.scorer ? (account.scorer === "self" ? ONE_MODEL : TWO_MODELS) : server.words);

@@ -18,6 +18,7 @@ OUTSIDE = (
     "SECURITY.md",
     *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "models").glob("**/README.md")),
 )
+SEARCHED = {"guides/trouble": 4, "decisions/": 0.2, "results": 0.2, "machines": 0.2, "CHANGELOG": 0.2}  # start: weight
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 FETCHED = re.compile(r"<(?:script|link|img|iframe|source)\b[^>]*\b(?:src|href)=[\"']?((?:https?:)?//[^\"'\s>]*)")
 
@@ -31,8 +32,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Point links across the border of docs/ to the page on the site. Links to other files become plain names."""
+    """Point links across the border of docs/ to the page on the site, and weigh the page for the search.
+
+    Links to other files become plain names.
+    """
     source = page.file.src_uri
+    for start, boost in SEARCHED.items():
+        if source.startswith(start):
+            page.meta.setdefault("search", {})["boost"] = boost
     folder = os.path.dirname(source if source in OUTSIDE else f"docs/{source}")
 
     def replaced(match: re.Match[str]) -> str:

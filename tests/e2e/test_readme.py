@@ -1,4 +1,4 @@
-"""The README's programs and commands as they stand there, on the real model: a real text, a sparse prefill, a right
+"""The programs and commands of the README and the documents' first page as they stand there, on the real model: a real text, a sparse prefill, a right
 answer. Every other block, of this and of the other documents: test_documents.py."""
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import pytest
 from tests.serving import Server, start_named
 
 README = Path(__file__).parents[2] / "README.md"
+START = README.parent / "docs" / "index.md"
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 ADDRESS = "http://127.0.0.1:8000"
 FIRST = re.compile(r"python3 -c '\n(.*?)' \| curl.*?python3 -c '\n(.*?)'$", re.DOTALL | re.MULTILINE)
@@ -30,8 +31,8 @@ def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 def test_the_first_answer_is_right_and_the_prefill_was_sparse(server: Server) -> None:
-    """The two programs of the README's first command, and its request between them."""
-    found = FIRST.search(README.read_text(encoding="utf-8"))
+    """The two programs of the first page's command, and its request between them."""
+    found = FIRST.search(START.read_text(encoding="utf-8"))
     assert found is not None
     request = subprocess.run([sys.executable, "-c", found[1]], capture_output=True, check=True).stdout
     answer = httpx.post(f"{server.base}/v1/chat/completions", content=request, timeout=800)
@@ -57,4 +58,3 @@ def test_the_commands_are_answered(server: Server, command: str) -> None:
     text = command.replace(ADDRESS, server.base)
     done = subprocess.run(["sh", "-euc", text], capture_output=True, text=True, check=True, timeout=800)
     assert "Paris" in done.stdout
-    assert done.stdout.rstrip().endswith("data: [DONE]")

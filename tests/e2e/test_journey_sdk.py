@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import threading
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,8 +15,8 @@ from hypothesis import strategies as st
 
 from tests.server.body_strategies import CHAT, COMPLETION
 
-from ..serving import Server, start
-from .conftest import PAIR, haystack
+from ..serving import Server
+from .conftest import haystack
 
 NEEDLES = [
     ("Anna", "471128", 700, 0.2),
@@ -383,23 +381,6 @@ def test_garbage_never_hurts(server: Server, body: dict[str, Any], limit: int) -
     assert "engine_error" not in answer.text
     state = server.health()
     assert (state["running"], state["queued"]) == (0, 0)
-
-
-@pytest.mark.parametrize("kind", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.extended)])
-def test_a_signal_ends_streams_properly(tmp_path: Path, kind: signal.Signals) -> None:
-    with start(tmp_path / "log", *PAIR, settings={"MLX_SPECPREFILL_SHUTDOWN_GRACE_S": "0"}) as server:
-        body = {"messages": HI, "stream": True, **LONG}
-        with httpx.stream("POST", f"{server.base}/v1/chat/completions", json=body, timeout=60) as answer:
-            lines = answer.iter_lines()
-            next(lines)
-            server.process.send_signal(kind)
-            rest = [line for line in lines if line]
-        assert rest[-1] == "data: [DONE]"
-        last = orjson.loads(rest[-2].removeprefix("data: "))
-        assert last["choices"][0]["finish_reason"] == "length"
-        assert last["engine_error"]["code"] == "engine_unavailable"
-        server.process.wait(60)
-    assert "Traceback" not in (tmp_path / "log").read_text()
 
 
 def test_a_forced_call_comes_whole_and_ends(client: openai.OpenAI) -> None:

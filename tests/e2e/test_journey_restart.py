@@ -1,0 +1,53 @@
+"""The server ends in the middle of a stream, and the client goes on with the next one."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+
+from ..serving import start
+from .conftest import PAIR
+from .test_start import KNOWN
+
+HI: Any = [{"role": "user", "content": "Hello"}]
+LONG = {"ignore_eos": True, "max_tokens": 4000}
+
+
+@pytest.mark.parametrize("kind", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.extended)])
+def test_a_signal_ends_streams_properly(tmp_path: Path, kind: signal.Signals) -> None:
+    with start(tmp_path / "log", *PAIR, settings={"MLX_SPECPREFILL_SHUTDOWN_GRACE_S": "0"}) as server:
+        body = {"messages": HI, "stream": True, **LONG}
+        with httpx.stream("POST", f"{server.base}/v1/chat/completions", json=body, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            server.process.send_signal(kind)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        last = orjson.loads(rest[-2].removeprefix("data: "))
+        assert last["choices"][0]["finish_reason"] == "length"
+        assert last["engine_error"]["code"] == "engine_unavailable"
+        server.process.wait(60)
+    assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+@pytest.mark.extended
+def test_the_next_server_at_the_same_port_answers_the_same_client(tmp_path: Path) -> None:
+    ask = {"messages": HI, "max_tokens": 4, "temperature": 0}
+    with httpx.Client(timeout=120) as client, start(tmp_path / "log", *PAIR, *KNOWN) as server:
+        first = client.post(f"{server.base}/v1/chat/completions", json=ask).json()
+        with client.stream(
+            "POST", f"{server.base}/v1/chat/completions", json={**ask, "stream": True, **LONG}
+        ) as answer:
+            next(answer.iter_lines())
+            server.process.send_signal(signal.SIGINT)
+            server.process.wait(60)
+        port = server.base.rpartition(":")[2]
+        with start(tmp_path / "log2", *PAIR, *KNOWN, "--port", port) as again:
+            assert again.base == server.base
+            second = client.post(f"{again.base}/v1/chat/completions", json=ask).json()
+    assert second["choices"] == first["choices"]

@@ -1,5 +1,6 @@
-"""The programs and commands of the README and of the first page of the documents, on the real model: a real text, a
-answer. Every other block, of this and of the other documents: test_documents.py."""
+"""The programs and commands of the README and of the documents' first page, as they stand there, on the real model: a
+real text, a sparse prefill, a right answer. Every other block, of these and of the other documents: test_documents.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server ends in the middle of a stream, and the client goes on with the next one."""
+"""The server ends in the middle of a stream."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 
 from ..serving import start
 from .conftest import PAIR
-from .test_start import KNOWN
 
 HI: Any = [{"role": "user", "content": "Hello"}]
 LONG = {"ignore_eos": True, "max_tokens": 4000}
@@ -33,21 +32,3 @@ def test_a_signal_ends_streams_properly(tmp_path: Path, kind: signal.Signals) ->
         assert last["engine_error"]["code"] == "engine_unavailable"
         server.process.wait(60)
     assert "Traceback" not in (tmp_path / "log").read_text()
-
-
-@pytest.mark.extended
-def test_the_next_server_at_the_same_port_answers_the_same_client(tmp_path: Path) -> None:
-    ask = {"messages": HI, "max_tokens": 4, "temperature": 0}
-    with httpx.Client(timeout=120) as client, start(tmp_path / "log", *PAIR, *KNOWN) as server:
-        first = client.post(f"{server.base}/v1/chat/completions", json=ask).json()
-        with client.stream(
-            "POST", f"{server.base}/v1/chat/completions", json={**ask, "stream": True, **LONG}
-        ) as answer:
-            next(answer.iter_lines())
-            server.process.send_signal(signal.SIGINT)
-            server.process.wait(60)
-        port = server.base.rpartition(":")[2]
-        with start(tmp_path / "log2", *PAIR, *KNOWN, "--port", port) as again:
-            assert again.base == server.base
-            second = client.post(f"{again.base}/v1/chat/completions", json=ask).json()
-    assert second["choices"] == first["choices"]

@@ -11,12 +11,13 @@ the same kind. So each part works with its own caches, and these may hold differ
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import CacheList, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, make_prompt_cache
 
 from ..cache.positioned import leaves
 from ..errors import SparseUnsupportedError
@@ -81,9 +82,13 @@ class StagedModel:
         self.lower = FirstLayers(whole, count)
         self.upper = UpperLayers(self.lower)
         self._check()
+        self._needs_no_mask = _needs_no_mask(whole)
 
     def __call__(self, inputs: mx.array, cache: Sequence[Any]) -> mx.array:
         """Compute logits (B, L, V) of tokens (B, L), with all caches of the whole model."""
+        if self._needs_no_mask and inputs.shape == (1, 1):
+            logits: mx.array = self.whole(inputs, cache=list(cache))
+            return logits
         lower, upper = self.split(cache)
         return self.upper(inputs, self.lower(inputs, cache=lower), upper)
 
@@ -148,6 +153,20 @@ def _results(whole: nn.Module, layers: Sequence[nn.Module]) -> list[int | None]:
     replacing(whole, observed)(mx.zeros((1, 2), dtype=mx.int32), cache=make_prompt_cache(whole))
     last = [results[-1] if results else None for results in seen]
     return [len(result) if isinstance(result, tuple) else None for result in last]
+
+
+def _needs_no_mask(whole: nn.Module) -> bool:
+    """Return whether one token of one row sees all that each layer's cache holds, whatever their lengths."""
+    cache, windows = make_prompt_cache(whole), list[Any]()
+    for leaf in leaves(cache):
+        leaf.make_mask = partial(_noted, windows, leaf.make_mask)
+    whole(mx.zeros((1, 1), dtype=mx.int32), cache=cache)
+    return not any(windows) and all(type(leaf) in (KVCache, ArraysCache) for leaf in leaves(cache))
+
+
+def _noted(windows: list[Any], make_mask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    windows.append(kwargs.get("window_size") or args[1:])
+    return make_mask(*args, **kwargs)
 
 
 def _stand_in(caches: Sequence[Any], slot: int, others: Sequence[int]) -> int | None:

@@ -391,3 +391,23 @@ def test_hidden_states_are_found_by_index_across_forwards() -> None:
     kept = np.array([5, 8, 9, 13, 19], dtype=np.int32)
     assert mx.array_equal(hidden.of(kept), states[:, mx.array(kept)]).item()
     assert hidden.nbytes == 15 * 3 * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "one"), [("llama", True), ("qwen3_moe", True), ("nemotron_h", True), ("gpt_oss", False)]
+)
+def test_a_lone_row_decodes_in_one_forward_where_no_layer_needs_a_mask(
+    name: str, one: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = deep_enough(name)
+    split = StagedModel(model, splits(model)[0])
+    case = make_case(vocabulary(model), 0.3, 90, COUNT, 1)
+    caches = [staged_cache(split, case, case.kept)[0] for _ in range(2)]
+    parts: list[Any] = []
+    run, token = StagedModel.split, mx.array([[3]])
+    monkeypatch.setattr(StagedModel, "split", lambda self, cache: parts.append(0) or run(self, cache))
+    found = split(token, cache=caches[0])
+    assert bool(parts) is not one
+    monkeypatch.setattr(split, "_needs_no_mask", False)
+    assert_close(found, split(token, cache=caches[1]), 1e-5)
+    assert parts

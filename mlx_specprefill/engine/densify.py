@@ -16,7 +16,7 @@ from .prefill import Prefiller
 from .sequence import Job, RequestHandle, Sequence, noop
 from .verify import Guide, Quantize, verify
 
-__all__ = ["Densifier", "DensifyQueue", "IdleTurn"]
+__all__ = ["BackgroundPrefill", "BackgroundQueue", "IdleTurn"]
 
 log = logging.getLogger(__name__)
 _LIMIT = 8  # turns
@@ -68,7 +68,7 @@ class IdleTurn:
             self.handle.on_verdict(verdict)
 
 
-class DensifyQueue:
+class BackgroundQueue:
     """Turns whose answers called a tool come first, newest first among equals; the last in order go when it is full.
 
     A turn stays in the queue until it is removed, also while it is being made dense.
@@ -112,7 +112,7 @@ class DensifyQueue:
         return turn.handle.expecting
 
 
-class Densifier:
+class BackgroundPrefill:
     """Reads what is left of one turn after another, the first of the queue at any time.
 
     Memory is reserved for it as for a request, but nothing is evicted: a turn for which there is none is left as it is.
@@ -122,7 +122,7 @@ class Densifier:
         count, tokens: turns that were made dense, and their tokens.
     """
 
-    _queue_type: type[DensifyQueue] = DensifyQueue
+    _queue_type: type[BackgroundQueue] = BackgroundQueue
 
     def __init__(self, prefiller: Prefiller, memory: Memory, guide: Guide, quantize: Quantize) -> None:
         """Args:

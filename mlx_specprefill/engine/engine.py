@@ -28,7 +28,7 @@ from ..specprefill.plan import PrefillPlan
 from .caches import EngineCaches
 from .costs import ChunkSizer, CostModel
 from .decode_batch import Rows
-from .densify import Densifier
+from .densify import BackgroundPrefill
 from .footprint import weights_by_array
 from .inbox import Inbox, Results
 from .inspection import Inspection, Replay, inspect_prompt, replay_continuation
@@ -81,7 +81,7 @@ class Engine:
     _chunks_type: type[ChunkSizer] = ChunkSizer
     _prefiller_type: type[Prefiller] = Prefiller
     _memory_type: type[Memory] = Memory
-    _densifier_type: type[Densifier] = Densifier
+    _densifier_type: type[BackgroundPrefill] = BackgroundPrefill
     _loop_type: type[Loop] = Loop
 
     def __init__(

@@ -20,7 +20,7 @@ from ..request import Event, Failed, Finished, FinishReason, TokenEvent, concat_
 from .caches import EngineCaches
 from .costs import ChunkSizer, CostModel
 from .decode_batch import Rows
-from .densify import Densifier
+from .densify import BackgroundPrefill
 from .inbox import Call, Inbox
 from .machine import Battery
 from .memory import Memory
@@ -130,7 +130,7 @@ class Loop:
         chunks: ChunkSizer,
         costs: CostModel,
         rows: Rows,
-        densifier: Densifier,
+        densifier: BackgroundPrefill,
         device_errors: DeviceErrors,
     ) -> None:
         self._config = config

@@ -30,14 +30,14 @@ from .sequence import Job
 from .speculation import AnswerDrafter
 from .stats import MemoryUse, Need
 
-__all__ = ["TOLERATED", "CommonMemory", "Ledger", "Memory", "cache_bytes", "check_limit"]
+__all__ = ["TOLERATED", "LeakDetector", "Memory", "SharedMemory", "cache_bytes", "check_limit"]
 
 log = logging.getLogger(__name__)
 TOLERATED = 32 << 20  # bytes that need no owner: tables, masks, logits, rounding in MLX
 _AGAIN = 2  # factor of growth since the last warning that causes the next one
 
 
-class Ledger:
+class LeakDetector:
     """Compares the bytes that MLX holds with those of weights, caches and requests.
 
     Attributes:
@@ -83,7 +83,7 @@ _SPARE_PART = 8  # of the limit: what MLX may keep of freed memory, which the li
 _PATIENCE_S = 10.0  # for memory that was asked for outside of the engines
 
 
-class Sharer(Protocol):
+class MemoryClient(Protocol):
     """Memory that one engine reports to the others.
 
     Attributes:
@@ -108,7 +108,7 @@ class Sharer(Protocol):
     def evict(self, nbytes: int) -> None: ...
 
 
-class CommonMemory:
+class SharedMemory:
     """Memory budget of all engines on a thread. MLX thread only, except `limit`.
 
     Args:
@@ -123,18 +123,18 @@ class CommonMemory:
         self.limit = limit or default_limit()
         self.on_pressure: Callable[[int], None] | None = None
         self.loading = 0
-        self._sharers: list[Sharer] = []
+        self._sharers: list[MemoryClient] = []
         self._spare_before: int | None = None  # MLX's own limit
-        self._asked: dict[Sharer, float] = {}  # when, by the monotonic clock
+        self._asked: dict[MemoryClient, float] = {}  # when, by the monotonic clock
 
-    def join(self, sharer: Sharer) -> None:
+    def join(self, sharer: MemoryClient) -> None:
         """Add an engine whose models are loaded. Their bytes no longer count as loading."""
         self.loading = max(0, self.loading - sum(sharer.parameters.values()))
         if not self._sharers and self.limit is not None:
             self._limit_spare(self.limit // _SPARE_PART)
         self._sharers.append(sharer)
 
-    def leave(self, sharer: Sharer) -> None:
+    def leave(self, sharer: MemoryClient) -> None:
         """Remove an engine. The last one restores MLX's settings."""
         if sharer not in self._sharers:
             return
@@ -171,14 +171,14 @@ class CommonMemory:
                 arrays.update(sharer.parameters)
         return sum(arrays.values())
 
-    def others(self, sharer: Sharer) -> int:
+    def others(self, sharer: MemoryClient) -> int:
         """Return the measured bytes of the other engines' models, requests and caches."""
         own = sum(sharer.parameters.values())
         return (
             self.weights(beside=sharer.parameters) - own + sum(one.held for one in self._others(sharer)) + self.loading
         )
 
-    def room(self, sharer: Sharer) -> int | None:
+    def room(self, sharer: MemoryClient) -> int | None:
         """Return the bytes that an engine could use for requests if only pinned models were loaded; None: no limit."""
         return None if self.limit is None else self.limit - self.weights(pinned=True, beside=sharer.parameters)
 
@@ -191,7 +191,7 @@ class CommonMemory:
     def _taken(self) -> int:
         return sum(one.reserved + one.cached for one in self._sharers)
 
-    def reclaim(self, need: int, sharer: Sharer | None = None) -> None:
+    def reclaim(self, need: int, sharer: MemoryClient | None = None) -> None:
         """Free memory from caches: background work first, then the least recently used engine's cache.
 
         Args:
@@ -204,7 +204,7 @@ class CommonMemory:
                 return
             one.evict(missing)
 
-    def may_come(self, need: int, sharer: Sharer) -> bool:
+    def may_come(self, need: int, sharer: MemoryClient) -> bool:
         """Return whether missing memory may become free soon: other requests end, or `on_pressure` was called."""
         if any(one.reserved for one in self._others(sharer)):
             return True
@@ -215,11 +215,11 @@ class CommonMemory:
             self.on_pressure(need)
         return time.monotonic() - self._asked[sharer] < _PATIENCE_S
 
-    def came(self, sharer: Sharer) -> None:
+    def came(self, sharer: MemoryClient) -> None:
         """Note that the engine's request for memory was met."""
         self._asked.pop(sharer, None)
 
-    def _others(self, sharer: Sharer | None) -> Iterable[Sharer]:
+    def _others(self, sharer: MemoryClient | None) -> Iterable[MemoryClient]:
         return sorted((one for one in self._sharers if one is not sharer), key=lambda one: one.last_use)
 
 
@@ -239,7 +239,7 @@ class Memory:
         pair: ModelPair,
         config: EngineConfig,
         caches: EngineCaches,
-        common: CommonMemory | None = None,
+        common: SharedMemory | None = None,
         pinned: bool = False,
     ) -> None:
         self._pair = pair
@@ -249,11 +249,11 @@ class Memory:
         self._weights = (0, 0)  # bytes of target and draft
         self._window: int | None = None  # of the rank with the least room, if that is another rank
         self._hidden_bytes = 0  # per token, passed on by the target's first layers
-        self._ledger = Ledger()
+        self._ledger = LeakDetector()
         self._jobs: Callable[[], Collection[Job]] = tuple
         self._rows: Callable[[], int] = int
         self._stop_background: Callable[[], None] = lambda: None
-        self.common = common or CommonMemory(config.memory_limit)
+        self.common = common or SharedMemory(config.memory_limit)
         self.pinned = pinned
         self.last_use = 0.0
         self.parameters: Mapping[int, int] = {}

@@ -21,7 +21,7 @@ import mlx.core as mx
 from ..errors import EngineClosedError, PeerLost, RequestCancelled
 from .inbox import Results
 from .loop import IDLE_BEAT_S, Loop
-from .memory import CommonMemory
+from .memory import SharedMemory
 
 __all__ = ["MLXThread"]
 
@@ -54,7 +54,7 @@ class MLXThread:
     """
 
     def __init__(self, memory_limit: int | None = None) -> None:
-        self.memory = CommonMemory(memory_limit)
+        self.memory = SharedMemory(memory_limit)
         self._members: list[_Member] = []
         self._loops = weakref.WeakSet[Loop]()
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()

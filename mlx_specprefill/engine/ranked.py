@@ -28,7 +28,7 @@ from ..specprefill.selector import PromptText
 from ..specprefill.sparse_prefill import HiddenStates
 from .caches import EngineCaches
 from .costs import ChunkSizer
-from .densify import Densifier, DensifyQueue, IdleTurn
+from .densify import BackgroundPrefill, BackgroundQueue, IdleTurn
 from .engine import Engine, EngineHealth
 from .inbox import Call
 from .loop import Loop
@@ -212,23 +212,23 @@ class RankedPrefiller(Prefiller):
         super()._fall_back(sequence, error)
 
 
-class RankedDensifyQueue(DensifyQueue):
+class RankedBackgroundQueue(BackgroundQueue):
     """Rank 0 knows which answers called a tool."""
 
     ranks: Ranks
 
     def is_expecting(self, turn: IdleTurn) -> bool:
-        return self.ranks.agree("expecting", lambda: super(RankedDensifyQueue, self).is_expecting(turn))
+        return self.ranks.agree("expecting", lambda: super(RankedBackgroundQueue, self).is_expecting(turn))
 
 
-class RankedDensifier(Densifier):
+class RankedBackgroundPrefill(BackgroundPrefill):
     """Densifies the same turns on all ranks."""
 
-    _queue_type = RankedDensifyQueue
+    _queue_type = RankedBackgroundQueue
 
     def __init__(self, prefiller: Prefiller, *parts: Any) -> None:
         super().__init__(prefiller, *parts)
-        assert isinstance(self.turns, RankedDensifyQueue)
+        assert isinstance(self.turns, RankedBackgroundQueue)
         self.turns.ranks = _ranks(prefiller.pair)
 
 
@@ -331,7 +331,7 @@ class RankedEngine(Engine):
     _chunks_type = RankedChunkSizer
     _prefiller_type = RankedPrefiller
     _memory_type = RankedMemory
-    _densifier_type = RankedDensifier
+    _densifier_type = RankedBackgroundPrefill
     _loop_type = RankedLoop
 
     def __init__(self, pair: ModelPair, config: EngineConfig | None = None, *, thread: MLXThread | None = None) -> None:

@@ -23,7 +23,7 @@ from mlx_specprefill import (
     SpecPrefillPolicy,
 )
 from mlx_specprefill.engine import loop
-from mlx_specprefill.engine.densify import DensifyQueue, IdleTurn
+from mlx_specprefill.engine.densify import BackgroundQueue, IdleTurn
 from tests.tiny import VOCAB, generated, random_prompt, tiny_pair
 from tests.waiting import eventually
 
@@ -42,7 +42,7 @@ def turn(*prompt: int, expecting: bool = False, answer: tuple[int, ...] = (0,)) 
 
 
 def drained(turns: Sequence[IdleTurn]) -> list[tuple[int, ...]]:
-    queue, order = DensifyQueue(), []
+    queue, order = BackgroundQueue(), []
     for one in turns:
         queue.add(one)
     while (first := queue.first()) is not None:
@@ -58,7 +58,7 @@ def test_outstanding_calls_come_first_and_the_newest_among_equals() -> None:
 
 
 def test_a_call_may_become_known_later() -> None:
-    queue, old = DensifyQueue(), turn(1)
+    queue, old = BackgroundQueue(), turn(1)
     queue.add(old)
     queue.add(turn(2))
     first = queue.first()
@@ -84,7 +84,7 @@ def test_another_label_is_another_conversation() -> None:
 
 
 def test_a_replaced_turn_can_be_discarded() -> None:
-    queue, old, new = DensifyQueue(), turn(1), turn(1, 2)
+    queue, old, new = BackgroundQueue(), turn(1), turn(1, 2)
     queue.add(old)
     queue.add(new)
     queue.discard(old)

@@ -27,7 +27,7 @@ from mlx_specprefill import (
     TokenEvent,
 )
 from mlx_specprefill.engine import memory
-from mlx_specprefill.engine.memory import TOLERATED, Ledger
+from mlx_specprefill.engine.memory import TOLERATED, LeakDetector
 from tests.engine.held import unaccounted
 from tests.tiny import random_prompt, tiny_pair
 from tests.waiting import eventually
@@ -144,7 +144,7 @@ def raising(*_: Any) -> None:
 
 
 def test_a_surplus_is_told_once_and_again_when_it_has_doubled(caplog: pytest.LogCaptureFixture) -> None:
-    ledger, held = Ledger(), {"weights": 70 << 20, "requests": 30 << 20}
+    ledger, held = LeakDetector(), {"weights": 70 << 20, "requests": 30 << 20}
     mib = 1 << 20
     surplus = [0, 32, 33, 40, 10, 33, 65, 66, 67, 130, 133]
     with caplog.at_level(logging.WARNING, memory.__name__):
@@ -159,7 +159,7 @@ def test_a_surplus_is_told_once_and_again_when_it_has_doubled(caplog: pytest.Log
 
 
 def test_a_prefill_in_work_may_need_more(caplog: pytest.LogCaptureFixture) -> None:
-    ledger = Ledger()
+    ledger = LeakDetector()
     with caplog.at_level(logging.WARNING, memory.__name__):
         ledger.balance(TOLERATED + 1000, {}, working_set=1000)
         ledger.balance(-5, {"shared by two": 100})

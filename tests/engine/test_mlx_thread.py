@@ -27,7 +27,7 @@ from mlx_specprefill import (
     SpecPrefillPolicy,
 )
 from mlx_specprefill.engine import mlx_thread
-from mlx_specprefill.engine.memory import CommonMemory
+from mlx_specprefill.engine.memory import SharedMemory
 from mlx_specprefill.engine.mlx_thread import _Member
 from tests.tiny import generated, random_prompt, tiny_pair
 from tests.waiting import eventually
@@ -280,8 +280,8 @@ class Part:
         self.cached -= min(nbytes, self.cached)
 
 
-def common(*parts: Part, limit: int = 1000) -> CommonMemory:
-    memory = CommonMemory(limit)
+def common(*parts: Part, limit: int = 1000) -> SharedMemory:
+    memory = SharedMemory(limit)
     for part in parts:
         memory.join(part)
     return memory

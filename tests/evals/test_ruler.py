@@ -60,13 +60,16 @@ def test_short_prompts_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", list(ruler.RULER))
-def test_the_real_generators_fill_the_length(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_real_generators_fill_the_length(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("lm_eval", reason="lm-eval comes with the extra eval")
     monkeypatch.setattr(ruler, "_essay_words", lambda: ("A sentence about something. " * 5000).split())
     ruler._lm_eval.cache_clear()
     state = np.random.get_state()[1][:3].tolist()
     made = make_item(ruler.RULER[name], name, 3, Space(2000, count))
     assert state != np.random.get_state()[1][:3].tolist()
+    assert capsys.readouterr().out == ""
     text = made.turns[0].question
     assert 1000 < count(text) <= 2000
     assert all(value in text for value in made.values)

@@ -115,11 +115,11 @@ def _item(generate: Generate, gold: str, rng: random.Random, space: Space) -> It
     """Return an item. `gold` is the pattern of a passage with one of the values."""
     if space.length < SHORTEST:
         raise NotMeasuredError(f"RULER's generators need {SHORTEST} tokens, not {space.length}")
-    lm = _lm_eval()
     random.seed(rng.getrandbits(64))
     np.random.seed(rng.getrandbits(32))
-    lm.cwe_utils.RNG.seed(rng.getrandbits(64))
-    with redirect_stdout(StringIO()):  # they print
+    with redirect_stdout(StringIO()):  # they print, their import too
+        lm = _lm_eval()
+        lm.cwe_utils.RNG.seed(rng.getrandbits(64))
         sample = generate(lm, replace(space, length=space.length - OVERHEAD))[0]
     values = tuple(str(value) for value in sample["outputs"])
     text = f"{sample['input']} {sample['gen_prefix']}"

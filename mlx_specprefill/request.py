@@ -122,7 +122,7 @@ class SpecPrefillOptions:
 
     Attributes:
         enabled: True forces it, False turns it off, None: server policy.
-        keep_pct: share of chunks to keep, in (0, 1]; None: server policy.
+        keep_pct: share of chunks to keep, in (0, 1]; None: server policy. "auto": a server has to choose it.
         return_spans: report which prompt indices the target saw.
         rule: scoring and selection of tokens; None: the server's.
         importance: the caller's own scores, float32 (M,), finite, in place of the draft's.
@@ -133,7 +133,7 @@ class SpecPrefillOptions:
     """
 
     enabled: bool | None = None
-    keep_pct: Fraction | None = None
+    keep_pct: Fraction | Literal["auto"] | None = None
     return_spans: bool = False
     rule: RuleName | None = None
     importance: npt.NDArray[np.float32] | None = field(default=None, compare=False, repr=False)

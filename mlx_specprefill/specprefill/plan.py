@@ -102,7 +102,7 @@ def plan_prefill(
     """
     M = len(request.prompt)
     options, policy = request.specprefill, config.policy
-    keep = options.keep_pct if options.keep_pct is not None else policy.keep_pct
+    keep = options.keep_pct if isinstance(options.keep_pct, Fraction) else policy.keep_pct
     rule, scope = options.rule or config.rule, options.scope or policy.scope
     ranges = tuple(forced_ranges(request.spans, M, config.selection_by(rule), scope))
     forced = forced_mask(ranges, M)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from fractions import Fraction
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 
@@ -57,9 +57,11 @@ def _no_nulls(body: Any) -> Any:
     return {name: value for name, value in body.items() if value is not None} if isinstance(body, dict) else body
 
 
-def _keep(value: Any) -> Fraction:
+def _keep(value: Any) -> Fraction | Literal["auto"]:
+    if value == "auto":
+        return "auto"
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError("must be a number in (0, 1]")
+        raise ValueError("must be a number in (0, 1], or auto")
     return keep_pct(value)
 
 
@@ -89,7 +91,10 @@ class SpecPrefillFields(Body):
     """Fields for prefill, caching and speculative decoding, the same on every endpoint that generates."""
 
     specprefill: bool | None = None
-    specprefill_keep_pct: Annotated[Fraction, PlainValidator(_keep, json_schema_input_type=Share)] | None = None
+    specprefill_keep_pct: (
+        Annotated[Fraction | Literal["auto"], PlainValidator(_keep, json_schema_input_type=Share | Literal["auto"])]
+        | None
+    ) = None
     specprefill_return_spans: bool = False
     specprefill_rule: RuleName | None = None
     specprefill_scope: Scope | None = None

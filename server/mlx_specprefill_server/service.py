@@ -36,6 +36,7 @@ from .monitoring.access_log import RecentAnswers, RunningRequest, current_trace
 from .monitoring.metrics import Metrics
 from .monitoring.verdicts import AnswerVerdict, Verdicts
 from .parsers.formats import detect
+from .promise import Promise, Promises, kind_of
 from .prompt.conversation import Conversation
 from .prompt.prompt import PromptBuilder
 from .prompt.stable import KeptReasoning, ToolOrders
@@ -64,6 +65,7 @@ class ServerState:
         self.started = int(time.time())
         self.recent = RecentAnswers()
         self.verdicts = Verdicts()
+        self.promises = Promises(settings.promises_file, settings.max_differ)
         self.requests = 0
         self.draining = False
         self.stopping = False
@@ -178,16 +180,21 @@ class Service:
         """
         self.state.refuse_when_stopping()
         label = identity.cache_label(cache_salt)
-        specs = [replace(spec, request=self._with_verdict(replace(spec.request, label=label))) for spec in specs]
-        answers: dict[int, AnswerVerdict] = {}
-        on_end = self._on_answer_end(len(specs), identity, answers)
+        promise = self._promise(specs[0].request, identity)
+        specs = [
+            replace(spec, request=self._with_verdict(replace(spec.request, label=label), promise)) for spec in specs
+        ]
+        noted = self._noted([spec.request for spec in specs], identity)
+        on_end = self._on_answer_end(len(specs), identity, noted)
         trace = current_trace()
         told = self.state.verdicts.previous(identity.name, specs[0].request) if self.engine.verifies else None
         line = RunningRequest(None if trace is None else trace.id, identity.name, len(specs[0].request.prompt))
-        on_verdict = self._on_verdict(identity, answers)
+        on_verdict = self._on_verdict(identity, noted, promise)
         generation = Generation(self.engine, specs, self.state.calls(), on_end, warnings, line.saw, on_verdict)
         if told is not None:
             generation.told["previous"] = told
+        if promise is not None:
+            generation.told["promise"] = promise.to_dict()
         self.state.add(generation, line)
         if (patience := self.settings.queue_timeout_s) is not None:
             generation.begin_within(patience, QueueTimeoutError(patience))
@@ -200,39 +207,66 @@ class Service:
         self.state.add(work)
         return work
 
-    def _with_verdict(self, request: GenerationRequest) -> GenerationRequest:
-        """Return the request without a verdict where the engine can't give one.
+    def _promise(self, request: GenerationRequest, identity: Identity) -> Promise | None:
+        """Return the share for a request that leaves it to the server."""
+        if request.specprefill.keep_pct != "auto":
+            return None
+        return self.state.promises.of(f"{self.model_id}:{identity.name}:{kind_of(request)}")
+
+    def _with_verdict(self, request: GenerationRequest, promise: Promise | None) -> GenerationRequest:
+        """Return the request with the promised share, and without a verdict where the engine can't give one.
 
         Raises:
-            InvalidRequestError: the client would wait for it.
+            InvalidRequestError: the client wants one.
         """
-        if self.engine.verifies:
+        options = request.specprefill
+        if not self.engine.verifies:
+            if promise is not None or options.verify == "wait":
+                field = "specprefill_keep_pct" if promise is not None else "specprefill_verify"
+                message = f"{field}: this server verifies no answers: it has --densify off, or no prefix cache"
+                raise InvalidRequestError(message, field=field)
+            return replace(request, specprefill=replace(options, verify=None))
+        if promise is None:
             return request
-        if request.specprefill.verify == "wait":
-            message = "specprefill_verify: this server verifies no answers: it has --densify off, or no prefix cache"
-            raise InvalidRequestError(message, field="specprefill_verify")
-        return replace(request, specprefill=replace(request.specprefill, verify=None))
+        if promise.share == 1:
+            return replace(request, specprefill=replace(options, keep_pct=promise.share, enabled=False))
+        verify = options.verify if promise.is_held else "wait"
+        return replace(request, specprefill=replace(options, keep_pct=promise.share, verify=verify))
+
+    def _noted(self, requests: Sequence[GenerationRequest], identity: Identity) -> Callable[[int], AnswerVerdict]:
+        """Return a function that finds the verdict on an answer by its number. It lists the answer when first asked."""
+        trace, answers = current_trace(), dict[int, AnswerVerdict]()
+        name = None if trace is None else trace.id
+
+        def noted(index: int) -> AnswerVerdict:
+            if index not in answers:
+                answers[index] = AnswerVerdict(name, index, self.model_id, requests[index])
+                self.state.verdicts.add(identity.name, answers[index])
+            return answers[index]
+
+        return noted
 
     def _on_verdict(
-        self, identity: Identity, answers: Mapping[int, AnswerVerdict]
+        self, identity: Identity, noted: Callable[[int], AnswerVerdict], promise: Promise | None
     ) -> Callable[[int, Verdict, Sequence[Mark]], None]:
         """Return a function that notes the verdict on an answer."""
 
         def judged(index: int, verdict: Verdict, marks: Sequence[Mark]) -> None:
-            if (answer := answers.get(index)) is not None:
-                answer.tell(verdict, marks, self.vocabulary.decode)
-                self.state.verdicts.count(identity.name, verdict.word)
-                self.metrics.record_verdict(verdict.word)
+            noted(index).tell(verdict, marks, self.vocabulary.decode)
+            self.state.verdicts.count(identity.name, verdict.word)
+            self.metrics.record_verdict(verdict.word)
+            if promise is not None and verdict.word != "unknown":
+                self.state.promises.learn(promise.name, promise.share, verdict.word == "same")
 
         return judged
 
     def _on_answer_end(
-        self, count: int, identity: Identity, answers: dict[int, AnswerVerdict]
+        self, count: int, identity: Identity, noted: Callable[[int], AnswerVerdict]
     ) -> Callable[[AnswerResult], None]:
         """Return a function that reports an answer's end to the metrics and to the request's log line.
 
         Args:
-            answers: gets the answers that will be verified, by number.
+            noted: lists an answer that will be verified.
         """
         trace = current_trace()
         if trace is not None:
@@ -243,8 +277,7 @@ class Service:
             name = None if trace is None else trace.id
             self.state.recent.add(result, name, identity.name)
             if result.will_be_verified:
-                answers[result.index] = AnswerVerdict(name, result.index, self.model_id, result.request)
-                self.state.verdicts.add(identity.name, answers[result.index])
+                noted(result.index)
             if trace is not None:
                 trace.add_answer(result)
 

@@ -143,6 +143,12 @@ class Settings(BaseSettings):
         description="File of the models' measured costs, per pair. Calibrated heads are in `heads` beside it.",
     )
     specprefill_keep_pct: KeepShare = ENGINE.policy.keep_pct
+    max_differ: float = Field(
+        default=0.05,
+        gt=0,
+        lt=1,
+        description='With keep_pct "auto": largest part of sparse answers that may differ from full reading.',
+    )
     specprefill_scope: Scope = ENGINE.policy.scope  # the default of a request's selection scope
     rule: RuleName = ENGINE.rule  # the default of a request's rule
     speculative: SpeculationName = ENGINE.speculation.strategy  # the default of a request's speculation
@@ -168,6 +174,11 @@ class Settings(BaseSettings):
     def heads_folder(self) -> Path | None:
         """The folder of the drafts' calibrated heads."""
         return None if self.calibration_file is None else self.calibration_file.parent / "heads"
+
+    @property
+    def promises_file(self) -> Path | None:
+        """The file of what is known of answers at each share."""
+        return None if self.calibration_file is None else self.calibration_file.parent / "promises.json"
 
     @property
     def remember_folder(self) -> Path | None:

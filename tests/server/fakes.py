@@ -238,7 +238,7 @@ class FakeEngine:
             self.reasons.append(last.reason if isinstance(last, Finished) else "failed")
             self._running -= 1
             on_event(last)
-            if request.specprefill.verify is not None and report_of(request).mode == "sparse":
+            if _is_verified(request):
                 on_verdict(self.verdict)
 
     def _run(self, request: GenerationRequest, on_event: Callable[[Event], None], handle: FakeHandle) -> Event:
@@ -258,7 +258,7 @@ class FakeEngine:
                 if made == request.max_tokens:
                     break
                 made += 1
-                on_event(_token(step, request.logprobs))
+                on_event(_token(step, 0 if _is_verified(request) else request.logprobs))
                 if step in request.stop_token_ids:
                     return Finished("stop", made, report_of(request))
             elif not isinstance(step, threading.Event):
@@ -303,6 +303,10 @@ def report_of(request: GenerationRequest) -> PrefillReport:
         timings=Timings(draft_ms=1, select_ms=2, prefill_ms=3, ttft_ms=7, decode_ms=4),
         kept_spans=((0, kept),) if request.specprefill.return_spans else None,
     )
+
+
+def _is_verified(request: GenerationRequest) -> bool:
+    return request.specprefill.verify is not None and bool(request.specprefill.enabled)
 
 
 def _token(token: int, count: int | None) -> TokenEvent:

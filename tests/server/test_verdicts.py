@@ -19,6 +19,7 @@ from mlx_specprefill_server.generation.reader import Mark
 from mlx_specprefill_server.monitoring.verdicts import AnswerVerdict
 from mlx_specprefill_server.pair_loading import load, make_settings
 from mlx_specprefill_server.pairs import find_pair
+from mlx_specprefill_server.promise import Promises
 from mlx_specprefill_server.settings import Settings
 from tests.waiting import eventually
 
@@ -26,6 +27,7 @@ from .conftest import client_of
 from .fakes import FakeEngine
 
 KEYS = {"api_keys": ("one", "two")}
+AUTO = {"specprefill_keep_pct": "auto"}
 PATH = "/v1/specprefill/verdicts"
 LOG = "\n".join(f"On day {day} the ship sailed {day * 7 % 50} miles and met nobody." for day in range(60))
 FACTS = "\n".join(f"The secret code for {name} is {code}." for name, code in (("Anna", 471128), ("Bernd", 902217)))
@@ -136,6 +138,28 @@ def test_who_waits_gets_the_sparse_answer_where_full_reading_agrees(client: Test
     assert text_of(found) == text_of(chat(client, specprefill=False))
 
 
+def test_a_promised_share_is_tried_on_answers_that_wait_and_then_used(client: TestClient) -> None:
+    """With a promise that two verdicts keep: the third answer does not wait any more."""
+    client.app.state.models.state.promises = Promises(None, 0.95)  # type: ignore[attr-defined]
+    truth = text_of(chat(client, specprefill=False))
+    for number in range(3):
+        found = chat(client, specprefill_keep_pct="auto")
+        promise = found["specprefill"]["promise"]
+        assert (promise["share"], promise["max_differ"], promise["held"]) == (0.1, 0.95, number > 1)
+        assert promise["same"] + promise["differs"] == number
+        assert text_of(found) == truth
+        assert ("verdict" in found["specprefill"]) == (number <= 1)
+    assert sum(known(client)["counts"].values()) == len(known(client)["data"]) == 3
+
+
+def test_a_prompt_that_is_too_short_is_not_held_back(client: TestClient) -> None:
+    client.app.state.models.state.promises = Promises(None, 0.05)  # type: ignore[attr-defined]
+    body = {"messages": [{"role": "user", "content": "Hello"}], "specprefill": None, "specprefill_keep_pct": "auto"}
+    report = chat(client, **body)["specprefill"]
+    assert report["mode"] == "full"
+    assert "verdict" not in report
+
+
 def text_of(answer: dict[str, Any]) -> str:
     return str(answer["choices"][0]["message"]["content"])
 
@@ -145,6 +169,8 @@ def test_no_one_can_wait_where_nothing_is_verified(engine: FakeEngine) -> None:
     refused = client_of(engine).post("/v1/chat/completions", json=body)
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "specprefill_verify"
+    auto = client_of(engine).post("/v1/chat/completions", json=body | {"specprefill_verify": "late"} | AUTO)
+    assert (auto.status_code, auto.json()["error"]["param"]) == (400, "specprefill_keep_pct")
     wrong = client_of(engine).post("/v1/chat/completions", json=body | {"specprefill_verify": "now"})
     assert wrong.status_code == 400
 

@@ -225,6 +225,10 @@ def serve(
             "--keep-pct",
         ),
     ] = None,
+    max_differ: Annotated[
+        float | None,
+        setting("max_differ", 'With keep_pct "auto": largest part of answers that may differ from full reading.'),
+    ] = None,
     specprefill: Annotated[
         bool | None,
         typer.Option("--specprefill/--no-specprefill", help="Prefill long prompts sparsely. Off: only on request."),

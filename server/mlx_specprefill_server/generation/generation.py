@@ -268,10 +268,17 @@ class Generation:
 
     def _hold(self, index: int, event: Event) -> None:
         """Keep an answer until its verdict is known. Nothing but its progress goes out."""
-        held = self._held[index]
-        if isinstance(event, TokenEvent):
+        held = self._held.get(index)
+        if held is None:  # it goes out already
+            if isinstance(event, Finished | Failed):
+                self._report_end(index, event)
+            self._deliver((index, event))
+        elif isinstance(event, TokenEvent):
             self._saw(event)
             held.events.append(event)
+            if event.logprob is None:  # the prompt was read in full
+                self._release(index)
+                return
             held.reader.push(event)
             if held.reader.over:
                 self._handles[index].cancel()

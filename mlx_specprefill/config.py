@@ -29,7 +29,7 @@ __all__ = [
 
 _LONG_PROMPT = 8192  # tokens
 
-SpeculationName = Literal["off", "ngram", "draft", "triforce"]
+SpeculationName = Literal["off", "ngram", "draft", "triforce", "mtp"]
 SPECULATION_NAMES: tuple[SpeculationName, ...] = get_args(SpeculationName)
 WiredLimit = Literal["auto", "on", "off"]
 ForcedRule = Literal["template", "last-token"]
@@ -134,7 +134,7 @@ class SpeculationConfig:
     """
 
     strategy: SpeculationName = "off"  # default of requests
-    gamma: int = 3  # tokens that the draft model proposes at a time
+    gamma: int = 3  # tokens that the draft model or the MTP head proposes at a time
     gamma1: int = 2  # triforce: tokens of the small model per inner verification
     gamma2: int = 4  # triforce: tokens per verification on the whole cache
     budget: int = 4096  # tokens of the retrieved part of the cache

@@ -15,6 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .adapters.capture import DraftHeads, read_heads, shipped_heads
 from .adapters.depth import first_layers, full_draft_model, layers_of
 from .adapters.gguf import is_gguf
+from .adapters.mtp import MTPHead, load_mtp_head
 from .adapters.patches import install_patches
 from .adapters.probe import sparse_refusal, staged_model
 from .adapters.registry import adapter_for, architecture_of
@@ -29,6 +30,7 @@ from .reading import (
     LoadedModels,
     OnProgress,
     Sharding,
+    cast_model,
     context_length,
     dtype_name,
     read_model,
@@ -54,6 +56,7 @@ class ModelPair:
     Attributes:
         tokenizer: mlx-lm's wrapper around the target's tokenizer.
         sparse_refusal: why prompts can't be prefilled sparsely; None if they can.
+        mtp: the target's head for multi-token prediction, or why it has none.
         context_length: the target's window in tokens; `draft_context` the draft's, None without one.
         dtype: of the target's floating-point weights.
         target_config, draft_config: contents of their config.json.
@@ -80,6 +83,7 @@ class ModelPair:
     sparse_refusal: str | None
     target_config: dict[str, Any]
     draft_config: dict[str, Any] | None
+    mtp: MTPHead | str
     heads: DraftHeads | None = None
     staged: StagedModel | str = "the draft is not the target's own first layers"
     mapping: TextMapping | None = None
@@ -179,8 +183,10 @@ def load_pair(
     sharding: Sharding | None = None
     if ranks is not None:
         model, tokenizer, config, sharding = read_part(target, dtype, on_progress, ranks)
+        mtp: MTPHead | str = "the target runs on several machines"
     else:
         model, tokenizer, config = read(target, dtype, on_progress)
+        mtp = _load_head(model, target, dtype)
     draft_model: nn.Module | Literal["self"] | None = None if draft is None else "self"
     draft_from, draft_config, draft_tokenizer = target, None, None
     placement: DraftPlacement | None = None
@@ -208,6 +214,7 @@ def load_pair(
         draft_layers=draft_layers,
         draft_heads=draft_heads,
         draft_tokenizer=draft_tokenizer,
+        mtp=mtp,
         ranks=ranks,
         sharding=sharding,
         draft_placement=placement,
@@ -275,6 +282,7 @@ def make_pair(
     draft_layers: int | None = None,
     draft_heads: str | Path | None = None,
     draft_tokenizer: TokenizerWrapper | None = None,
+    mtp: MTPHead | str = "it was not loaded from a checkpoint",
     ranks: Ranks | None = None,
     sharding: Sharding | None = None,
     draft_placement: DraftPlacement | None = None,
@@ -321,6 +329,7 @@ def make_pair(
         sparse_refusal=refusal,
         target_config=config,
         draft_config=draft_config,
+        mtp=mtp,
         heads=known_heads(draft) if isinstance(draft, RetrievalDraft) else None,
         staged=_staged(target, draft, ranks) if refusal is None else refusal,
         mapping=mapping,
@@ -349,6 +358,20 @@ def _staged(target: nn.Module, draft: nn.Module | None, ranks: Ranks | None) -> 
     refusal = None if isinstance(found, StagedModel) else found
     refusal = agreed(ranks, "staged", lambda: refusal)
     return found if refusal is None else refusal
+
+
+def _load_head(model: nn.Module, where: str | Path, dtype: DtypeName) -> MTPHead | str:
+    """Load the MTP head from the target's files, which mlx-lm skips, or return why there is none."""
+    try:
+        head = load_mtp_head(model, resolve_model_path(where) or Path(where))
+    except LoadError as error:
+        return str(error)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        log.warning("%s: its MTP head can't be read: %s", where, error)
+        return f"its MTP head can't be read: {error}"
+    cast_model(head.layers, dtype)
+    mx.eval(head.layers)
+    return head
 
 
 def _name(where: str | Path) -> str:

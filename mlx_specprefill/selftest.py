@@ -30,6 +30,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from .adapters.capture import DraftHeads, Head, HeadCapture, QueryCapture
+from .adapters.mtp import ARCHITECTURES, MTPLayers
 from .adapters.staged import StagedModel
 from .cache.positioned import leaves, make_positioned_cache, place
 from .config import EngineConfig, SpeculationConfig
@@ -90,9 +91,13 @@ def save_checkpoint(folder: Path, config: dict[str, Any]) -> Path:
     module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
     model = module.Model(module.ModelArgs.from_dict(config))
     model.update(tree_map(_uneven, model.parameters()))
+    weights = {}
+    if config["model_type"] in ARCHITECTURES:
+        head = tree_map(_uneven, MTPLayers(model.language_model.args).parameters())
+        weights = {f"mtp.{name}": array for name, array in tree_flatten(head)}
     if "quantization" in config:
         nn.quantize(model, **config["quantization"])
-    weights = dict(tree_flatten(model.parameters()))
+    weights |= dict(tree_flatten(model.parameters()))
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     words = Tokenizer(WordLevel({f"w{token}": token for token in range(VOCAB)}, unk_token="w0"))
@@ -358,7 +363,8 @@ def _operations(case: Case) -> Iterator[Check]:
         yield check("sparse prefill", _answered, engine, sparse)
         yield check("answers beside each other", _answered, engine, sparse, full, sparse)
         for name in STRATEGIES:
-            yield check(f"drafted by {name}", _answered, engine, _Asked(True, name))
+            if name != "mtp" or case.pair.model_type in ARCHITECTURES:
+                yield check(f"drafted by {name}", _answered, engine, _Asked(True, name))
     with Engine(case.alone, _CONFIG) as engine:
         yield check("full prefill without a draft", _answered, engine, full)
     with Engine(case.staged, _CONFIG) as engine:

@@ -21,6 +21,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 from mlx_specprefill import Event, ModelPair, TokenEvent, make_pair
+from mlx_specprefill.adapters.mtp import MTPHead, MTPLayers
 from mlx_specprefill.adapters.patches import install_patches
 from tests import precision
 
@@ -167,3 +168,22 @@ def save_checkpoint(folder: Path, family: str, seed: int = 0, words: int = VOCAB
     (folder / "config.json").write_text(json.dumps({**CONFIGS[family], **changes}))
     tokenizer(words).save_pretrained(folder)
     return folder
+
+
+def tiny_head(model: nn.Module, seed: int = 5) -> MTPHead:
+    """A random MTP head on a model of qwen3_5."""
+    mx.random.seed(seed)
+    layers = MTPLayers(model.language_model.args)
+    layers.eval()
+    layers.update(nn.utils.tree_map(_sharpen, layers.parameters()))
+    layers.update(nn.utils.tree_map(lambda array: _uneven(array, seed), layers.parameters()))
+    precision.cast(layers)
+    mx.eval(layers.parameters())
+    return MTPHead(model, layers)
+
+
+def _uneven(array: mx.array, seed: int) -> mx.array:
+    """Norm weights of 1 would hide which norm is which."""
+    if array.ndim != 1:
+        return array
+    return array * mx.random.uniform(0.7, 1.3, array.shape, key=mx.random.key(seed + array.size))

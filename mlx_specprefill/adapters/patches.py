@@ -17,6 +17,7 @@ from functools import reduce
 from typing import Any
 
 from .capture import wrap_attention, wrap_softmax
+from .mtp import wrap_hidden
 from .recurrence import RECURRENT, wrap_recurrence
 from .rope import wrap_attention_scale, wrap_dynamic_ntk, wrap_rope
 
@@ -82,6 +83,12 @@ PATCHES = (
         wrap_recurrence,
         "rollback of rejected tokens replays a recurrent state from the inputs of its layer",
         "tests/speculative/test_rollback.py",
+    ),
+    Patch(
+        ("mlx_lm.models.qwen3_5:Qwen3_5TextModel.__call__",),
+        wrap_hidden,
+        "MTP heads propose from the target's final hidden states",
+        "tests/adapters/test_mtp.py",
     ),
 )
 

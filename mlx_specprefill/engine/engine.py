@@ -272,7 +272,8 @@ class Engine:
             plan = replace(plan.as_full("a sparse prefill needs more memory than there is"), choice=None)
             need = self.memory.need(request, "full")
         if not (self.memory.can_ever(need) and self.memory.has_room(request)):
-            raise ContextLengthError(len(request.prompt), request.max_tokens, self.memory.window())
+            window = self.memory.window(request.specprefill.speculative)
+            raise ContextLengthError(len(request.prompt), request.max_tokens, window)
         return plan
 
     def compile(self, constraint: Constraint) -> None:

@@ -15,6 +15,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prom
 from mlx_lm.utils import _get_classes as classes_of
 
 from ..adapters.depth import FirstLayers
+from ..adapters.mtp import MTPHead
 from ..adapters.patches import install_patches
 from ..adapters.staged import StagedModel
 from ..cache.positioned import fill, leaves
@@ -31,6 +32,7 @@ __all__ = [
     "hidden_bytes",
     "loaded_bytes",
     "measure_footprint",
+    "measure_head_footprint",
     "physical_memory",
     "weight_bytes",
     "weights_by_array",
@@ -117,6 +119,15 @@ def cache_footprint(cache: list[Any]) -> tuple[int, int]:
 def hidden_bytes(model: StagedModel) -> int:
     """Return the bytes per token that the first layers pass on. Computes nothing."""
     return int(model.lower(mx.zeros((1, 1), dtype=mx.int32), cache=model.lower.make_cache()).nbytes)
+
+
+def measure_head_footprint(head: MTPHead | str) -> Footprint:
+    """Measure the cache entries of an MTP head. Computes a few at a time, beside larger forwards."""
+    if isinstance(head, str):
+        return Footprint(0, 0)
+    cache = KVCache()
+    mx.eval(head(mx.zeros((1, 1, head.hidden_size), head.dtype), mx.zeros((1, 1), dtype=mx.int32), cache))
+    return Footprint(_bytes_per_token(cache), 0)
 
 
 def _bytes_per_token(part: KVCache | RotatingKVCache) -> int:

@@ -23,10 +23,11 @@ from .footprint import (
     default_limit,
     hidden_bytes,
     measure_footprint,
+    measure_head_footprint,
     weight_bytes,
     weights_by_array,
 )
-from .sequence import Job
+from .sequence import Job, Sequence
 from .speculation import AnswerDrafter
 from .stats import MemoryUse, Need
 
@@ -245,7 +246,7 @@ class Memory:
         self._pair = pair
         self._config = config
         self._caches = caches
-        self._target = self._draft = Footprint(0, 0)
+        self._target = self._draft = self._head = Footprint(0, 0)
         self._weights = (0, 0)  # bytes of target and draft
         self._window: int | None = None  # of the rank with the least room, if that is another rank
         self._hidden_bytes = 0  # per token, passed on by the target's first layers
@@ -277,6 +278,7 @@ class Memory:
         try:
             self._target = measure_footprint(pair.target, pair.context_length)
             self._draft = measure_footprint(pair.draft, pair.draft_context)
+            self._head = measure_head_footprint(pair.mtp)
             self._hidden_bytes = 0 if pair.stages is None else hidden_bytes(pair.stages)
         except Exception as error:  # noqa: BLE001 - the first request reports the error
             self._go_without(error)
@@ -367,15 +369,19 @@ class Memory:
         return self._window is None or tokens <= self._window
 
     def need(self, request: GenerationRequest, mode: Mode) -> Need:
-        """Predict the need: prompt and answer in the target, the prompt in the draft."""
+        """Predict the need: prompt and answer in the target and its MTP head, the prompt in the draft."""
         tokens = len(request.prompt) + min(request.max_tokens, _ANSWER_TOKENS)
-        parts = [(self._target, tokens)]
+        parts = self._answering(tokens, request.specprefill.speculative)
         if mode == "sparse" and self._hidden_bytes:  # the caches of the first layers are the target's
             held, working = self._need(*parts)
             return Need(held + self._hidden_bytes * len(request.prompt), working)
         if mode == "sparse":
             parts.append((self._draft, round(len(request.prompt) * self._pair.draft_ratio)))
         return self._need(*parts)
+
+    def _answering(self, tokens: int, strategy: str | None) -> list[tuple[Footprint, int]]:
+        """Return the footprints that hold `tokens` tokens of prompt and answer, and the token count of each."""
+        return [(self._target, tokens), *([(self._head, tokens)] if self._has_head(strategy) else [])]
 
     def _need(self, *parts: tuple[Footprint, int]) -> Need:
         """Return the need of sequences that are prefilled one after the other."""
@@ -385,8 +391,12 @@ class Memory:
             max(part.working(tokens, step) for part, tokens in parts),
         )
 
-    def window(self) -> int:
-        """Return the tokens of prompt and answer that one request may have: the model's limit, or that of memory."""
+    def window(self, strategy: str | None = None) -> int:
+        """Return the tokens of prompt and answer that one request may have: the model's limit, or that of memory.
+
+        Args:
+            strategy: the answer's drafting strategy, if it is not the configured one.
+        """
         if self.admission.limit is None:
             return self._pair.context_length
         free = self.admission.limit - self.admission.weights
@@ -394,7 +404,10 @@ class Memory:
             free = min(free, room)
         most = self._pair.context_length if self._window is None else self._window
         lengths = range(1, most + 1)
-        return bisect_right(lengths, free, key=lambda tokens: self._need((self._target, tokens)).total)
+        return bisect_right(lengths, free, key=lambda tokens: self._need(*self._answering(tokens, strategy)).total)
+
+    def _has_head(self, strategy: str | None) -> bool:
+        return (strategy or self._config.speculation.strategy) == "mtp"
 
     def need_idle(self, tokens: int, dense: bool) -> Need:
         """Predict the need of prefilling `tokens` tokens in idle time, by the target if `dense`, else the draft."""
@@ -446,11 +459,13 @@ class Memory:
             total += sequence.hidden.nbytes
         if sequence.stage == "draft" and not drafts:
             total += self._draft.of_held(job.done.get("draft", 0))
-        return total if drafting is None else total + self._drafting(drafting)
+        return total if drafting is None else total + self._drafting(sequence, drafting)
 
-    def _drafting(self, drafting: AnswerDrafter) -> int:
+    def _drafting(self, sequence: Sequence, drafting: AnswerDrafter) -> int:
         """Return the bytes of an answer's proposer."""
         total = cache_bytes(drafting.cache or ())
+        if drafting.reader is not None:
+            total += self._head.per_token * (len(sequence.request.prompt) + len(sequence.tokens))
         if drafting.strategy == "triforce":
             total += self._target.per_token * self._config.speculation.budget
         return total
@@ -470,8 +485,9 @@ class Memory:
 
 
 def _weights(pair: ModelPair) -> tuple[int, int]:
-    """Return the bytes of the target and of the draft."""
-    return weight_bytes(pair.target), weight_bytes(pair.draft, pair.target) if pair.draft else 0
+    """Return the bytes of the target with its MTP head, and of the draft."""
+    head = 0 if isinstance(pair.mtp, str) else pair.mtp.nbytes
+    return weight_bytes(pair.target) + head, weight_bytes(pair.draft, pair.target) if pair.draft else 0
 
 
 def check_limit(pair: ModelPair, config: EngineConfig) -> None:

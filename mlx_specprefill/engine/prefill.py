@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -247,7 +248,7 @@ class Prefiller:
     def _begin_drafting(self, sequence: Sequence, scores: Scores | None) -> Generator[Progress, None, None]:
         """Prepare the draft to propose the answer from the cache of its scoring, if it will."""
         drafting = sequence.drafting
-        if drafting is None or not drafting.begin():
+        if drafting is None or not drafting.begin(sequence.hidden is not None):
             return
         if scores is None:
             drafting.cache = yield from self._read_with_draft(sequence)
@@ -305,6 +306,7 @@ class Prefiller:
                 self._step,
                 offset=start,
                 cuts=tuple(stops),
+                forward=nullcontext if drafting is None else drafting.forward(new),
                 on_forward=store,
                 last_forward=None if drafting is None else drafting.last_forward(sequence.grammar),
                 before=sequence.recalled,
@@ -360,11 +362,14 @@ class Prefiller:
         """Prefill the whole prompt behind a dense prefix. Cancelled, keep the chunks: a retry resumes from there."""
         request, S, done = sequence.request, sequence.cached, 0
         yield Progress("prefill", 0, len(request.prompt) - S, cached=S)
-        if (drafting := sequence.drafting) is not None and drafting.begin():
-            drafting.cache = yield from self._read_with_draft(sequence)
+        forward: Callable[[], AbstractContextManager[None]] = nullcontext
+        if (drafting := sequence.drafting) is not None:
+            if drafting.begin():
+                drafting.cache = yield from self._read_with_draft(sequence)
+            forward = drafting.forward(np.arange(S, len(request.prompt), dtype=np.int32))
         sequence.stage = "prefill"
         if request.prompt_logprobs is not None:
-            return (yield from self._with_prompt_logprobs(sequence, request.prompt_logprobs))
+            return (yield from self._with_prompt_logprobs(sequence, request.prompt_logprobs, forward))
         cuts = [cut - S for cut in self._checkpoints(sequence) if cut > S]
 
         def store(fed: int) -> None:
@@ -375,7 +380,14 @@ class Prefiller:
 
         try:
             logits = yield from prefill(
-                self.pair.target, sequence.cache, request.prompt[S:], None, self._step, cuts=cuts, on_forward=store
+                self.pair.target,
+                sequence.cache,
+                request.prompt[S:],
+                None,
+                self._step,
+                cuts=cuts,
+                forward=forward,
+                on_forward=store,
             )
         except RequestCancelled:
             if done:
@@ -456,14 +468,17 @@ class Prefiller:
         ends = [span.end for span in spans if span.kind in ("system", "tools")] + [span.end for span in spans[-3:]]
         return sorted({end for end in [*ends, *range(_STATE_EVERY, M, _STATE_EVERY), M - 1] if 0 < end < M})
 
-    def _with_prompt_logprobs(self, sequence: Sequence, count: int) -> Slices:
+    def _with_prompt_logprobs(
+        self, sequence: Sequence, count: int, forward: Callable[[], AbstractContextManager[None]]
+    ) -> Slices:
         """Run a full prefill with every row's logits. One chunk's (L, V) float32 block is held at a time."""
         prompt, M = sequence.request.prompt, len(sequence.request.prompt)
         tokens, start = mx.array(prompt)[None], 0
         entries = []
         while start < M:
             end = min(start + self._step(), M)
-            logits: mx.array = self.pair.target(tokens[:, start:end], cache=sequence.cache)[0]
+            with forward():
+                logits: mx.array = self.pair.target(tokens[:, start:end], cache=sequence.cache)[0]
             raw = logits.astype(mx.float32)
             following = prompt[start + 1 : end + 1].tolist()
             table = (raw - mx.logsumexp(raw, axis=-1, keepdims=True))[: len(following)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from ..errors import RequestCancelled, device_error
 from ..loading import ModelPair
 from ..request import GenerationRequest, Progress, SpeculationReport, TokenEvent
 from ..sampling import LogitsProcessor
+from ..speculative.mtp_proposer import PromptReader
 from ..speculative.proposers import Proposer
 from ..speculative.row import LastForward, Limits, SpeculativeRow
 from ..speculative.strategies import StrategyName, make_proposer, refusal
@@ -67,7 +69,7 @@ class Speculator:
         """Return why the strategy can't run with this pair; None if it can."""
         if self.pair.ranks is not None:
             return "the target runs on several machines"
-        return refusal(strategy, self.pair.target, self.pair.proposer, self.quantized)
+        return refusal(strategy, self.pair.target, self.pair.proposer, self.pair.mtp, self.quantized)
 
 
 class AnswerDrafter:
@@ -80,6 +82,7 @@ class AnswerDrafter:
         strategy: None decodes autoregressively.
         reason: for the strategy, or for plain decoding.
         cache, lookahead: from scoring: the draft's cache of the prompt, and its greedy continuation.
+        reader: the target's MTP head, which reads the prompt along with it.
         row: decodes after the prefill.
     """
 
@@ -92,22 +95,36 @@ class AnswerDrafter:
         self.reason = "not started"
         self.cache: list[Any] | None = None
         self.lookahead: tuple[int, ...] = ()
+        self.reader: PromptReader | None = None
         self.row: SpeculativeRow | None = None
         self._last: LastForward | None = None
         self._proposer: Proposer | None = None
         self._left: SpeculationReport | None = None
 
-    def begin(self) -> bool:
+    def begin(self, staged: bool = False) -> bool:
         """Decide before the target's first forward, and again if its prefill starts anew.
+
+        Args:
+            staged: the target's layers will hold different numbers of tokens.
 
         Returns:
             True if the draft proposes tokens, so that it has to read the prompt.
         """
         self.strategy, self.reason = self._asked, "requested"
-        self.cache, self.lookahead, self._last = None, (), None
+        self.cache, self.lookahead, self.reader, self._last = None, (), None, None
         if (refusal := self._speculator.refusal(self._asked, self._request)) is not None:
             self._decline(refusal)
+        elif staged and self._asked == "mtp":
+            self._decline("in a staged prefill the MTP head does not read the prompt")
         return self.strategy == "draft"
+
+    def forward(self, fed: npt.NDArray[np.int32]) -> Callable[[], AbstractContextManager[None]]:
+        """Return a context for each target forward over the prompt indices `fed`, in which the MTP head reads along."""
+        if self.strategy != "mtp":
+            return nullcontext
+        assert not isinstance(self._pair.mtp, str)
+        self.reader = PromptReader(self._pair.mtp, self._request.prompt, fed)
+        return self.reader.forward
 
     def last_forward(self, grammar: GrammarState | None) -> LastForward | None:
         """Return a replacement for the forward of the prompt's last token; see `prefill`.
@@ -133,6 +150,7 @@ class AnswerDrafter:
                 draft=self._pair.draft,
                 draft_cache=self.cache,
                 kept=kept,
+                reader=self.reader,
             )
         except RequestCancelled:
             raise
@@ -191,7 +209,7 @@ class AnswerDrafter:
     def leave(self, why: str) -> None:
         """Move the answer to the plain batch: only the report stays."""
         self._left = replace(self.report(), reason=f"{self.reason}; then plain decoding: {why}")
-        self.strategy = self.row = self.cache = self._proposer = self._last = None
+        self.strategy = self.row = self.cache = self.reader = self._proposer = self._last = None
 
     def report(self) -> SpeculationReport:
         row = self.row

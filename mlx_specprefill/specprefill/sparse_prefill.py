@@ -8,7 +8,7 @@ there.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import mlx.core as mx
@@ -38,6 +38,7 @@ def prefill(
     offset: int = 0,
     cuts: Sequence[int] = (),
     on_forward: Callable[[int], None] = lambda _: None,
+    forward: Callable[[], AbstractContextManager[None]] = nullcontext,
     last_forward: Callable[[mx.array, list[Any]], mx.array] | None = None,
     before: int = 0,
 ) -> Generator[Progress, None, mx.array]:
@@ -53,6 +54,7 @@ def prefill(
             reach the output projection.
         cuts: counts of fed tokens at which a forward must end, ascending.
         on_forward: called after each forward with the count of fed tokens.
+        forward: a context for each forward.
         last_forward: feeds the last token (1, 1) to the cache in place of the model, and more tokens that may follow;
             returns the token's logits (1, V).
         before: tokens that the progress counts as fed before these.
@@ -80,7 +82,8 @@ def prefill(
         end = next((cut for cut in cuts if start < cut < end), end)
         if kept is not None:
             place(cache, kept[start:end] + offset)
-        model(tokens[:, start:end], cache=cache)
+        with forward():
+            model(tokens[:, start:end], cache=cache)
         mx.eval([part.state for part in cache])
         on_forward(end)
         yield Progress("prefill", before + end, before + total)
@@ -88,7 +91,8 @@ def prefill(
     if kept is not None:
         place(cache, kept[start:] + offset)
     rest = tokens[:, start:]
-    logits: mx.array = model(rest, cache=cache)[:, -1, :] if last_forward is None else last_forward(rest, cache)
+    with forward():
+        logits: mx.array = model(rest, cache=cache)[:, -1, :] if last_forward is None else last_forward(rest, cache)
     mx.eval(logits, [part.state for part in cache])
     on_forward(total)
     yield Progress("prefill", before + total, before + total)

@@ -12,17 +12,19 @@ import numpy.typing as npt
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from ..adapters.depth import FirstLayers
+from ..adapters.mtp import MTPHead
 from ..adapters.registry import adapter_for, architecture_of
 from ..cache.positioned import PositionedKVCache, Runs
 from ..config import SpeculationConfig
 from ..request import Progress, TokenIds
+from .mtp_proposer import MTPProposer, PromptReader
 from .proposers import Drafter, NgramProposer, Proposer
 from .rollback import rollback_refusal
 from .triforce import TriForceProposer
 
 __all__ = ["STRATEGIES", "StrategyName", "gathered", "make_proposer", "read_ends", "refusal"]
 
-StrategyName = Literal["ngram", "draft", "triforce"]
+StrategyName = Literal["ngram", "draft", "triforce", "mtp"]
 STRATEGIES: tuple[StrategyName, ...] = get_args(StrategyName)
 _READ_STEP = 256  # tokens per forward while the small model reads
 
@@ -37,6 +39,7 @@ def make_proposer(
     draft: nn.Module | None,
     draft_cache: list[Any] | None,
     kept: npt.NDArray[np.int32] | None,
+    reader: PromptReader | None,
 ) -> Generator[Progress, None, Proposer]:
     """Make the strategy's proposer. Yields between forwards.
 
@@ -44,12 +47,16 @@ def make_proposer(
         cache: the target's, which holds the prompt.
         draft: the small model; `draft_cache` holds exactly the prompt if the model has read it.
         kept: prompt indices in the target's cache; None: all.
+        reader: the target's MTP head, which has read the prompt along with it.
 
     Raises:
         SparseUnsupportedError: the target's cache has nothing to retrieve from.
     """
     if strategy == "ngram":
         return NgramProposer(prompt, config)
+    if strategy == "mtp":
+        assert reader is not None
+        return MTPProposer(reader, config.gamma)
     assert draft is not None
     if strategy == "triforce":
         ends = yield from read_ends(draft, prompt, config.sinks, config.window)
@@ -60,11 +67,14 @@ def make_proposer(
     return Drafter(draft, draft_cache, config.gamma)
 
 
-def refusal(strategy: StrategyName, target: nn.Module, draft: nn.Module | str, quantized: bool = False) -> str | None:
+def refusal(
+    strategy: StrategyName, target: nn.Module, draft: nn.Module | str, mtp: MTPHead | str, quantized: bool = False
+) -> str | None:
     """Return why a strategy can't run with these models; None if it can.
 
     Args:
         draft: the proposing model, or why there is none.
+        mtp: the target's MTP head, or why it has none.
         quantized: the target's cache will be quantised.
     """
     general = adapter_for(architecture_of(target)).speculation_refusal
@@ -72,7 +82,9 @@ def refusal(strategy: StrategyName, target: nn.Module, draft: nn.Module | str, q
         return general
     if strategy in ("draft", "triforce") and (refused := _draft_refusal(draft)) is not None:
         return refused
-    return "parts of a quantised cache can't be retrieved" if strategy == "triforce" and quantized else None
+    if strategy == "triforce" and quantized:
+        return "parts of a quantised cache can't be retrieved"
+    return mtp if strategy == "mtp" and isinstance(mtp, str) else None
 
 
 def _draft_refusal(draft: nn.Module | str) -> str | None:

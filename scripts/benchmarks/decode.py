@@ -273,7 +273,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     if min(options.n, options.tokens) < 1 or options.length < 64:
         raise BenchError("-n and --tokens must be at least 1, --length at least 64 tokens")
     pair = pairs.loaded(options, settings=Settings(speculative="draft"))  # all layers of the draft, which propose
-    refused = {name: refusal(name, pair.target, pair.proposer) for name in STRATEGIES}
+    refused = {name: refusal(name, pair.target, pair.proposer, pair.mtp) for name in STRATEGIES}
     able: list[SpeculationName] = [name for name, reason in refused.items() if reason is None]
     for name in options.arms or ():
         if refused[name] is not None:

@@ -16,6 +16,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_specprefill.adapters.capture import QueryCapture, recorded_attention, wrap_attention
+from mlx_specprefill.adapters.mtp import recorded_hidden
 from mlx_specprefill.adapters.patches import PATCHES, install_patches
 from mlx_specprefill.adapters.recurrence import recorded_recurrence
 from tests.oracle import build, on_the_cpu_unfused
@@ -122,6 +123,7 @@ def forwards(model: nn.Module, tokens: int) -> None:
 RECORDINGS: dict[str, tuple[str, Callable[[], AbstractContextManager[Any]], Callable[[Any], int]]] = {
     "attention": ("llama", recorded_attention, lambda record: len(record.queries)),
     "recurrence": ("qwen3_5", recorded_recurrence, len),
+    "hidden": ("qwen3_5", recorded_hidden, len),
 }
 
 

@@ -64,17 +64,18 @@ def test_a_message_goes_on(client: openai.OpenAI, options: dict[str, Any]) -> No
 
 
 def test_a_drafted_answer_is_the_plain_one(client: openai.OpenAI) -> None:
-    """Streamed or not, up to a stop string in the middle of a round."""
+    """Streamed or not, up to a stop string in the middle of a round, and where a model can't be drafted for."""
     code, messages = needle(0, salt=10)
     asked: dict[str, Any] = {"model": "any", "messages": messages, "max_tokens": 30, "stop": [code[3:]]}
     plain = client.chat.completions.create(**asked)
     assert plain.choices[0].finish_reason == "stop"
     assert (plain.choices[0].message.content or "").endswith(code[:3])
     assert "speculation" not in report_of(plain)
-    for how in ("draft", "triforce"):
+    for how, ran in (("draft", "draft"), ("triforce", "triforce"), ("mtp", "autoregressive")):
         answer = client.chat.completions.create(**asked, extra_body={"speculative": how, "specprefill": True})
         assert answer.choices[0].message.content == plain.choices[0].message.content
-        assert report_of(answer)["speculation"]["strategy"] == how
+        assert report_of(answer)["speculation"]["strategy"] == ran
+    assert "MTP" in report_of(answer)["speculation"]["reason"]
     chunks = client.chat.completions.create(**asked, stream=True, extra_body={"speculative": "draft"})
     said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert said == plain.choices[0].message.content

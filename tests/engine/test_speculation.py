@@ -32,12 +32,13 @@ from mlx_specprefill import (
     make_pair,
 )
 from mlx_specprefill.engine import speculation as module
+from tests import precision
 from tests.precision import near_ties
 from tests.server.fakes import byte_tokenizer
-from tests.tiny import EOS, generated, random_prompt, tiny_model, tiny_pair
+from tests.tiny import EOS, generated, random_prompt, tiny_head, tiny_model, tiny_pair
 
 SMALL = SpeculationConfig(budget=64, chunk=4, sinks=4, window=16, ngram_match=1)
-NAMES: tuple[SpeculationName, ...] = ("draft", "triforce", "ngram")
+NAMES: tuple[SpeculationName, ...] = ("draft", "triforce", "mtp", "ngram")
 COUNT = 30
 
 
@@ -61,7 +62,9 @@ def told(last: Any) -> tuple[PrefillReport, SpeculationReport]:
 
 @pytest.fixture(scope="module", params=["llama", "qwen3_5", "gpt_oss"])
 def pair(request: pytest.FixtureRequest) -> ModelPair:
-    return tiny_pair(request.param, "llama")
+    """The hybrid target has an MTP head; the others decode plainly where one is asked for."""
+    pair = tiny_pair(request.param, "llama")
+    return replace(pair, mtp=tiny_head(pair.target)) if request.param == "qwen3_5" else pair
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +84,9 @@ def test_an_answer_is_the_plain_one(engine: Engine, how: SpeculationName, sparse
     report, speculation = told(last)
     assert report.mode == ("sparse" if sparse else "full")
     assert "speculation" in report.to_dict()
+    if how == "mtp" and isinstance(engine.pair.mtp, str):
+        assert (speculation.strategy, speculation.reason) == ("autoregressive", engine.pair.mtp)
+        return
     assert (speculation.strategy, speculation.reason) == (how, "requested")
     assert speculation.tokens_per_step is not None
     assert 1.0 <= speculation.tokens_per_step <= 9.0
@@ -295,7 +301,7 @@ def test_a_prefill_that_falls_back_is_drafted_all_the_same(
     assert tokens == plain
     report, speculation = told(last)
     assert report.reason.startswith("fallback: select failed")
-    assert speculation.reason == "requested"
+    assert speculation.reason in ("requested", engine.pair.mtp)
 
 
 @pytest.mark.parametrize("where", ["start", "propose", "settle"])
@@ -324,6 +330,7 @@ def test_what_a_pair_cannot_do_is_told() -> None:
             _, speculation = told(last)
             assert (speculation.strategy, speculation.reason) == ("autoregressive", reason)
         assert told(generated(engine.generate(asked(1, "ngram")))[1])[1].strategy == "ngram"
+        assert "checkpoint" in told(generated(engine.generate(asked(1, "mtp")))[1])[1].reason
 
 
 def test_a_quantised_cache_drafts_but_is_not_retrieved() -> None:
@@ -390,3 +397,15 @@ def test_a_request_that_asks_for_no_drafts_has_no_drafter(engine: Engine, monkey
         _, last = generated(engine.generate(asked(1, how, True)))  # type: ignore[arg-type]
         assert isinstance(last, Finished)
         assert last.report.speculation is None
+
+
+def test_admission_counts_the_entries_of_the_head() -> None:
+    """Keys and values of every token of prompt and answer, where the head may be used."""
+    pair = tiny_pair("qwen3_5", "llama")
+    args = pair.target.language_model.args
+    entry = 2 * args.num_key_value_heads * args.head_dim * precision.dtype().size  # bytes
+    with Engine(replace(pair, mtp=tiny_head(pair.target)), configured(memory_limit=1 << 34)) as engine:
+        generated(engine.generate(asked(1, None, count=1)))  # what requests need is measured by then
+        plain, drafted, headed = (engine.memory.need(asked(1, how), "full") for how in (None, "draft", "mtp"))
+    assert plain == drafted
+    assert headed.held - plain.held == entry * (90 + COUNT)

@@ -38,7 +38,7 @@ from tests.rows import alone, logprob_error, make_rows, prefilled
 from tests.rows import tokens as tokens_of
 from tests.slices import finish
 from tests.staged_oracle import deep_enough, masked_from, splits
-from tests.tiny import FAMILIES, VOCAB, generated, random_prompt, tiny_model, tokenizer
+from tests.tiny import FAMILIES, VOCAB, generated, random_prompt, tiny_head, tiny_model, tokenizer
 from tests.tiny import greedy as greedy_tokens
 from tests.waiting import eventually
 
@@ -152,6 +152,19 @@ def test_an_answer_drafted_by_ngrams_is_the_masked_run_too(family: str) -> None:
     assert last.report.speculation is not None
     assert last.report.speculation.strategy == "ngram"
     assert last.report.speculation.acceptance_rate is not None
+
+
+def test_an_mtp_head_has_not_read_a_staged_prompt() -> None:
+    pair = own_pair("qwen3_5")
+    with Engine(replace(pair, mtp=tiny_head(pair.target)), CONFIG) as engine:
+        plain, _ = generated(engine.generate(asked()))
+        tokens, last = generated(engine.generate(asked(speculative="mtp")))
+    assert tokens == plain
+    assert isinstance(last, Finished)
+    assert last.report.mode == "sparse"
+    assert last.report.speculation is not None
+    assert last.report.speculation.strategy == "autoregressive"
+    assert "does not read the prompt" in last.report.speculation.reason
 
 
 def test_a_dense_prefix_is_not_read_again_by_the_upper_layers() -> None:

@@ -148,6 +148,10 @@ def test_the_identity_for_caches(tmp_path):
     assert names[0] == names[1] != names[2]
 
 
+def test_no_mtp_head_is_looked_for(tmp_path):
+    assert load_pair(tiny("llama").write(tmp_path / "tiny.gguf")).mtp == "MTP heads of llama are not supported"
+
+
 def test_bits_are_kept_per_tensor(tmp_path):
     config = CONFIGS["llama"]
     file = contents("llama", config, random_weights(config), mixed).write(tmp_path / "tiny.gguf")

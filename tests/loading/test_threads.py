@@ -16,7 +16,7 @@ import mlx.nn as nn
 import pytest
 from mlx_lm import load as mlx_load
 from mlx_lm import utils
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_specprefill import (
     Engine,
@@ -30,11 +30,12 @@ from mlx_specprefill import (
     make_pair,
 )
 from mlx_specprefill.adapters.capture import DraftHeads, Head
+from mlx_specprefill.adapters.mtp import MTPHead
 from mlx_specprefill.config import keep_pct
 from mlx_specprefill_server import open_pair, pair_loading
 from tests.gguf_files import tiny as tiny_gguf
 from tests.oracle import build, on_the_cpu_unfused, runnable, tiny_models
-from tests.tiny import CONFIGS, generated, random_prompt, save_checkpoint, tiny_model, tokenizer
+from tests.tiny import CONFIGS, generated, random_prompt, save_checkpoint, tiny_head, tiny_model, tokenizer
 
 T = TypeVar("T")
 
@@ -86,6 +87,22 @@ def test_a_gguf_file(tmp_path: Path) -> None:
     made.metadata |= {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}
     pair = load_pair(made.write(tmp_path / "tiny.gguf"))
     elsewhere(lambda: forward(pair.target))
+
+
+def test_an_mtp_head(tmp_path: Path) -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "partial_rotary_factor": 0.5}
+    text = {**CONFIGS["qwen3_5"]["text_config"], "rope_parameters": rope}
+    folder = save_checkpoint(tmp_path / "target", "qwen3_5", text_config=text)
+    arrays = nn.utils.tree_flatten(tiny_head(tiny_model("qwen3_5")).layers.parameters())
+    mx.save_safetensors(str(folder / "mtp.safetensors"), {f"mtp.{name}": array for name, array in arrays})
+    head = load_pair(folder).mtp
+    assert isinstance(head, MTPHead), head
+
+    def run() -> None:
+        hidden, following = mx.zeros((1, 3, head.hidden_size)), mx.array([[2, 3, 4]])
+        mx.eval(head.logits(head(hidden, following, KVCache())))
+
+    elsewhere(run)
 
 
 SCALED = {"llama": "llama+rope3", "gpt_oss": "gpt_oss+yarn"}

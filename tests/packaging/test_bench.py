@@ -90,7 +90,7 @@ def test_what_is_given_beside_quick_wins() -> None:
     [
         ("decode --pair nobody", "no pair"),
         ("ttft --draft some/folder", "--draft needs --target"),
-        ("decode --target models/demo/target --arms draft", "draft: there is no draft model"),
+        ("decode --arms mtp", "mtp: "),
         ("serving --target models/pairs.toml --draft models/demo/draft", "the target models/pairs.toml is no folder"),
         ("peers --target models/demo/target", "the draft None is no folder with a model.safetensors"),
         ("ttft --lengths 12", "--lengths"),

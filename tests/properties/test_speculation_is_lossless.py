@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -12,6 +13,8 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_specprefill.adapters.mtp import ARCHITECTURES as HEADED
+from mlx_specprefill.adapters.mtp import MTPHead
 from mlx_specprefill.cache.positioned import PositionedKVCache
 from mlx_specprefill.config import SpeculationConfig
 from mlx_specprefill.engine.caches import empty_cache
@@ -19,6 +22,7 @@ from mlx_specprefill.request import SamplingParams, TokenEvent
 from mlx_specprefill.sampling import logits_processors
 from mlx_specprefill.specprefill.sparse_prefill import prefill
 from mlx_specprefill.speculative import verification as verify
+from mlx_specprefill.speculative.mtp_proposer import PromptReader
 from mlx_specprefill.speculative.row import LastForward, Limits, SpeculativeRow
 from mlx_specprefill.speculative.strategies import STRATEGIES, StrategyName, make_proposer, refusal
 from mlx_specprefill.speculative.verification import Rng, TokenSampler
@@ -26,7 +30,7 @@ from tests.oracle import build, on_the_cpu_unfused, vocabulary
 from tests.rows import Row, alone, assert_same_contents, logprob_error, make_rows, tokens
 from tests.slices import finish
 from tests.speculative.probabilities import enumerate_distribution, total_variation
-from tests.tiny import FAMILIES, VOCAB, tiny_model
+from tests.tiny import CONFIGS, FAMILIES, VOCAB, tiny_head, tiny_model
 
 CLOSE = 1e-4
 COUNT = 24
@@ -44,8 +48,14 @@ def model_of(name: str, seed: int = 0) -> Any:
     return tiny_model(name, seed) if name in FAMILIES else build(name, seed=seed)
 
 
+@cache
+def head_of(name: str) -> MTPHead | None:
+    return tiny_head(model_of(name)) if name in HEADED else None
+
+
 def cases(*names: str) -> list[tuple[str, StrategyName]]:
-    return [(name, strategy) for name in names for strategy in STRATEGIES]
+    """Every strategy that a model of that name can have."""
+    return [(name, strategy) for name in names for strategy in STRATEGIES if strategy != "mtp" or name in HEADED]
 
 
 @cache
@@ -86,12 +96,16 @@ def speculate(
     model = model_of(name)
     draft = model if draft is None else draft
     prompt_cache, first = empty_cache(model), LastForward(model, ahead)
-    logits = finish(prefill(model, prompt_cache, row.prompt, row.kept, 16, last_forward=first))
+    head = head_of(name)
+    fed = np.arange(len(row.prompt), dtype=np.int32) if row.kept is None else row.kept
+    reader = PromptReader(head, row.prompt, fed) if strategy == "mtp" and head is not None else None
+    forward = nullcontext if reader is None else reader.forward
+    logits = finish(prefill(model, prompt_cache, row.prompt, row.kept, 16, forward=forward, last_forward=first))
     reading = read(draft, row.prompt) if strategy == "draft" else None
     vocab = logits.shape[-1]
     sampler = TokenSampler(row.sampling, vocab, logits_processors(row.sampling))
     sampler.rng = rng or sampler.rng
-    inputs = {"draft": draft, "draft_cache": reading, "kept": row.kept}
+    inputs = {"draft": draft, "draft_cache": reading, "kept": row.kept, "reader": reader}
     proposer = finish(make_proposer(strategy, model, prompt_cache, row.prompt, config, **inputs))
     running = SpeculativeRow(
         model, prompt_cache, logits, proposer, sampler, Limits(count, stops), first=first, logprobs=row.logprobs
@@ -112,7 +126,7 @@ def test_greedy_answers_are_identical(name: str, strategy: StrategyName) -> None
     Afterwards the target's cache is that of a plain run, whatever was accepted and rejected on the way.
     """
     model = model_of(name)
-    assert refusal(strategy, model, model) is None
+    assert refusal(strategy, model, model, head_of(name) or "no head") is None
     for index, row in enumerate(rows_of(name)):
         expected, held = plain(name, index)
         draft = model if index % 2 else model_of(name, 9)
@@ -218,7 +232,7 @@ def test_the_draft_holds_what_precedes_the_next_token() -> None:
 PENALISED = SamplingParams(presence_penalty=1.5, frequency_penalty=0.5, repetition_penalty=1.2, logit_bias={5: 2.0})
 
 
-@pytest.mark.parametrize(("name", "strategy"), cases("llama"))
+@pytest.mark.parametrize(("name", "strategy"), [*cases("llama"), ("qwen3_5", "mtp")])
 def test_penalties_follow_the_text_inside_a_proposal(name: str, strategy: StrategyName) -> None:
     row = replace(make_rows(VOCAB, 4, seed=3)[1], sampling=PENALISED)
     expected, _ = alone(model_of(name), row, COUNT)
@@ -247,6 +261,13 @@ def chosen_on_the_host(sampler: TokenSampler, logits: mx.array, before: Sequence
     return mx.array([verify.draw(distribution, sampler.rng)])
 
 
+@cache
+def two_tokens(name: str, seed: int) -> Any:
+    shape = {"vocab_size": 2, "num_hidden_layers": 2}
+    changes = {"text_config": {**CONFIGS[name]["text_config"], **shape}} if name in HEADED else shape
+    return tiny_model(name, seed, **changes)
+
+
 @pytest.mark.parametrize(("strategy", "mutated"), [*((name, False) for name in STRATEGIES), ("draft", True)])
 def test_the_running_code_has_the_targets_distribution(
     strategy: StrategyName, mutated: bool, monkeypatch: pytest.MonkeyPatch
@@ -255,8 +276,11 @@ def test_the_running_code_has_the_targets_distribution(
 
     The model's float32 logits differ by rounding between forwards of one row and of several.
     """
-    small = {seed: tiny_model("llama", seed, vocab_size=2, num_hidden_layers=2) for seed in (0, 9)}
+    name = "qwen3_5" if strategy == "mtp" else "llama"
+    small = {seed: two_tokens(name, seed) for seed in (0, 9)}
+    head = tiny_head(small[0]) if strategy == "mtp" else None
     monkeypatch.setitem(globals(), "model_of", lambda name, seed=0: small[seed])
+    monkeypatch.setitem(globals(), "head_of", lambda name: head)
     monkeypatch.setattr(TokenSampler, "choose", chosen_on_the_host)
     if mutated:
         monkeypatch.setattr(verify, "residual", lambda p, q: p)
@@ -265,7 +289,7 @@ def test_the_running_code_has_the_targets_distribution(
     config = replace(SMALL, budget=8, chunk=2, gamma=2, gamma1=1, gamma2=2)
 
     def answer(rng: Rng) -> tuple[int, ...]:
-        events, _ = speculate("llama", strategy, Row(prompt, None, params), config, small[9], count=3, rng=rng)
+        events, _ = speculate(name, strategy, Row(prompt, None, params), config, small[9], count=3, rng=rng)
         return tuple(tokens(events))
 
     error = total_variation(enumerate_distribution(answer), true_distribution(small[0], prompt, params, 3))

@@ -42,7 +42,7 @@ def test_it_passes_here(names: tuple[str, ...], monkeypatch: Patch) -> None:
     assert [check for check in found if check.state == "failed"] == []
     tried = {check.model for check in found if check.state == "ok"}
     assert tried == {"sampler", *names}
-    drafted = {f"drafted by {name}" for name in STRATEGIES}
+    drafted = {f"drafted by {name}" for name in STRATEGIES if name != "mtp" or "qwen3_5" in names}
     assert drafted <= {check.operation for check in found}
     assert all(check.error is not None and check.error <= (check.limit or 0) for check in found if check.state == "ok")
 
@@ -102,7 +102,7 @@ def see_too_sharply(monkeypatch: Patch) -> None:
     )
 
 
-DRAFTED = {f"drafted by {name}" for name in STRATEGIES}
+DRAFTED = {f"drafted by {name}" for name in STRATEGIES if name != "mtp"}
 SPARSE = {"sparse prefill", "answers beside each other", *DRAFTED}
 FULL = {"full prefill", "answers beside each other", "full prefill without a draft", "quantised KV cache"}
 

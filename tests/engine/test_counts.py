@@ -1,4 +1,4 @@
-"""How often the host waits for the device: each wait is a pause of the device."""
+"""The host's waits for the device. Each wait is a pause of the device."""
 
 from __future__ import annotations
 

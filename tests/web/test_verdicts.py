@@ -1,4 +1,4 @@
-"""The verdict of full reading on a selective answer: the line below it, the place in it, and how to go on from there."""
+"""The verdict of full reading on a selective answer: the line below it, the place in it, the way on from there."""
 
 from __future__ import annotations
 

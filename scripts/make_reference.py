@@ -83,15 +83,12 @@ def _connected(mark: re.Match[str]) -> str:
     with patch.dict(os.environ, {"HOME": str(Path.home())}, clear=True):  # no variable moves an agent's folder
         setup = AGENTS[mark[2]](SERVER)
     parts = [client_file(path, edited(b"", path, values, setup.defaults)) for path, values in setup.files.items()]
-    if setup.environment:
-        parts.append("```sh\n" + "".join(f"export {name}={v}\n" for name, v in setup.environment.items()) + "```\n")
     parts += [f"{note}\n" for note in setup.notes]
     return f"{mark[1]}\n" + "\n".join(parts).replace(str(Path.home()), "~") + f"\n{mark[3]}"
 
 
 def client_file(path: Path, content: str) -> str:
-    text = re.sub(r'("updatedAt": ")[^"]*', r"\g<1>2026-11-23T12:00:00.000Z", content)
-    return f"`{path}`:\n\n```{path.suffix[1:].replace('yml', 'yaml')}\n{text}```\n"
+    return f"`{path}`:\n\n```{path.suffix[1:]}\n{content}```\n"
 
 
 def settings_page(serve: TyperCommand) -> str:

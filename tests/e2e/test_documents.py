@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import pytest
 import typer
 from benchmarks.harness.command import main
-from ruamel.yaml import YAML
 from typer.core import TyperGroup
 from typer.testing import CliRunner
 
@@ -35,7 +34,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 PAGES += sorted(path for folder in ("guides", "clients", "machines") for path in (ROOT / "docs" / folder).glob("*.md"))
 ADDRESS = "http://127.0.0.1:8000"
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-READ_AS = {"json": json.loads, "toml": tomllib.loads, "yaml": YAML(typ="safe").load}
+READ_AS = {"json": json.loads, "toml": tomllib.loads}
 ON_THE_MACHINE = ("mlx-specprefill list", "mlx-specprefill recommend")
 RUN_HERE = ("mlx-specprefill connect", "scripts/bench ttft --help", *ON_THE_MACHINE)
 NOT_RUN = {
@@ -46,15 +45,15 @@ NOT_RUN = {
         "mlx.launch ",
     ),
     "tests/packaging/test_replicas.py runs it": ("LISTEN=127.0.0.1:8080 ",),
+    "tests/server/test_stable.py runs it": ("mlx-specprefill inspect --misses",),
     "tests/cli/test_service.py runs it with stand-ins for the system's programs": ("mlx-specprefill service",),
     "needs the network": (
         "pip ",
         "mlx-specprefill pull",
         "scripts/serve --target mlx-community/",
     ),
-    "needs another program": ("docker ", "codex", "hf cache ", "scripts/record_agent"),
+    "needs another program": ("docker ", "codex", "hf cache ", "lm_eval run ", "scripts/record_agent"),
     "deletes what is the user's": ("rm -r ",),
-    "is for another program": ("export ",),
     "takes minutes to days": (
         "mlx-specprefill eval",
         "mlx-specprefill bench",

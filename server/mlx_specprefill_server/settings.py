@@ -162,7 +162,10 @@ class Settings(BaseSettings):
         default=ENGINE.target_itl_ms, gt=0
     )  # milliseconds by which a prefill may delay running answers
     memory_limit: Annotated[int, BeforeValidator(_size), Field(gt=0)] | None = None
-    wired_limit: WiredLimit = ENGINE.wired_limit  # memory that macOS keeps resident
+    wired_limit: WiredLimit = Field(
+        default=ENGINE.wired_limit,
+        description="Memory that macOS keeps resident. auto: the models, if they take more than 60 % of it.",
+    )
     prefix_cache_size: Size = ENGINE.prefix_cache_bytes
     prefix_cache_dir: Path | None = None
     prefix_disk_size: Size = ENGINE.prefix_disk_bytes

@@ -119,12 +119,12 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "specprefill_scope",
         "specprefill_threshold",
         "specprefill_keep_pct",
+        "max_differ",
         "rule",
         "densify",
     ),
     "Advanced: answers": ("speculative", "prefill_step", "max_rows", "target_itl_ms"),
     "Advanced: memory and caches": (
-        "wired_limit",
         "prefix_cache_size",
         "prefix_cache_dir",
         "prefix_disk_size",

@@ -30,7 +30,6 @@ from mlx_specprefill import (
     Scope,
     SettingsError,
     SpeculationName,
-    WiredLimit,
     join_ranks,
 )
 
@@ -256,12 +255,6 @@ def serve(
         str | None,
         typer.Option(
             help="Memory for weights, requests and caches, like 48GB. Default: the recommendation of the device."
-        ),
-    ] = None,
-    wired_limit: Annotated[
-        WiredLimit | None,
-        setting(
-            "wired_limit", "Memory that macOS keeps resident. auto: the models, if they take more than 60 % of it."
         ),
     ] = None,
     prefix_cache_size: Annotated[

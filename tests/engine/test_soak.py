@@ -89,7 +89,7 @@ class Faults:
             for module, name in ((scoring_module, "scorer_for"), (prefiller_module, "select_tokens")):
                 patch.setattr(module, name, self._before(name, getattr(module, name)))
             patch.setattr(prefiller_module, "prefill", self._during(prefiller_module.prefill))
-            patch.setattr(decode_batch, "logits_processors", self._processors(decode_batch.logits_processors))
+            patch.setattr(decode_batch, "processors_of", self._processors(decode_batch.processors_of))
             yield
 
     def _before(self, stage: str, work: Callable[..., Any]) -> Callable[..., Any]:
@@ -112,10 +112,10 @@ class Faults:
         return wrapped
 
     def _processors(self, work: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(sampling: Any) -> Any:
+        def wrapped(request: GenerationRequest) -> Any:
             if self._rng.random() > FAULTY / 2:
-                return work(sampling)
-            return [*work(sampling), self._failing(self._rng.randrange(2 * ANSWER))]
+                return work(request)
+            return [*work(request), self._failing(self._rng.randrange(2 * ANSWER))]
 
         return wrapped
 
@@ -381,7 +381,7 @@ def test_a_first_choice_that_fails_fails_alone(monkeypatch: pytest.MonkeyPatch) 
     with Engine(tiny_pair(), CONFIG) as engine:
         expected = [event for event in engine.generate(request) if isinstance(event, TokenEvent)]
         with monkeypatch.context() as patch:
-            patch.setattr(decode_batch, "logits_processors", failing)
+            patch.setattr(decode_batch, "processors_of", failing)
             last = list(engine.generate(request))[-1]
         assert isinstance(last, Failed)
         assert isinstance(last.error, Injected)

@@ -196,7 +196,7 @@ def test_verdicts_of_a_quantised_cache_equal_a_dense_rerun(family: str) -> None:
     hold_to_the_truth(family, False, 8, 4)
 
 
-@pytest.mark.extended
+@pytest.mark.nightly
 @pytest.mark.parametrize("kv_bits", [None, 8], ids=["plain", "quantised"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_hundred_verdicts_equal_a_dense_rerun(family: str, kv_bits: int | None) -> None:

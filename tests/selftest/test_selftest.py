@@ -35,7 +35,7 @@ def failed(found: list[Check]) -> set[str]:
 # --- all is well ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("names", [("llama",), pytest.param(tuple(FAMILIES), marks=pytest.mark.extended)])
+@pytest.mark.parametrize("names", [("llama",), pytest.param(tuple(FAMILIES), marks=pytest.mark.nightly)])
 def test_it_passes_here(names: tuple[str, ...], monkeypatch: Patch) -> None:
     monkeypatch.setattr(selftest, "FAMILIES", {name: FAMILIES[name] for name in names})
     found = list(check_device())

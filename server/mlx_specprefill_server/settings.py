@@ -143,12 +143,7 @@ class Settings(BaseSettings):
         description="File of the models' measured costs, per pair. Calibrated heads are in `heads` beside it.",
     )
     specprefill_keep_pct: KeepShare = ENGINE.policy.keep_pct
-    max_differ: float = Field(
-        default=0.05,
-        gt=0,
-        lt=1,
-        description='With keep_pct "auto": largest part of sparse answers that may differ from full reading.',
-    )
+    max_differ: float = Field(default=0.05, gt=0, lt=1)  # of answers at keep_pct "auto"
     specprefill_scope: Scope = ENGINE.policy.scope  # the default of a request's selection scope
     rule: RuleName = ENGINE.rule  # the default of a request's rule
     speculative: SpeculationName = ENGINE.speculation.strategy  # the default of a request's speculation

@@ -123,6 +123,16 @@ def test_answers_are_compared(page: Page, live: Any, engine: FakeEngine, full: s
     assert turn.find_element("css selector", ".headline").text.endswith(said)
 
 
+def headline_of(page: Page, live: Any, *, compared: bool = False) -> str:
+    """Return what stands above the answer to a question that is read selectively."""
+    base, _ = live()
+    page.open(base)
+    page.set("#mode", "sparse")
+    if compared:
+        page.find("#compare").click()
+    return str(page.ask("Hello").find_element("css selector", ".headline").text)
+
+
 @pytest.mark.parametrize(("known", "says"), [((0, 0), True), ((0, 490), False), ((490, 0), False), ((490, 490), True)])
 def test_times_are_compared_where_both_answers_began_alike(
     page: Page, live: Any, monkeypatch: Any, known: tuple[int, int], says: bool
@@ -135,11 +145,7 @@ def test_times_are_compared_where_both_answers_began_alike(
         return replace(plain(request), kept_tokens=500, prompt_tokens=1000, cached_tokens=cached)
 
     monkeypatch.setattr(fakes, "report_of", report)
-    base, _ = live()
-    page.open(base)
-    page.set("#mode", "sparse")
-    page.find("#compare").click()
-    headline = page.ask("Hello").find_element("css selector", ".headline").text
+    headline = headline_of(page, live, compared=True)
     assert bool(re.search("instead of|full reading:", headline)) == says
 
 
@@ -247,10 +253,7 @@ def test_waiting_in_the_queue_is_told_apart(page: Page, live: Any, monkeypatch: 
     monkeypatch.setattr(
         fakes, "report_of", lambda request: replace(plain(request), timings=waited, predicted=predicted)
     )
-    base, _ = live()
-    page.open(base)
-    page.set("#mode", "sparse")
-    headline = page.ask("Hello").find_element("css selector", ".headline").text
+    headline = headline_of(page, live)
     assert "2.00 s of it in the queue. 50 %" in headline
     assert "instead" not in headline
 
@@ -264,21 +267,14 @@ def test_a_full_reading_that_waited_is_no_comparison(page: Page, live: Any, monk
         return replace(made, timings=waited) if request.specprefill.enabled is False else made
 
     monkeypatch.setattr(fakes, "report_of", report)
-    base, _ = live()
-    page.open(base)
-    page.set("#mode", "sparse")
-    page.find("#compare").click()
-    headline = page.ask("Hello").find_element("css selector", ".headline").text
+    headline = headline_of(page, live, compared=True)
     assert not re.search("instead of|full reading:", headline)
 
 
 def test_a_prediction_that_was_missed_is_not_advertised(page: Page, live: Any, monkeypatch: Any) -> None:
     plain = fakes.report_of
     monkeypatch.setattr(fakes, "report_of", lambda request: replace(plain(request), predicted=Prediction(0.001, 0.001)))
-    base, _ = live()
-    page.open(base)
-    page.set("#mode", "sparse")
-    assert "instead" not in page.ask("Hello").find_element("css selector", ".headline").text
+    assert "instead" not in headline_of(page, live)
 
 
 LEAST_FILLED = """

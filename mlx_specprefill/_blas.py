@@ -12,7 +12,6 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
@@ -66,8 +65,12 @@ def _cuda_build() -> bool:
     """Return whether matrix products run on an NVIDIA GPU. With `mlx-cpu` installed too, either may own the shared
     file.
     """
-    names = {distribution.name for distribution in distributions()}
-    return "mlx-cpu" not in names and any(name and name.startswith("mlx-cuda") for name in names)
+    # Reading the names of all distributions would take longer than all else here.
+    folders = [Path(folder) for folder in sys.path]
+    has_cuda, has_cpu = (
+        any(any(folder.glob(name)) for folder in folders) for name in ("mlx_cuda*.dist-info", "mlx_cpu-*.dist-info")
+    )
+    return has_cuda and not has_cpu
 
 
 def _already_global() -> bool:

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import resource
+import sys
 from pathlib import Path
 
-__all__ = ["replace_text"]
+__all__ = ["keep_limit", "replace_text"]
 
+_OF_MLX_LM = (2048, 4096)
 _WANTED = 2048  # open files: checkpoints have many shards, and the usual limit of macOS is 256
 
 
-def preload() -> None:
-    """Import mlx-lm, and raise the soft limit as mlx-lm would as far as the hard limit allows.
+def keep_limit() -> None:
+    """Raise the soft limit as mlx-lm would as far as the hard limit allows, and leave out mlx-lm's own call.
 
     mlx-lm's import sets the limit to 2048 and the hard limit to 4096. That raises if the hard limit is lower, and
     lowers it if it is higher.
     """
     change = resource.setrlimit
-    resource.setrlimit = lambda *_: None
-    try:
-        importlib.import_module("mlx_lm.utils")
-    finally:
-        resource.setrlimit = change
+
+    def leave_out(kind: int, limits: tuple[int, int]) -> None:
+        if (kind, limits) == (resource.RLIMIT_NOFILE, _OF_MLX_LM):
+            resource.setrlimit = change
+        else:
+            change(kind, limits)
+
+    if "mlx_lm" not in sys.modules:
+        resource.setrlimit = leave_out
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _WANTED if hard == resource.RLIM_INFINITY else min(_WANTED, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:

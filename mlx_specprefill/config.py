@@ -14,6 +14,8 @@ from .errors import InvalidRequestError
 __all__ = [
     "RULE_NAMES",
     "SPECULATION_NAMES",
+    "DraftPlacement",
+    "DtypeName",
     "EngineConfig",
     "ForcedRule",
     "RuleName",
@@ -36,6 +38,8 @@ ForcedRule = Literal["template", "last-token"]
 RuleName = Literal["default", "paper"]
 RULE_NAMES: tuple[RuleName, ...] = get_args(RuleName)
 Scope = Literal["user", "all"]
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+DraftPlacement = Literal["first", "sharded"]  # of several ranks: the draft on rank 0, or a part of it on each
 
 
 def keep_pct(value: float | int | str | Fraction, field_name: str = "specprefill_keep_pct") -> Fraction:

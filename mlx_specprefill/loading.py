@@ -22,11 +22,10 @@ from .adapters.registry import adapter_for, architecture_of
 from .adapters.retrieval_heads import RetrievalDraft, known_heads, truncate_layers, with_retrieval_heads
 from .adapters.staged import StagedModel
 from .adapters.text_mapping import TextMapping, mapping_between
+from .config import DraftPlacement, DtypeName
 from .distributed.ranks import Ranks, agreed
 from .errors import LoadError
 from .reading import (
-    DraftPlacement,
-    DtypeName,
     LoadedModels,
     OnProgress,
     Sharding,
@@ -41,7 +40,7 @@ from .reading import (
     vocab_size,
 )
 
-__all__ = ["DtypeName", "ModelPair", "load_pair", "make_pair", "with_heads"]
+__all__ = ["ModelPair", "load_pair", "make_pair", "with_heads"]
 
 log = logging.getLogger(__name__)
 

@@ -29,13 +29,12 @@ from tokenizers import Tokenizer
 
 from .adapters.gguf import describe_gguf, is_gguf, load_gguf
 from .adapters.probe import FLOAT16_MAX, largest_hidden
+from .config import DraftPlacement, DtypeName
 from .distributed.ranks import Ranks
 from .errors import LoadError
 
 __all__ = [
     "LOADED_FILES",
-    "DraftPlacement",
-    "DtypeName",
     "LoadedModels",
     "OnProgress",
     "Sharding",
@@ -89,7 +88,6 @@ def dtype_name(model: nn.Module) -> str:
 
 
 Sharding = Literal["tensor", "pipeline"]
-DraftPlacement = Literal["first", "sharded"]
 """"first": on rank 0, which sends the importance to the others. Else each rank holds a part of every layer."""
 _PART = 4096  # bytes
 _PARTS = 64  # of every file
@@ -269,7 +267,6 @@ def describe_stored(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
 
 
 log = logging.getLogger(__name__)
-DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 _DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 _PIECE = 128 << 20  # bytes
 _LONGEST = 1 << 20  # tokens; models without positions state no limit, or 2^31 - 1

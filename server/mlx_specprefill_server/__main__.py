@@ -1,5 +1,19 @@
-"""Run the console command by `python -m mlx_specprefill_server`."""
+"""The console command, also by `python -m mlx_specprefill_server`."""
 
-from .cli import main
+import sys
+from importlib import import_module
 
-main()
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Run the console command. Ctrl-C during its imports shows no traceback."""
+    try:
+        import_module(".cli", __package__).main()
+    except KeyboardInterrupt:
+        print("Aborted!", file=sys.stderr)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -27,8 +27,6 @@ from mlx_specprefill import (
     keep_pct,
 )
 
-from .parsers.formats import ReasoningParser, ToolParser
-
 __all__ = [
     "ENV_PREFIX",
     "NOT_SETTINGS",
@@ -36,7 +34,9 @@ __all__ = [
     "KeepShare",
     "LogFormat",
     "LogLevel",
+    "ReasoningParser",
     "Settings",
+    "ToolParser",
     "default_text",
     "flag_of",
     "unknown_variables",
@@ -52,6 +52,8 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 Densify = Literal["on", "off", "auto"]
 StablePrompts = Literal["on", "off", "reasoning"]
+ToolParser = Literal["hermes", "xml", "harmony", "mistral", "gemma", "glm", "native"]
+ReasoningParser = Literal["think", "mistral", "gemma", "native"]
 
 
 def _split_list(value: Any) -> Any:

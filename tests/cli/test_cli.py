@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from mlx_specprefill import __version__
 from mlx_specprefill_server import cli
-from mlx_specprefill_server.cli import common, serve
+from mlx_specprefill_server.cli import common, run_server
 from mlx_specprefill_server.cli.options import PairOptions
 from mlx_specprefill_server.models.models import Models
 from mlx_specprefill_server.pairs import MissingPairError, Pair
@@ -119,7 +119,7 @@ class TestServe:
     @pytest.fixture
     def served(self, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
         calls: list[tuple[Any, Any]] = []
-        monkeypatch.setattr(serve, "serve_forever", lambda engine, settings, _: calls.append((engine, settings)))
+        monkeypatch.setattr(run_server, "serve_forever", lambda engine, settings, _: calls.append((engine, settings)))
         return calls
 
     def test_options_become_settings(self, models: list[str], served: list[tuple[Any, Any]]) -> None:
@@ -141,7 +141,7 @@ class TestServe:
         """Return the list of served models, with a home that has no table."""
         monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
         calls: list[Models] = []
-        monkeypatch.setattr(serve, "serve_models", lambda models, _: calls.append(models))
+        monkeypatch.setattr(run_server, "serve_models", lambda models, _: calls.append(models))
         return calls
 
     def test_a_table_of_models(self, several: list[Models], tmp_path: Path) -> None:

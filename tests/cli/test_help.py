@@ -13,6 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 from mlx_specprefill_server import cli
+from mlx_specprefill_server.__main__ import main as console_main
 from mlx_specprefill_server.cli.options import GROUPS
 from mlx_specprefill_server.settings import Settings
 
@@ -39,13 +40,35 @@ finally:
 """
 
 
-@pytest.mark.parametrize(("arguments", "said"), [("--help", "recommend"), ("--version", "0."), ("sevre", "'serve'")])
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--help", "recommend"),
+        ("--version", "0."),
+        ("sevre", "'serve'"),
+        ("serve --help", "--keep-pct"),
+        ("serve --prot 1", "--port"),
+    ],
+)
 def test_what_needs_no_model_imports_no_library_of_models(arguments: str, said: str) -> None:
-    done = subprocess.run([sys.executable, "-c", IMPORTED, arguments], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", IMPORTED, *arguments.split()], capture_output=True, text=True)
     *_, modules = done.stderr.splitlines()
     assert said in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
-    assert not {"mlx", "mlx_specprefill", "transformers", "numpy", "fastapi"} & set(modules.split())
+    assert not {"mlx_lm", "transformers", "huggingface_hub", "numpy", "fastapi"} & set(modules.split())
+
+
+def test_an_interruption_of_the_first_imports_shows_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "main", interrupt)
+    with pytest.raises(SystemExit) as ended:
+        console_main()
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "Aborted!\n"
 
 
 def test_the_table_of_commands_has_what_they_say_of_themselves() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from mlx_specprefill import SettingsError
 from mlx_specprefill.distributed.link import Place, place
-from mlx_specprefill_server.cli.serve import without
+from mlx_specprefill_server.cli.run_server import without
 
 
 def found(**environ: str) -> Place:

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import ast
 import re
-import types
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
 
 import mlx_specprefill
 from mlx_specprefill import errors
 
 
-def test_all_is_every_public_name() -> None:
-    public = {
-        name
-        for name, value in vars(mlx_specprefill).items()
-        if not name.startswith("_") and not isinstance(value, types.ModuleType)
-    }
-    helpers = {"preload"}  # its result, BLAS, is public
-    assert set(mlx_specprefill.__all__) == (public - helpers) | {"__version__"}
+def test_every_public_name_is_what_type_checkers_see() -> None:
+    source = ast.parse(Path(mlx_specprefill.__file__).read_text(encoding="utf-8"))
+    block = next(part for part in source.body if isinstance(part, ast.If))
+    places = {name.name: line.module for line in block.body if isinstance(line, ast.ImportFrom) for name in line.names}
+    for name, module in places.items():
+        assert getattr(mlx_specprefill, name) is getattr(import_module(f"mlx_specprefill.{module}"), name), name
+    assert set(mlx_specprefill.__all__) == set(places) | {"BLAS", "BlasStatus", "__version__"}
+    assert dir(mlx_specprefill) == sorted(mlx_specprefill.__all__)
+
+
+def test_the_import_loads_no_library_of_models() -> None:
+    code = "import sys, mlx_specprefill; print(*sys.modules)"
+    modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"mlx.core", "mlx_lm", "transformers", "huggingface_hub", "numpy"} & set(modules)
 
 
 def test_every_error_is_public() -> None:

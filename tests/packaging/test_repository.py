@@ -86,7 +86,7 @@ def test_what_the_project_file_promises() -> None:
     assert project["name"] == "mlx-specprefill"
     assert project["license"] == "Apache-2.0"
     assert "Apache License" in (ROOT / "LICENSE").read_text()[:200]
-    assert project["scripts"] == {"mlx-specprefill": "mlx_specprefill_server.cli:main"}
+    assert project["scripts"] == {"mlx-specprefill": "mlx_specprefill_server.__main__:main"}
     pinned = [line for line in project["dependencies"] if line.startswith("mlx")]
     assert len(pinned) == 3
     assert all(re.match(r"mlx(\[cpu\]|-lm)?==\d+\.\d+\.\*", line) for line in pinned)

@@ -63,4 +63,4 @@ def test_the_pairs_that_are_for_tests_alone_stay_out_and_so_it_is_small(wheel: Z
 
 def test_it_has_the_console_command(wheel: ZipFile) -> None:
     entry_points = next(name for name in wheel.namelist() if name.endswith("entry_points.txt"))
-    assert "mlx-specprefill = mlx_specprefill_server.cli:main" in wheel.read(entry_points).decode()
+    assert "mlx-specprefill = mlx_specprefill_server.__main__:main" in wheel.read(entry_points).decode()

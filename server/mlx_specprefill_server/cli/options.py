@@ -9,18 +9,17 @@ from dataclasses import dataclass
 from functools import wraps
 from inspect import Parameter
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
-from mlx_specprefill import RuleName
+from mlx_specprefill import DtypeName, RuleName
 
 from ..settings import LogLevel, Settings, default_text, variable
 
 __all__ = [
     "GROUPS",
-    "DtypeName",
     "Keep",
     "KvBits",
     "Level",
@@ -41,7 +40,6 @@ def setting(name: str, help: str, *flags: str, **more: Any) -> Any:
     return typer.Option(*flags, help=f"{help} Default {default_text(name)}.", **more)
 
 
-DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 PairsFile = Annotated[Path | None, typer.Option(help="File of your own named pairs for --pair.")]
 
 

@@ -20,6 +20,7 @@ from huggingface_hub.utils import disable_progress_bars, filter_repo_objects
 
 from mlx_specprefill import (
     LOADED_FILES,
+    DtypeName,
     Engine,
     EngineConfig,
     ModelPair,
@@ -33,7 +34,7 @@ from .. import pair_loading
 from ..pairs import NAMED_PAIRS, PackagedFile, Pair, Row, find_row, install, read_pairs, size
 from ..settings import Settings
 from .common import OptionError, duration, notes, one_line_errors, usable_memory
-from .options import DtypeName, PairsFile
+from .options import PairsFile
 
 __all__ = ["fetch_missing", "load", "load_engine", "pull"]
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from mlx_specprefill import ReasoningBudget
 
+from ..settings import ReasoningParser, ToolParser
 from .base import Cursor, MalformedError, Parser, PlainText, Reading, Tools, overlap, spaces, starts_with
 from .calls import CallReader, whole
 from .harmony import ANSWER_ENDS, ANSWER_HEAD, REASONING_END, REASONING_HEAD, HarmonyText, opened_header
@@ -16,7 +17,7 @@ from .json_calls import MISTRAL_TAG, PYTHON_TAG, gemma_reader, read_bare, read_c
 from .tag_calls import CALL, END_CALL, FUNCTION, read_functions, read_glm_body
 from .tagged import TaggedText
 
-__all__ = ["Format", "ReasoningParser", "ToolParser", "detect", "native_reader", "reasoning_tags"]
+__all__ = ["Format", "detect", "native_reader", "reasoning_tags"]
 
 # Errors of parsers for well-formed calls on malformed ones.
 FAULTS = (ValueError, TypeError, LookupError, AttributeError, SyntaxError, ArithmeticError, RecursionError, MemoryError)
@@ -66,9 +67,6 @@ def _check_native_call(call: Any, tools: Tools) -> tuple[str, dict[str, Any]]:
         raise MalformedError("no call")
     return tools.name(name), json.loads(json.dumps(arguments, allow_nan=False))
 
-
-ToolParser = Literal["hermes", "xml", "harmony", "mistral", "gemma", "glm", "native"]
-ReasoningParser = Literal["think", "mistral", "gemma", "native"]
 
 BudgetMarks = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 

@@ -239,7 +239,7 @@ class TestServe:
 
 class TestEval:
     def test_results_of_another_chunk_size_stay_apart(self, tmp_path: Path) -> None:
-        arguments = [*"eval --task needle --length 400 -n 1 --arm sparse --out".split(), str(tmp_path)]
+        arguments = [*"eval --pair demo --task needle --length 400 -n 1 --arm sparse --out".split(), str(tmp_path)]
         done = run(*arguments, "--chunk-size", "32")
         assert done.exit_code == 0, done.output
         assert json.loads(done.stdout.splitlines()[-1])["run"]["chunk_size"] == 32

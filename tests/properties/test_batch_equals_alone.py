@@ -109,6 +109,7 @@ def test_no_architecture_is_kept_out_without_grounds(architecture: str) -> None:
     assert any(logprob_error(events[uid], alone(model, row, 8)[0]) > CLOSE for uid, row in enumerate(rows))
 
 
+@pytest.mark.extended
 def test_what_is_batched_can_be() -> None:
     """The property would be vacuous for caches that decode one by one."""
     batched = {name for name in RUNNABLE if batch_key(empty_cache(build(name))) is not None}

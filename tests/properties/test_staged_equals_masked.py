@@ -113,6 +113,7 @@ def test_keeping_every_token_is_bit_identical_to_mlx_lm(name: str) -> None:
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("architecture", oracle.architectures())
 def test_the_table_says_what_the_oracle_says(architecture: str) -> None:
     row = verified()[architecture]

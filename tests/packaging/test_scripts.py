@@ -207,3 +207,22 @@ class TestBench:
         elsewhere = tmp_path_factory.mktemp("elsewhere")
         done = subprocess.run([clone / "scripts/bench"], cwd=elsewhere, capture_output=True, text=True, check=True)
         assert str(clone / "scripts") in done.stdout.splitlines()[-1].split(os.pathsep)
+
+
+class TestDocs:
+    @pytest.mark.parametrize(
+        ("arguments", "ran"),
+        [
+            ("", "-m mkdocs build --strict"),
+            ("build --site-dir x", "-m mkdocs build --strict --site-dir x"),
+            ("serve --dev-addr 127.0.0.1:1", "--watch models --dev-addr 127.0.0.1:1"),  # mkdocs takes the last address
+        ],
+    )
+    def test_arguments_go_to_mkdocs(self, clone: Path, arguments: str, ran: str) -> None:
+        write_program(clone / ".venv/bin/python", LOGGING_PYTHON)
+        subprocess.run([clone / "scripts/docs", *arguments.split()], check=True, capture_output=True)
+        assert calls_of(clone)[-1].endswith(ran)
+
+    def test_another_word_is_refused(self, clone: Path) -> None:
+        done = subprocess.run([clone / "scripts/docs", "server"], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (1, "docs: build or serve is expected, got server\n")

@@ -147,7 +147,6 @@ class SpeculationConfig:
     window: int = 1024  # last tokens of the prompt that it reads
     ngram: int = 8  # tokens proposed at a time from an earlier match
     ngram_match: int = 3  # last tokens that have to match
-    gather_above: int = 16384  # prompt tokens above which a draft's cache is cut to the target's kept tokens
 
     def __post_init__(self) -> None:
         if self.strategy not in SPECULATION_NAMES:

@@ -267,7 +267,6 @@ class SpeculationReport:
         strategy: "autoregressive", or the name of the one that ran.
         acceptance_rate: accepted share of the proposed tokens that were judged; of the level below: `inner_...`.
         tokens_per_step: of the answer, per forward of the target on its whole cache.
-        free_tokens: verified in the prefill's last forward.
     """
 
     strategy: str
@@ -275,12 +274,11 @@ class SpeculationReport:
     acceptance_rate: float | None = None
     inner_acceptance_rate: float | None = None
     tokens_per_step: float | None = None
-    free_tokens: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         rates = ("acceptance_rate", "inner_acceptance_rate", "tokens_per_step")
         shown = {name: None if (value := getattr(self, name)) is None else round(value, 4) for name in rates}
-        return {"strategy": self.strategy, "reason": self.reason, **shown, "free_tokens": self.free_tokens}
+        return {"strategy": self.strategy, "reason": self.reason, **shown}
 
 
 MissKind = Literal["time", "counter", "tool_order", "reasoning", "edited", "template", "other"]

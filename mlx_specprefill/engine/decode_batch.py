@@ -425,17 +425,13 @@ class Rows:
         drafted = (drafted.row.cache for drafted in self._drafted.values())
         return sum(cache_bytes(cache) for cache in (*self._batch.caches, *drafted))
 
-    def add(self, sequence: Sequence, logits: mx.array) -> list[TokenEvent]:
-        """Start decoding a prefilled sequence. Its next token comes from `logits` (1, V).
-
-        Returns:
-            Tokens that are known already: the first one, and those that the prefill found.
-        """
+    def add(self, sequence: Sequence, logits: mx.array) -> TokenEvent:
+        """Start decoding a prefilled sequence; return its first token, chosen from `logits` (1, V)."""
         sequence.cache, sequence.shift = self.quantized(sequence.cache, sequence.shift)
         if sequence.drafting is not None and (row := self._begin_drafted(sequence, sequence.drafting, logits)):
-            return row.early
+            return row.first
         self._add_plain(sequence, logits)
-        return [self._first_token(sequence.uid)]
+        return self._first_token(sequence.uid)
 
     def step(self) -> Iterator[Outcome]:
         """Yield one token of every plain row, then one verification of a drafted row. Rows may leave in between."""

@@ -399,14 +399,13 @@ class Loop:
             sequence.store()
 
     def _answer(self, job: Job, sequence: Sequence, logits: mx.array) -> None:
-        """Begin to decode; what is known of the answer already goes out."""
+        """Begin to decode. The first token goes out at once."""
         if sequence.request.max_tokens == 0:
             self._end(job, Finished("length", 0, sequence.report()))
             return
         sequence.stage = "decode"
         self._scheduler.to_decode(job.uid)
-        for event in self._rows.add(sequence, logits):
-            self._decoded(job, event)
+        self._decoded(job, self._rows.add(sequence, logits))
 
     def _decode(self) -> None:
         for uid, outcome in self._rows.step():

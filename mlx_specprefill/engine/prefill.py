@@ -128,7 +128,7 @@ class Prefiller:
             logits = yield from self._read_all(sequence)
         sequence.stage = "draft"
         if sequence.drafting is not None:
-            yield from sequence.drafting.end(sequence.cache, sequence.kept)
+            yield from sequence.drafting.end(sequence.cache)
         return logits
 
     # --- the cached prefix -------------------------------------------------------------------------------------------
@@ -253,7 +253,7 @@ class Prefiller:
         if scores is None:
             drafting.cache = yield from self._read_with_draft(sequence)
         else:
-            drafting.cache, drafting.lookahead = scores.cache, scores.lookahead
+            drafting.cache = scores.cache
 
     def by_question(self, request: GenerationRequest, plan: PrefillPlan, text: PromptText) -> PrefillPlan:
         """Return the plan, changed to full if the question is about everything, unless the request forces sparse."""
@@ -308,7 +308,6 @@ class Prefiller:
                 cuts=tuple(stops),
                 forward=nullcontext if drafting is None else drafting.forward(new),
                 on_forward=store,
-                last_forward=None if drafting is None else drafting.last_forward(sequence.grammar),
                 before=sequence.recalled,
             )
         )

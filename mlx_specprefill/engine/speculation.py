@@ -23,7 +23,7 @@ from ..request import GenerationRequest, Progress, SpeculationReport, TokenEvent
 from ..sampling import LogitsProcessor
 from ..speculative.mtp_proposer import PromptReader
 from ..speculative.proposers import Proposer
-from ..speculative.row import LastForward, Limits, SpeculativeRow
+from ..speculative.row import Limits, SpeculativeRow
 from ..speculative.strategies import StrategyName, make_proposer, refusal
 from ..speculative.verification import TokenSampler
 from .scheduler import Scheduler
@@ -81,7 +81,7 @@ class AnswerDrafter:
     Attributes:
         strategy: None decodes autoregressively.
         reason: for the strategy, or for plain decoding.
-        cache, lookahead: from scoring: the draft's cache of the prompt, and its greedy continuation.
+        cache: the draft's cache of the prompt.
         reader: the target's MTP head, which reads the prompt along with it.
         row: decodes after the prefill.
     """
@@ -94,10 +94,8 @@ class AnswerDrafter:
         self.strategy: StrategyName | None = None
         self.reason = "not started"
         self.cache: list[Any] | None = None
-        self.lookahead: tuple[int, ...] = ()
         self.reader: PromptReader | None = None
         self.row: SpeculativeRow | None = None
-        self._last: LastForward | None = None
         self._proposer: Proposer | None = None
         self._left: SpeculationReport | None = None
 
@@ -111,7 +109,7 @@ class AnswerDrafter:
             True if the draft proposes tokens, so that it has to read the prompt.
         """
         self.strategy, self.reason = self._asked, "requested"
-        self.cache, self.lookahead, self.reader, self._last = None, (), None, None
+        self.cache, self.reader = None, None
         if (refusal := self._speculator.refusal(self._asked, self._request)) is not None:
             self._decline(refusal)
         elif staged and self._asked == "mtp":
@@ -126,17 +124,7 @@ class AnswerDrafter:
         self.reader = PromptReader(self._pair.mtp, self._request.prompt, fed)
         return self.reader.forward
 
-    def last_forward(self, grammar: GrammarState | None) -> LastForward | None:
-        """Return a replacement for the forward of the prompt's last token; see `prefill`.
-
-        It verifies the draft's look-ahead where that would be proposed first anyway. A grammar that is not compiled may
-        forbid it.
-        """
-        if self.cache is not None and grammar is None and not self._speculator.quantized:
-            self._last = LastForward(self._pair.target, self.lookahead)
-        return self._last
-
-    def end(self, cache: list[Any], kept: npt.NDArray[np.int32] | None) -> Generator[Progress, None, None]:
+    def end(self, cache: list[Any]) -> Generator[Progress, None, None]:
         """Make the proposer for a prefilled cache. A failure costs the saving, never the answer."""
         if self.strategy is None:
             return
@@ -149,7 +137,6 @@ class AnswerDrafter:
                 self._speculator.config,
                 draft=self._pair.draft,
                 draft_cache=self.cache,
-                kept=kept,
                 reader=self.reader,
             )
         except RequestCancelled:
@@ -188,7 +175,6 @@ class AnswerDrafter:
             self._proposer,
             TokenSampler(request.sampling, logits.shape[-1], processors, grammar, request.stop_token_ids),
             Limits(request.max_tokens, request.stop_token_ids),
-            first=self._last,
             logprobs=logprobs,
             shift=shift,
         )
@@ -209,7 +195,7 @@ class AnswerDrafter:
     def leave(self, why: str) -> None:
         """Move the answer to the plain batch: only the report stays."""
         self._left = replace(self.report(), reason=f"{self.reason}; then plain decoding: {why}")
-        self.strategy = self.row = self.cache = self.reader = self._proposer = self._last = None
+        self.strategy = self.row = self.cache = self.reader = self._proposer = None
 
     def report(self) -> SpeculationReport:
         row = self.row
@@ -221,8 +207,7 @@ class AnswerDrafter:
             reason=self.reason,
             acceptance_rate=row.acceptance.rate,
             inner_acceptance_rate=None if inner is None else inner.rate,
-            tokens_per_step=(len(row.tokens) - row.free) / row.steps if row.steps else None,
-            free_tokens=row.free,
+            tokens_per_step=len(row.tokens) / row.steps if row.steps else None,
         )
 
     def _decline(self, reason: str) -> None:

@@ -39,7 +39,6 @@ def prefill(
     cuts: Sequence[int] = (),
     on_forward: Callable[[int], None] = lambda _: None,
     forward: Callable[[], AbstractContextManager[None]] = nullcontext,
-    last_forward: Callable[[mx.array, list[Any]], mx.array] | None = None,
     before: int = 0,
 ) -> Generator[Progress, None, mx.array]:
     """Feed the prompt, or its kept tokens at their original positions. Yields between forwards.
@@ -55,8 +54,6 @@ def prefill(
         cuts: counts of fed tokens at which a forward must end, ascending.
         on_forward: called after each forward with the count of fed tokens.
         forward: a context for each forward.
-        last_forward: feeds the last token (1, 1) to the cache in place of the model, and more tokens that may follow;
-            returns the token's logits (1, V).
         before: tokens that the progress counts as fed before these.
 
     Returns:
@@ -75,7 +72,7 @@ def prefill(
     fed = ids if kept is None else ids[kept]
     total = fed.size
     tokens = mx.array(fed)[None]
-    tail = 1 if last_forward is not None else TAIL if total > 2 * TAIL else total
+    tail = TAIL if total > 2 * TAIL else total
     start, last = 0, max([total - tail, *(cut for cut in cuts if cut < total)])
     while start < last:
         end = min(start + (step if isinstance(step, int) else step()), last)
@@ -90,9 +87,8 @@ def prefill(
         start = end
     if kept is not None:
         place(cache, kept[start:] + offset)
-    rest = tokens[:, start:]
     with forward():
-        logits: mx.array = model(rest, cache=cache)[:, -1, :] if last_forward is None else last_forward(rest, cache)
+        logits: mx.array = model(tokens[:, start:], cache=cache)[:, -1, :]
     mx.eval(logits, [part.state for part in cache])
     on_forward(total)
     yield Progress("prefill", before + total, before + total)

@@ -13,38 +13,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 
 from ..request import TokenEvent
 from ..sampling import token_event
 from .proposers import AcceptanceCounts, Proposal, Proposer, Verified
 from .rollback import Rollback
-from .verification import Distribution, TokenSampler, draw, verify
+from .verification import TokenSampler, draw, verify
 
-__all__ = ["LastForward", "Limits", "SpeculativeRow"]
-
-
-class LastForward:
-    """The last forward of the prefill, which also verifies tokens that may follow the prompt.
-
-    Attributes:
-        ahead: these tokens, from the scorer's look-ahead.
-        logits: (1 + len(ahead), V) once fed.
-    """
-
-    def __init__(self, model: nn.Module, ahead: Sequence[int] = ()) -> None:
-        self.model = model
-        self.ahead = list(ahead)
-        self.rollback: Rollback | None = None
-        self.logits: mx.array | None = None
-
-    def __call__(self, last: mx.array, cache: list[Any]) -> mx.array:
-        """Feed the prompt's last token (1, 1); return its logits (1, V)."""
-        tokens = mx.concatenate([last, mx.array([self.ahead], dtype=last.dtype)], axis=1) if self.ahead else last
-        self.rollback = Rollback(cache)
-        self.logits = self.rollback.forward(self.model, tokens)
-        return self.logits[:1]
+__all__ = ["Limits", "SpeculativeRow"]
 
 
 @dataclass(frozen=True)
@@ -66,7 +43,6 @@ class SpeculativeRow:
     Args:
         cache: the target's, prefilled; the row owns it until it ends.
         logits: of the last prompt token, (1, V).
-        first: their forward, if it verified tokens.
         logprobs: None, or how many alternatives to report per token.
         shift: positions minus slots for caches that can't carry it.
 
@@ -74,9 +50,7 @@ class SpeculativeRow:
         tokens: those returned so far.
         steps: target forwards since the prefill.
         acceptance: counts of the proposed tokens.
-        early: events of the tokens that are known before the first step: those that the prefill's last forward has
-            verified, and the one that follows them. Steps return it no more.
-        free: tokens verified by the prefill's last forward.
+        first: event of the first token, which is known before the first step. Steps do not return it again.
         proposing: the proposer is running: if it raises, the row itself is intact.
     """
 
@@ -89,7 +63,6 @@ class SpeculativeRow:
         sampler: TokenSampler,
         limits: Limits,
         *,
-        first: LastForward | None = None,
         logprobs: int | None = None,
         shift: int = 0,
     ) -> None:
@@ -105,10 +78,9 @@ class SpeculativeRow:
         self._logprobs = logprobs
         self._shift = shift
         self._next: int | None = None  # None: `logits` decide
-        self._told = False  # the next token is in `early`
         self._verified: Verified | None = None
         self.proposing = False
-        self.early = self._begin(first)
+        self.first = self._event(self._chosen(), self.logits)
 
     @property
     def ended(self) -> bool:
@@ -151,22 +123,6 @@ class SpeculativeRow:
             return []
         rows, _ = self._forward(Rollback(self.cache, self._shift), mx.array([[self._next]]))
         return self._commit([self._next], rows)
-
-    def _begin(self, first: LastForward | None) -> list[TokenEvent]:
-        """Return the tokens that the prefill's last forward has verified."""
-        ahead = [] if first is None else first.ahead[: self.limits.max_tokens]
-        rows = self.logits if first is None or first.logits is None else first.logits[: len(ahead) + 1]
-        proposal: list[Distribution] = list(ahead)
-        verdict = verify(self._sampler.distributions(rows, [], ahead), proposal, ahead, self._sampler.rng)
-        self.acceptance.add(len(ahead), verdict.accepted)
-        kept = self.limits.cut(ahead[: verdict.accepted], 0)
-        if first is not None and first.rollback is not None:
-            first.rollback.keep(1 + kept)
-        self._next = verdict.token
-        events = self._commit(ahead[:kept], rows[1 : kept + 1])
-        self.free = kept
-        self._told = not self.ended
-        return [*events, self._event(verdict.token, self.logits)] if self._told else events
 
     def _rests(self) -> bool:
         """Return whether the next token can be fed unread: no grammar needs it, and nothing is proposed."""
@@ -217,8 +173,7 @@ class SpeculativeRow:
         self.tokens += tokens
         self._sampler.commit(tokens)
         events = [self._event(token, deciding[i : i + 1]) for i, token in enumerate(tokens)]
-        told, self._told = self._told, False
-        return events[told:]
+        return events[1:] if len(self.tokens) == len(tokens) else events
 
     def _event(self, token: int, logits: mx.array) -> TokenEvent:
         """Return the event of a token chosen from logits (1, V)."""

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from typing import Any, Literal, get_args
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-import numpy.typing as npt
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
 from ..adapters.depth import FirstLayers
 from ..adapters.mtp import MTPHead
 from ..adapters.registry import adapter_for, architecture_of
-from ..cache.positioned import PositionedKVCache, Runs
 from ..config import SpeculationConfig
 from ..request import Progress, TokenIds
 from .mtp_proposer import MTPProposer, PromptReader
@@ -22,7 +20,7 @@ from .proposers import Drafter, NgramProposer, Proposer
 from .rollback import rollback_refusal
 from .triforce import TriForceProposer
 
-__all__ = ["STRATEGIES", "StrategyName", "gathered", "make_proposer", "read_ends", "refusal"]
+__all__ = ["STRATEGIES", "StrategyName", "make_proposer", "read_ends", "refusal"]
 
 StrategyName = Literal["ngram", "draft", "triforce", "mtp"]
 STRATEGIES: tuple[StrategyName, ...] = get_args(StrategyName)
@@ -38,7 +36,6 @@ def make_proposer(
     *,
     draft: nn.Module | None,
     draft_cache: list[Any] | None,
-    kept: npt.NDArray[np.int32] | None,
     reader: PromptReader | None,
 ) -> Generator[Progress, None, Proposer]:
     """Make the strategy's proposer. Yields between forwards.
@@ -46,7 +43,6 @@ def make_proposer(
     Args:
         cache: the target's, which holds the prompt.
         draft: the small model; `draft_cache` holds exactly the prompt if the model has read it.
-        kept: prompt indices in the target's cache; None: all.
         reader: the target's MTP head, which has read the prompt along with it.
 
     Raises:
@@ -62,8 +58,6 @@ def make_proposer(
         ends = yield from read_ends(draft, prompt, config.sinks, config.window)
         return TriForceProposer(target, cache, config, Drafter(draft, ends, config.gamma1))
     assert draft_cache is not None
-    if kept is not None and len(prompt) > config.gather_above:
-        draft_cache = gathered(draft_cache, kept)
     return Drafter(draft, draft_cache, config.gamma)
 
 
@@ -94,25 +88,6 @@ def _draft_refusal(draft: nn.Module | str) -> str | None:
         return f"the draft runs its first {draft.count} layers only, which do not say what token comes next"
     refused = rollback_refusal(draft, make_prompt_cache(draft))
     return None if refused is None else f"the draft: {refused}"
-
-
-def gathered(cache: Sequence[Any], kept: npt.NDArray[np.int32]) -> list[Any]:
-    """Return a draft's cache cut to the prompt indices that the target kept. Windows and states stay unchanged.
-
-    Keys keep their rotation, so this masks the others. It changes the proposals, never the answer.
-    """
-    index = mx.array(kept)
-    return [_gathered(part, kept, index) if type(part) is KVCache and not part.empty() else part for part in cache]
-
-
-def _gathered(part: KVCache, kept: npt.NDArray[np.int32], index: mx.array) -> PositionedKVCache:
-    length = int(part.offset)
-    small = PositionedKVCache()
-    small.inner.state = (mx.take(part.keys, index, axis=2), mx.take(part.values, index, axis=2), int(kept.size))
-    small.runs = Runs()
-    small.runs.extend(kept)
-    small.next = length
-    return small
 
 
 def read_ends(draft: nn.Module, prompt: TokenIds, sinks: int, window: int) -> Generator[Progress, None, list[Any]]:

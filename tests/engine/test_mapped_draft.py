@@ -255,7 +255,6 @@ def test_a_mapped_draft_proposes_nothing(mapped, asked, ran):
     speculation = report.speculation
     assert speculation is not None
     assert (speculation.strategy == asked) == ran
-    assert speculation.free_tokens == 0
     if not ran:
         assert "another tokenizer" in speculation.reason
 

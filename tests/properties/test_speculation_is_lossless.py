@@ -15,7 +15,6 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_specprefill.adapters.mtp import ARCHITECTURES as HEADED
 from mlx_specprefill.adapters.mtp import MTPHead
-from mlx_specprefill.cache.positioned import PositionedKVCache
 from mlx_specprefill.config import SpeculationConfig
 from mlx_specprefill.engine.caches import empty_cache
 from mlx_specprefill.request import SamplingParams, TokenEvent
@@ -23,7 +22,7 @@ from mlx_specprefill.sampling import logits_processors
 from mlx_specprefill.specprefill.sparse_prefill import prefill
 from mlx_specprefill.speculative import verification as verify
 from mlx_specprefill.speculative.mtp_proposer import PromptReader
-from mlx_specprefill.speculative.row import LastForward, Limits, SpeculativeRow
+from mlx_specprefill.speculative.row import Limits, SpeculativeRow
 from mlx_specprefill.speculative.strategies import STRATEGIES, StrategyName, make_proposer, refusal
 from mlx_specprefill.speculative.verification import Rng, TokenSampler
 from tests.oracle import build, on_the_cpu_unfused, vocabulary
@@ -89,28 +88,26 @@ def speculate(
     draft: Any = None,
     count: int = COUNT,
     stops: frozenset[int] = frozenset(),
-    ahead: tuple[int, ...] = (),
     rng: Rng | None = None,
 ) -> tuple[list[TokenEvent], SpeculativeRow]:
-    """The row's answer; `ahead` are look-ahead tokens that are verified with the prompt's last token."""
     model = model_of(name)
     draft = model if draft is None else draft
-    prompt_cache, first = empty_cache(model), LastForward(model, ahead)
+    prompt_cache = empty_cache(model)
     head = head_of(name)
     fed = np.arange(len(row.prompt), dtype=np.int32) if row.kept is None else row.kept
     reader = PromptReader(head, row.prompt, fed) if strategy == "mtp" and head is not None else None
     forward = nullcontext if reader is None else reader.forward
-    logits = finish(prefill(model, prompt_cache, row.prompt, row.kept, 16, forward=forward, last_forward=first))
+    logits = finish(prefill(model, prompt_cache, row.prompt, row.kept, 16, forward=forward))
     reading = read(draft, row.prompt) if strategy == "draft" else None
     vocab = logits.shape[-1]
     sampler = TokenSampler(row.sampling, vocab, logits_processors(row.sampling))
     sampler.rng = rng or sampler.rng
-    inputs = {"draft": draft, "draft_cache": reading, "kept": row.kept, "reader": reader}
+    inputs = {"draft": draft, "draft_cache": reading, "reader": reader}
     proposer = finish(make_proposer(strategy, model, prompt_cache, row.prompt, config, **inputs))
     running = SpeculativeRow(
-        model, prompt_cache, logits, proposer, sampler, Limits(count, stops), first=first, logprobs=row.logprobs
+        model, prompt_cache, logits, proposer, sampler, Limits(count, stops), logprobs=row.logprobs
     )
-    events = list(running.early)
+    events = [running.first]
     while not running.ended:
         events += running.step()
     return events, running
@@ -134,19 +131,6 @@ def test_greedy_answers_are_identical(name: str, strategy: StrategyName) -> None
         assert tokens(events) == tokens(expected)
         assert row.logprobs is None or logprob_error(events, expected) < CLOSE
         assert_same_contents(running.cache, held, atol=1e-3)
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen3_5", "gpt_oss"])
-def test_a_draft_whose_cache_is_cut_down_to_what_the_target_kept(name: str) -> None:
-    config = replace(SMALL, gather_above=10)
-    for index in (1, 3):
-        row, (expected, _) = rows_of(name)[index], plain(name, index)
-        assert row.kept is not None
-        events, running = speculate(name, "draft", row, config)
-        assert tokens(events) == tokens(expected)
-        held = [part.slots for part in running.proposer.cache if isinstance(part, PositionedKVCache)]  # type: ignore[attr-defined]
-        assert held
-        assert max(held) < row.kept.size + COUNT
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_5", "gpt_oss"])
@@ -186,11 +170,11 @@ def test_answers_longer_than_the_budget(strategy: StrategyName) -> None:
 
 @pytest.mark.parametrize(("name", "strategy"), cases("llama", "qwen3_5", "gpt_oss"))
 def test_nothing_follows_the_end(name: str, strategy: StrategyName) -> None:
-    """Looked ahead, first and last of a round, in its middle; what is left of the row is what a plain one leaves."""
+    """First and last of a round, in its middle; what is left of the row is what a plain one leaves."""
     row, answer = rows_of(name)[3], tokens(plain(name, 3)[0])
     for stop in {answer[index] for index in (0, 4, 6, 7, 8, 15)}:
         length = answer.index(stop) + 1
-        events, running = speculate(name, strategy, row, SMALL, stops=frozenset({stop}), ahead=tuple(answer[:6]))
+        events, running = speculate(name, strategy, row, SMALL, stops=frozenset({stop}))
         assert tokens(events) == answer[:length]
         assert_same_contents(running.cache, left_after(name, length), atol=1e-3)
 
@@ -198,19 +182,6 @@ def test_nothing_follows_the_end(name: str, strategy: StrategyName) -> None:
 @cache
 def left_after(name: str, length: int) -> list[Any]:
     return alone(model_of(name), rows_of(name)[3], length + 1)[1]
-
-
-@pytest.mark.parametrize(("name", "strategy"), cases("llama", "qwen3_5", "gpt_oss", "lfm2"))
-@pytest.mark.extended
-def test_tokens_looked_ahead_are_free(name: str, strategy: StrategyName) -> None:
-    """They change nothing but the number of forwards, be they right, wrong, or right at first."""
-    row, (answer, _) = rows_of(name, 4)[1], plain(name, 1, 4)
-    right = tuple(tokens(answer)[:7])
-    for ahead, early in ((right, 7), ((*right[:3], right[3] ^ 1, *right[4:]), 3), ((right[0] ^ 1,), 0)):
-        events, running = speculate(name, strategy, row, SMALL, ahead=ahead)
-        assert (running.free, len(running.early)) == (early, early + 1)
-        assert tokens(events) == tokens(answer)
-        assert logprob_error(events, answer) < CLOSE
 
 
 def test_the_draft_holds_what_precedes_the_next_token() -> None:

@@ -45,7 +45,7 @@ def test_nothing_is_waited_for_where_nothing_is_found(family: str, kept: Any) ->
     model, row = tiny_model(family), Row(random_prompt(40), kept, logprobs=3)
     expected, cache = alone(model, row, COUNT)
     running, sampler = begun(model, row, match=33)  # longer than what is compared
-    events = list(running.early)
+    events = [running.first]
     while not running.ended:
         new = running.step()
         assert len(new) == (running.steps > 1)  # the first one is told before
@@ -87,9 +87,9 @@ def test_the_first_token_needs_no_forward(after: int) -> None:
     model, row = tiny_model("llama"), Row(random_prompt(40), logprobs=3)
     expected, _ = alone(model, row, COUNT)
     running, _ = begun(model, row, match=33)
-    assert (tokens(running.early), running.steps, running.tokens) == (tokens(expected)[:1], 0, [])
-    assert logprob_error(running.early, expected[:1]) < 1e-4
-    events = [*running.early, *(event for _ in range(after) for event in running.step()), *running.leave()]
+    assert (tokens([running.first]), running.steps, running.tokens) == (tokens(expected)[:1], 0, [])
+    assert logprob_error([running.first], expected[:1]) < 1e-4
+    events = [running.first, *(event for _ in range(after) for event in running.step()), *running.leave()]
     assert tokens(events) == running.tokens == tokens(expected)[: max(after, 1)]
 
 

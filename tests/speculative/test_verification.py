@@ -130,7 +130,7 @@ def test_the_whole_vocabulary_through_both_levels() -> None:
 
 
 def test_tokens_that_were_certain_are_proposals_too() -> None:
-    """Look-ahead tokens are greedy, whatever the request samples with."""
+    """N-grams are, whatever the request samples with."""
     toy = Toy(3, 4)
 
     def round_(text: Sequence[int], rng: Rng) -> list[int]:

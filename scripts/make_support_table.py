@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -57,37 +58,38 @@ def main() -> None:
     registry.verified.cache_clear()
     PAGE.parent.mkdir(parents=True, exist_ok=True)
     PAGE.write_text(page(rows), encoding="utf-8")
-    print(json.dumps({"architectures": len(rows), "sparse": sum(bool(row["sparse"]) for row in rows.values())}))
+    print(json.dumps({"architectures": len(rows), "sparse": allowed(rows, "sparse")}))
 
 
-def page(rows: dict[str, dict[str, object]]) -> str:
+def page(rows: dict[str, dict[str, Any]]) -> str:
     aliases = ", ".join(f"{alias} ({name})" for alias, name in sorted(MODEL_REMAPPING.items()))
     head = HEAD.format(
         version=mlx_lm.__version__,
-        targets=sum(bool(row["sparse"]) for row in rows.values()),
-        drafts=sum(bool(row["capture"]) for row in rows.values()),
-        depths=sum(bool(row["depth"]) for row in rows.values()),
-        staged=sum(bool(row["staged"]) for row in rows.values()),
+        targets=allowed(rows, "sparse"),
+        drafts=allowed(rows, "draft"),
+        depths=allowed(rows, "depth"),
+        staged=allowed(rows, "staged"),
         total=len(rows),
         aliases=aliases,
     )
     return head + "".join(line(name, row) for name, row in rows.items())
 
 
-def line(name: str, row: dict[str, object]) -> str:
-    reasons = {str(row["reason"])} if row["reason"] else set()
-    if not row["capture"]:
-        reasons.add(registry.DRAFT_REFUSALS[name])
-    if row["sparse"] and row["depth"] and not row["staged"]:
-        reasons.add(f"staged: {registry.STAGED_REFUSALS[name]}")
+def allowed(rows: dict[str, dict[str, Any]], kind: str) -> int:
+    """Return the number of architectures that are not refused."""
+    return sum(kind not in row["refusals"] for row in rows.values())
+
+
+def line(name: str, row: dict[str, Any]) -> str:
+    refusals = row["refusals"]
+    reasons = {refusals[kind] for kind in ("sparse", "draft") if kind in refusals}
+    if "staged" in refusals and not {"sparse", "depth"} & refusals.keys():
+        reasons.add(f"staged: {refusals['staged']}")
     error = f"{row['error']:.0e}" if row["error"] is not None else ""
     cells = [
         name,
         attention(name),
-        "yes" if row["sparse"] else "no",
-        "yes" if row["capture"] else "no",
-        "yes" if row["depth"] else "no",
-        "yes" if row["staged"] else "no",
+        *("no" if kind in refusals else "yes" for kind in ("sparse", "draft", "depth", "staged")),
         spread(name),
         error,
         "; ".join(sorted(reasons)),

@@ -37,10 +37,17 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 from mlx_specprefill.adapters.capture import QueryCapture
 from mlx_specprefill.adapters.depth import FirstLayers
 from mlx_specprefill.adapters.patches import install_patches
-from mlx_specprefill.adapters.registry import DRAFT_REFUSALS, SPARSE_REFUSALS
 from mlx_specprefill.cache.positioned import make_positioned_cache, place
 from mlx_specprefill.specprefill.sparse_prefill import can_recall
 from tests import precision
+from tests.refusals import (
+    ABSOLUTE,
+    BATCH_REFUSALS,
+    DEPTH_DIFFERS,
+    DRAFT_REFUSALS,
+    SPARSE_REFUSALS,
+    SPECULATION_REFUSALS,
+)
 
 PROMPT_LEN = 96
 DECODED = 16
@@ -646,11 +653,17 @@ def table_row(architecture: str) -> dict[str, Any]:
     captures = bool(measured) and all(m.captured > 0 for m in measured) and architecture not in DRAFT_REFUSALS
     shallow = [depth for name in variants(architecture) for depth in measure_depths(name)] if captures else []
     exact = bool(measured) and all(m.failure is None and m.identical and m.error < EXACT for m in measured)
+    deep = bool(shallow) and all(depth.differs is None and depth.captured for depth in shallow if depth.spans)
+    refusals = {
+        "sparse": SPARSE_REFUSALS.get(architecture) or (None if exact else "it differs from the masked dense run"),
+        "draft": None if captures else DRAFT_REFUSALS[architecture],
+        "depth": None if deep else DRAFT_REFUSALS.get(architecture, DEPTH_DIFFERS),
+        "batch": BATCH_REFUSALS.get(architecture),
+        "speculation": SPECULATION_REFUSALS.get(architecture),
+    }
     return {
-        "sparse": exact and architecture not in SPARSE_REFUSALS,
-        "reason": SPARSE_REFUSALS.get(architecture) or (None if exact else "it differs from the masked dense run"),
+        "refusals": {kind: reason for kind, reason in refusals.items() if reason is not None},
+        "absolute": architecture in ABSOLUTE,
         "error": float(f"{max(errors):.0e}") if errors else None,
-        "capture": captures,
-        "depth": bool(shallow) and all(depth.differs is None and depth.captured for depth in shallow if depth.spans),
         "mlx_lm": mlx_lm.__version__,
     }

@@ -17,7 +17,6 @@ import numpy as np
 from mlx_lm.models.cache import RotatingKVCache
 
 from mlx_specprefill.adapters.depth import layers_of, smallest_depth
-from mlx_specprefill.adapters.registry import STAGED_REFUSALS
 from mlx_specprefill.adapters.staged import StagedModel
 from mlx_specprefill.cache.positioned import make_positioned_cache, place
 from mlx_specprefill.errors import SparseUnsupportedError
@@ -33,6 +32,7 @@ from tests.oracle import (
     variants,
     vocabulary,
 )
+from tests.refusals import STAGED_REFUSALS
 
 
 def masked_from(model: nn.Module, case: Case, first: int) -> Logits:
@@ -194,6 +194,8 @@ def can_be_staged(architecture: str) -> bool:
 
 def with_staged(architecture: str, row: dict[str, Any]) -> dict[str, Any]:
     """A row of `verified.json` with what it says about staged prefill."""
-    version = row.pop("mlx_lm")
-    possible = row["sparse"] and row["depth"] and architecture not in STAGED_REFUSALS
-    return row | {"staged": bool(possible and can_be_staged(architecture)), "mlx_lm": version}
+    refusals = row["refusals"]
+    reason = refusals.get("sparse") or refusals.get("depth") or STAGED_REFUSALS.get(architecture)
+    if reason is None and not can_be_staged(architecture):
+        reason = "its layers in two parts differ from the model"
+    return row | {"refusals": refusals | ({} if reason is None else {"staged": reason})}

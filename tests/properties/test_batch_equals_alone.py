@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from mlx_specprefill.adapters.registry import BATCH_REFUSALS, adapter_for
+from mlx_specprefill.adapters.registry import adapter_for
 from mlx_specprefill.cache.rows import batch_key
 from mlx_specprefill.engine.caches import empty_cache
 from mlx_specprefill.engine.decode_batch import DecodeBatch, DecodeRow
@@ -20,6 +20,7 @@ from mlx_specprefill.sampling import greedy
 from tests import oracle
 from tests.autoregressive import decode
 from tests.oracle import build, tiny_models, vocabulary
+from tests.refusals import BATCH_REFUSALS
 from tests.rows import ROUNDED, Row, alone, logprob_error, make_rows, quantised_row, together, tokens
 from tests.tiny import FAMILIES, tiny_model
 

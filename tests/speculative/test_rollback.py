@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 
-from mlx_specprefill.adapters.registry import SPECULATION_REFUSALS
 from mlx_specprefill.cache.positioned import leaves, quantize_kv
 from mlx_specprefill.speculative.rollback import Rollback, Snapshot, rollback_refusal
 from tests.oracle import build, runnable, tiny_models, vocabulary
 from tests.precision import assert_close, numbers
+from tests.refusals import SPECULATION_REFUSALS
 from tests.rows import Row, assert_same_contents, make_rows, prefilled
 from tests.tiny import FAMILIES, VOCAB, WINDOW, tiny_model
 

@@ -1,0 +1,82 @@
+"""Reasons why architectures of mlx-lm are refused. `scripts/make_support_table.py` writes them into `verified.json`.
+
+Tests assert that the oracles agree with these tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_NO_ATTENTION = "it has no attention layers, so there is nothing to score and no positions to restore"
+_SLOT_TOP_K = "its block selection is cut over storage slots, not over positions"
+_LEARNED_POSITIONS = "its learned position embedding is looked up by storage slot"
+_CHUNKED = "its chunked cache derives the attention mask from the slot, not from the position"
+_NOT_IMPORTABLE = "mlx-lm can't import it without the package ai2-olmo, so it was not verified"
+DEPTH_DIFFERS = "its first layers alone differ from those of the whole model"
+_METAL_ONLY = "it runs on Metal kernels only and could not be verified"
+
+# Reasons why sparse prefill is not exact.
+SPARSE_REFUSALS: Mapping[str, str] = {
+    "afm7": "its KV-reuse layers rotate queries by storage slot",
+    "baichuan_m1": "it convolves keys and values of neighbouring slots inside attention",
+    "bitnet": _METAL_ONLY,
+    "deepseek_v41": "its cache compresses keys by storage slot",
+    "gpt2": _LEARNED_POSITIONS,
+    "gpt_bigcode": _LEARNED_POSITIONS,
+    "llama4": _CHUNKED,
+    "longcat_flash_ngram": "its n-gram embedding reads the neighbouring tokens of the full prompt",
+    "mamba": _NO_ATTENTION,
+    "mamba2": _NO_ATTENTION,
+    "minimax_m3_vl": _SLOT_TOP_K,
+    "muse_spark": _METAL_ONLY,
+    "olmo": _NOT_IMPORTABLE,
+    "phi3small": "its block-sparse attention is laid out over storage slots",
+    "prism_hadamard_qwen35": "it was not verified: its weights exist in a quantised form only",
+    "rwkv7": _NO_ATTENTION,
+}
+
+# Reasons why attention rows over the whole prompt can't be read.
+DRAFT_REFUSALS: Mapping[str, str] = {
+    "bitnet": _METAL_ONLY,
+    "deepseek_v32": "it attends to a gathered subset of the keys when it decodes",
+    "deepseek_v41": "it attends to compressed keys",
+    "glm_moe_dsa": "it attends to a gathered subset of the keys when it decodes",
+    "mamba": _NO_ATTENTION,
+    "mamba2": _NO_ATTENTION,
+    "muse_spark": _METAL_ONLY,
+    "olmo": _NOT_IMPORTABLE,
+    "prism_hadamard_qwen35": "it was not verified: its weights exist in a quantised form only",
+    "recurrent_gemma": "none of its attention layers spans the prompt",
+    "rwkv7": _NO_ATTENTION,
+}
+
+# Reasons to decode rows one by one although their caches have a batch form.
+BATCH_REFUSALS: Mapping[str, str] = {
+    "afm7": "its KV-reuse layers rotate queries by the slot that all rows share",
+    "bitnet": _METAL_ONLY,
+    "gpt_bigcode": "it looks up the positions of one sequence",
+    "minimax_m3_vl": "its block selection is cut over slots, padding included",
+    "muse_spark": _METAL_ONLY,
+    "olmo": _NOT_IMPORTABLE,
+    "phi3small": "its block-sparse attention takes no mask per row",
+    "prism_hadamard_qwen35": "it was not verified: its weights exist in a quantised form only",
+}
+
+# Reasons why several tokens in one forward differ from single ones, so that proposals can't be verified.
+SPECULATION_REFUSALS: Mapping[str, str] = {
+    "phi3small": "its block-sparse attention of several tokens differs from that of single tokens",
+    "plamo3": "its window is one token wider when it is fed several tokens than when it is fed one",
+}
+
+# Reasons why a forward can't be split into first layers over the prompt and others over the kept tokens.
+STAGED_REFUSALS: Mapping[str, str] = {
+    "gemma3n": "its layers pass on several hidden states per token and share keys with earlier ones",
+    "iquestloopcoder": "its forward runs over its layers twice and calls parts of them",
+    "kimi_k3": "its layers read what all earlier layers returned",
+    "nanbeige": "its forward runs over its layers twice",
+    "plamo3": SPECULATION_REFUSALS["plamo3"],
+    "talkie": "its layers are given the embeddings beside the hidden states",
+}
+
+# Queries scaled by position, weighted norms after the rotation, a gate computed from rotated queries.
+ABSOLUTE = frozenset({"hunyuan", "hunyuan_v1_dense", "iquestloopcoder", "ministral3", "mistral3", "mistral4"})

@@ -43,14 +43,19 @@ _SHIFT = 7
 _TOLERANCE = {mx.float32: 1e-3, mx.float16: 1e-2, mx.bfloat16: 4e-2}
 
 
-def probe_sparse(model: nn.Module) -> str | None:
-    """Return why the model must be prefilled fully; None if it follows explicit positions."""
+def _refusal(check: Callable[[], str | None], words: str) -> str | None:
+    """Return the result of a check. A check that raises refuses the model with these words."""
     try:
-        return _probe(model)
+        return check()
     except SparseUnsupportedError as error:
         return error.reason
     except Exception as error:  # noqa: BLE001 - whatever model code raises here means the same: not this model
-        return f"its forward pass fails at explicit positions ({type(error).__name__}: {error})"
+        return f"{words} ({type(error).__name__}: {error})"
+
+
+def probe_sparse(model: nn.Module) -> str | None:
+    """Return why the model must be prefilled fully; None if it follows explicit positions."""
+    return _refusal(lambda: _probe(model), "its forward pass fails at explicit positions")
 
 
 def probe_quantized(model: nn.Module, cache: list[Any], group_size: int, bits: int) -> str | None:
@@ -61,15 +66,13 @@ def probe_quantized(model: nn.Module, cache: list[Any], group_size: int, bits: i
     Args:
         cache: an empty one, plain or positioned; not to be used again.
     """
-    try:
+
+    def check() -> None:
         _forward(model, cache, [_COUNT])
         quantized, _ = quantize_kv(cache, group_size, bits)
         _forward(model, quantized, [1])
-    except SparseUnsupportedError as error:
-        return error.reason
-    except Exception as error:  # noqa: BLE001 - as above
-        return f"its attention can't read quantised keys and values ({type(error).__name__}: {error})"
-    return None
+
+    return _refusal(check, "its attention can't read quantised keys and values")
 
 
 def staged_model(target: nn.Module, draft: nn.Module | None) -> StagedModel | str:
@@ -91,12 +94,7 @@ def staged_model(target: nn.Module, draft: nn.Module | None) -> StagedModel | st
 
 def probe_staged(model: StagedModel) -> str | None:
     """Return why the model's two parts differ from the model, or ignore positions; None if they agree."""
-    try:
-        return _probe_parts(model)
-    except SparseUnsupportedError as error:
-        return error.reason
-    except Exception as error:  # noqa: BLE001 - as above
-        return f"its forward pass fails in two parts ({type(error).__name__}: {error})"
+    return _refusal(lambda: _probe_parts(model), "its forward pass fails in two parts")
 
 
 def _probe_parts(model: StagedModel) -> str | None:

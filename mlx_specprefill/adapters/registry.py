@@ -17,7 +17,7 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.utils import MODEL_REMAPPING
 
-from .depth import FirstLayers
+from .depth import full_draft_model
 
 __all__ = ["Adapter", "adapter_for", "architecture_of", "verified"]
 
@@ -68,5 +68,4 @@ def architecture_of(model: nn.Module) -> str:
     A checkpoint's `model_type` can be claimed by its own file (`model_file`) or changed by mlx-lm according to
     `architectures`. The instantiated class is certain.
     """
-    whole = model.whole if isinstance(model, FirstLayers) else model
-    return type(whole).__module__.removeprefix("mlx_lm.models.")
+    return type(full_draft_model(model)).__module__.removeprefix("mlx_lm.models.")

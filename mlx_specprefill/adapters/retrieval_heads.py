@@ -20,7 +20,7 @@ from mlx_lm.models.cache import KVCache
 
 from ..errors import LoadError, SparseUnsupportedError
 from .capture import DraftHeads, Head, recorded_attention
-from .depth import FirstLayers, first_layers, layers_of
+from .depth import FirstLayers, first_layers, full_draft_model, layers_of
 from .registry import adapter_for, architecture_of
 
 __all__ = [
@@ -112,15 +112,6 @@ def write_heads(file: Path, heads: RetrievalHeads, model: nn.Module, layers: int
     mx.save_safetensors(str(file), arrays | {"witness": witness}, known)
 
 
-def heads_file_layers(file: Path) -> int:
-    """Return the number of first layers that the heads in a file were trained on.
-
-    Raises:
-        LoadError: the file can't be read, or holds no retrieval heads.
-    """
-    return _read(file).layers
-
-
 def attach_heads(model: nn.Module, file: Path) -> RetrievalDraft:
     """Return the first layers of `model` with the heads from a file, in the dtype of the model's weights.
 
@@ -144,7 +135,7 @@ def attach_heads(model: nn.Module, file: Path) -> RetrievalDraft:
         raise LoadError(f"{file}: arrays of shapes {found}; its header means {expected}")
     heads.load_weights([(name, array.astype(ours.dtype)) for name, array in stored.arrays.items()])
     mx.eval(heads.parameters())
-    return RetrievalDraft(model.whole if isinstance(model, FirstLayers) else model, stored.layers, heads)
+    return RetrievalDraft(full_draft_model(model), stored.layers, heads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +202,7 @@ def with_retrieval_heads(
     """
     if draft is None:
         raise LoadError(f"draft_heads is {file}, but there is no draft")
-    layers = heads_file_layers(file)
+    layers = _read(file).layers
     if count not in (None, layers):
         raise LoadError(f"draft_layers is {count}, but the heads in {file} stand on the first {layers} layers")
     _check_depth(draft, draft_id, layers)

@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     mix.add_argument("folder", type=Path)
     mix.add_argument("other", type=Path)
     mix.add_argument("--share", type=float, required=True, help="0: nothing changes, 1: all of the other's")
-    commands.add_parser("verify", help="check recurrences and parity with mlx-lm on the untrained networks")
+    commands.add_parser("verify", help="check parity with mlx-lm on the untrained networks")
     return parser
 
 
@@ -101,7 +101,6 @@ def _export(family: str, runs: Path, tokenizer: Tokenizer, folder: Path) -> None
 
 
 def _verify(tokenizer: Tokenizer) -> None:
-    _report("recurrences", verify.recurrences())
     for family in FAMILIES:
         for role, run in _config(family).runs.items():
             model = verify.rounded(verify.disturbed(run.family.Network(run.sizes), run))

@@ -15,8 +15,7 @@ read, T_target(kept) is the time of these others alone, and
 
     staged_of_full  = TTFT_sparse / TTFT_full, to compare with `staged_limit` = s / L + kept / M + 0.08
 
-`--not-staged` lets all layers read the kept tokens instead. `--counts` measures no time: it counts how often the engine
-queues work on the device and waits for it, per further prefill chunk and per further token.
+`--not-staged` lets all layers read the kept tokens instead.
 
 Models are a named pair, checkpoints or random weights in a real shape (`--shape`). All prefills read as many tokens per
 forward (`--step`), by default those that the engine reads alone.
@@ -47,7 +46,6 @@ from mlx_specprefill.specprefill.selector import TextReader, select_tokens
 from mlx_specprefill.specprefill.sparse_prefill import HiddenStates, prefill, prefill_upper
 
 from .harness import BenchError, pairs, shapes
-from .harness.counts import per_part
 from .harness.figures import machine, rounded, show, timed
 from .harness.stages import decode_ms, finish, full_prefill, plain_prefill_ms
 
@@ -167,7 +165,6 @@ def row(tokens: int, keep: Fraction, runs: Sequence[Run]) -> Run:
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rule", default="default", choices=RULE_NAMES, help="how tokens are scored and chosen")
     parser.add_argument("--not-staged", action="store_true", help="all layers of the target read the kept tokens")
-    parser.add_argument("--counts", action="store_true", help="count evaluations and waits instead of measuring time")
     shapes.add_options(parser, None, layers=0, draft_layers=0, narrow=1)
     parser.add_argument("--quantised", action="store_true", help="a shape at its usual bits per weight")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
@@ -210,10 +207,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         pair = replace(pair, staged="turned off")
     if options.rule == "paper":
         pair = replace(pair, draft=full_draft_model(pair.draft), heads=None, staged="the paper's rule")
-    if options.counts:
-        counts = per_part(pair)
-        show(("per", "queued", "waits"), [(part, one["queued"], one["waits"]) for part, one in counts.items()])
-        return rounded(machine() | {"counts": counts})
     setup = Setup(pair, config, options.step or config.prefill_step, TextReader(pair.tokenizer))
     repetition(setup, [int(token) for token in rng.integers(0, pair.vocab_size, 512)], shares[:1])  # not counted
     rows = []

@@ -31,6 +31,11 @@ class Sizes:
     def attention_size(self) -> int:
         return self.num_attention_heads * self.head_dim
 
+    def config(self) -> dict[str, object]:
+        """Return the entries of config.json that all families have."""
+        names = ("hidden_size", "num_attention_heads", "head_dim", "vocab_size", "max_position_embeddings")
+        return {name: getattr(self, name) for name in names} | {"num_key_value_heads": self.num_attention_heads}
+
 
 class Block(nn.Module, ABC):
     """One layer of a network."""

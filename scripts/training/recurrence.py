@@ -1,7 +1,6 @@
 """Causal convolution and two linear recurrences in chunked form: matrix products inside a chunk, a loop over chunks.
 
-Shapes: B samples, L tokens, H heads, K key dim (state size), V value dim, C tokens per chunk. The `*_stepwise`
-functions are the definitions, token by token; `verify.py` compares.
+Shapes: B samples, L tokens, H heads, K key dim (state size), V value dim, C tokens per chunk.
 """
 
 from __future__ import annotations
@@ -88,18 +87,6 @@ def gated_delta(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor
     return torch.cat(outputs, dim=2)[:, :, :length]
 
 
-def gated_delta_stepwise(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
-    """`gated_delta` by its definition."""
-    state = v.new_zeros(*v.shape[:2], k.shape[-1], v.shape[-1])
-    outputs = []
-    for t in range(q.shape[2]):
-        state = state * log_decay[:, :, t, None, None].exp()
-        error = v[:, :, t, None] - k[:, :, t, None] @ state
-        state = state + beta[:, :, t, None, None] * k[:, :, t, :, None] * error
-        outputs.append(q[:, :, t, None] @ state)
-    return torch.cat(outputs, dim=2)
-
-
 def state_space(x: Tensor, b: Tensor, c: Tensor, log_decay: Tensor) -> Tensor:
     """Mamba-2's scan (Dao and Gu 2024, section 6): S_t = g_t S_{t-1} + b_t x_t^T, y_t = c_t S_t.
 
@@ -128,18 +115,6 @@ def state_space(x: Tensor, b: Tensor, c: Tensor, log_decay: Tensor) -> Tensor:
         state = last[:, :, n] * state + added[:, :, n]
     y = y + c @ torch.stack(states, dim=2)
     return y.flatten(2, 3)[:, :, :length]
-
-
-def state_space_stepwise(x: Tensor, b: Tensor, c: Tensor, log_decay: Tensor) -> Tensor:
-    """`state_space` by its definition."""
-    repeats = x.shape[1] // b.shape[1]
-    b, c = (t.repeat_interleave(repeats, dim=1) for t in (b, c))
-    state = x.new_zeros(*x.shape[:2], b.shape[-1], x.shape[-1])
-    outputs = []
-    for t in range(x.shape[2]):
-        state = state * log_decay[:, :, t, None, None].exp() + b[:, :, t, :, None] * x[:, :, t, None]
-        outputs.append(c[:, :, t, None] @ state)
-    return torch.cat(outputs, dim=2)
 
 
 def softplus(x: Tensor) -> Tensor:

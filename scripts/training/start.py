@@ -16,10 +16,13 @@ divided into *slots* of `SLOT` coordinates; slot j is for the token j+1 back.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Generator, Tensor
+
+from .network import Sizes
 
 SLOT = 16
 NOISE = 0.005
@@ -62,6 +65,46 @@ class Heads:
     key: Tensor
     value: Tensor
     out: Tensor
+
+
+def heads_of(sizes: Sizes, projections: Tensor, out: Tensor) -> Heads:
+    """Return the parts of an attention layer, whose projections of the stream (3 or more, a, d) become small."""
+    number, dim = sizes.num_attention_heads, sizes.head_dim
+    projections.mul_(NOISE * sizes.hidden_size**0.5)
+    query, key, value, *_ = projections.view(-1, number, dim, sizes.hidden_size)
+    return Heads(query, key, value, out.view(-1, number, dim))
+
+
+def look_back(
+    query: Tensor,
+    key: Tensor,
+    heads: Heads,
+    layout: Layout,
+    projected: Tensor,
+    shares: Sequence[float],
+    theta: float,
+    length: float,
+    write: float,
+) -> None:
+    """Let head h attend to the token h + 1 back, by phases of constant queries and keys, and write it into its slot.
+
+    Args:
+        query, key: the constants of each head, (H, D).
+        shares: of the RoPE pairs in a head, fastest first.
+        theta: RoPE's base.
+        length: of the constants.
+        write: gain of a head's output.
+    """
+    number, dim = heads.query.shape[:2]
+    used, half = len(shares), dim // 2
+    amplitude = length * torch.tensor(shares).sqrt()
+    angles = theta ** (-torch.arange(used) / half)
+    for h in range(min(number, layout.slots)):
+        query[h, :used] += amplitude * torch.cos(angles * (h + 1))
+        query[h, half : half + used] -= amplitude * torch.sin(angles * (h + 1))
+        key[h, :used] += amplitude
+        heads.value[h, :SLOT, : layout.mean] += projected
+        heads.out[layout.slot(h + 1), h, :SLOT] += write * torch.eye(SLOT)
 
 
 def normal(shape: torch.Size | tuple[int, ...], std: float, generator: Generator) -> Tensor:

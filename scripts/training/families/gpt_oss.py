@@ -159,35 +159,14 @@ def initialise(model: Network, settings: Start, seed: int) -> None:
         for block in model.blocks:
             qkv, out, gate_up, down = block.matrices()
             start.fill([qkv, gate_up, block.experts.router], [out, down], generator)
-        _look_back(model.blocks[0].attention, layout, projected, settings)
-        matching = model.blocks[1].attention
-        start.match_and_copy(
-            _heads(matching), layout, projected, settings.pointing_heads, settings.match_gain, start.COPY, generator
-        )
-
-
-def _heads(attention: Attention) -> start.Heads:
-    heads, dim = attention.sizes.num_attention_heads, attention.sizes.head_dim
-    attention.qkv.mul_(start.NOISE * attention.sizes.hidden_size**0.5)
-    query, key, value = attention.qkv.view(3, heads, dim, -1)
-    return start.Heads(query, key, value, attention.out.view(-1, heads, dim))
-
-
-def _look_back(attention: Attention, layout: start.Layout, projected: Tensor, settings: Start) -> None:
-    """Head h attends to the token h+1 back, by the phases of constant queries and keys, and writes it into its slot."""
-    heads, dim = attention.sizes.num_attention_heads, attention.sizes.head_dim
-    used, half = len(settings.pair_shares), dim // 2
-    length = settings.look_back_gain * math.sqrt(dim)
-    amplitude = length * torch.tensor(settings.pair_shares).sqrt()
-    angles = attention.sizes.rope_theta ** (-torch.arange(used) / half)
-    parts = _heads(attention)
-    query, key, _ = attention.qkv_bias.view(3, heads, dim)
-    for h in range(min(heads, layout.slots)):
-        query[h, :used] = amplitude * torch.cos(angles * (h + 1))
-        query[h, half : half + used] = -amplitude * torch.sin(angles * (h + 1))
-        key[h, :used] = amplitude
-        parts.value[h, : start.SLOT, : layout.mean] += projected
-        parts.out[layout.slot(h + 1), h, : start.SLOT] += WRITE * torch.eye(start.SLOT)
+        first, second = (block.attention for block in model.blocks[:2])
+        heads = start.heads_of(model.sizes, first.qkv, first.out)
+        query, key, _ = first.qkv_bias.view(3, *heads.query.shape[:2])
+        theta, length = model.sizes.rope_theta, settings.look_back_gain * math.sqrt(model.sizes.head_dim)
+        start.look_back(query, key, heads, layout, projected, settings.pair_shares, theta, length, WRITE)
+        heads = start.heads_of(model.sizes, second.qkv, second.out)
+        pointing, gain = settings.pointing_heads, settings.match_gain
+        start.match_and_copy(heads, layout, projected, pointing, gain, start.COPY, generator)
 
 
 # --- export ----------------------------------------------------------------------------------------------------------
@@ -236,20 +215,15 @@ def config(sizes: Sizes) -> dict[str, object]:
     return {
         "architectures": ["GptOssForCausalLM"],
         "model_type": "gpt_oss",
-        "hidden_size": sizes.hidden_size,
+        **sizes.config(),
         "num_hidden_layers": sizes.num_hidden_layers,
         "layer_types": ["sliding_attention", "full_attention"] * (sizes.num_hidden_layers // 2),
         "intermediate_size": sizes.intermediate_size,
-        "num_attention_heads": sizes.num_attention_heads,
-        "num_key_value_heads": sizes.num_attention_heads,
-        "head_dim": sizes.head_dim,
         "num_local_experts": sizes.num_local_experts,
         "num_experts_per_tok": sizes.num_experts_per_tok,
         "sliding_window": sizes.sliding_window,
         "rms_norm_eps": sizes.rms_norm_eps,
         "rope_theta": sizes.rope_theta,
         "rope_scaling": {"rope_type": "default"},  # without it transformers assumes YaRN
-        "vocab_size": sizes.vocab_size,
-        "max_position_embeddings": sizes.max_position_embeddings,
         "tie_word_embeddings": False,
     }

@@ -164,9 +164,9 @@ def initialise(model: Network, settings: Start, seed: int) -> None:
         _look_back(memories[0], layout, projected, range(1, 4))
         _look_back(memories[1], layout, None, range(4, min(7, settings.slots + 1)))
         attention = next(mixer for mixer in mixers if isinstance(mixer, Attention))
-        start.match_and_copy(
-            _heads(attention), layout, projected, settings.pointing_heads, settings.match_gain, start.COPY, generator
-        )
+        heads = start.heads_of(model.sizes, attention.qkv, attention.out)
+        pointing, gain = settings.pointing_heads, settings.match_gain
+        start.match_and_copy(heads, layout, projected, pointing, gain, start.COPY, generator)
 
 
 def _memory(mixer: Mamba, generator: torch.Generator) -> None:
@@ -201,13 +201,6 @@ def _look_back(mixer: Mamba, layout: start.Layout, projected: Tensor | None, lag
         conv[h] = 0.0
         conv[h, :, -1 - (lag if projected is not None else lag - 3)] = 1.0
         mixer.dt_bias[h] = -6.0  # nothing is remembered
-
-
-def _heads(mixer: Attention) -> start.Heads:
-    heads, dim = mixer.sizes.num_attention_heads, mixer.sizes.head_dim
-    mixer.qkv.mul_(start.NOISE * mixer.sizes.hidden_size**0.5)
-    query, key, value = mixer.qkv.view(3, heads, dim, -1)
-    return start.Heads(query, key, value, mixer.out.view(-1, heads, dim))
 
 
 # --- export ----------------------------------------------------------------------------------------------------------
@@ -252,11 +245,8 @@ def config(sizes: Sizes) -> dict[str, object]:
         "model_type": "nemotron_h",
         "hybrid_override_pattern": sizes.pattern,
         "num_hidden_layers": len(sizes.pattern),
-        "hidden_size": sizes.hidden_size,
+        **sizes.config(),
         "intermediate_size": sizes.intermediate_size,
-        "num_attention_heads": sizes.num_attention_heads,
-        "num_key_value_heads": sizes.num_attention_heads,
-        "head_dim": sizes.head_dim,
         "attention_bias": False,
         "mamba_num_heads": sizes.num_attention_heads,
         "mamba_head_dim": sizes.head_dim,
@@ -268,7 +258,5 @@ def config(sizes: Sizes) -> dict[str, object]:
         "use_bias": False,
         "mlp_bias": False,
         "layer_norm_epsilon": sizes.rms_norm_eps,
-        "vocab_size": sizes.vocab_size,
-        "max_position_embeddings": sizes.max_position_embeddings,
         "tie_word_embeddings": False,
     }

@@ -95,34 +95,16 @@ def initialise(model: Network, settings: Start, seed: int) -> None:
         for block in model.blocks:
             qkv, out, gate_up, down = block.matrices()
             start.fill([qkv, gate_up], [out, down], generator)
-        _look_back(model.blocks[0], layout, projected, settings)
-        heads = _heads(model.blocks[1])
+        first, second = model.blocks[:2]
+        first.qk_gain.fill_(settings.look_back_gain)
+        heads = start.heads_of(model.sizes, first.qkv, first.out)
+        query, key = heads.query[..., layout.mean], heads.key[..., layout.mean]
+        theta = model.sizes.rope_theta
+        start.look_back(query, key, heads, layout, projected, settings.pair_shares, theta, 1.0, WRITE)
+        heads = start.heads_of(model.sizes, second.qkv, second.out)
         start.match_and_copy(heads, layout, projected, settings.pointing_heads, 1.0, start.COPY, generator)
     if settings.keep_look_back:
-        _keep(model.blocks[0])
-
-
-def _heads(block: Block) -> start.Heads:
-    heads, dim = block.sizes.num_attention_heads, block.sizes.head_dim
-    block.qkv.mul_(start.NOISE * block.sizes.hidden_size**0.5)
-    query, key, value = block.qkv.view(3, heads, dim, -1)
-    return start.Heads(query, key, value, block.out.view(-1, heads, dim))
-
-
-def _look_back(block: Block, layout: start.Layout, projected: Tensor, settings: Start) -> None:
-    """Head h attends to the token h+1 back and writes its projection into its slot."""
-    parts = _heads(block)
-    heads, dim = parts.query.shape[:2]
-    used, half = len(settings.pair_shares), dim // 2
-    amplitude = torch.tensor(settings.pair_shares).sqrt()
-    angles = block.sizes.rope_theta ** (-torch.arange(used) / half)
-    block.qk_gain.fill_(settings.look_back_gain)
-    for h in range(heads):
-        parts.query[h, :used, layout.mean] += amplitude * torch.cos(angles * (h + 1))
-        parts.query[h, half : half + used, layout.mean] -= amplitude * torch.sin(angles * (h + 1))
-        parts.key[h, :used, layout.mean] += amplitude
-        parts.value[h, : start.SLOT, : layout.mean] += projected
-        parts.out[layout.slot(h + 1), h, : start.SLOT] += WRITE * torch.eye(start.SLOT)
+        _keep(first)
 
 
 def _keep(block: Block) -> None:
@@ -156,15 +138,10 @@ def config(sizes: Sizes) -> dict[str, object]:
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
-        "hidden_size": sizes.hidden_size,
+        **sizes.config(),
         "num_hidden_layers": sizes.num_hidden_layers,
         "intermediate_size": sizes.intermediate_size,
-        "num_attention_heads": sizes.num_attention_heads,
-        "num_key_value_heads": sizes.num_attention_heads,
-        "head_dim": sizes.head_dim,
         "rms_norm_eps": sizes.rms_norm_eps,
-        "vocab_size": sizes.vocab_size,
-        "max_position_embeddings": sizes.max_position_embeddings,
         "rope_theta": sizes.rope_theta,
         "rope_scaling": None,
         "tie_word_embeddings": True,

@@ -154,7 +154,8 @@ def initialise(model: Network, settings: Start, seed: int) -> None:
         _look_back(model.blocks[1].mixer, layout, None, range(4, min(7, settings.slots + 1)))
         attention = model.blocks[model.sizes.full_attention_interval - 1].mixer
         copy = 2 * start.COPY  # the gate starts at one half
-        start.match_and_copy(_heads(attention), layout, projected, settings.pointing_heads, 1.0, copy, generator)
+        heads = start.heads_of(model.sizes, attention.qkvg, attention.out)
+        start.match_and_copy(heads, layout, projected, settings.pointing_heads, 1.0, copy, generator)
 
 
 def _memory(mixer: GatedDelta, generator: torch.Generator) -> None:
@@ -193,13 +194,6 @@ def _look_back(mixer: GatedDelta, layout: start.Layout, projected: Tensor | None
         mixer.beta_decay[0, h, layout.mean] = 1.0
         mixer.a_log[h] = math.log(16.0)
         mixer.dt_bias[h] = 1.0
-
-
-def _heads(mixer: GatedAttention) -> start.Heads:
-    heads, dim = mixer.sizes.num_attention_heads, mixer.sizes.head_dim
-    mixer.qkvg.mul_(start.NOISE * mixer.sizes.hidden_size**0.5)
-    query, key, value, _ = mixer.qkvg.view(4, heads, dim, -1)
-    return start.Heads(query, key, value, mixer.out.view(-1, heads, dim))
 
 
 # --- export ----------------------------------------------------------------------------------------------------------
@@ -262,12 +256,9 @@ def config(sizes: Sizes) -> dict[str, object]:
     """The content of config.json."""
     text = {
         "model_type": "qwen3_5_text",
-        "hidden_size": sizes.hidden_size,
+        **sizes.config(),
         "num_hidden_layers": sizes.num_hidden_layers,
         "intermediate_size": sizes.intermediate_size,
-        "num_attention_heads": sizes.num_attention_heads,
-        "num_key_value_heads": sizes.num_attention_heads,
-        "head_dim": sizes.head_dim,
         "linear_num_key_heads": sizes.num_attention_heads,
         "linear_num_value_heads": sizes.num_attention_heads,
         "linear_key_head_dim": sizes.head_dim,
@@ -275,8 +266,6 @@ def config(sizes: Sizes) -> dict[str, object]:
         "linear_conv_kernel_dim": sizes.linear_conv_kernel_dim,
         "full_attention_interval": sizes.full_attention_interval,
         "rms_norm_eps": sizes.rms_norm_eps,
-        "vocab_size": sizes.vocab_size,
-        "max_position_embeddings": sizes.max_position_embeddings,
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": sizes.rope_theta,

@@ -1,4 +1,4 @@
-"""Commands see none of the variables that steer the test suite."""
+"""Commands see none of the variables that steer the test suite, and nothing that other servers have learnt."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def _no_variables_of_the_suite(monkeypatch: pytest.MonkeyPatch) -> None:
+def _a_new_user(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
     for name in [name for name in os.environ if name.startswith("MLX_SPECPREFILL_")]:
         monkeypatch.delenv(name)

@@ -266,7 +266,7 @@ def test_a_row_can_come_back(family: str) -> None:
     assert got == dict(enumerate(expected))
 
 
-@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+@pytest.mark.parametrize("dtype", [mx.bfloat16, pytest.param(mx.float16, marks=pytest.mark.extended)])
 @pytest.mark.parametrize("family", ["llama", "qwen3_5", "nemotron_h"])
 def test_half_precision_stays_half_precision(family: str, dtype: mx.Dtype) -> None:
     model = tiny_model(family)

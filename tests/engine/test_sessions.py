@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -232,8 +233,13 @@ class Talk:
         return random_prompt(int(self.random.integers(1, most)), int(self.random.integers(1 << 30)))
 
 
-@pytest.mark.parametrize("staged", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "staged"),
+    [
+        pytest.param(*one, marks=() if one in (("llama", False), ("qwen3_5", True)) else pytest.mark.extended)
+        for one in product(FAMILIES, (False, True))
+    ],
+)
 def test_no_turn_reads_more_than_the_same_server_in_full(
     family: str, staged: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

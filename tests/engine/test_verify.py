@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -181,17 +182,21 @@ def hold_to_the_truth(family: str, own_layers: bool, kv_bits: int | None, count:
     return answers
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+def each(families: Iterable[str], *in_every_run: str) -> list[Any]:
+    return [name if name in in_every_run else pytest.param(name, marks=pytest.mark.extended) for name in families]
+
+
+@pytest.mark.parametrize("family", each(FAMILIES, "demo", "demo-qwen3_5"))
 def test_verdicts_equal_a_dense_rerun(family: str) -> None:
     hold_to_the_truth(family, False, None, 4)
 
 
-@pytest.mark.parametrize("family", STAGED)
+@pytest.mark.parametrize("family", each(STAGED, "demo"))
 def test_verdicts_on_staged_answers_equal_a_dense_rerun(family: str) -> None:
     hold_to_the_truth(family, True, None, 4)
 
 
-@pytest.mark.parametrize("family", ["demo", "demo-qwen3_5"])
+@pytest.mark.parametrize("family", each(["demo", "demo-qwen3_5"], "demo"))
 def test_verdicts_of_a_quantised_cache_equal_a_dense_rerun(family: str) -> None:
     hold_to_the_truth(family, False, 8, 4)
 

@@ -140,7 +140,7 @@ def test_the_beginning_of_a_next_request_leaves_the_answer_alone(
     connection = dial(base)
     connection.sendall(b"POST %s HTTP/1.1\r\nhost: localhost\r\n" % CHAT.encode())
     connection.sendall(b"content-length: %d\r\n\r\n%sGET /he" % (len(BODY), BODY))
-    threading.Timer(1.0, release.set).start()
+    threading.Timer(0.5, release.set).start()
     assert b'"content":"end"' in everything(connection)
 
 
@@ -179,7 +179,7 @@ def test_a_long_answer_may_take_longer_than_its_request(
     release = threading.Event()
     engine.script = lambda request: [release, *engine.tokens("end")]
     base, _ = live()
-    threading.Timer(1.0, release.set).start()
+    threading.Timer(0.5, release.set).start()
     assert httpx.post(base + CHAT, content=BODY, timeout=60).status_code == 200
 
 

@@ -58,8 +58,8 @@ def told(text: str) -> list[dict[str, Any]]:
 
 @ALL
 def test_a_long_prefill_is_told(live: Any, engine: FakeEngine, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "PROGRESS_S", 0.15)
-    engine.script = steps(engine, 1.0)
+    monkeypatch.setattr(report, "PROGRESS_S", 0.075)
+    engine.script = steps(engine, 0.5)
     base, _ = live()
     reports = told(streamed(base, path))
     assert 2 <= len(reports) <= 6

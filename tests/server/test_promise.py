@@ -40,9 +40,8 @@ class Simulation:
             chance[rows, self.level] += now
             same[rows, self.level] += ~is_different
             differs[rows, self.level] += is_different
-            for _ in SHARES:
-                lost = is_hopeless(same[rows, self.level], differs[rows, self.level], MAX_DIFFER)
-                self.level += lost & (self.level < len(SHARES))
+            lost = is_hopeless(same[rows, self.level], differs[rows, self.level], MAX_DIFFER)
+            self.level += lost & (self.level < len(SHARES))
         self.sends = self._sends(same, differs, rows)
 
     def _sends(self, same: Floats, differs: Floats, rows: npt.NDArray[np.int_]) -> npt.NDArray[np.bool_]:

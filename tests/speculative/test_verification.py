@@ -118,7 +118,10 @@ def test_one_level_keeps_the_distribution_exactly(seed: int, zeros: bool) -> Non
 
 
 @pytest.mark.parametrize("zeros", [False, True])
-@pytest.mark.parametrize(("size", "gamma1", "gamma2"), [(3, 1, 1), (3, 1, 2), (2, 2, 2), (2, 2, 3)])
+@pytest.mark.parametrize(
+    ("size", "gamma1", "gamma2"),
+    [(3, 1, 1), (3, 1, 2), (2, 2, 2), pytest.param(2, 2, 3, marks=pytest.mark.extended)],
+)
 def test_two_levels_keep_the_distribution_exactly(size: int, gamma1: int, gamma2: int, zeros: bool) -> None:
     toy = Toy(5, size, zeros)
     assert error(toy, 2, two_levels(toy, gamma1, gamma2)) < 1e-12

@@ -97,7 +97,7 @@ class LLGuidanceState:
         elif not self._over:
             self._over = token in self._stops and self._matcher.is_accepting()
             if not self._over and not self._matcher.consume_token(token):
-                raise self._failed(_message(self._matcher))
+                raise self._error(_message(self._matcher))
 
     def allowed(self, size: int) -> Mask | None:
         """Return a mask of the permitted ids, (size,) bool; None permits all.
@@ -114,7 +114,7 @@ class LLGuidanceState:
         if self._count < self._min_tokens and np.delete(mask, stops).any():
             mask[stops] = False
         if not mask.any():
-            raise self._failed("no token continues the text")
+            raise self._error("no token continues the text")
         return mask
 
     def _by_grammar(self, size: int) -> Mask:
@@ -126,13 +126,13 @@ class LLGuidanceState:
             return np.zeros(size, np.bool_)
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
-            raise self._failed(_message(self._matcher))
+            raise self._error(_message(self._matcher))
         mask = np.unpackbits(bits, count=size, bitorder="little").view(np.bool_)  # zeros for missing bits
         if self._foreign:
             mask[[token for token in self._foreign if token < size]] = False
         return mask
 
-    def _failed(self, why: str) -> InvalidRequestError:
+    def _error(self, why: str) -> InvalidRequestError:
         return InvalidRequestError(f"{self._field}: the grammar can't be followed: {why}", self._field)
 
 

@@ -23,7 +23,7 @@ from .adapters.retrieval_heads import RetrievalDraft, known_heads, truncate_laye
 from .adapters.staged import StagedModel
 from .adapters.text_mapping import TextMapping, mapping_between
 from .config import DraftPlacement, DtypeName
-from .distributed.ranks import Ranks, agreed
+from .distributed.ranks import Ranks, broadcast
 from .errors import LoadError
 from .reading import (
     LoadedModels,
@@ -106,7 +106,7 @@ class ModelPair:
         """Return the processes over which the draft's attention heads are split; None if they are not."""
         return self.ranks if self.draft_placement == "sharded" else None
 
-    def agree(self, what: str, find: Callable[[], T]) -> T:
+    def broadcast(self, what: str, find: Callable[[], T]) -> T:
         """Return a property of the draft, found by rank 0, or by all ranks if each holds a part of it.
 
         Args:
@@ -115,7 +115,7 @@ class ModelPair:
         Raises:
             PeerLost: a process is gone.
         """
-        return find() if self.split is not None else agreed(self.ranks, what, find)
+        return find() if self.split is not None else broadcast(self.ranks, what, find)
 
     @property
     def draft_tokenizer(self) -> TokenizerWrapper:
@@ -221,7 +221,7 @@ def load_pair(
     pair = replace(pair, sampling=stated_sampling(target))
     if draft == "self" and pair.draft is None:
         return replace(pair, sparse_refusal=_PIPELINE)
-    known = agreed(ranks, "draft's heads", lambda: _calibrated_heads(pair, heads, draft_from, draft_layers))
+    known = broadcast(ranks, "draft's heads", lambda: _calibrated_heads(pair, heads, draft_from, draft_layers))
     return pair if known is None else with_heads(pair, known, exit_early=exit_early)
 
 
@@ -236,7 +236,7 @@ def with_heads(pair: ModelPair, heads: DraftHeads, *, exit_early: bool = True) -
     """
     if pair.draft_placement == "first":
         assert pair.ranks is not None
-        return _told_by_rank_0(_with_heads(pair, heads, exit_early) if pair.ranks.leads else pair, pair.ranks)
+        return _share_draft_facts(_with_heads(pair, heads, exit_early) if pair.ranks.leads else pair, pair.ranks)
     return _with_heads(pair, heads, exit_early)
 
 
@@ -336,10 +336,10 @@ def make_pair(
         sharding=sharding,
         draft_placement=draft_placement,
     )
-    return _told_by_rank_0(pair, ranks) if draft_placement == "first" and ranks is not None else pair
+    return _share_draft_facts(pair, ranks) if draft_placement == "first" and ranks is not None else pair
 
 
-def _told_by_rank_0(pair: ModelPair, ranks: Ranks) -> ModelPair:
+def _share_draft_facts(pair: ModelPair, ranks: Ranks) -> ModelPair:
     """Return, on another rank, the pair with rank 0's knowledge of a draft that only rank 0 has."""
 
     def known() -> dict[str, Any]:
@@ -347,7 +347,7 @@ def _told_by_rank_0(pair: ModelPair, ranks: Ranks) -> ModelPair:
         # Only rank 0 can count the tokens of a draft with another tokenizer; it refuses prompts that are too long.
         return found | {"draft_context": pair.draft_context if pair.mapping is None else None}
 
-    told = ranks.agree("draft", known)
+    told = ranks.broadcast("draft", known)
     return pair if ranks.leads else replace(pair, **told)
 
 
@@ -355,7 +355,7 @@ def _staged(target: nn.Module, draft: nn.Module | None, ranks: Ranks | None) -> 
     """Split the target in two parts, on all ranks or on none."""
     found = staged_model(target, draft)
     refusal = None if isinstance(found, StagedModel) else found
-    refusal = agreed(ranks, "staged", lambda: refusal)
+    refusal = broadcast(ranks, "staged", lambda: refusal)
     return found if refusal is None else refusal
 
 

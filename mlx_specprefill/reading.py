@@ -360,7 +360,7 @@ def read_part(
         raise LoadError(f"{where}: a GGUF file can't be spread over several machines; use the safetensors files")
     with _errors(where):
         model, tokenizer, config = _lazy(where)
-        ranks.same("target" if kind is None else "draft", files_digest(path or hf_repo_to_path(str(where))))
+        ranks.assert_equal("target" if kind is None else "draft", files_digest(path or hf_repo_to_path(str(where))))
         sharding = shard(model, str(where), config, ranks, kind)
         cast_model(model, dtype)
         _fill(model, on_progress)

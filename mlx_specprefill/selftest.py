@@ -209,18 +209,18 @@ def sampler_errors(dtype: Dtype) -> Iterator[tuple[str, float, Callable[[], floa
     """Yield operations, limits of their errors, and functions that measure the errors, as total variations."""
     logits = (3 * mx.random.normal((1, VOCAB), key=mx.random.key(3))).astype(getattr(mx, dtype))
     for name, (params, truth) in _definitions(floats(logits)[0].astype(np.float64)).items():
-        yield name, 1e-4, partial(_computed, logits, params, truth)
+        yield name, 1e-4, partial(_distribution_error, logits, params, truth)
         if name == "temperature":
-            yield "drawn tokens", 0.05, partial(_drawn, logits, params, truth)
+            yield "drawn tokens", 0.05, partial(_draw_error, logits, params, truth)
 
 
-def _computed(logits: mx.array, params: SamplingParams, truth: Floats) -> float:
+def _distribution_error(logits: mx.array, params: SamplingParams, truth: Floats) -> float:
     """Return the error of the distribution that a request's tokens are drawn from."""
     (row,) = TokenSampler(params, VOCAB, logits_processors(params)).distributions(logits, _SEEN)
     return float(np.abs(np.asarray(row) - truth).sum() / 2)
 
 
-def _drawn(logits: mx.array, params: SamplingParams, truth: Floats) -> float:
+def _draw_error(logits: mx.array, params: SamplingParams, truth: Floats) -> float:
     """Return the error of 20 000 drawn tokens; chance makes some .01."""
     tokens, _ = choose(mx.repeat(logits, _DRAWS, axis=0), None, make_sampler(params, VOCAB), [])
     return float(np.abs(np.bincount(np.array(tokens), minlength=VOCAB) / _DRAWS - truth).sum() / 2)
@@ -310,22 +310,22 @@ def check_device() -> Iterator[Check]:
     """
     for dtype in get_args(Dtype):
         for operation, limit, measure in sampler_errors(dtype):
-            yield _checked("sampler", dtype, operation, limit, measure)
+            yield _run_check("sampler", dtype, operation, limit, measure)
     with TemporaryDirectory() as folder:
         for number, (name, config) in enumerate(FAMILIES.items()):
             checkpoint = save_checkpoint(Path(folder) / str(number), config)
             for dtype in get_args(Dtype):
-                missing = _missing(config, dtype)
+                missing = _unsupported(config, dtype)
                 if missing is not None:
                     yield Check(name, dtype, "all", "not supported", words=missing)
                     continue
                 try:
                     yield from _operations(Case(name, checkpoint, dtype))
-                except Exception as raised:  # noqa: BLE001 - as in `_checked`
-                    yield _raised(name, dtype, "loading and starting", raised)
+                except Exception as raised:  # noqa: BLE001 - as in `_run_check`
+                    yield _failed_check(name, dtype, "loading and starting", raised)
 
 
-def _missing(config: dict[str, Any], dtype: Dtype) -> str | None:
+def _unsupported(config: dict[str, Any], dtype: Dtype) -> str | None:
     """Return why this device can't run a model: MLX's CPU backend gathers unpacked experts in float32 only."""
     if mx.default_device() != mx.Device(mx.cpu) or "experts" not in str(config) or "quantization" in config:
         return None
@@ -337,15 +337,15 @@ def _missing(config: dict[str, Any], dtype: Dtype) -> str | None:
     return None
 
 
-def _checked(model: str, dtype: Dtype, operation: str, limit: float, measure: Callable[[], float]) -> Check:
+def _run_check(model: str, dtype: Dtype, operation: str, limit: float, measure: Callable[[], float]) -> Check:
     try:
         error = measure()
     except Exception as raised:  # noqa: BLE001 - any exception is a result
-        return _raised(model, dtype, operation, raised)
+        return _failed_check(model, dtype, operation, raised)
     return Check(model, dtype, operation, "ok" if error <= limit else "failed", error, limit)
 
 
-def _raised(model: str, dtype: Dtype, operation: str, error: Exception) -> Check:
+def _failed_check(model: str, dtype: Dtype, operation: str, error: Exception) -> Check:
     return Check(model, dtype, operation, "failed", words=f"{type(error).__name__}: {error}")
 
 
@@ -355,23 +355,23 @@ def _operations(case: Case) -> Iterator[Check]:
     limit = _LIMITS["float16" if case.dtype == "float32" and not exact else case.dtype]
 
     def check(operation: str, measure: Callable[..., float], *given: Any, limit: float = limit) -> Check:
-        return _checked(case.name, case.dtype, operation, limit, partial(measure, case, *given))
+        return _run_check(case.name, case.dtype, operation, limit, partial(measure, case, *given))
 
-    full, sparse = _Asked(sparse=False), _Asked(sparse=True)
+    full, sparse = _Request(sparse=False), _Request(sparse=True)
     with Engine(case.pair, _CONFIG) as engine:
-        yield check("full prefill", _answered, engine, full)
-        yield check("sparse prefill", _answered, engine, sparse)
-        yield check("answers beside each other", _answered, engine, sparse, full, sparse)
+        yield check("full prefill", _answer_error, engine, full)
+        yield check("sparse prefill", _answer_error, engine, sparse)
+        yield check("answers beside each other", _answer_error, engine, sparse, full, sparse)
         for name in STRATEGIES:
             if name != "mtp" or case.pair.model_type in ARCHITECTURES:
-                yield check(f"drafted by {name}", _answered, engine, _Asked(True, name))
+                yield check(f"drafted by {name}", _answer_error, engine, _Request(True, name))
     with Engine(case.alone, _CONFIG) as engine:
-        yield check("full prefill without a draft", _answered, engine, full)
+        yield check("full prefill without a draft", _answer_error, engine, full)
     with Engine(case.staged, _CONFIG) as engine:
-        yield check("staged prefill", _answered, engine, sparse)
+        yield check("staged prefill", _answer_error, engine, sparse)
     if "sliding_window" not in FAMILIES[case.name]:
         with Engine(case.pair, replace(_CONFIG, kv_bits=8)) as engine:
-            yield check("quantised KV cache", _answered, engine, full, limit=limit + _PACKED)
+            yield check("quantised KV cache", _answer_error, engine, full, limit=limit + _PACKED)
     yield check("attention rows", _rows, limit=_ROWS * limit)
 
 
@@ -390,12 +390,12 @@ def _rows(case: Case) -> float:
     return _distance(floats(mx.stack(list(capture.found.values())).max(axis=0)), case.last_row())
 
 
-class _Asked(NamedTuple):
+class _Request(NamedTuple):
     sparse: bool
     strategy: StrategyName | None = None
 
 
-def _answered(case: Case, engine: Engine, *asked: _Asked) -> float:
+def _answer_error(case: Case, engine: Engine, *asked: _Request) -> float:
     """Return the largest error of answers to concurrent requests.
 
     Raises:
@@ -406,18 +406,18 @@ def _answered(case: Case, engine: Engine, *asked: _Asked) -> float:
         options = SpecPrefillOptions(enabled=one.sparse, return_spans=True, speculative=one.strategy)
         engine.submit(GenerationRequest(PROMPT, _ANSWER, specprefill=options, logprobs=_LOGPROBS), inbox.put)
     # All answers are awaited before a reference is computed: that makes the CPU the default device of all threads.
-    answers = [_awaited(inbox) for inbox in inboxes]
+    answers = [_await_answer(inbox) for inbox in inboxes]
     return max(_error(case, engine, one, answer) for one, answer in zip(asked, answers, strict=True))
 
 
-def _awaited(inbox: queue.SimpleQueue[Event]) -> list[Event]:
+def _await_answer(inbox: queue.SimpleQueue[Event]) -> list[Event]:
     events = [inbox.get(timeout=_PATIENCE_S)]
     while not isinstance(events[-1], (Finished, Failed)):
         events.append(inbox.get(timeout=_PATIENCE_S))
     return events
 
 
-def _error(case: Case, engine: Engine, asked: _Asked, answer: list[Event]) -> float:
+def _error(case: Case, engine: Engine, asked: _Request, answer: list[Event]) -> float:
     """Return the error of the likeliest tokens' log-probabilities.
 
     Raises:

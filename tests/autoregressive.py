@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_specprefill.adapters.rope import adjusted_offsets
+from mlx_specprefill.adapters.rope import adjust_offsets
 from mlx_specprefill.request import TokenEvent
 from mlx_specprefill.sampling import LogitsProcessor, Sampler, choose, token_event
 
@@ -41,7 +41,7 @@ def decode(
         if count < max_tokens:
             if processors:
                 history = token if history is None else mx.concatenate([history, token])
-            with adjusted_offsets([shift]):
+            with adjust_offsets([shift]):
                 upcoming = model(token[None], cache=cache)[:, -1, :]
             following, following_scores = choose(upcoming, history, sampler, processors)
             _queue(following, following_scores, logprobs)

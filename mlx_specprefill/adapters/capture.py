@@ -38,7 +38,7 @@ __all__ = [
     "pool",
     "prompt_attention",
     "read_heads",
-    "recorded_attention",
+    "record_attention",
     "shipped_heads",
     "wrap_attention",
     "wrap_softmax",
@@ -157,7 +157,7 @@ class QueryCapture:
         for part in self._tiles(kv_heads, heads // kv_heads, S):
             logits = self._after(grouped[part]) @ keys[0, part[0], None].swapaxes(-1, -2)
             if isinstance(mask, mx.array):
-                logits = _masked(logits, mask[part])
+                logits = _apply_mask(logits, mask[part])
             self._add(logits.reshape(-1, *logits.shape[-2:]), None if sinks is None else sinks[part].reshape(-1))
         self._count += 1
 
@@ -225,32 +225,32 @@ class HeadCapture:
 
     def observe(self, queries: mx.array, keys: mx.array, scale: float, mask: Any, sinks: mx.array | None) -> None:
         """Observe one attention call: queries (1, H, L, D), keys (1, H_kv, S, D)."""
-        call, S = self._numbered(), keys.shape[-2]
+        call, S = self._next_call(), keys.shape[-2]
         if queries.shape[0] != 1 or queries.shape[-2] != self._length or self._span != S:
             return
         group = queries.shape[1] // keys.shape[1]
         seen = self._mask_of(mask, queries.shape[1])
-        for number, head in self._wanted(call, queries.shape[1]):
+        for number, head in self._wanted_heads(call, queries.shape[1]):
             rows = queries[0, head, self._passage] * scale
-            logits = _masked(rows @ keys[0, head // group].T, seen[min(head, seen.shape[0] - 1)])
+            logits = _apply_mask(rows @ keys[0, head // group].T, seen[min(head, seen.shape[0] - 1)])
             self._keep(call, number, logits, None if sinks is None else sinks[head : head + 1])
 
     def observe_logits(self, logits: mx.array) -> None:
         """Observe one hand-written softmax: (1, H, L, S) or (1, H_kv, group, L, S), masked."""
         if logits.ndim < 4 or logits.shape[0] != 1 or logits.shape[-2] != self._length:
             return  # a router's softmax
-        call = self._numbered()
+        call = self._next_call()
         if logits.shape[-1] != self._span:
             return
         rows = logits.reshape(-1, *logits.shape[-2:])
-        for number, head in self._wanted(call, rows.shape[0]):
+        for number, head in self._wanted_heads(call, rows.shape[0]):
             self._keep(call, number, rows[head, self._passage], None)
 
-    def _numbered(self) -> int:
+    def _next_call(self) -> int:
         self.calls += 1
         return self.calls - 1
 
-    def _wanted(self, call: int, heads: int) -> Iterator[tuple[int, int]]:
+    def _wanted_heads(self, call: int, heads: int) -> Iterator[tuple[int, int]]:
         """Yield the numbers of wanted heads, with their places among the `heads` of this rank."""
         first = self.rank * heads
         here = range(first, first + heads)
@@ -273,7 +273,7 @@ class HeadCapture:
         self.found[call, head] = mx.pad(row, [(0, self.prompt_len - row.shape[-1])])
 
 
-def _masked(logits: mx.array, mask: mx.array) -> mx.array:
+def _apply_mask(logits: mx.array, mask: mx.array) -> mx.array:
     return mx.where(mask, logits, -mx.inf) if mask.dtype == mx.bool_ else logits + mask
 
 
@@ -303,7 +303,7 @@ _observer: Active[AttentionObserver] = Active()
 
 
 @contextmanager
-def recorded_attention() -> Iterator[AttentionRecord]:
+def record_attention() -> Iterator[AttentionRecord]:
     """Collect the attention calls on this thread."""
     record = AttentionRecord()
     with _observer.during(record):

@@ -26,7 +26,7 @@ __all__ = [
     "first_layers",
     "full_draft_model",
     "layers_of",
-    "replacing",
+    "replace_layers",
     "smallest_depth",
 ]
 
@@ -49,7 +49,7 @@ class FirstLayers(nn.Module):  # type: ignore[misc]
     def __init__(self, whole: nn.Module, count: int) -> None:
         super().__init__()
         stops: dict[int, nn.Module] = {id(layer): _Stop(layer) for layer in layers_of(whole)[count:]}
-        self.model = replacing(whole, stops)
+        self.model = replace_layers(whole, stops)
         if self.model is whole:
             raise SparseUnsupportedError("its layers are not kept in a list")
         object.__setattr__(self, "whole", whole)
@@ -184,13 +184,13 @@ class _Stop(StandIn):
         raise _Stopped(next(value for value in (*args, *kwargs.values()) if isinstance(value, mx.array)))
 
 
-def replacing(module: nn.Module, twins: Mapping[int, nn.Module]) -> nn.Module:
+def replace_layers(module: nn.Module, twins: Mapping[int, nn.Module]) -> nn.Module:
     """Return the module, or a shallow copy of it if a list below it holds layers with a twin, by the layer's id."""
     changed: dict[str, Any] = {}
     for name, value in module.items():
         if isinstance(value, list) and any(id(part) in twins for part in value):
             changed[name] = [twins.get(id(part), part) for part in value]
-        elif isinstance(value, nn.Module) and (twin := replacing(value, twins)) is not value:
+        elif isinstance(value, nn.Module) and (twin := replace_layers(value, twins)) is not value:
             changed[name] = twin
     if not changed:
         return module

@@ -32,7 +32,7 @@ from ..errors import LoadError
 from .capture import Active
 from .registry import architecture_of
 
-__all__ = ["MTPHead", "MTPLayers", "load_mtp_head", "normalised", "recorded_hidden", "wrap_hidden"]
+__all__ = ["MTPHead", "MTPLayers", "load_mtp_head", "normalise", "record_hidden", "wrap_hidden"]
 
 _states: Active[list[mx.array]] = Active()
 
@@ -51,7 +51,7 @@ def wrap_hidden(call: Callable[..., mx.array]) -> Callable[..., mx.array]:
 
 
 @contextmanager
-def recorded_hidden() -> Iterator[list[mx.array]]:
+def record_hidden() -> Iterator[list[mx.array]]:
     """Collect the target's final hidden states (B, L, D) of the forwards on this thread, in order.
 
     They are the input of its output projection, after the last norm: what a Qwen3.5's inner text model returns.
@@ -139,7 +139,7 @@ def load_mtp_head(model: nn.Module, folder: Path) -> MTPHead:
         raise LoadError(f"MTP heads of {architecture_of(model)} are not supported")
     args: TextModelArgs = model.language_model.args
     _check_config(folder)
-    tensors = normalised(_tensors(folder))
+    tensors = normalise(_tensors(folder))
     layers = MTPLayers(args)
     layers.eval()
     try:
@@ -175,9 +175,9 @@ def _tensors(folder: Path) -> Tensors:
     return tensors
 
 
-def normalised(tensors: Mapping[str, mx.array]) -> Tensors:
+def normalise(tensors: Mapping[str, mx.array]) -> Tensors:
     """Return a head's tensors in the form of mlx-lm's modules: experts stacked, norms around 1."""
-    stacked = _stacked_experts(_split_experts(dict(tensors)))
+    stacked = _stack_experts(_split_experts(dict(tensors)))
     telling = [stacked[name] for kind in _TELLING_NORMS if (name := f"layers.0.{kind}.weight") in stacked]
     means = [float(np.array(norm.astype(mx.float32).mean())) for norm in telling]
     if not means or sum(means) / len(means) > 0.5:  # halfway between the two conventions
@@ -200,7 +200,7 @@ def _split_experts(tensors: Tensors) -> Tensors:
     return split
 
 
-def _stacked_experts(tensors: Tensors) -> Tensors:
+def _stack_experts(tensors: Tensors) -> Tensors:
     """Stack `experts.E.gate_proj.weight` over all experts E, with scales and biases."""
     experts: dict[str, dict[int, mx.array]] = {}
     stacked: Tensors = {}

@@ -17,9 +17,9 @@ import numpy.typing as npt
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..cache.positioned import Positioned, leaves, make_positioned_cache, place, quantize_kv
-from ..distributed.ranks import Ranks, agreed
+from ..distributed.ranks import Ranks, broadcast
 from ..errors import SparseUnsupportedError
-from .depth import FirstLayers, Observed, layers_of, replacing
+from .depth import FirstLayers, Observed, layers_of, replace_layers
 from .registry import adapter_for, architecture_of
 from .staged import StagedModel
 
@@ -209,7 +209,7 @@ def largest_hidden(model: nn.Module) -> float:
     Layers that are called part by part are only checked for overflows.
     """
     returned: list[Any] = []
-    watched = replacing(model, {id(layer): Observed(layer, returned) for layer in layers_of(model)})
+    watched = replace_layers(model, {id(layer): Observed(layer, returned) for layer in layers_of(model)})
     logits = watched(mx.array([TOKENS]), cache=make_prompt_cache(model))
     found = [mx.abs(each[0] if isinstance(each, tuple) else each).max() for each in returned]
     found.append(mx.where(mx.isnan(logits).any(), mx.inf, 0.0))
@@ -223,14 +223,14 @@ def sparse_refusal(target: nn.Module, draft: nn.Module | None, ranks: Ranks | No
     Args:
         draft: on rank 0; the others may have none.
     """
-    of_draft = agreed(ranks, "draft's refusal", lambda: _of_draft(draft))
+    of_draft = broadcast(ranks, "draft's refusal", lambda: _of_draft(draft))
     refusal = of_draft or _of_target(target)
     if ranks is None:
         return refusal
     holds = refusal is None and any(isinstance(part, Positioned) for part in leaves(make_positioned_cache(target)))
-    if ranks.every(holds):
+    if ranks.all(holds):
         return None
-    return ranks.agree("refusal", lambda: refusal) or "one of the machines has none of its attention layers"
+    return ranks.broadcast("refusal", lambda: refusal) or "one of the machines has none of its attention layers"
 
 
 def _of_draft(draft: nn.Module | None) -> str | None:

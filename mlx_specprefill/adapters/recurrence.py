@@ -21,7 +21,7 @@ from mlx_lm.models.cache import ArraysCache
 from ..cache.positioned import leaves
 from .capture import Active
 
-__all__ = ["RECURRENT", "RecurrentCall", "recorded_recurrence", "replay_refusal", "wrap_recurrence"]
+__all__ = ["RECURRENT", "RecurrentCall", "record_recurrence", "replay_refusal", "wrap_recurrence"]
 
 # Classes of mlx-lm that hold a recurrent state, as `file:class`.
 RECURRENT = (
@@ -83,7 +83,7 @@ def wrap_recurrence(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def recorded_recurrence() -> Iterator[list[RecurrentCall]]:
+def record_recurrence() -> Iterator[list[RecurrentCall]]:
     """Collect the calls of recurrent modules on this thread."""
     with _calls.during([]) as calls:
         yield calls

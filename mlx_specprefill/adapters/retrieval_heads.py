@@ -19,7 +19,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache
 
 from ..errors import LoadError, SparseUnsupportedError
-from .capture import DraftHeads, Head, recorded_attention
+from .capture import DraftHeads, Head, record_attention
 from .depth import FirstLayers, first_layers, full_draft_model, layers_of
 from .registry import adapter_for, architecture_of
 
@@ -92,7 +92,7 @@ class RetrievalDraft(FirstLayers):
 
 def known_heads(draft: RetrievalDraft) -> DraftHeads:
     """Return all retrieval heads with equal weights. These need no calibration."""
-    with recorded_attention() as record:
+    with record_attention() as record:
         draft(mx.zeros((1, 2), dtype=mx.int32))
     call = len(record.queries) - 1
     heads = tuple(Head(call, head, 1.0) for head in range(draft.retrieval.heads))
@@ -124,7 +124,7 @@ def attach_heads(model: nn.Module, file: Path) -> RetrievalDraft:
         raise LoadError(f"{file}: its heads stand on the first {stored.layers} layers; the draft has {total}")
     ours = _witness(model, stored.layers)
     theirs = stored.arrays.pop("witness")
-    if ours.shape != theirs.shape or not _alike(ours, theirs):
+    if ours.shape != theirs.shape or not _is_close(ours, theirs):
         raise LoadError(
             f"{file}: its heads were trained on another model than this draft (layer {stored.layers} differs)"
         )
@@ -169,7 +169,7 @@ def _witness(model: nn.Module, layers: int) -> mx.array:
     return last[_WITNESS]
 
 
-def _alike(ours: mx.array, theirs: mx.array) -> bool:
+def _is_close(ours: mx.array, theirs: mx.array) -> bool:
     difference = mx.abs(ours.astype(mx.float32) - theirs.astype(mx.float32)).max()
     return bool((difference <= _ALIKE * mx.abs(theirs).max()).item())
 

@@ -29,7 +29,7 @@ from .capture import Active
 __all__ = [
     "OffsetAdjustedRoPE",
     "PositionMappedRoPE",
-    "adjusted_offsets",
+    "adjust_offsets",
     "wrap_attention_scale",
     "wrap_dynamic_ntk",
     "wrap_rope",
@@ -106,7 +106,7 @@ class PositionMappedRoPE:
 class OffsetAdjustedRoPE:
     """Wraps `mx.fast.rope` to add a shift to the offset of the current call: position = slot + shift.
 
-    The shift belongs to a sequence, not to the model, so it is held per thread and only inside `adjusted_offsets`.
+    The shift belongs to a sequence, not to the model, so it is held per thread and only inside `adjust_offsets`.
     """
 
     def __init__(self, rope: RopeFn) -> None:
@@ -127,7 +127,7 @@ def wrap_rope(rope: RopeFn) -> PositionMappedRoPE:
 
 
 @contextmanager
-def adjusted_offsets(shifts: Sequence[int]) -> Iterator[None]:
+def adjust_offsets(shifts: Sequence[int]) -> Iterator[None]:
     """Inside the block, move row b of every rotation on this thread by `shifts[b]` positions.
 
     For rows whose cache can't carry the shift. All-zero shifts cost nothing.

@@ -22,7 +22,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, make_prompt_cac
 from ..cache.positioned import leaves
 from ..errors import SparseUnsupportedError
 from .capture import Active
-from .depth import FirstLayers, Observed, StandIn, layers_of, replacing
+from .depth import FirstLayers, Observed, StandIn, layers_of, replace_layers
 
 __all__ = ["StagedModel", "UpperLayers"]
 
@@ -40,7 +40,7 @@ class UpperLayers:
         whole = lower.whole
         first = layers_of(whole)[: lower.count]
         results = zip(first, _results(whole, first), strict=True)
-        self._model = replacing(whole, {id(layer): _Entrance(layer, count) for layer, count in results})
+        self._model = replace_layers(whole, {id(layer): _Entrance(layer, count) for layer, count in results})
         self._whole = whole
         caches = make_prompt_cache(whole)
         self.slots = tuple(slot for slot in range(len(caches)) if slot not in lower.slots)
@@ -150,7 +150,7 @@ def _results(whole: nn.Module, layers: Sequence[nn.Module]) -> list[int | None]:
     """Return the number of values that each layer returns, None if it is no tuple. Computes nothing."""
     seen: list[list[Any]] = [[] for _ in layers]
     observed = {id(layer): Observed(layer, results) for layer, results in zip(layers, seen, strict=True)}
-    replacing(whole, observed)(mx.zeros((1, 2), dtype=mx.int32), cache=make_prompt_cache(whole))
+    replace_layers(whole, observed)(mx.zeros((1, 2), dtype=mx.int32), cache=make_prompt_cache(whole))
     last = [results[-1] if results else None for results in seen]
     return [len(result) if isinstance(result, tuple) else None for result in last]
 
@@ -159,12 +159,12 @@ def _needs_no_mask(whole: nn.Module) -> bool:
     """Return whether one token of one row sees all that each layer's cache holds, whatever their lengths."""
     cache, windows = make_prompt_cache(whole), list[Any]()
     for leaf in leaves(cache):
-        leaf.make_mask = partial(_noted, windows, leaf.make_mask)
+        leaf.make_mask = partial(_note_window, windows, leaf.make_mask)
     whole(mx.zeros((1, 1), dtype=mx.int32), cache=cache)
     return not any(windows) and all(type(leaf) in (KVCache, ArraysCache) for leaf in leaves(cache))
 
 
-def _noted(windows: list[Any], make_mask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _note_window(windows: list[Any], make_mask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     windows.append(kwargs.get("window_size") or args[1:])
     return make_mask(*args, **kwargs)
 

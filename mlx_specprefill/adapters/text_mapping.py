@@ -236,7 +236,7 @@ class TextMapping:
             SparseUnsupportedError: the text is empty.
         """
         text, target_ends = self._target.read(tokens)
-        said = _decoded(text)
+        said = _decode(text)
         if not said:
             raise SparseUnsupportedError("the prompt has no text that the draft could read")
         ids, draft_ends = self._tokens(said)
@@ -257,22 +257,22 @@ class TextMapping:
         Raises:
             SparseUnsupportedError: there are none.
         """
-        encoding = self._encoded(text)
+        encoding = self._encode(text)
         data = text.encode()
         own, own_ends = self._draft.read(encoding.ids)
-        exact = _placed(own, own_ends, data)
+        exact = _align_ends(own, own_ends, data)
         if exact is not None:
             return encoding.ids, exact
         pieces = _pieces(text, encoding.offsets)
-        ends = _shared(np.repeat(pieces.ends, np.diff(pieces.stops, prepend=0)))
+        ends = _divide_bytes(np.repeat(pieces.ends, np.diff(pieces.stops, prepend=0)))
         for tokens, stands in pieces.of_several():
             before = int(own_ends[tokens.start - 1]) if tokens.start else 0
-            exact = _placed(own[before : own_ends[tokens.stop - 1]], own_ends[tokens] - before, data[stands])
+            exact = _align_ends(own[before : own_ends[tokens.stop - 1]], own_ends[tokens] - before, data[stands])
             if exact is not None:
                 ends[tokens] = exact + stands.start
         return encoding.ids, ends
 
-    def _encoded(self, text: str) -> Encoding:
+    def _encode(self, text: str) -> Encoding:
         self._backend.encode_special_tokens = True  # other users of the tokenizer may have set it
         encoding = self._backend.encode(text, add_special_tokens=False)
         if not encoding.ids:
@@ -280,8 +280,8 @@ class TextMapping:
         return encoding
 
     def _aligned_share(self, tokens: TokenIds) -> float:
-        text = _decoded(self._target.read(tokens)[0])
-        encoding, data = self._encoded(text), text.encode()
+        text = _decode(self._target.read(tokens)[0])
+        encoding, data = self._encode(text), text.encode()
         good = 0
         for of_piece, stands in _pieces(text, encoding.offsets):
             says = b"".join(self._draft[token] for token in encoding.ids[of_piece])
@@ -317,7 +317,7 @@ def map_text(target: TokenizerWrapper, draft: TokenizerWrapper) -> TextMapping:
     return mapping
 
 
-def _decoded(text: bytes) -> str:
+def _decode(text: bytes) -> str:
     """Decode to text with the same number of bytes: a question mark replaces each invalid byte."""
     try:
         return text.decode()
@@ -325,7 +325,7 @@ def _decoded(text: bytes) -> str:
         return _UNDECODABLE.sub("?", text.decode(errors="surrogateescape"))
 
 
-def _placed(own: bytes, ends: Ends, data: bytes) -> Ends | None:
+def _align_ends(own: bytes, ends: Ends, data: bytes) -> Ends | None:
     """Return the ends of tokens that stand for this text, or for spaces followed by it; some tokenizers add a space."""
     added = len(own) - len(data)
     if added < 0 or not own.endswith(data) or own[:added].strip(b" "):
@@ -376,7 +376,7 @@ def _pieces(text: str, offsets: list[tuple[int, int]]) -> _Pieces:
     return _Pieces(last + 1, np.asarray(bytes_before[borders], dtype=np.int64))
 
 
-def _shared(ends: Ends) -> Ends:
+def _divide_bytes(ends: Ends) -> Ends:
     """Divide the bytes of several tokens with the same end among them."""
     borders, first, count = np.unique(ends, return_index=True, return_counts=True)
     length, group = np.diff(borders, prepend=0), np.repeat(np.arange(borders.size), count)
@@ -399,12 +399,12 @@ def mapping_between(target: TokenizerWrapper, draft: TokenizerWrapper, draft_id:
     try:
         check_same_tokenizer(target, draft)
     except PairMismatchError as difference:
-        return _mapped(target, draft, draft_id, difference)
+        return _map_or_raise(target, draft, draft_id, difference)
     log.info("draft %s: same tokenizer as the target's", draft_id)
     return None
 
 
-def _mapped(
+def _map_or_raise(
     target: TokenizerWrapper, draft: TokenizerWrapper, draft_id: str, difference: PairMismatchError
 ) -> TextMapping:
     try:
@@ -428,14 +428,14 @@ def check_same_tokenizer(target: TokenizerWrapper, draft: TokenizerWrapper) -> N
         raise PairMismatchError(
             f"target and draft have different vocabularies ({len(ours)} and {len(theirs)} tokens; e.g. {example})"
         )
-    if _added(target) != _added(draft):
-        differing_ids = sorted(_added(target) ^ _added(draft))[:4]
+    if _added_ids(target) != _added_ids(draft):
+        differing_ids = sorted(_added_ids(target) ^ _added_ids(draft))[:4]
         raise PairMismatchError(f"target and draft have different special tokens (e.g. ids {differing_ids})")
     if target.encode(_PROBE_TEXT) != draft.encode(_PROBE_TEXT):
         raise PairMismatchError("target and draft share a vocabulary but split text differently")
 
 
-def _added(tokenizer: TokenizerWrapper) -> set[int]:
+def _added_ids(tokenizer: TokenizerWrapper) -> set[int]:
     """Return the ids of added tokens. Their special flag is ignored: it matters for decoding only, and GGUF files
     differ.
     """

@@ -455,7 +455,7 @@ class QuantizedBatchKVCache(PositionedBatch):
 
     Keys and values are triples, as in those rows: packed values (C, H, S, D * bits / 32) uint32, scales and biases (C,
     H, S, D / group_size). A row joins and leaves with its own triples; only new tokens are quantised. As in those rows,
-    `offset` counts slots: the caller adds the rows' shifts (`adjusted_offsets`).
+    `offset` counts slots: the caller adds the rows' shifts (`adjust_offsets`).
 
     Attributes:
         group_size, bits: the names that mlx-lm's attention looks for.

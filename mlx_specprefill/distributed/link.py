@@ -26,7 +26,7 @@ from typing import Any
 
 from ..errors import LoadError, PeerLost, PeerLostError, SettingsError
 
-__all__ = ["Link", "Place", "connect", "place"]
+__all__ = ["Link", "RankInfo", "connect", "rank_info"]
 
 CONTROL_VARIABLE = "MLX_SPECPREFILL_CONTROL"
 KEY_VARIABLE = "MLX_SPECPREFILL_RANK_KEY"
@@ -34,7 +34,7 @@ _NO_CONTROL = f"rank 0's address is not known: set {CONTROL_VARIABLE} to HOST:PO
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankInfo:
     """One of `size` processes.
 
     Attributes:
@@ -54,8 +54,8 @@ class Place:
         return f"rank {rank} ({self.hosts[rank]})" if rank < len(self.hosts) else f"rank {rank}"
 
 
-def place(environ: Mapping[str, str] = os.environ) -> Place | None:
-    """Return the place of this process; None if it runs alone.
+def rank_info(environ: Mapping[str, str] = os.environ) -> RankInfo | None:
+    """Return the rank of this process; None if it runs alone.
 
     Raises:
         SettingsError: the environment shows other ranks, but no address of rank 0.
@@ -71,47 +71,47 @@ def place(environ: Mapping[str, str] = os.environ) -> Place | None:
     if address is None:
         raise SettingsError(_NO_CONTROL)
     key = environ.get(KEY_VARIABLE) or "\0".join([*hosts, str(size), str(address)])
-    return Place(int(rank), size, address, tuple(hosts), hashlib.sha256(key.encode()).digest())
+    return RankInfo(int(rank), size, address, tuple(hosts), hashlib.sha256(key.encode()).digest())
 
 
-Found = tuple[int, tuple[str, int] | None, Sequence[str]]
+_Backend = tuple[int, tuple[str, int] | None, Sequence[str]]
 
 
-def _ring(environ: Mapping[str, str]) -> Found | None:
+def _ring(environ: Mapping[str, str]) -> _Backend | None:
     """Read the ring's file with each rank's addresses. The port before rank 0's first one is assumed to be free."""
-    nodes = _listed(environ.get("MLX_HOSTFILE"))
+    nodes = _read_list(environ.get("MLX_HOSTFILE"))
     if not nodes:
         return None
     host, port = _address(nodes[0][0])
     return len(nodes), (host, port - 1), [_address(node[0])[0] for node in nodes]
 
 
-def _jaccl(environ: Mapping[str, str]) -> Found | None:
-    devices = _listed(environ.get("MLX_IBV_DEVICES"))
+def _jaccl(environ: Mapping[str, str]) -> _Backend | None:
+    devices = _read_list(environ.get("MLX_IBV_DEVICES"))
     if not devices or "MLX_JACCL_COORDINATOR" not in environ:
         return None
     host, port = _address(environ["MLX_JACCL_COORDINATOR"])
     return len(devices), (host, port - 1), [host]
 
 
-def _nccl(environ: Mapping[str, str]) -> Found | None:
+def _nccl(environ: Mapping[str, str]) -> _Backend | None:
     if "NCCL_HOST_IP" not in environ or "MLX_WORLD_SIZE" not in environ:
         return None
     host = environ["NCCL_HOST_IP"]
     return int(environ["MLX_WORLD_SIZE"]), (host, int(environ.get("NCCL_PORT", "12345")) - 1), [host]
 
 
-def _mpi(environ: Mapping[str, str]) -> Found | None:
+def _mpi(environ: Mapping[str, str]) -> _Backend | None:
     size = environ.get("OMPI_COMM_WORLD_SIZE")
     return None if size is None else (int(size), None, ())
 
 
-def _listed(file: str | None) -> list[Any]:
+def _read_list(file: str | None) -> list[Any]:
     if not file or not Path(file).is_file():
         return []
     text = Path(file).read_text(encoding="utf-8").strip()
-    found = json.loads(text) if text else []
-    return found if isinstance(found, list) else []
+    nodes = json.loads(text) if text else []
+    return nodes if isinstance(nodes, list) else []
 
 
 def _address(text: str) -> tuple[str, int]:
@@ -134,13 +134,13 @@ class _Peer:
 
     Attributes:
         seen: time of its last message, by the monotonic clock.
-        said: its messages except heartbeats; None: the connection has ended.
+        messages: its messages except heartbeats; None: the connection has ended.
     """
 
     rank: int
     connection: Connection
     seen: float = field(default_factory=time.monotonic)
-    said: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
+    messages: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def send(self, message: bytes) -> None:
@@ -155,10 +155,10 @@ class Link:
         timeout: seconds of silence after which a process counts as lost.
     """
 
-    def __init__(self, place: Place, timeout: float, peers: list[_Peer]) -> None:
-        self.place = place
-        self.rank = place.rank
-        self.size = place.size
+    def __init__(self, info: RankInfo, timeout: float, peers: list[_Peer]) -> None:
+        self.info = info
+        self.rank = info.rank
+        self.size = info.size
         self.timeout = timeout
         self._peers = {peer.rank: peer for peer in peers}
         self._calls: list[Callable[[PeerLostError], None]] = []
@@ -180,7 +180,7 @@ class Link:
     # --- decisions of rank 0
     # ----------------------------------------------------------------------------------------------
 
-    def tell(self, what: str, value: Any) -> None:
+    def send(self, what: str, value: Any) -> None:
         """Send a value from rank 0 to all others.
 
         Raises:
@@ -194,21 +194,21 @@ class Link:
             except OSError as error:
                 raise self._lose(peer.rank, f"its connection is closed ({error})") from error
 
-    def hear(self) -> tuple[str, Any]:
+    def receive(self) -> tuple[str, Any]:
         """Receive rank 0's next value.
 
         Raises:
             PeerLost: it is gone.
         """
-        message = self._peers[0].said.get()
+        message = self._peers[0].messages.get()
         if message is None:
             self._gone.wait(self.timeout)
             self._check()
             raise self._lose(0, "it has ended")
-        found: tuple[str, Any] = message
-        return found
+        value: tuple[str, Any] = message
+        return value
 
-    def same(self, what: str, value: str) -> None:
+    def assert_equal(self, what: str, value: str) -> None:
         """Check that all ranks have rank 0's value.
 
         Raises:
@@ -220,24 +220,24 @@ class Link:
                 self._peers[0].send(json.dumps({"same": what, "value": value}).encode())
             except OSError as error:
                 raise self._lose(0, f"its connection is closed ({error})") from error
-            told, verdict = self.hear()
-            if told != "same":
-                raise self.differ(f"rank {self.rank} compares its {what} where rank 0 tells {told!r}")
+            question, verdict = self.receive()
+            if question != "same":
+                raise self.lose_sync(f"rank {self.rank} compares its {what} where rank 0 sends {question!r}")
         else:
-            verdict = self._compared(what, value)
-            self.tell("same", verdict)
+            verdict = self._first_difference(what, value)
+            self.send("same", verdict)
         if verdict is not None:
             raise LoadError(verdict)
 
-    def _compared(self, what: str, value: str) -> str | None:
+    def _first_difference(self, what: str, value: str) -> str | None:
         for peer in self._peers.values():
-            said = peer.said.get()
-            if said is None:
+            answer = peer.messages.get()
+            if answer is None:
                 self._gone.wait(self.timeout)
                 self._check()
-            elif said.get("same") != what or said.get("value") != value:
-                name = self.place.name(peer.rank)
-                return f"{name} has another {what} than rank 0: {said.get('value')!r}, not {value!r}"
+            elif answer.get("same") != what or answer.get("value") != value:
+                name = self.info.name(peer.rank)
+                return f"{name} has another {what} than rank 0: {answer.get('value')!r}, not {value!r}"
         return None
 
     # --- heartbeats
@@ -250,7 +250,7 @@ class Link:
     def on_lost(self, call: Callable[[PeerLostError], None]) -> None:
         self._calls.append(call)
 
-    def differ(self, why: str) -> PeerLost:
+    def lose_sync(self, why: str) -> PeerLost:
         """Report that the processes are out of sync."""
         return self._lose(self.rank, why)
 
@@ -277,8 +277,8 @@ class Link:
                 self._closed = True
                 break
             if kind != _BEAT:
-                peer.said.put(message)
-        peer.said.put(None)
+                peer.messages.put(message)
+        peer.messages.put(None)
 
     def _send_beats(self) -> None:
         message = json.dumps({_BEAT: True}).encode() if self.rank else pickle.dumps((_BEAT, None))
@@ -315,12 +315,12 @@ class Link:
         with self._losing:
             first = self.lost is None and not self._closed
             if self.lost is None:
-                self.lost = PeerLostError(rank, words or f"{self.place.name(rank)} is lost: {why}")
+                self.lost = PeerLostError(rank, words or f"{self.info.name(rank)} is lost: {why}")
         if first:
             log.error("%s", self.lost)
             self._gone.set()
             for peer in self._peers.values():
-                peer.said.put(None)
+                peer.messages.put(None)
             for call in self._calls:
                 self._thread("lost", call, self.lost)
         return PeerLost(self.lost)
@@ -329,7 +329,7 @@ class Link:
 # --- connection setup -------------------------------------------------------------------------------------------------
 
 
-def connect(place: Place, timeout: float, facts: dict[str, str]) -> Link:
+def connect(info: RankInfo, timeout: float, facts: dict[str, str]) -> Link:
     """Wait for the other processes.
 
     Args:
@@ -340,50 +340,50 @@ def connect(place: Place, timeout: float, facts: dict[str, str]) -> Link:
         LoadError: a rank is missing, or differs from rank 0.
     """
     deadline = time.monotonic() + timeout
-    peers = [_call(place, deadline)] if place.rank else _receive(place, deadline)
-    link = Link(place, timeout, peers)
+    peers = [_call(info, deadline)] if info.rank else _receive(info, deadline)
+    link = Link(info, timeout, peers)
     link.start()
     for name, fact in facts.items():
-        link.same(name, fact)
+        link.assert_equal(name, fact)
     return link
 
 
-def _call(place: Place, deadline: float) -> _Peer:
+def _call(info: RankInfo, deadline: float) -> _Peer:
     """Connect from another rank to rank 0."""
     while True:
         try:
-            connection = Client(place.control, authkey=place.key)
+            connection = Client(info.control, authkey=info.key)
             break
         except AuthenticationError as error:
-            raise LoadError(f"{place.name(0)} has another hostfile or key than {place.name(place.rank)}") from error
+            raise LoadError(f"{info.name(0)} has another hostfile or key than {info.name(info.rank)}") from error
         except (OSError, EOFError) as error:
             if time.monotonic() > deadline:
-                where = f"{place.control[0]}:{place.control[1]}"
-                raise LoadError(f"{place.name(0)} can't be reached at {where}: {error}") from error
+                where = f"{info.control[0]}:{info.control[1]}"
+                raise LoadError(f"{info.name(0)} can't be reached at {where}: {error}") from error
             time.sleep(_RETRY_S)
     _at_once(connection)
-    connection.send_bytes(json.dumps({"rank": place.rank}).encode())
+    connection.send_bytes(json.dumps({"rank": info.rank}).encode())
     return _Peer(0, connection)
 
 
-def _receive(place: Place, deadline: float) -> list[_Peer]:
+def _receive(info: RankInfo, deadline: float) -> list[_Peer]:
     """Accept connections of all others on rank 0."""
     try:
-        listener = Listener(place.control, backlog=place.size, authkey=place.key)
+        listener = Listener(info.control, backlog=info.size, authkey=info.key)
     except OSError as error:
-        where = f"{place.control[0]}:{place.control[1]}"
+        where = f"{info.control[0]}:{info.control[1]}"
         raise LoadError(f"rank 0 can't listen at {where} for the other ranks: {error.strerror or error}") from error
-    found: dict[int, _Peer] = {}
+    peers: dict[int, _Peer] = {}
     done = threading.Event()
 
     def accept() -> None:
-        while len(found) < place.size - 1:
+        while len(peers) < info.size - 1:
             with suppress(OSError, EOFError, AuthenticationError, ValueError, KeyError):
                 connection = listener.accept()
                 _at_once(connection)
                 rank = int(json.loads(connection.recv_bytes())["rank"])
-                if 0 < rank < place.size:
-                    found[rank] = _Peer(rank, connection)
+                if 0 < rank < info.size:
+                    peers[rank] = _Peer(rank, connection)
             if done.is_set():
                 return
         done.set()
@@ -393,9 +393,9 @@ def _receive(place: Place, deadline: float) -> list[_Peer]:
     done.set()
     listener.close()
     if not complete:
-        missing = [place.name(rank) for rank in range(1, place.size) if rank not in found]
+        missing = [info.name(rank) for rank in range(1, info.size) if rank not in peers]
         raise LoadError(f"{' and '.join(missing)} did not come: is the machine reachable, and the program there?")
-    return [found[rank] for rank in sorted(found)]
+    return [peers[rank] for rank in sorted(peers)]
 
 
 def _at_once(connection: Connection) -> None:

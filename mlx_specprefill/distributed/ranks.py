@@ -1,8 +1,8 @@
 """Agreement among the processes that run one model together.
 
 All take the same steps in the same order. Rank 0 decides whatever depends on a clock, a client or chance, and sends it
-to the others (`agree`). Memory or a cached prefix counts only if all have it (`range`). Numbers that every rank
-computes are taken from rank 0, because machines may round differently (`tokens`, `floats`).
+to the others (`broadcast`). Memory or a cached prefix counts only if all have it (`min_max`). Numbers that every rank
+computes are taken from rank 0, because machines may round differently (`broadcast_tokens`, `broadcast_floats`).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import LoadError, PeerLost, PeerLostError
-from .link import Link, Place, connect, place
+from .link import Link, RankInfo, connect, rank_info
 
-__all__ = ["Ranks", "agreed", "join_ranks"]
+__all__ = ["Ranks", "broadcast", "join_ranks"]
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 class Ranks:
     """This process among those that run one model together.
 
-    Everything except `same`, `on_lost` and `close` belongs to the MLX thread.
+    Everything except `assert_equal`, `on_lost` and `close` belongs to the MLX thread.
 
     Args:
         link: to the other processes, beside MLX's connections.
@@ -53,7 +53,7 @@ class Ranks:
         """Return the error of the lost rank, if one is lost; nothing can be computed any more."""
         return self._link.lost
 
-    def agree(self, what: str, read: Callable[[], T]) -> T:
+    def broadcast(self, what: str, read: Callable[[], T]) -> T:
         """Return rank 0's value. The others don't call `read`.
 
         Args:
@@ -64,66 +64,66 @@ class Ranks:
         """
         if self.leads:
             value = read()
-            self._link.tell(what, value)
+            self._link.send(what, value)
             return value
-        told, heard = self._link.hear()
-        if told != what:
-            raise self._link.differ(f"rank {self.rank} asks for {what!r} where rank 0 tells {told!r}")
-        return heard  # type: ignore[no-any-return]
+        question, value = self._link.receive()
+        if question != what:
+            raise self._link.lose_sync(f"rank {self.rank} asks for {what!r} where rank 0 sends {question!r}")
+        return value
 
-    def range(self, value: int) -> tuple[int, int]:
+    def min_max(self, value: int) -> tuple[int, int]:
         """Return the lowest and the highest value (int32) of all ranks."""
         self._check()
         lowest = mx.distributed.all_min(mx.array([value, -value], dtype=mx.int32), group=self.group)
         low, high = np.array(lowest).tolist()
         return low, -high
 
-    def every(self, fact: bool) -> bool:
+    def all(self, fact: bool) -> bool:
         """Return whether the fact is true on all ranks."""
-        return bool(self.range(int(fact))[0])
+        return bool(self.min_max(int(fact))[0])
 
-    def tokens(self, tokens: mx.array) -> mx.array:
+    def broadcast_tokens(self, tokens: mx.array) -> mx.array:
         """Return rank 0's token ids, of any shape, not evaluated."""
         self._check()
         return mx.distributed.all_sum(tokens * mx.array(self._own, dtype=tokens.dtype), group=self.group)
 
-    def floats(self, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    def broadcast_floats(self, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """Return rank 0's numbers."""
-        return self.total(values if self.leads else np.zeros_like(values))
+        return self.all_sum(values if self.leads else np.zeros_like(values))
 
-    def total(self, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    def all_sum(self, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """Return the sum over all ranks."""
         self._check()
         return np.array(mx.distributed.all_sum(mx.array(values), group=self.group))
 
-    def highest(self, values: mx.array) -> mx.array:
+    def all_max(self, values: mx.array) -> mx.array:
         """Return the highest value of all ranks, elementwise, not evaluated."""
         self._check()
         return mx.distributed.all_max(values, group=self.group)
 
-    def gathered(self, values: mx.array) -> mx.array:
+    def all_gather(self, values: mx.array) -> mx.array:
         """Return the values of all ranks along the first axis, not evaluated."""
         self._check()
         return mx.distributed.all_gather(values, group=self.group)
 
-    def same(self, what: str, value: str) -> None:
+    def assert_equal(self, what: str, value: str) -> None:
         """Check that all ranks have the same value.
 
         Raises:
             LoadError: another rank has another value.
         """
-        self._link.same(what, value)
+        self._link.assert_equal(what, value)
 
-    def together(self, error: Exception) -> None:
+    def fail_together(self, error: Exception) -> None:
         """Check that all ranks failed alike, if the work goes on without the failed part.
 
         Raises:
             PeerLost: a process is gone, or has not failed.
         """
         try:
-            self._link.same("failure", type(error).__name__)
+            self._link.assert_equal("failure", type(error).__name__)
         except LoadError as difference:
-            raise self._link.differ(f"{difference}; here: {error}") from error
+            raise self._link.lose_sync(f"{difference}; here: {error}") from error
 
     def fail(self, error: Exception) -> None:
         """End all ranks, because this one is out of sync.
@@ -131,7 +131,7 @@ class Ranks:
         Raises:
             PeerLost: always.
         """
-        raise self._link.differ(f"{type(error).__name__}: {error}") from error
+        raise self._link.lose_sync(f"{type(error).__name__}: {error}") from error
 
     def _check(self) -> None:
         if (lost := self.lost) is not None:
@@ -157,9 +157,9 @@ class Ranks:
         raise TypeError("a group of processes can't be pickled")
 
 
-def agreed(ranks: Ranks | None, what: str, read: Callable[[], T]) -> T:
-    """Return rank 0's value, or the value read here if there is one process. See `Ranks.agree`."""
-    return read() if ranks is None else ranks.agree(what, read)
+def broadcast(ranks: Ranks | None, what: str, read: Callable[[], T]) -> T:
+    """Return rank 0's value, or the value read here if there is one process. See `Ranks.broadcast`."""
+    return read() if ranks is None else ranks.broadcast(what, read)
 
 
 _PACKAGES = ("mlx-specprefill", "mlx", "mlx-lm")
@@ -176,11 +176,11 @@ def join_ranks(timeout: float = 60.0, facts: dict[str, str] | None = None) -> Ra
         LoadError: a rank is missing or differs, or MLX's own connection fails.
         SettingsError: the environment holds no address of rank 0.
     """
-    found = place()
-    if found is None:
+    info = rank_info()
+    if info is None:
         return None
-    link = connect(found, timeout, {f"version of {name}": _version(name) for name in _PACKAGES} | (facts or {}))
-    return Ranks(link, _mlx_group(found, timeout))
+    link = connect(info, timeout, {f"version of {name}": _version(name) for name in _PACKAGES} | (facts or {}))
+    return Ranks(link, _mlx_group(info, timeout))
 
 
 def _version(package: str) -> str:
@@ -190,25 +190,25 @@ def _version(package: str) -> str:
         return "unknown"
 
 
-def _mlx_group(place: Place, timeout: float) -> mx.distributed.Group:
+def _mlx_group(info: RankInfo, timeout: float) -> mx.distributed.Group:
     """Make MLX's group with a time limit; MLX has none."""
-    found: list[mx.distributed.Group | Exception] = []
+    results: list[mx.distributed.Group | Exception] = []
 
     def init() -> None:
         try:
-            found.append(mx.distributed.init(strict=True))
+            results.append(mx.distributed.init(strict=True))
         except Exception as error:  # noqa: BLE001 - it is raised by the caller
-            found.append(error)
+            results.append(error)
 
     thread = threading.Thread(target=init, name="mlx-specprefill-init", daemon=True)
     thread.start()
     thread.join(timeout)
     slow = LoadError(f"MLX's connection between the ranks did not come about in {timeout:.0f} s")
-    group = found[0] if found else slow
+    group = results[0] if results else slow
     if isinstance(group, Exception):
-        raise LoadError(f"{place.name(place.rank)}: {group}") from group
-    if (group.rank(), group.size()) != (place.rank, place.size):
+        raise LoadError(f"{info.name(info.rank)}: {group}") from group
+    if (group.rank(), group.size()) != (info.rank, info.size):
         raise LoadError(
-            f"MLX is rank {group.rank()} of {group.size()}, the environment says rank {place.rank} of {place.size}"
+            f"MLX is rank {group.rank()} of {group.size()}, the environment says rank {info.rank} of {info.size}"
         )
     return group

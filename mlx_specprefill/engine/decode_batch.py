@@ -26,7 +26,7 @@ import numpy as np
 
 from ..adapters.probe import probe_quantized
 from ..adapters.registry import adapter_for, architecture_of
-from ..adapters.rope import adjusted_offsets
+from ..adapters.rope import adjust_offsets
 from ..adapters.staged import StagedModel
 from ..cache.positioned import quantize_kv
 from ..cache.rows import batch_key, extend_batch, extract_row, filter_batch, give_back, make_room, merge_rows
@@ -165,7 +165,7 @@ class _Group:
     def advance(self) -> _Choice:
         """Feed every row's token and queue the next choice; return the tokens fed."""
         fed = self.next
-        with adjusted_offsets([row.shift for row in self.rows]):
+        with adjust_offsets([row.shift for row in self.rows]):
             logits = self._forward(fed.tokens[:, None])[:, -1, :]
         chosen = self._choose(logits, fed.tokens, self._allowed(logits, fed.tokens))
         self.next = chosen._replace(tokens=self._agreed(chosen.tokens))
@@ -174,7 +174,7 @@ class _Group:
 
     def _agreed(self, tokens: mx.array) -> mx.array:
         """Return rank 0's choice: machines may round differently."""
-        return tokens if self._ranks is None else self._ranks.tokens(tokens)
+        return tokens if self._ranks is None else self._ranks.broadcast_tokens(tokens)
 
     def _forward(self, tokens: mx.array) -> mx.array:
         """Run the forward. It has two parts only if a row needs it: masks are made once per part."""

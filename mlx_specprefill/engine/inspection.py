@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..adapters.capture import HeadCapture
-from ..adapters.rope import adjusted_offsets
+from ..adapters.rope import adjust_offsets
 from ..request import GenerationRequest, Mode, Prediction, PrefillReport, Progress, PromptLogprobs, concat_tokens
 from ..specprefill.selector import kept_spans
 from .prefill import Prefiller
@@ -132,7 +132,7 @@ def replay_continuation(
     capture = HeadCapture(M, None) if attention and sequence.kept is None and T > 0 else None
     if T > 0:
         seen = nullcontext() if capture is None else capture.of_passage(M + T, T, slice(0, T))
-        with adjusted_offsets([sequence.shift]), seen:
+        with adjust_offsets([sequence.shift]), seen:
             rows = sequence.model(prefiller.pair)(mx.array(continuation[:-1])[None], cache=sequence.cache)[0]
         logits = mx.concatenate([logits, rows])
     if keep and sequence.shift == 0:

@@ -42,7 +42,7 @@ from .stats import Need
 
 __all__ = ["RankedEngine"]
 
-_MOST = (1 << 30) - 1  # the largest value that `Ranks.range` compares
+_MOST = (1 << 30) - 1  # the largest value that `Ranks.min_max` compares
 _Lookup = Callable[[Sequence[int] | TokenIds, bool], CacheHit | None]
 
 
@@ -60,7 +60,7 @@ class RankedCaches(EngineCaches):
         super().__init__(pair, config)
 
     def _identities(self, pair: ModelPair) -> tuple[str, str | None]:
-        return self._ranks.agree("identities", lambda: super(RankedCaches, self)._identities(pair))
+        return self._ranks.broadcast("identities", lambda: super(RankedCaches, self)._identities(pair))
 
     def _folder(self, folder: Path) -> Path:
         return folder / f"rank-{self._ranks.rank}-of-{self._ranks.size}"
@@ -73,7 +73,7 @@ class RankedCaches(EngineCaches):
 
         hit = self._common(find, tokens, again)
         held = 0 if hit is None or hit.held is None else 1 + zlib.crc32(hit.held.tobytes()) % _MOST
-        lowest, highest = self._ranks.range(held)
+        lowest, highest = self._ranks.min_max(held)
         return hit if lowest == highest else self.target_prefix(tokens, label, again)  # ranks have different prefixes
 
     def draft_prefix(self, tokens: Sequence[int] | TokenIds, label: CacheLabel) -> CacheHit | None:
@@ -86,16 +86,16 @@ class RankedCaches(EngineCaches):
         """Return the longest prefix that all ranks have."""
         hit = find(tokens, again)
         length = 0 if hit is None else hit.length
-        least, most = self._ranks.range(length)
+        least, most = self._ranks.min_max(length)
         while least < most:
             if length > least:
                 hit = find(tokens[: least + 1], True) if least else None
                 length = 0 if hit is None else hit.length
-            least, most = self._ranks.range(length)
+            least, most = self._ranks.min_max(length)
         return hit
 
     def covers(self, tokens: Sequence[int] | TokenIds, label: CacheLabel, choice: str | None = None) -> int:
-        return self._ranks.agree("covered", lambda: super(RankedCaches, self).covers(tokens, label, choice))
+        return self._ranks.broadcast("covered", lambda: super(RankedCaches, self).covers(tokens, label, choice))
 
 
 class RankedMemory(Memory):
@@ -104,9 +104,9 @@ class RankedMemory(Memory):
     def measure(self) -> None:
         super().measure()
         ranks = _ranks(self._pair)
-        window, _ = ranks.range(self.window())
+        window, _ = ranks.min_max(self.window())
         limit = self.admission.limit
-        if ranks.every(limit is not None) and limit is not None and window < self.window():
+        if ranks.all(limit is not None) and limit is not None and window < self.window():
             parts = [(self._target, window)]
             if self._pair.draft_placement == "first":  # the others have the same room for the target alone
                 parts.append((self._draft, round(window * self._pair.draft_ratio)))
@@ -117,10 +117,10 @@ class RankedMemory(Memory):
         _ranks(self._pair).fail(error)
 
     def fits(self, need: Need) -> bool:
-        return _ranks(self._pair).every(super().fits(need))
+        return _ranks(self._pair).all(super().fits(need))
 
     def may_come(self, need: int) -> bool:
-        return _ranks(self._pair).every(super().may_come(need))
+        return _ranks(self._pair).all(super().may_come(need))
 
     def reserve(self, uid: int, need: Need) -> bool:
         return self._on_all(uid, super().reserve(uid, need))
@@ -129,7 +129,7 @@ class RankedMemory(Memory):
         return self._on_all(uid, super().reserve_free(uid, need))
 
     def _on_all(self, uid: int, reserved: bool) -> bool:
-        if _ranks(self._pair).every(reserved):
+        if _ranks(self._pair).all(reserved):
             return True
         self.admission.release(uid)
         return False
@@ -144,7 +144,7 @@ class RankedChunkSizer(ChunkSizer):
 
         if stage == "draft" and self._pair.draft_placement == "first":
             return own()  # rank 0 alone asks
-        return _ranks(self._pair).agree("chunk", own)
+        return _ranks(self._pair).broadcast("chunk", own)
 
 
 class RankedScorer(PromptScorer):
@@ -155,10 +155,10 @@ class RankedScorer(PromptScorer):
     ) -> Scoring:
         scores = super().scores
         if self.pair.draft_placement == "first" and request.specprefill.importance is None:
-            found = yield from self._by_rank_0(lambda: scores(request, plan, text, hidden))
+            result = yield from self._by_rank_0(lambda: scores(request, plan, text, hidden))
         else:
-            found = yield from scores(request, plan, text, hidden)
-        return replace(found, importance=_ranks(self.pair).floats(found.importance))
+            result = yield from scores(request, plan, text, hidden)
+        return replace(result, importance=_ranks(self.pair).broadcast_floats(result.importance))
 
     def _by_rank_0(self, begin: Callable[[], Scoring]) -> Scoring:
         """Score with the draft on rank 0. The others wait for each of its chunks and compute nothing.
@@ -182,12 +182,12 @@ class RankedScorer(PromptScorer):
                 return None, None, f"{type(error).__name__}: {error}"
 
         while True:
-            progress, found, failure = ranks.agree("draft", step)
+            progress, result, failure = ranks.broadcast("draft", step)
             if failure:
                 raise EngineError(failure)
             if progress is None:
-                assert found is not None
-                return own[0] if own else found
+                assert result is not None
+                return own[0] if own else result
             try:
                 yield progress
             except RequestCancelled as cancelled:
@@ -205,10 +205,10 @@ class RankedPrefiller(Prefiller):
         def own() -> PrefillPlan:
             return super(RankedPrefiller, self).plan(request, cached)
 
-        return own() if cached is None else _ranks(self.pair).agree("plan", own)  # None: a client of rank 0 asks
+        return own() if cached is None else _ranks(self.pair).broadcast("plan", own)  # None: a client of rank 0 asks
 
     def _fall_back(self, sequence: Request, error: Exception) -> None:
-        _ranks(self.pair).together(error)
+        _ranks(self.pair).fail_together(error)
         super()._fall_back(sequence, error)
 
 
@@ -218,7 +218,7 @@ class RankedBackgroundQueue(BackgroundQueue):
     ranks: Ranks
 
     def is_expecting(self, turn: IdleTurn) -> bool:
-        return self.ranks.agree("expecting", lambda: super(RankedBackgroundQueue, self).is_expecting(turn))
+        return self.ranks.broadcast("expecting", lambda: super(RankedBackgroundQueue, self).is_expecting(turn))
 
 
 class RankedBackgroundPrefill(BackgroundPrefill):
@@ -262,14 +262,14 @@ class RankedLoop(Loop):
 
     def step(self, background: bool = True, elsewhere: bool = False) -> None:
         self.beat = time.monotonic()
-        self._has_ended = not self.ranks.agree("step", lambda: True)
+        self._has_ended = not self.ranks.broadcast("step", lambda: True)
         if not self._has_ended:
             super().step(background, elsewhere)
 
     def _cancel_all(self) -> None:
         try:
             if not self._has_ended:
-                self.ranks.agree("step", lambda: False)
+                self.ranks.broadcast("step", lambda: False)
                 self._has_ended = True
             super()._cancel_all()
         except PeerLost as lost:
@@ -279,9 +279,9 @@ class RankedLoop(Loop):
         """Take rank 0's next job or call on every rank."""
         if self.ranks.leads:
             taken = super()._take()
-            self.ranks.agree("order", lambda: _order(taken))
+            self.ranks.broadcast("order", lambda: _order(taken))
             return taken
-        order = self.ranks.agree("order", lambda: None)
+        order = self.ranks.broadcast("order", lambda: None)
         if isinstance(order, Work):
             job = self.make(order)
             self._scheduler.add(job.uid)
@@ -292,26 +292,26 @@ class RankedLoop(Loop):
         return Call(lambda: None) if order else None
 
     def _is_accepting(self) -> bool:
-        return self.ranks.agree("accepting", super()._is_accepting)
+        return self.ranks.broadcast("accepting", super()._is_accepting)
 
     def _clock(self) -> float:
-        return self.ranks.agree("time", super()._clock)
+        return self.ranks.broadcast("time", super()._clock)
 
     def _is_quiet(self) -> bool:
-        return self.ranks.agree("quiet", super()._is_quiet)
+        return self.ranks.broadcast("quiet", super()._is_quiet)
 
     def _next_uid(self) -> int:
-        return self.ranks.agree("uid", super()._next_uid)
+        return self.ranks.broadcast("uid", super()._next_uid)
 
     def _cancelled(self) -> list[int]:
-        return self.ranks.agree("cancelled", super()._cancelled)
+        return self.ranks.broadcast("cancelled", super()._cancelled)
 
     def _start_over(self, error: Exception) -> None:
-        self.ranks.together(error)
+        self.ranks.fail_together(error)
         super()._start_over(error)
 
     def _fail(self, job: Job, error: Exception) -> None:
-        self.ranks.together(error)
+        self.ranks.fail_together(error)
         super()._fail(job, error)
 
 

@@ -37,7 +37,7 @@ from ..adapters.depth import first_layers, full_draft_model, layers_of, smallest
 from ..cache.positioned import leaves
 from ..cache.prefix.nodes import model_identity
 from ..config import ScoringConfig, SelectionConfig
-from ..distributed.ranks import Ranks, agreed
+from ..distributed.ranks import Ranks, broadcast
 from ..errors import LoadError, SparseUnsupportedError
 from ..loading import ModelPair
 from .scorer import ScoringInput, importance_of, question_span, read_prompt
@@ -191,7 +191,7 @@ def find_heads(
     items, reads = list(calibration_items(_ITEMS, _CHARACTERS, seed)), list[_Read]()
     until = time.monotonic() + limit_s
     for item in items:
-        if len(reads) >= _FEWEST * len(KINDS) and agreed(ranks, "time is up", lambda: time.monotonic() > until):
+        if len(reads) >= _FEWEST * len(KINDS) and broadcast(ranks, "time is up", lambda: time.monotonic() > until):
             break
         read = _read(draft, tokenizer, reader, item, scoring, ranks)
         rows = {key: row for key, row in read.rows.items() if key[0] in eligible}
@@ -223,7 +223,7 @@ def calibrated_heads(
     Args:
         folder: where calibrations are kept, a file per draft; None: nowhere.
     """
-    return pair.agree("heads", lambda: _calibrated(pair, scoring, selection, folder, measure, on_progress))
+    return pair.broadcast("heads", lambda: _calibrated(pair, scoring, selection, folder, measure, on_progress))
 
 
 def _calibrated(
@@ -238,7 +238,7 @@ def _calibrated(
         return None
     draft = full_draft_model(pair.draft)
     file = None if folder is None else folder / f"{model_identity(draft, pair.draft_config or {})}.json"
-    known = agreed(pair.split, "known heads", lambda: _stored_heads(file))
+    known = broadcast(pair.split, "known heads", lambda: _stored_heads(file))
     if known is not None or not measure:
         return known
     try:
@@ -395,7 +395,7 @@ def _of_all(capture: HeadCapture, ranks: Ranks | None) -> Rows:
         return dict(zip(here, np.array(rows), strict=True))
     counts = Counter(call for call, _ in here)
     numbers = [(call, head + (rank - ranks.rank) * counts[call]) for rank in range(ranks.size) for call, head in here]
-    return dict(zip(numbers, np.array(ranks.gathered(rows)), strict=True))
+    return dict(zip(numbers, np.array(ranks.all_gather(rows)), strict=True))
 
 
 def _rendered(

@@ -275,7 +275,7 @@ class HeadScorer:
             own = importance_of(rows, here, task.template, self.config.pool_width)
         found = np.append(own, np.float32(len(here)))
         if self.ranks is not None:
-            found = self.ranks.total(found)
+            found = self.ranks.all_sum(found)
         if round(float(found[-1])) < len(self.heads.heads):
             raise SparseUnsupportedError("a calibrated head of the draft does not see the whole prompt")
         return found[:-1]
@@ -370,7 +370,7 @@ def _look_ahead(
 def _greedy(logits: mx.array, ranks: Ranks | None) -> mx.array:
     """Return the likeliest next token (1,), rank 0's if there are several ranks."""
     token = mx.argmax(logits[:, -1, :], axis=-1)
-    return token if ranks is None else ranks.tokens(token)
+    return token if ranks is None else ranks.broadcast_tokens(token)
 
 
 def _last_row(draft: FirstLayers, last: mx.array, capture: QueryCapture, task: ScoringInput) -> mx.array:
@@ -395,7 +395,7 @@ def _scores(
     rows = min(len(capture.rows), usable)
     attention = mx.stack(capture.rows[:rows])
     if ranks is not None:
-        attention = ranks.highest(attention)
+        attention = ranks.all_max(attention)
     importance = checked(np.array(attention.mean(axis=0)))
     words = f"{rows} look-ahead rows, maximum over the heads of {capture.layers[0]} layers"
     lookahead = tuple(generated[: ended + 1][: config.rows])

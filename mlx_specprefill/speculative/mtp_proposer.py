@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from ..adapters.mtp import MTPHead, recorded_hidden
+from ..adapters.mtp import MTPHead, record_hidden
 from ..cache.positioned import PositionedKVCache, place
 from ..request import TokenIds
 from .proposers import Proposal, Proposer, Verified
@@ -54,7 +54,7 @@ class PromptReader:
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Return a context whose target forwards are read at its end."""
-        with recorded_hidden() as forwards:
+        with record_hidden() as forwards:
             yield
         self.read(forwards)
 
@@ -87,7 +87,7 @@ class MTPProposer(Proposer):
         self._drafted = 0  # entries from its own drafts
 
     def recording(self) -> AbstractContextManager[list[mx.array]]:
-        return recorded_hidden()
+        return record_hidden()
 
     def propose(self, text: Sequence[int], count: int, sampler: TokenSampler) -> Proposal:
         new = text[self._read :]

@@ -15,8 +15,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache
 
-from ..adapters.recurrence import RecurrentCall, recorded_recurrence, replay_refusal
-from ..adapters.rope import adjusted_offsets
+from ..adapters.recurrence import RecurrentCall, record_recurrence, replay_refusal
+from ..adapters.rope import adjust_offsets
 from ..cache.positioned import Positioned, PositionedKVCache, PositionedRotatingKVCache, leaves
 from ..errors import SparseUnsupportedError
 
@@ -50,7 +50,7 @@ class Rollback:
         """Feed tokens (1, R); return logits (R, V)."""
         self._rows = tokens.shape[1]
         self._states = {id(part): list(part.cache) for part in self._parts if isinstance(part, ArraysCache)}
-        with recorded_recurrence() as self._calls, adjusted_offsets([self._shift]):
+        with record_recurrence() as self._calls, adjust_offsets([self._shift]):
             return model(tokens, cache=self._cache)[0]
 
     def keep(self, count: int) -> None:

@@ -80,7 +80,7 @@ class SpeculativeRow:
         self._next: int | None = None  # None: `logits` decide
         self._verified: Verified | None = None
         self.proposing = False
-        self.first = self._event(self._chosen(), self.logits)
+        self.first = self._event(self._choose_next(), self.logits)
 
     @property
     def ended(self) -> bool:
@@ -94,7 +94,7 @@ class SpeculativeRow:
         """
         if self._next is None and self._rests():
             return self._feed_unread()
-        first = self._chosen()
+        first = self._choose_next()
         text = [*self.tokens, first]
         room = self.limits.max_tokens - len(text)
         proposal = Proposal()
@@ -141,7 +141,7 @@ class SpeculativeRow:
         self._verified = Verified(len(self.tokens), 0, 0, 0, recorded)
         return events
 
-    def _chosen(self) -> int:
+    def _choose_next(self) -> int:
         """Return the token to feed next."""
         if self._next is None:
             (distribution,) = self._sampler.distributions(self.logits, self.tokens)

@@ -19,7 +19,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, _BaseCache, create_attention_mask
 
-from ..adapters.capture import AttentionRecord, recorded_attention
+from ..adapters.capture import AttentionRecord, record_attention
 from ..cache.positioned import PositionedKVCache, leaves
 from ..config import SpeculationConfig
 from ..errors import SparseUnsupportedError
@@ -99,7 +99,7 @@ class RetrievalKVCache(_BaseCache):  # type: ignore[misc]
         keys, values = self.source.keys, self.source.values
         if candidates:
             self.chosen = self._choice(queries, candidates)
-            picked = [self._gathered(array, self.chosen) for array in (keys, values)]
+            picked = [self._gather(array, self.chosen) for array in (keys, values)]
         else:
             self.chosen, picked = None, [array[..., :0, :] for array in (keys, values)]
         # Room for a full ring and a proposal, so that following and drafting write in place.
@@ -153,7 +153,7 @@ class RetrievalKVCache(_BaseCache):  # type: ignore[misc]
     def _choice(self, queries: mx.array, candidates: int) -> mx.array:
         scores = attention_shares(queries, self._mean_keys(candidates), 1)
         short = best_chunks(scores, min(_SHORTLIST * self.chunks, candidates))
-        own = attention_shares(queries, self._gathered(self.source.keys, short)[0], self.chunk)
+        own = attention_shares(queries, self._gather(self.source.keys, short)[0], self.chunk)
         scores = mx.put_along_axis(mx.zeros_like(scores), short, own, axis=-1)
         return best_chunks(scores, min(self.chunks, candidates))
 
@@ -167,7 +167,7 @@ class RetrievalKVCache(_BaseCache):  # type: ignore[misc]
         assert self._means is not None
         return self._means
 
-    def _gathered(self, array: mx.array, chunks: mx.array) -> mx.array:
+    def _gather(self, array: mx.array, chunks: mx.array) -> mx.array:
         """Gather chunks (H_kv, n) of an array by token: gathering by chunk would copy the whole cache first."""
         slots = (chunks[..., None] * self.chunk + mx.arange(self.chunk)).reshape(1, array.shape[1], -1, 1)
         return mx.take_along_axis(array, slots, axis=2)
@@ -232,11 +232,11 @@ class RetrievalPromptCache:
         for small in self._small.values():
             if not small.source.empty():
                 small.follow()
-        self.caches = [self._mirrored(part) for part in self.source]
+        self.caches = [self._mirror(part) for part in self.source]
 
-    def _mirrored(self, part: Any) -> Any:
+    def _mirror(self, part: Any) -> Any:
         if isinstance(part, CacheList):
-            return CacheList(*(self._mirrored(inner) for inner in part.caches))
+            return CacheList(*(self._mirror(inner) for inner in part.caches))
         small = self._small.get(id(part))
         if small is not None and not small.empty():
             return small
@@ -263,7 +263,7 @@ class TriForceProposer(Proposer):
         self.inner = AcceptanceCounts()
 
     def recording(self) -> AbstractContextManager[AttentionRecord]:
-        return recorded_attention()
+        return record_attention()
 
     def propose(self, text: Sequence[int], count: int, sampler: TokenSampler) -> Proposal:
         proposal = Proposal()

@@ -137,9 +137,9 @@ class TokenSampler:
         """
         rows = logits.astype(mx.float32)
         if self.grammar is not None:
-            rows = mx.where(self._allowed(self.grammar, before, fed, rows.shape[-1]), rows, -mx.inf)
+            rows = mx.where(self._grammar_mask(self.grammar, before, fed, rows.shape[-1]), rows, -mx.inf)
         if self._processors:
-            rows = mx.concatenate([self._processed(rows[i : i + 1], [*before, *fed[:i]]) for i in range(len(rows))])
+            rows = mx.concatenate([self._process(rows[i : i + 1], [*before, *fed[:i]]) for i in range(len(rows))])
         if self._filtered is None:
             certain: list[Distribution] = np.array(mx.argmax(rows, axis=-1)).tolist()
             return certain
@@ -169,7 +169,7 @@ class TokenSampler:
                 self.grammar.accept(token)
             self._committed += len(tokens)
 
-    def _allowed(self, grammar: GrammarState, before: Sequence[int], fed: Sequence[int], size: int) -> mx.array:
+    def _grammar_mask(self, grammar: GrammarState, before: Sequence[int], fed: Sequence[int], size: int) -> mx.array:
         """Return the grammar's mask of each row, (1 + F, V) bool."""
         ahead = self._ahead(grammar, before)
         masks = [ahead.allowed(size)]
@@ -185,7 +185,7 @@ class TokenSampler:
             ahead.accept(token)
         return ahead
 
-    def _processed(self, row: mx.array, text: Sequence[int]) -> mx.array:
+    def _process(self, row: mx.array, text: Sequence[int]) -> mx.array:
         history, row = mx.array(list(text), dtype=mx.int32), mx.array(row)  # mlx-lm's processors write in place
         for process in self._processors:
             row = process(history, row)

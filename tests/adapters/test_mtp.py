@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 from mlx_lm.models.cache import KVCache
 
-from mlx_specprefill.adapters.mtp import MTPHead, recorded_hidden
+from mlx_specprefill.adapters.mtp import MTPHead, record_hidden
 from mlx_specprefill.cache.positioned import PositionedKVCache, place
 from tests.oracle import build
 from tests.precision import assert_close
@@ -100,7 +100,7 @@ def test_logits_are_those_of_the_formulas(positions: list[int], tied: bool) -> N
         model.language_model.args.tie_word_embeddings = True
     head = tiny_head(model)
     tokens = list(random_prompt(13, 4))
-    with recorded_hidden() as seen:
+    with record_hidden() as seen:
         model(mx.array([tokens[:12]]))
     (hidden,) = seen
     cache, plain = PositionedKVCache(), Plain(head)
@@ -119,7 +119,7 @@ def test_logits_are_those_of_the_formulas(positions: list[int], tied: bool) -> N
 def test_the_hidden_state_is_what_the_output_projection_reads() -> None:
     model = tiny_model("qwen3_5", 3)
     head = tiny_head(model)
-    with recorded_hidden() as seen:
+    with record_hidden() as seen:
         logits = model(mx.array([[3, 4, 5]]))
     assert_close(head.logits(seen[0]), logits, atol=1e-5, rtol=1e-5)
     model(mx.array([[3, 4, 5]]))

@@ -25,7 +25,7 @@ from mlx_specprefill import (
     load_pair,
     make_pair,
 )
-from mlx_specprefill.adapters.capture import HeadCapture, recorded_attention
+from mlx_specprefill.adapters.capture import HeadCapture, record_attention
 from mlx_specprefill.adapters.depth import first_layers, layers_of
 from mlx_specprefill.adapters.retrieval_heads import RetrievalDraft, RetrievalHeads, attach_heads, write_heads
 from mlx_specprefill.cache.positioned import leaves
@@ -112,7 +112,7 @@ def test_a_capture_sees_the_attention_of_the_formula(step: int) -> None:
 def test_their_attention_call_is_the_one_after_those_of_the_layers() -> None:
     model = tiny_model("llama", 1)
     draft = RetrievalDraft(model, LAYERS, heads())
-    with recorded_attention() as record:
+    with record_attention() as record:
         draft(PROMPT)
     assert [queries.shape[1] for queries in record.queries] == [4] * LAYERS + [HEADS]
     assert [shape[1] for shape in record.keys] == [2] * LAYERS + [HEADS]

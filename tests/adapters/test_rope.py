@@ -14,7 +14,7 @@ import pytest
 from mlx_lm.models import deepseek_v2, hunyuan, hunyuan_v1_dense, internlm3, rope_utils
 from mlx_lm.models.rope_utils import initialize_rope
 
-from mlx_specprefill.adapters.rope import OffsetAdjustedRoPE, PositionMappedRoPE, adjusted_offsets
+from mlx_specprefill.adapters.rope import OffsetAdjustedRoPE, PositionMappedRoPE, adjust_offsets
 
 Rope = Callable[..., mx.array]
 DIMS, LENGTH = 16, 300
@@ -139,7 +139,7 @@ def test_both_wrappers_are_installed_once() -> None:
 
 def test_a_shift_without_the_wrapper_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mx.fast, "rope", mx.fast.rope.__wrapped__)
-    with pytest.raises(RuntimeError, match="not wrapped"), adjusted_offsets([5]):
+    with pytest.raises(RuntimeError, match="not wrapped"), adjust_offsets([5]):
         pass
 
 
@@ -175,14 +175,14 @@ def test_shifts_per_row_equal_ordinary_offsets(name: str, offset: Any) -> None:
     rope, x, shifts = ropes()[name], keys(2), [100, 0]
     base = [offset, offset] if isinstance(offset, int) else offset.tolist()
     expected = mx.concatenate([rope(x[b : b + 1], offset=base[b] + shifts[b]) for b in range(2)])
-    with adjusted_offsets(shifts):
+    with adjust_offsets(shifts):
         shifted = rope(x, offset=offset if isinstance(offset, int) else mx.array(offset))
     assert np.allclose(np.array(shifted), np.array(expected), atol=1e-6)
 
 
 def test_a_single_shift_keeps_an_integer_offset() -> None:
     x, rope = keys(1), nn.RoPE(DIMS)
-    with adjusted_offsets([57]):
+    with adjust_offsets([57]):
         assert same_bits(rope(x, offset=3), mx.fast.rope.__wrapped__(x, DIMS, **plain(offset=60)))
 
 
@@ -193,15 +193,15 @@ def plain(offset: Any) -> dict[str, Any]:
 def test_shifts_end_with_their_block_even_after_an_error() -> None:
     x, rope = keys(1), nn.RoPE(DIMS)
     before = rope(x, offset=3)
-    with pytest.raises(KeyError), adjusted_offsets([57]):
+    with pytest.raises(KeyError), adjust_offsets([57]):
         raise KeyError
     assert same_bits(rope(x, offset=3), before)
 
 
 def test_blocks_nest() -> None:
     x, rope = keys(1), nn.RoPE(DIMS)
-    with adjusted_offsets([10]):
-        with adjusted_offsets([20]):
+    with adjust_offsets([10]):
+        with adjust_offsets([20]):
             inner = rope(x, offset=0)
         outer = rope(x, offset=0)
     assert same_bits(inner, rope(x, offset=20))
@@ -222,7 +222,7 @@ def test_shifts_of_one_thread_are_unseen_by_another() -> None:
 
     thread = threading.Thread(target=elsewhere)
     thread.start()
-    with adjusted_offsets([57]):
+    with adjust_offsets([57]):
         shifted = np.array(rope(x, offset=3))
         inside.set()
         checked.wait(10)

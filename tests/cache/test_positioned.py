@@ -23,7 +23,7 @@ from mlx_lm.models.cache import (
     trim_prompt_cache,
 )
 
-from mlx_specprefill.adapters.rope import adjusted_offsets
+from mlx_specprefill.adapters.rope import adjust_offsets
 from mlx_specprefill.cache import positioned
 from mlx_specprefill.cache.positioned import (
     Positioned,
@@ -429,7 +429,7 @@ def test_a_quantized_cache_decodes_at_the_shift_that_it_is_given() -> None:
     assert shift == 96 - case.kept.size
 
     def decode(shift: int) -> np.ndarray:
-        with adjusted_offsets([shift]):
+        with adjust_offsets([shift]):
             return feed(model, copy.deepcopy(quantized), case.continuation, case.continuation[:0], chunks=(1,))
 
     scale = np.abs(exact).max()

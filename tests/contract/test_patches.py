@@ -15,10 +15,10 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_specprefill.adapters.capture import QueryCapture, recorded_attention, wrap_attention
-from mlx_specprefill.adapters.mtp import recorded_hidden
+from mlx_specprefill.adapters.capture import QueryCapture, record_attention, wrap_attention
+from mlx_specprefill.adapters.mtp import record_hidden
 from mlx_specprefill.adapters.patches import PATCHES, install_patches
-from mlx_specprefill.adapters.recurrence import recorded_recurrence
+from mlx_specprefill.adapters.recurrence import record_recurrence
 from tests.oracle import build, on_the_cpu_unfused
 
 ROOT = Path(__file__).parents[2]
@@ -121,9 +121,9 @@ def forwards(model: nn.Module, tokens: int) -> None:
 
 
 RECORDINGS: dict[str, tuple[str, Callable[[], AbstractContextManager[Any]], Callable[[Any], int]]] = {
-    "attention": ("llama", recorded_attention, lambda record: len(record.queries)),
-    "recurrence": ("qwen3_5", recorded_recurrence, len),
-    "hidden": ("qwen3_5", recorded_hidden, len),
+    "attention": ("llama", record_attention, lambda record: len(record.queries)),
+    "recurrence": ("qwen3_5", record_recurrence, len),
+    "hidden": ("qwen3_5", record_hidden, len),
 }
 
 
@@ -148,7 +148,7 @@ def test_nested_recordings_both_get_what_is_theirs(kind: str) -> None:
 def test_an_inner_capture_leaves_the_outer_one_active() -> None:
     """One wrapper feeds two captures of different kinds."""
     model, capture = build("llama"), QueryCapture(1, 1)
-    with recorded_attention() as record:
+    with record_attention() as record:
         with capture.row(1):
             forwards(model, 1)
         forwards(model, 1)

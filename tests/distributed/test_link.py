@@ -11,17 +11,17 @@ from multiprocessing.connection import Client
 
 import pytest
 
-from mlx_specprefill.distributed.link import Place, connect
+from mlx_specprefill.distributed.link import RankInfo, connect
 
 from ..waiting import eventually
 
 TIMEOUT_S = 2.0
 
 
-def two_here() -> Place:
+def two_here() -> RankInfo:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        return Place(0, 2, probe.getsockname(), ("here", "there"), b"key")
+        return RankInfo(0, 2, probe.getsockname(), ("here", "there"), b"key")
 
 
 @pytest.mark.parametrize(
@@ -34,10 +34,10 @@ def two_here() -> Place:
 def test_a_rank_that_hangs_is_named_though_the_step_has_taken_too_long_first(
     alive: bool, lost: int, words: str
 ) -> None:
-    place, stop = two_here(), threading.Event()
+    info, stop = two_here(), threading.Event()
 
     def other() -> None:
-        connection = Client(place.control, authkey=place.key)
+        connection = Client(info.control, authkey=info.key)
         connection.send_bytes(json.dumps({"rank": 1}).encode())
         while not stop.wait(0.1):
             if alive:
@@ -52,7 +52,7 @@ def test_a_rank_that_hangs_is_named_though_the_step_has_taken_too_long_first(
 
     with ThreadPoolExecutor(1) as pool:
         done = pool.submit(call)
-        link = connect(place, TIMEOUT_S, {})
+        link = connect(info, TIMEOUT_S, {})
         try:
             time.sleep(0.6 * TIMEOUT_S)  # silent for more than two signs of life, and not yet for the whole time
             step = time.monotonic() - 1.2 * TIMEOUT_S

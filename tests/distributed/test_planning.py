@@ -22,7 +22,7 @@ class Together:
     def __init__(self, said: list[tuple[str, Any]], leads: bool) -> None:
         self.said, self.leads = said, leads
 
-    def agree(self, what: str, read: Callable[[], Any]) -> Any:
+    def broadcast(self, what: str, read: Callable[[], Any]) -> Any:
         if self.leads:
             self.said.append((what, read()))
             return self.said[-1][1]

@@ -259,7 +259,7 @@ def compared(
 ) -> Any:
     """Return the ranks' results beside those of one process."""
     make = make or partial(pair, name)
-    alone = ranks.agree("alone", lambda: _alone(make, run, config))
+    alone = ranks.broadcast("alone", lambda: _alone(make, run, config))
     if not ranks.leads and run is forgetful:
         config = replace(config, prefix_cache_bytes=100 << 10)
     if not ranks.leads and run is limited:

@@ -14,7 +14,7 @@ import pytest
 from mlx_lm.models.cache import KVCache
 
 from mlx_specprefill import load_pair
-from mlx_specprefill.adapters.mtp import MTPHead, normalised
+from mlx_specprefill.adapters.mtp import MTPHead, normalise
 from tests.oracle import build
 from tests.tiny import save_checkpoint, tiny_head, tiny_model
 
@@ -120,7 +120,7 @@ def test_experts_in_every_layout(layout: str) -> None:
         written |= {f"{experts}.down_proj": stacks["down_proj.weight"]}
     else:
         written |= {f"{experts}.{e}.{name}": array[e] for name, array in stacks.items() for e in range(array.shape[0])}
-    restored = normalised(raw(written))
+    restored = normalise(raw(written))
     assert set(restored) == set(expected)
     for name, array in expected.items():
         np.testing.assert_allclose(np.array(restored[name]), np.array(array), rtol=1e-5, atol=1e-6)

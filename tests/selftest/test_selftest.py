@@ -50,8 +50,8 @@ def test_it_passes_here(names: tuple[str, ...], monkeypatch: Patch) -> None:
 def test_what_the_cpu_backend_can_not_do_is_listed() -> None:
     """Experts that are not packed, in half precision."""
     with mx.stream(mx.cpu):
-        missing = {name: selftest._missing(config, "bfloat16") for name, config in FAMILIES.items()}
-        assert selftest._missing(FAMILIES["gpt_oss"], "float32") is None
+        missing = {name: selftest._unsupported(config, "bfloat16") for name, config in FAMILIES.items()}
+        assert selftest._unsupported(FAMILIES["gpt_oss"], "float32") is None
     assert [name for name, words in missing.items() if words] == ["gpt_oss"]
     assert "float32" in str(missing["gpt_oss"])
 
@@ -146,7 +146,7 @@ def test_lazy_frequencies_fail_on_the_second_thread(
 def test_no_truth_is_computed_while_the_engine_answers(folder: Callable[[str], Path], monkeypatch: Patch) -> None:
     """The truth's device is the default one of all threads meanwhile."""
     awaited, seen = 0, []
-    wait, error = selftest._awaited, selftest._error
+    wait, error = selftest._await_answer, selftest._error
 
     def waiting(inbox: Any) -> Any:
         nonlocal awaited
@@ -157,11 +157,11 @@ def test_no_truth_is_computed_while_the_engine_answers(folder: Callable[[str], P
         seen.append(awaited)
         return error(*given)
 
-    monkeypatch.setattr(selftest, "_awaited", waiting)
+    monkeypatch.setattr(selftest, "_await_answer", waiting)
     monkeypatch.setattr(selftest, "_error", comparing)
     case = Case("llama", folder("llama"), "float32")
     with Engine(case.pair, selftest._CONFIG) as engine:
-        selftest._answered(case, engine, *[selftest._Asked(sparse) for sparse in (True, False, True)])
+        selftest._answer_error(case, engine, *[selftest._Request(sparse) for sparse in (True, False, True)])
     assert seen == [3, 3, 3]
 
 
@@ -186,7 +186,7 @@ def test_a_model_that_can_not_be_loaded_fails(monkeypatch: Patch) -> None:
 
 @pytest.mark.parametrize("error", [math.nan, math.inf, 0.2])
 def test_no_number_and_too_large_a_number_fail(error: float) -> None:
-    assert selftest._checked("model", "float32", "operation", 0.1, lambda: error).state == "failed"
+    assert selftest._run_check("model", "float32", "operation", 0.1, lambda: error).state == "failed"
 
 
 # --- samplers ---------------------------------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ BROKEN_SAMPLERS: dict[str, tuple[Any, str, Any]] = {
 
 def sampler_checks(dtype: Dtype = "float32") -> Iterator[Check]:
     for operation, limit, measure in sampler_errors(dtype):
-        yield selftest._checked("sampler", dtype, operation, limit, measure)
+        yield selftest._run_check("sampler", dtype, operation, limit, measure)
 
 
 def test_every_sampler_is_broken_below() -> None:

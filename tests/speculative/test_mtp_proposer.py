@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_specprefill.adapters.mtp import MTPHead, recorded_hidden
+from mlx_specprefill.adapters.mtp import MTPHead, record_hidden
 from mlx_specprefill.cache.positioned import PositionedKVCache, place
 from mlx_specprefill.engine.caches import empty_cache
 from mlx_specprefill.specprefill.sparse_prefill import prefill
@@ -94,7 +94,7 @@ def entries(number: int) -> PositionedKVCache:
     fresh = PositionedKVCache()
     for position in positions:
         place(cache_of_target, np.array([position], dtype=np.int32))
-        with recorded_hidden() as seen:
+        with record_hidden() as seen:
             model()(mx.array([[text[position]]]), cache=cache_of_target)
         if position + 1 in positions:
             place([fresh], np.array([position], dtype=np.int32))

@@ -10,7 +10,7 @@ from typing import Any
 from gguf import MODEL_ARCH
 
 from ...errors import LoadError
-from .header import Header, shown
+from .header import Header, shorten
 
 __all__ = ["ARCHITECTURES", "ROPE_FACTORS", "Architecture", "architecture_in", "config_in"]
 
@@ -53,13 +53,13 @@ def architecture_in(header: Header) -> tuple[str, Architecture]:
     """
     name = header.metadata.get("general.architecture")
     if not isinstance(name, str) or name not in ARCHITECTURES:
-        raise LoadError(f"the architecture {shown(name)} is not supported, only {', '.join(ARCHITECTURES)}")
+        raise LoadError(f"the architecture {shorten(name)} is not supported, only {', '.join(ARCHITECTURES)}")
     kind = header.metadata.get("general.type", "model")
     if kind != "model":
-        raise LoadError(f"it holds no model (general.type is {shown(kind)})")
+        raise LoadError(f"it holds no model (general.type is {shorten(kind)})")
     parts = header.metadata.get("split.count", 1)
     if parts not in (0, 1):
-        raise LoadError(f"it is one of {shown(parts)} parts; join them with llama.cpp's `llama-gguf-split --merge`")
+        raise LoadError(f"it is one of {shorten(parts)} parts; join them with llama.cpp's `llama-gguf-split --merge`")
     return name, ARCHITECTURES[name]
 
 
@@ -104,14 +104,14 @@ class _Settings:
         """Return a positive whole number."""
         value = self.header.metadata.get(f"{self.name}.{key}", default)
         if type(value) is not int or not 1 <= value <= _MAX_SIZE:
-            raise LoadError(f"{self.name}.{key} is {shown(value)}, not a whole number from 1 on")
+            raise LoadError(f"{self.name}.{key} is {shorten(value)}, not a whole number from 1 on")
         return value
 
     def real(self, key: str, default: float | None = None) -> float:
         """Return a positive finite number."""
         value: Any = self.header.metadata.get(f"{self.name}.{key}", default)
         if type(value) not in (int, float) or not 0 < value < math.inf:
-            raise LoadError(f"{self.name}.{key} is {shown(value)}, not a positive number")
+            raise LoadError(f"{self.name}.{key} is {shorten(value)}, not a positive number")
         return float(value)
 
     def optional(self, key: str) -> Any:
@@ -135,7 +135,7 @@ def _check_sizes(settings: _Settings, config: dict[str, Any]) -> None:
         raise LoadError(f"{heads} heads of {head_dim} with {kv_heads} for keys and values are no possible attention")
     rotated = settings.optional("rope.dimension_count")
     if rotated not in (None, head_dim):
-        raise LoadError(f"{settings.name}.rope.dimension_count is {shown(rotated)}, but only {head_dim} is supported")
+        raise LoadError(f"{settings.name}.rope.dimension_count is {shorten(rotated)}, but only {head_dim} is supported")
 
 
 def _rope_scaling(settings: _Settings, config: dict[str, Any]) -> dict[str, Any]:
@@ -151,7 +151,7 @@ def _rope_scaling(settings: _Settings, config: dict[str, Any]) -> dict[str, Any]
     if kind == "yarn":
         original = settings.size("rope.scaling.original_context_length", config["max_position_embeddings"])
         return {"rope_scaling": {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}}
-    raise LoadError(f"{settings.name}.rope.scaling.type is {shown(kind)}; only linear and yarn are supported")
+    raise LoadError(f"{settings.name}.rope.scaling.type is {shorten(kind)}; only linear and yarn are supported")
 
 
 def _special(settings: _Settings, config: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from gguf.quants import dequantize
 
 from ...errors import LoadError
 
-__all__ = ["Header", "TensorInfo", "read_header", "shown"]
+__all__ = ["Header", "TensorInfo", "read_header", "shorten"]
 
 MAX_HEADER = 1 << 26  # bytes; a vocabulary of 262 144 tokens with scores takes 7 MB
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
@@ -41,7 +41,7 @@ class TensorInfo:
         file.seek(self.start)
         data = file.read(self.nbytes)
         if len(data) < self.nbytes:
-            raise LoadError(f"the file ends within tensor {shown(self.name)}")
+            raise LoadError(f"the file ends within tensor {shorten(self.name)}")
         return np.frombuffer(data, dtype=np.uint8).reshape(*self.shape[:-1], -1)
 
 
@@ -53,7 +53,7 @@ class Header:
     tensors: dict[str, TensorInfo]
 
 
-def shown(value: object) -> str:
+def shorten(value: object) -> str:
     """Format a value from the file for a one-line message."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:76]}..."
@@ -74,9 +74,9 @@ def read_header(path: Path) -> Header:
         table = [_tensor(reader) for _ in range(tensor_count)]
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-        raise LoadError(f"general.alignment is {shown(alignment)}, not a power of two")
+        raise LoadError(f"general.alignment is {shorten(alignment)}, not a power of two")
     begin = -(-reader.position // alignment) * alignment
-    placed = [_placed(info, begin, size) for info in table]
+    placed = [_locate(info, begin, size) for info in table]
     _check_apart(placed)
     return Header(metadata, {info.name: info for info in placed})
 
@@ -145,15 +145,15 @@ def _metadata(reader: _Reader, count: int) -> dict[str, Any]:
     for _ in range(count):
         key = reader.text("a metadata key")
         if key in metadata:
-            raise LoadError(f"it has {shown(key)} twice")
-        metadata[key] = reader.value(reader.number("<I", shown(key)), shown(key))
+            raise LoadError(f"it has {shorten(key)} twice")
+        metadata[key] = reader.value(reader.number("<I", shorten(key)), shorten(key))
     return metadata
 
 
 def _tensor(reader: _Reader) -> TensorInfo:
     """Read an entry of the tensor table; `start` is still relative to the data section."""
     name = reader.text("a tensor's name")
-    what = f"tensor {shown(name)}"
+    what = f"tensor {shorten(name)}"
     dimensions = reader.number("<I", what)
     shape = struct.unpack(f"<{dimensions}Q", reader.take(8 * dimensions, what))[::-1]
     number, start = reader.number("<I", what), reader.number("<Q", what)
@@ -167,13 +167,13 @@ def _tensor(reader: _Reader) -> TensorInfo:
     return TensorInfo(name, shape, kind, start, math.prod(shape) // block * block_bytes)
 
 
-def _placed(info: TensorInfo, begin: int, size: int) -> TensorInfo:
+def _locate(info: TensorInfo, begin: int, size: int) -> TensorInfo:
     """Return the entry with its place in the file."""
     start = begin + info.start
     if start + info.nbytes > size:
-        raise LoadError(f"tensor {shown(info.name)} lies behind the end of the file, which is cut off or corrupt")
+        raise LoadError(f"tensor {shorten(info.name)} lies behind the end of the file, which is cut off or corrupt")
     if not _is_decodable(info.kind):
-        raise LoadError(f"tensor {shown(info.name)} has the type {info.kind.name}, which can't be read")
+        raise LoadError(f"tensor {shorten(info.name)} has the type {info.kind.name}, which can't be read")
     return TensorInfo(info.name, info.shape, info.kind, start, info.nbytes)
 
 
@@ -184,7 +184,7 @@ def _check_apart(tensors: list[TensorInfo]) -> None:
     end = 0
     for info in sorted(tensors, key=lambda info: info.start):
         if info.start < end:
-            raise LoadError(f"tensor {shown(info.name)} overlaps another")
+            raise LoadError(f"tensor {shorten(info.name)} overlaps another")
         end = info.start + info.nbytes
 
 

@@ -22,7 +22,7 @@ from tokenizers.models import BPE
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS, convert_gguf_tokenizer
 
 from ...errors import LoadError
-from .header import shown
+from .header import shorten
 
 __all__ = ["PRE_TOKENIZERS", "build_tokenizer"]
 
@@ -101,8 +101,8 @@ def build_tokenizer(
     elif kind == "llama":
         backend, starts = _sentencepiece(metadata, vocabulary, architecture), True
     else:
-        raise LoadError(f"tokenizer.ggml.model is {shown(kind)}; only gpt2 and llama are supported")
-    named = _named(metadata, vocabulary)
+        raise LoadError(f"tokenizer.ggml.model is {shorten(kind)}; only gpt2 and llama are supported")
+    named = _special_tokens(metadata, vocabulary)
     _add_ends(metadata, backend, named, starts)
     template = metadata.get("tokenizer.chat_template")
     if template is not None and not isinstance(template, str):
@@ -125,11 +125,11 @@ def _vocabulary(metadata: Mapping[str, Any], rows: int) -> _Vocabulary:
     """Return the vocabulary, checked: unique tokens of a sane length, no more than the embedding's rows. Padding is
     dropped.
     """
-    tokens = _listed(metadata, "tokens", str)
+    tokens = _read_list(metadata, "tokens", str)
     if tokens is None or not 0 < len(tokens) <= rows:
         raise LoadError(f"it has {len(tokens or ())} tokens for an embedding of {rows} rows")
-    types = _listed(metadata, "token_type", int) or [_NORMAL] * len(tokens)
-    scores = _listed(metadata, "scores", float)
+    types = _read_list(metadata, "token_type", int) or [_NORMAL] * len(tokens)
+    scores = _read_list(metadata, "scores", float)
     if len(types) != len(tokens) or (scores is not None and len(scores) != len(tokens)):
         raise LoadError("its vocabulary has tokens, types and scores of different number")
     count = len(tokens)
@@ -139,11 +139,11 @@ def _vocabulary(metadata: Mapping[str, Any], rows: int) -> _Vocabulary:
     if len(set(tokens)) < count:
         raise LoadError("its vocabulary has a token twice")
     if longest := next((token for token in tokens if len(token) > MAX_TOKEN), None):
-        raise LoadError(f"its token {shown(longest)} has more than {MAX_TOKEN} characters")
-    return _Vocabulary(tokens, types[:count], scores[:count] if scores else None, _listed(metadata, "merges", str))
+        raise LoadError(f"its token {shorten(longest)} has more than {MAX_TOKEN} characters")
+    return _Vocabulary(tokens, types[:count], scores[:count] if scores else None, _read_list(metadata, "merges", str))
 
 
-def _listed(metadata: Mapping[str, Any], name: str, kind: type) -> list[Any] | None:
+def _read_list(metadata: Mapping[str, Any], name: str, kind: type) -> list[Any] | None:
     """Return an array of the tokenizer's metadata with values of one type."""
     values = metadata.get(f"tokenizer.ggml.{name}")
     if values is None:
@@ -160,7 +160,7 @@ def _byte_level(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> tuple[T
         log.warning("the file names no pre-tokenizer; 'default' may cut text differently than the model was trained on")
         name = "default"
     if not isinstance(name, str) or name not in PRE_TOKENIZERS:
-        raise LoadError(f"the pre-tokenizer {shown(name)} is not supported, only {', '.join(PRE_TOKENIZERS)}")
+        raise LoadError(f"the pre-tokenizer {shorten(name)} is not supported, only {', '.join(PRE_TOKENIZERS)}")
     chosen = PRE_TOKENIZERS[name]
     vocab = {token: index for index, token in enumerate(vocabulary.tokens)}
     merges = [_pair(merge, vocab) for merge in vocabulary.merges or ()]
@@ -183,7 +183,7 @@ def _byte_level(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> tuple[T
 def _pair(merge: str, vocab: Mapping[str, int]) -> tuple[str, str]:
     left, space, right = merge.partition(" ")
     if not space or left not in vocab or right not in vocab or left + right not in vocab:
-        raise LoadError(f"its merge {shown(merge)} doesn't join two tokens to a third")
+        raise LoadError(f"its merge {shorten(merge)} doesn't join two tokens to a third")
     return left, right
 
 
@@ -196,7 +196,7 @@ def _sentencepiece(metadata: Mapping[str, Any], vocabulary: _Vocabulary, archite
     backend, _ = convert_gguf_tokenizer(architecture, {"tokenizer_type": "llama", **parts})
     grown = backend.get_vocab().keys() - set(vocabulary.tokens)
     if backend.get_vocab_size() != len(vocabulary.tokens):
-        raise LoadError(f"its vocabulary lacks {shown(sorted(grown))}")
+        raise LoadError(f"its vocabulary lacks {shorten(sorted(grown))}")
     if metadata.get("tokenizer.ggml.add_space_prefix") is False and isinstance(
         backend.pre_tokenizer, pre_tokenizers.Metaspace
     ):
@@ -213,7 +213,7 @@ def _check_scored(vocabulary: _Vocabulary) -> None:
         raise LoadError(f"its vocabulary of {sum(lengths)} characters is too large, the limit is {MAX_SCORED}")
 
 
-def _named(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> dict[str, str]:
+def _special_tokens(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> dict[str, str]:
     """Return the tokens with a role, by transformers' names."""
     roles = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     found = {role: _id(metadata, f"{key}_token_id", vocabulary) for role, key in roles.items()}
@@ -225,7 +225,7 @@ def _id(metadata: Mapping[str, Any], name: str, vocabulary: _Vocabulary) -> int 
     if index is None:
         return None
     if type(index) is not int or not 0 <= index < len(vocabulary.tokens):
-        raise LoadError(f"tokenizer.ggml.{name} is {shown(index)}, which is none of {len(vocabulary.tokens)} tokens")
+        raise LoadError(f"tokenizer.ggml.{name} is {shorten(index)}, which is none of {len(vocabulary.tokens)} tokens")
     return index
 
 

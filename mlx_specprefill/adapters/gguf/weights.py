@@ -17,7 +17,7 @@ from gguf.quants import Q4_K, dequantize
 
 from ...errors import LoadError
 from .architectures import ROPE_FACTORS, Architecture
-from .header import Header, TensorInfo, shown
+from .header import Header, TensorInfo, shorten
 
 __all__ = ["EXACT_BITS", "GROUP", "load_model", "packed_bits", "read_arrays"]
 
@@ -63,7 +63,7 @@ def load_model(
         config |= _rope_factors(header, architecture, config, file)
         module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
         model: nn.Module = module.Model(module.ModelArgs.from_dict(config))
-        stored = _stored(model, header, architecture, config)
+        stored = _find_tensors(model, header, architecture, config)
         packing = _packing(model, stored) if pack else {}
         weights: dict[str, mx.array] = {}
         total, done = sum(info.nbytes for info in stored.values()), 0
@@ -72,7 +72,7 @@ def load_model(
             arrays = read_arrays(info, file, pack=layer in packing and part == "weight")
             for kind, array in arrays.items():
                 full = f"{layer}.{kind or part}"
-                weights[full] = _converted(full, array, architecture, config, dtype)
+                weights[full] = _convert(full, array, architecture, config, dtype)
             done += info.nbytes
             on_progress(done, total)
     if packing:
@@ -90,7 +90,7 @@ def read_arrays(info: TensorInfo, file: BinaryIO, *, pack: bool) -> dict[str, mx
     Packed weights are uint32, all others float32. A piece at a time is in memory twice.
     """
     data = np.atleast_2d(info.read(file))
-    convert = _packed if pack else _numbers
+    convert = _pack if pack else _numbers
     pieces = [convert(piece, info.kind) for piece in np.array_split(data, -(-data.size // _PIECE))]
     joined = {name: mx.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
     return {name: array.reshape(*info.shape[:-1], -1) for name, array in joined.items()}
@@ -100,7 +100,7 @@ def _numbers(rows: Bytes, kind: Kind) -> dict[str, mx.array]:
     return {"": mx.array(dequantize(rows, kind))}
 
 
-def _packed(rows: Bytes, kind: Kind) -> dict[str, mx.array]:
+def _pack(rows: Bytes, kind: Kind) -> dict[str, mx.array]:
     """Pack rows as MLX does, (rows, bytes) uint8: `weight` uint32, `scales` and `biases` float32, all (rows, ...).
 
     MLX's weight q means q scale + bias. GGUF's means the same in the types of EXACT_BITS; others are rounded to 8 bits.
@@ -149,7 +149,7 @@ def _words(integers: Bytes, bits: int) -> npt.NDArray[np.uint32]:
     return np.ascontiguousarray(eights.view(np.uint8).reshape(-1, 8)[:, :bits]).reshape(-1).view(np.uint32)
 
 
-def _stored(
+def _find_tensors(
     model: nn.Module, header: Header, architecture: Architecture, config: dict[str, Any]
 ) -> dict[str, TensorInfo]:
     """Return the file's tensor of every parameter."""
@@ -167,7 +167,7 @@ def _stored(
         stored[name] = info
     used = {info.name for info in stored.values()} | ({ROPE_FACTORS} if architecture.interleaved else set())
     if unused := sorted(header.tensors.keys() - used):
-        raise LoadError(f"tensor {shown(unused[0])} is no part of a {config['model_type']} model that can be run")
+        raise LoadError(f"tensor {shorten(unused[0])} is no part of a {config['model_type']} model that can be run")
     return stored
 
 
@@ -182,7 +182,7 @@ def _packing(model: nn.Module, stored: dict[str, TensorInfo]) -> dict[str, dict[
     }
 
 
-def _converted(
+def _convert(
     name: str, array: mx.array, architecture: Architecture, config: dict[str, Any], dtype: mx.Dtype
 ) -> mx.array:
     """Return an array in the form of mlx-lm's module, in its own memory."""

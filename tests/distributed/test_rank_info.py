@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from mlx_specprefill import SettingsError
-from mlx_specprefill.distributed.link import Place, place
+from mlx_specprefill.distributed.link import RankInfo, rank_info
 from mlx_specprefill_server.cli.run_server import without
 
 
-def found(**environ: str) -> Place:
-    result = place(environ)
+def found(**environ: str) -> RankInfo:
+    result = rank_info(environ)
     assert result is not None
     return result
 
@@ -24,10 +24,10 @@ def listed(path: Path, content: object) -> str:
 
 
 def test_a_process_alone(tmp_path: Path) -> None:
-    assert place({}) is None
-    assert place({"MLX_RANK": "0"}) is None
+    assert rank_info({}) is None
+    assert rank_info({"MLX_RANK": "0"}) is None
     (tmp_path / "empty").touch()  # what mlx.launch gives a single host
-    assert place({"MLX_RANK": "0", "MLX_HOSTFILE": str(tmp_path / "empty")}) is None
+    assert rank_info({"MLX_RANK": "0", "MLX_HOSTFILE": str(tmp_path / "empty")}) is None
 
 
 def test_each_backend_tells_rank_and_size_and_where_rank_0_is(tmp_path: Path) -> None:
@@ -45,10 +45,10 @@ def test_each_backend_tells_rank_and_size_and_where_rank_0_is(tmp_path: Path) ->
 def test_mpi_has_to_be_told_where_rank_0_is() -> None:
     environ = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
     with pytest.raises(SettingsError, match="set MLX_SPECPREFILL_CONTROL to"):
-        place(environ)
+        rank_info(environ)
     assert found(**environ, MLX_SPECPREFILL_CONTROL="10.0.0.1:4000").control == ("10.0.0.1", 4000)
     with pytest.raises(SettingsError, match=r"'10\.0\.0\.1' is no address"):
-        place({**environ, "MLX_SPECPREFILL_CONTROL": "10.0.0.1"})
+        rank_info({**environ, "MLX_SPECPREFILL_CONTROL": "10.0.0.1"})
 
 
 def test_the_key_is_the_same_where_the_group_is() -> None:

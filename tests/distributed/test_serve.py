@@ -66,7 +66,7 @@ def completed(base: str, prompt: str) -> dict[str, Any]:
     ("given", "placed", "draft", "scorer"),
     [
         ((), ("--draft-placement", "first"), "first", "draft"),
-        ((), ("--draft-placement", "sharded"), "sharded", "draft"),
+        pytest.param((), ("--draft-placement", "sharded"), "sharded", "draft", marks=pytest.mark.nightly),
         pytest.param(("--no-draft",), (), "sharded", "own first layers", marks=pytest.mark.nightly),
     ],
 )

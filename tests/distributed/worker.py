@@ -58,7 +58,7 @@ VOCABULARY = 128
 CONFIG = EngineConfig(policy=SpecPrefillPolicy(threshold=100_000), prefill_step=64, prefix_cache_bytes=64 << 20)
 NAMES = ("llama", "qwen3_5", "deepseek_v3 pipeline")
 MORE_NAMES = ("gpt_oss", "qwen3", "qwen3_moe", "deepseek_v3", "qwen3_next pipeline", "qwen3_5 4bit")
-PROMPT, ANSWER = 200, 32
+PROMPT, ANSWER = 200, 16
 SPARSE = replace(CONFIG, policy=SpecPrefillPolicy(threshold=40, keep_pct=Fraction(1, 5), on_battery=True))
 
 
@@ -171,12 +171,12 @@ def turns(engine: Engine) -> dict[str, Any]:
 def cancelled(engine: Engine) -> dict[str, Any]:
     """Some that were given up, while a model read the prompt or in their answer, leave the others alone."""
     sparse = Fraction(1, 5)
-    for asked, events in ((request(3000, None), 2), (request(2000, sparse), 4), (request(PROMPT, None), 12)):
+    for asked, events in ((request(1500, None), 2), (request(1000, sparse), 4), (request(PROMPT, None), 12)):
         given_up = engine.generate(asked)
         for _ in range(events):
             next(given_up)
         given_up.close()
-    tokens, report = answered(engine, request(2000, sparse))
+    tokens, report = answered(engine, request(1000, sparse))
     return {"tokens": tokens, "kept": report.kept_tokens}
 
 

@@ -116,7 +116,10 @@ def speculate(
 SMALL = SpeculationConfig(budget=64, chunk=4, sinks=4, window=16, ngram_match=1)
 
 
-@pytest.mark.parametrize(("name", "strategy"), cases(*FAMILIES, *MORE))
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [*cases(*FAMILIES), *(pytest.param(*case, marks=pytest.mark.nightly) for case in cases(*MORE))],
+)
 def test_greedy_answers_are_identical(name: str, strategy: StrategyName) -> None:
     """Drafted by the same and by another model.
 

@@ -47,6 +47,7 @@ NAMED = (
 )
 # Those that people run in every run of the suite, all others in the nightly one.
 EACH = [name if name in NAMED else pytest.param(name, marks=pytest.mark.nightly) for name in STAGED]
+PEOPLE_RUN = {tiny_models()[name].architecture for name in NAMED}
 CHUNKS = (31, 17, 1)
 
 
@@ -115,7 +116,10 @@ def test_keeping_every_token_is_bit_identical_to_mlx_lm(name: str) -> None:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("architecture", oracle.architectures())
+@pytest.mark.parametrize(
+    "architecture",
+    [name if name in PEOPLE_RUN else pytest.param(name, marks=pytest.mark.nightly) for name in oracle.architectures()],
+)
 def test_the_table_says_what_the_oracle_says(architecture: str) -> None:
     refusals = verified()[architecture]["refusals"]
     possible = not {"sparse", "depth"} & refusals.keys()

@@ -13,18 +13,6 @@ from .test_documents import heard
 pytestmark = pytest.mark.extended
 
 
-def test_a_document_of_ones_own_is_asked_without_the_sample(page: Page, live: Any, engine: FakeEngine) -> None:
-    base, _ = live()
-    page.open(base, sample=True)
-    page.drop("My own text.")
-    assert not page.find("#sample").is_displayed()
-    assert not page.find("#sample-text").is_displayed()
-    page.ask("What is it?")
-    assert "My own text.\n\nWhat is it?" in heard(engine)
-    assert "Sandholm" not in heard(engine)
-    assert len(page.all(".arm")) == 1
-
-
 def test_a_question_of_ones_own_is_asked_without_the_sample(page: Page, live: Any, engine: FakeEngine) -> None:
     base, _ = live()
     page.open(base, sample=True)

@@ -19,7 +19,7 @@ from .adapters.mtp import MTPHead, load_mtp_head
 from .adapters.patches import install_patches
 from .adapters.probe import sparse_refusal, staged_model
 from .adapters.registry import adapter_for, architecture_of
-from .adapters.retrieval_heads import RetrievalDraft, known_heads, truncate_layers, with_retrieval_heads
+from .adapters.retrieval_heads import RetrievalDraft, known_heads, with_retrieval_heads
 from .adapters.staged import StagedModel
 from .adapters.text_mapping import TextMapping, mapping_between
 from .config import DraftPlacement, DtypeName
@@ -144,7 +144,6 @@ def load_pair(
     target: str | Path,
     draft: str | Path | None = None,
     *,
-    draft_layers: int | None = None,
     draft_heads: str | Path | None = None,
     heads: DraftHeads | None = None,
     exit_early: bool = True,
@@ -160,8 +159,6 @@ def load_pair(
 
     Args:
         draft: "self" is the target itself, whose weights then serve both.
-        draft_layers: how many of the draft's first layers read the prompt; None: all of them. Fewer don't look ahead,
-            and the maximum over their heads chooses badly on real text.
         draft_heads: a file of retrieval heads that were trained on the draft's first layers, as many as it says; they
             need no calibration.
         heads: the draft's calibrated heads; None: `heads.json` in its folder, else those that come with the library.
@@ -174,7 +171,7 @@ def load_pair(
         draft_placement: of a draft model on several ranks.
 
     Raises:
-        LoadError: a checkpoint is missing or broken, or the draft can't score with so many layers; the target can't be
+        LoadError: a checkpoint is missing or broken, or the draft's first layers can't score; the target can't be
             spread over so many ranks, or has other files on another one; so for a draft that was to be sharded.
         PairMismatchError: the draft has another tokenizer, and the target's text can't be mapped to its tokens.
     """
@@ -210,7 +207,6 @@ def load_pair(
         draft=draft_model,
         draft_config=draft_config,
         draft_id=_name(draft_from),
-        draft_layers=draft_layers,
         draft_heads=draft_heads,
         draft_tokenizer=draft_tokenizer,
         mtp=mtp,
@@ -221,7 +217,7 @@ def load_pair(
     pair = replace(pair, sampling=stated_sampling(target))
     if draft == "self" and pair.draft is None:
         return replace(pair, sparse_refusal=_PIPELINE)
-    known = broadcast(ranks, "draft's heads", lambda: _calibrated_heads(pair, heads, draft_from, draft_layers))
+    known = broadcast(ranks, "draft's heads", lambda: _calibrated_heads(pair, heads, draft_from))
     return pair if known is None else with_heads(pair, known, exit_early=exit_early)
 
 
@@ -250,7 +246,7 @@ def _with_heads(pair: ModelPair, heads: DraftHeads, exit_early: bool) -> ModelPa
             f"the calibrated heads are those of a draft with {heads.layers} layers; {pair.draft_id} has {total}"
         )
     if heads.depth > runs:
-        raise LoadError(f"the calibrated heads need {heads.depth} layers of the draft; draft_layers is {runs}")
+        raise LoadError(f"the calibrated heads need {heads.depth} layers of the draft, which runs {runs}")
     draft, draft_id = pair.draft, pair.draft_id
     if exit_early and heads.depth < runs and adapter_for(architecture_of(whole)).depth_refusal is None:
         draft, draft_id = first_layers(whole, heads.depth), f"{draft_id} ({heads.depth} of {total} layers)"
@@ -259,11 +255,9 @@ def _with_heads(pair: ModelPair, heads: DraftHeads, exit_early: bool) -> ModelPa
     return replace(pair, draft=draft, draft_id=draft_id, heads=heads, sparse_refusal=refusal, staged=staged)
 
 
-def _calibrated_heads(
-    pair: ModelPair, heads: DraftHeads | None, folder: str | Path, draft_layers: int | None
-) -> DraftHeads | None:
+def _calibrated_heads(pair: ModelPair, heads: DraftHeads | None, folder: str | Path) -> DraftHeads | None:
     """Return the given heads, those in the draft's folder, or shipped ones. Trained heads are known already."""
-    if heads is not None or pair.heads is not None or pair.draft is None or draft_layers is not None:
+    if heads is not None or pair.heads is not None or pair.draft is None:
         return heads
     beside = (resolve_model_path(folder) or Path(folder)) / "heads.json"
     return read_heads(beside) if beside.is_file() else shipped_heads(full_draft_model(pair.draft))
@@ -278,7 +272,6 @@ def make_pair(
     draft: nn.Module | Literal["self"] | None = None,
     draft_config: dict[str, Any] | None = None,
     draft_id: str = "draft",
-    draft_layers: int | None = None,
     draft_heads: str | Path | None = None,
     draft_tokenizer: TokenizerWrapper | None = None,
     mtp: MTPHead | str = "it was not loaded from a checkpoint",
@@ -289,13 +282,13 @@ def make_pair(
     """Join loaded models: install their wrappers once, and find out whether this pair can prefill sparsely.
 
     Args:
-        draft, draft_layers, draft_heads: as in `load_pair`.
+        draft, draft_heads: as in `load_pair`.
         draft_tokenizer: None: the target's.
         ranks, sharding: of a target that is spread over several processes already.
         draft_placement: of its draft; "first": on rank 0 alone, the others are given none.
 
     Raises:
-        LoadError: the draft can't score with so many layers.
+        LoadError: the draft's first layers can't score.
         PairMismatchError: as in `load_pair`.
     """
     install_patches()
@@ -304,9 +297,7 @@ def make_pair(
     if draft_placement == "first" and ranks is not None and not ranks.leads:
         draft = None
     elif draft_heads is not None:
-        draft, draft_id = with_retrieval_heads(draft, draft_id, draft_layers, Path(draft_heads).expanduser())
-    elif draft_layers is not None:
-        draft, draft_id = truncate_layers(draft, draft_id, draft_layers)
+        draft, draft_id = with_retrieval_heads(draft, draft_id, Path(draft_heads).expanduser())
     # Values like RoPE's frequencies are no parameters, and a lazy array can be computed only on the thread that made
     # it.
     mx.eval(target, draft)

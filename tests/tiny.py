@@ -21,6 +21,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 from mlx_specprefill import Event, ModelPair, TokenEvent, make_pair
+from mlx_specprefill.adapters.depth import first_layers
 from mlx_specprefill.adapters.mtp import MTPHead, MTPLayers
 from mlx_specprefill.adapters.patches import install_patches
 from tests import precision
@@ -121,6 +122,15 @@ def tokenizer(words: int = VOCAB, special: Iterable[str] = ("<unk>", "<eos>")) -
     backend = Tokenizer(WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
     backend.pre_tokenizer = WhitespaceSplit()
     return TokenizerWrapper(PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="<eos>"))
+
+
+def on_own_layers(pair: ModelPair, count: int) -> ModelPair:
+    """The pair's target with its own first layers as a draft that is not calibrated."""
+    target, config = pair.target, pair.target_config
+    draft, name = first_layers(target, count), f"{pair.target_id} ({count} layers)"
+    return make_pair(
+        target, pair.tokenizer, config, target_id=pair.target_id, draft=draft, draft_config=config, draft_id=name
+    )
 
 
 def tiny_pair(target: str = "llama", draft: str = "llama", *, context: int = 4096, **changes: Any) -> ModelPair:

@@ -18,9 +18,9 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache
 
-from ..errors import LoadError, SparseUnsupportedError
+from ..errors import LoadError
 from .capture import DraftHeads, Head, record_attention
-from .depth import FirstLayers, first_layers, full_draft_model, layers_of
+from .depth import FirstLayers, full_draft_model, layers_of
 from .registry import adapter_for, architecture_of
 
 __all__ = [
@@ -28,7 +28,6 @@ __all__ = [
     "RetrievalHeads",
     "attach_heads",
     "known_heads",
-    "truncate_layers",
     "with_retrieval_heads",
     "write_heads",
 ]
@@ -174,27 +173,7 @@ def _is_close(ours: mx.array, theirs: mx.array) -> bool:
     return bool((difference <= _ALIKE * mx.abs(theirs).max()).item())
 
 
-def truncate_layers(draft: nn.Module | None, draft_id: str, count: int) -> tuple[nn.Module, str]:
-    """Return the draft's first layers, and their name.
-
-    Raises:
-        LoadError: there is no draft, or these layers can't score.
-    """
-    if draft is None:
-        raise LoadError(f"draft_layers is {count}, but there is no draft")
-    total = len(layers_of(draft))
-    if count < total:
-        _check_depth(draft, draft_id, count)
-    try:
-        cut = first_layers(draft, count)
-    except (ValueError, SparseUnsupportedError) as error:
-        raise LoadError(f"draft_layers is {count}, but of {draft_id}: {error}") from error
-    return cut, f"{draft_id} ({count} of {total} layers)"
-
-
-def with_retrieval_heads(
-    draft: nn.Module | None, draft_id: str, count: int | None, file: Path
-) -> tuple[nn.Module, str]:
+def with_retrieval_heads(draft: nn.Module | None, draft_id: str, file: Path) -> tuple[nn.Module, str]:
     """Return the draft's first layers with retrieval heads on top, and their name.
 
     Raises:
@@ -203,13 +182,7 @@ def with_retrieval_heads(
     if draft is None:
         raise LoadError(f"draft_heads is {file}, but there is no draft")
     layers = _read(file).layers
-    if count not in (None, layers):
-        raise LoadError(f"draft_layers is {count}, but the heads in {file} stand on the first {layers} layers")
-    _check_depth(draft, draft_id, layers)
-    return attach_heads(draft, file), f"{draft_id} ({layers} of {len(layers_of(draft))} layers and retrieval heads)"
-
-
-def _check_depth(draft: nn.Module, draft_id: str, count: int) -> None:
     refusal = adapter_for(architecture_of(draft)).depth_refusal
     if refusal is not None:
-        raise LoadError(f"draft_layers is {count}, but {draft_id} can't score: {refusal}")
+        raise LoadError(f"{file} needs the first {layers} layers of {draft_id}, which can't score: {refusal}")
+    return attach_heads(draft, file), f"{draft_id} ({layers} of {len(layers_of(draft))} layers and retrieval heads)"

@@ -22,7 +22,6 @@ from mlx_specprefill import (
     EngineConfig,
     Finished,
     GenerationRequest,
-    LoadError,
     ModelPair,
     ScoringConfig,
     SpecPrefillOptions,
@@ -34,9 +33,20 @@ from mlx_specprefill import (
 from mlx_specprefill.adapters.depth import FirstLayers, first_layers
 from mlx_specprefill.engine.costs import CostModel
 from mlx_specprefill.engine.footprint import measure_footprint, weight_bytes
+from mlx_specprefill.errors import SparseUnsupportedError
 from mlx_specprefill.specprefill.scorer import PaperScorer, Scores, ScoringInput
 from tests.slices import finish
-from tests.tiny import CONFIGS, FAMILIES, VOCAB, generated, random_prompt, save_checkpoint, tiny_model, tokenizer
+from tests.tiny import (
+    CONFIGS,
+    FAMILIES,
+    VOCAB,
+    generated,
+    on_own_layers,
+    random_prompt,
+    save_checkpoint,
+    tiny_model,
+    tokenizer,
+)
 
 CONFIG = EngineConfig(policy=SpecPrefillPolicy(threshold=0, densify=False), prefill_step=32)
 LAYERS = 2  # of three or four; one of them sees the whole prompt in every family
@@ -65,7 +75,8 @@ def scored(draft: nn.Module, prompt: tuple[int, ...], config: ScoringConfig, cac
 
 def own_pair(family: str = "llama", count: int | None = LAYERS, target: nn.Module | None = None) -> ModelPair:
     config = {"max_position_embeddings": 4096, "vocab_size": VOCAB}
-    pair = make_pair(target or tiny_model(family, 1), tokenizer(), config, draft="self", draft_layers=count)
+    pair = make_pair(target or tiny_model(family, 1), tokenizer(), config, draft="self")
+    pair = pair if count is None else on_own_layers(pair, count)
     return replace(pair, staged="the layers above read the kept tokens from the first one on")
 
 
@@ -158,7 +169,7 @@ def test_shared_weights_are_counted_once() -> None:
 
 def test_layers_of_another_model_that_do_not_run_are_counted_all_the_same() -> None:
     target, draft = tiny_model("llama", 1), tiny_model("llama", 2)
-    pair = make_pair(target, tokenizer(), {}, draft=draft, draft_config={}, draft_layers=1)
+    pair = make_pair(target, tokenizer(), {}, draft=first_layers(draft, 1), draft_config={})
     assert isinstance(pair.draft, FirstLayers)
     assert weight_bytes(pair.draft, target) == weight_bytes(draft)
 
@@ -187,11 +198,10 @@ def test_costs_are_kept_per_depth(tmp_path: Path) -> None:
 
 def test_from_a_checkpoint(tmp_path: Path) -> None:
     where = save_checkpoint(tmp_path / "m", "gpt_oss", 1)
-    pair = load_pair(where, "self", draft_layers=3)
+    pair = on_own_layers(load_pair(where), 3)
     assert isinstance(pair.draft, FirstLayers)
     assert pair.draft.whole is pair.target
     assert (pair.draft.count, pair.sparse_refusal) == (3, None)
-    assert pair.draft_id == f"{pair.target_id} (3 of 4 layers)"
     assert pair.draft_context == pair.context_length
 
 
@@ -207,21 +217,16 @@ def test_all_of_its_layers_look_ahead(count: int | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "count", "words"),
+    ("family", "count", "error", "words"),
     [
-        ("llama", 0, "it has 3 layers"),
-        ("llama", 4, "it has 3 layers"),
-        ("gpt_oss", 1, "it takes 2"),
+        ("llama", 0, ValueError, "it has 3 layers"),
+        ("llama", 4, ValueError, "it has 3 layers"),
+        ("gpt_oss", 1, SparseUnsupportedError, "it takes 2"),
     ],
 )
-def test_depths_that_can_not_be(family: str, count: int, words: str) -> None:
-    with pytest.raises(LoadError, match=f"draft_layers is {count}, .*{words}"):
-        own_pair(family, count)
-
-
-def test_a_depth_of_nothing() -> None:
-    with pytest.raises(LoadError, match="draft_layers is 2, but there is no draft"):
-        make_pair(tiny_model("llama"), tokenizer(), {}, draft_layers=2)
+def test_depths_that_can_not_be(family: str, count: int, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        first_layers(tiny_model(family), count)
 
 
 def test_first_layers_of_first_layers() -> None:

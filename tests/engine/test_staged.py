@@ -38,7 +38,7 @@ from tests.rows import alone, logprob_error, make_rows, prefilled
 from tests.rows import tokens as tokens_of
 from tests.slices import finish
 from tests.staged_oracle import deep_enough, masked_from, splits
-from tests.tiny import FAMILIES, VOCAB, generated, random_prompt, tiny_head, tiny_model, tokenizer
+from tests.tiny import FAMILIES, VOCAB, generated, on_own_layers, random_prompt, tiny_head, tiny_model, tokenizer
 from tests.tiny import greedy as greedy_tokens
 from tests.waiting import eventually
 
@@ -49,7 +49,7 @@ OFF = SpecPrefillOptions(enabled=False, return_spans=True)
 
 def own_pair(family: str = "llama", count: int = 2) -> ModelPair:
     config = {"max_position_embeddings": 4096, "vocab_size": VOCAB}
-    return make_pair(tiny_model(family, 1), tokenizer(), config, draft="self", draft_layers=count)
+    return on_own_layers(make_pair(tiny_model(family, 1), tokenizer(), config), count)
 
 
 def asked(length: int = 200, seed: int = 0, **options: Any) -> GenerationRequest:

@@ -33,7 +33,7 @@ from mlx_specprefill import (
     load_pair,
 )
 from mlx_specprefill.engine import loop
-from tests.tiny import VOCAB, random_prompt, tiny_pair
+from tests.tiny import VOCAB, on_own_layers, random_prompt, tiny_pair
 from tests.verdict_oracle import FullReading, read_in_full
 from tests.waiting import eventually
 
@@ -157,7 +157,7 @@ def verified(pair: ModelPair, kv_bits: int | None = None) -> Iterator[Engine]:
 def load(family: str, own_layers: bool) -> ModelPair:
     target = str(MODELS / family / "target")
     if own_layers:
-        return load_pair(target, "self", dtype="float32", draft_layers=STAGED[family])
+        return on_own_layers(load_pair(target, dtype="float32"), STAGED[family])
     return load_pair(target, str(MODELS / family / "draft"), dtype="float32")
 
 

@@ -20,6 +20,7 @@ from mlx_specprefill_evals.prompted import Prompted
 from mlx_specprefill_evals.tasks import TASKS, Item, Space, make_item
 from mlx_specprefill_server.prompt.conversation import conversation
 from mlx_specprefill_server.prompt.prompt import PromptBuilder
+from tests.tiny import on_own_layers
 
 pytestmark = pytest.mark.extended
 
@@ -170,7 +171,7 @@ def test_what_needs_no_draft_is_chosen_in_the_published_chunks(model):
 
 def test_a_target_that_is_prefilled_in_stages_is_measured_so(model):
     """Scores brought along would be read by all of its layers."""
-    pair = load_pair(str(DEMO / "target"), "self", draft_layers=2)
+    pair = on_own_layers(load_pair(str(DEMO / "target")), 2)
     assert pair.stages is not None
     with Engine(pair, examination()) as engine:
         staged = LocalModel(engine)

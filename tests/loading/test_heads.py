@@ -10,7 +10,7 @@ import pytest
 
 from mlx_specprefill import LoadError, ModelPair, load_pair
 from mlx_specprefill.adapters.capture import DraftHeads, Head
-from mlx_specprefill.adapters.depth import FirstLayers
+from mlx_specprefill.adapters.depth import FirstLayers, first_layers
 from mlx_specprefill.loading import with_heads
 from tests.tiny import save_checkpoint, tiny_pair
 
@@ -56,11 +56,6 @@ def test_without_a_draft_a_models_own_heads_say_nothing(folders: tuple[Path, Pat
         load_pair(folders[1], heads=HEADS)
 
 
-def test_a_depth_that_was_asked_for_leaves_the_heads_beside_the_draft_alone(folders: tuple[Path, Path]) -> None:
-    pair = load_pair(*folders, draft_layers=1)
-    assert (pair.heads, runs(pair)) == (None, 1)
-
-
 def test_a_draft_that_goes_on_after_its_heads() -> None:
     pair = tiny_pair()
     kept = with_heads(pair, HEADS, exit_early=False)
@@ -76,9 +71,10 @@ def test_heads_of_another_model_are_refused(layers: int) -> None:
         with_heads(tiny_pair(), replace(HEADS, layers=layers))
 
 
-def test_heads_in_layers_that_do_not_run_are_refused(folders: tuple[Path, Path]) -> None:
-    with pytest.raises(LoadError, match="need 2 layers of the draft; draft_layers is 1"):
-        load_pair(*folders, draft_layers=1, heads=HEADS)
+def test_heads_in_layers_that_do_not_run_are_refused() -> None:
+    pair = tiny_pair()
+    with pytest.raises(LoadError, match="need 2 layers of the draft, which runs 1"):
+        with_heads(replace(pair, draft=first_layers(pair.draft, 1)), HEADS)
 
 
 def test_a_draft_that_does_not_find_answers_is_refused_for_sparse_prefill() -> None:

@@ -48,6 +48,16 @@ def report(choice: str, before: str = "") -> tuple[str, str | None, str | None, 
     return state, library, notice, mapped
 
 
+def test_a_cuda_build_is_known_by_its_wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where the CPU's wheel is there, too, its file may be the one that is loaded."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert not _blas._cuda_build()
+    (tmp_path / "mlx_cuda_13-0.32.4.dist-info").mkdir()
+    assert _blas._cuda_build()
+    (tmp_path / "mlx_cpu-0.32.4.dist-info").mkdir()
+    assert not _blas._cuda_build()
+
+
 def test_off_loads_nothing() -> None:
     state, library, notice, mapped = report("off")
     assert state == ("off" if LINUX else "not-needed")

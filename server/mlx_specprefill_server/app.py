@@ -26,17 +26,16 @@ from mlx_specprefill import Engine
 
 from . import __version__, errors
 from .anthropic import messages
-from .auth import AuthMiddleware
 from .connections import MAX_CONNECTIONS, Connections, LimitedProtocol, address, network_address, raise_open_files_limit
 from .deps import StillLoadingError, answer_when_loaded
-from .middleware import HeadMiddleware, PathMiddleware, RequestLimitMiddleware
+from .middleware import AuthMiddleware, HeadMiddleware, PathMiddleware, RequestLimitMiddleware
 from .models.models import Models
 from .monitoring.access_log import AccessLogMiddleware
 from .openai import chat, completions, responses
 from .openai import models as model_list
 from .routes import page, prompts, status
 from .routes.page import install_openapi
-from .service import Service
+from .serving import Service
 from .settings import Settings
 
 __all__ = ["Awake", "Server", "app_of", "create_app", "greeting", "make_server", "serve", "serve_models"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from typing import Annotated, Any, TypeVar
@@ -17,38 +17,31 @@ from uuid import uuid4
 import orjson
 from fastapi import Depends, Request
 from pydantic import BaseModel, ValidationError
-from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from mlx_specprefill import EngineClosedError, InvalidRequestError, RequestCancelled
+from mlx_specprefill import InvalidRequestError
 
 from .errors import ANTHROPIC_PATH, ApiError, error_response
-from .explain import RunningInspection
-from .generation.generation import Generation
 from .models.loader import Entry
 from .models.models import Models
 from .report import DONE, EVENT_STREAM_HEADERS, PROGRESS_S, comment, data_event, named_event
-from .service import Service, current_deadline
+from .serving import Service, client_left, current_deadline, while_connected
 
 __all__ = [
     "BODY_LIMIT",
     "SMALL",
     "ModelDep",
     "ModelsDep",
-    "Service",
     "ServiceDep",
     "StillLoadingError",
     "answer_when_loaded",
     "body_of",
     "check_model_name",
-    "client_left",
-    "close_on_disconnect",
     "decompress",
     "parse_json",
     "read_body",
     "validate",
-    "while_connected",
 ]
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -61,12 +54,6 @@ MOST_MEMBERS = 1 << 15  # members of all objects in one body; each takes ten tim
 DEEPEST = 250  # levels; a value may be written again, a little deeper, and orjson writes at most 254 levels
 LONGEST_NAME = 256  # characters of a model's name, which answers and logs repeat
 CONTAINERS = (list, dict)
-
-
-async def client_left(receive: Receive) -> None:
-    """Return when the client has left. The body has been read, so no other message can follow."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def read_body(request: Request, limit: int) -> bytearray:
@@ -391,47 +378,3 @@ def body_of(
 
     parse.body_model = model  # type: ignore[attr-defined] # for the API's document
     return parse
-
-
-async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`, and cancel it as soon as the client hangs up.
-
-    Raises:
-        ClientDisconnect: the client left.
-        DeadlineError: the request has no time left.
-    """
-    task = asyncio.create_task(work)
-    watch = asyncio.create_task(client_left(request.receive))
-    deadline = current_deadline()
-    left = None if deadline is None else deadline[0] - asyncio.get_running_loop().time()
-    try:
-        await asyncio.wait((task, watch), timeout=left, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnect if deadline is None or watch.done() else deadline[1]
-        return await task
-    finally:
-        task.cancel()
-        watch.cancel()
-
-
-async def close_on_disconnect(request: Request, generation: Generation | RunningInspection, work: Awaitable[T]) -> T:
-    """Await `work`, and close its generation as soon as the client hangs up.
-
-    Raises:
-        ClientDisconnect: the client left.
-    """
-    watch = asyncio.create_task(_until_disconnect(request, generation))
-    try:
-        return await work
-    except (EngineClosedError, RequestCancelled) as error:
-        if watch.done():
-            raise ClientDisconnect from error
-        raise
-    finally:
-        watch.cancel()
-        generation.close()
-
-
-async def _until_disconnect(request: Request, generation: Generation | RunningInspection) -> None:
-    await client_left(request.receive)
-    generation.close()

@@ -1,21 +1,30 @@
-"""HTTP conventions for every path: HEAD works where GET does, a trailing slash or a missing /v1 makes no difference."""
+"""Middleware around every route, and the access to it.
+
+Paths and HEAD work as clients write them. The Host header, the API key and cross-site posts from a browser are checked
+before anything else. POST requests are limited by number and time.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
 import math
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
+from ipaddress import ip_address
+from typing import Annotated, Protocol
 
+from fastapi import Depends, Request
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .auth import Identity
-from .errors import RETRY_AFTER_S, ApiError, error_response
-from .service import ServerState
-from .settings import Settings
+from mlx_specprefill import CacheLabel
 
-__all__ = ["TIMEOUT_HEADER", "HeadMiddleware", "PathMiddleware", "RequestLimitMiddleware"]
+from .errors import RETRY_AFTER_S, ApiError, error_response
+from .settings import Settings
 
 VERSIONED = ("chat", "completions", "messages", "models", "responses")  # of paths that some clients call without /v1
 OWN_HEAD = ("/", "/health")  # paths with their own answer to HEAD
@@ -68,10 +77,17 @@ TIMEOUT_HEADER = "x-request-timeout"  # seconds
 RETRY = {"Retry-After": RETRY_AFTER_S}
 
 
+class Load(Protocol):
+    """POST requests that have no response yet, and whether new ones are refused."""
+
+    requests: int
+    draining: bool
+
+
 class RequestLimitMiddleware:
     """ASGI middleware behind AuthMiddleware that limits POST requests. Other requests cost next to nothing."""
 
-    def __init__(self, app: ASGIApp, state: ServerState, settings: Settings) -> None:
+    def __init__(self, app: ASGIApp, state: Load, settings: Settings) -> None:
         self._app = app
         self._state = state
         self._limit = settings.max_requests_per_key or math.inf
@@ -124,3 +140,157 @@ def _asked_timeout(header: str | None) -> float:
         message = f"{TIMEOUT_HEADER}: must be a number of seconds above 0, got {header!r:.40}"
         raise ApiError(400, message, code="invalid_value")
     return seconds
+
+
+OPEN_PATHS = ("/", "/health")  # no key needed
+OPEN_FOLDER = "/web/"  # nor for the page's files
+
+
+class AuthMiddleware:
+    """ASGI middleware in front of every route. A disconnect still reaches the endpoint."""
+
+    def __init__(self, app: ASGIApp, settings: Settings) -> None:
+        self._app = app
+        self._identities = identities_by_key(settings)
+        self._anonymous = anonymous(settings)
+        self._names = {name.lower().strip("[]") for name in settings.allowed_hosts}
+        self._names |= {"localhost", settings.host.lower()}
+        self._any_host = "*" in self._names
+        self._any_address = not _is_loopback(settings.host)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = self._refusal(Headers(scope=scope), scope) if scope["type"] == "http" else None
+        app = self._app if refusal is None else error_response(refusal, scope["path"])
+        await app(scope, receive, send)
+
+    def _refusal(self, headers: Headers, scope: Scope) -> ApiError | None:
+        """Return a refusal, or None if the request may pass. Set the scope's "identity"."""
+        if not self._host_allowed(headers.get("host", "")):
+            message = f"Host {headers.get('host', '')!r:.100} is not allowed. Allow its name with --allowed-host."
+            return ApiError(403, message, code="host_not_allowed")
+        if scope["method"] == "POST" and "origin" in headers and not _is_json(headers.get("content-type", "")):
+            message = "Requests from a web page need Content-Type: application/json."
+            return ApiError(415, message, code="unsupported_media_type")
+        identity = self._identity(headers) if self._identities else self._anonymous
+        if identity is None and not _is_open(scope["path"]):
+            message = "Incorrect API key provided. Send it as 'Authorization: Bearer <key>' or 'x-api-key'."
+            return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        scope["identity"] = identity or Identity()
+        return None
+
+    def _host_allowed(self, header: str) -> bool:
+        """Return whether the Host header is allowed. DNS rebinding needs the attacker's own host name; IP addresses are
+        safe.
+        """
+        host = _without_port(header.lower())
+        if self._any_host or host in self._names or host.endswith(".localhost") or _is_loopback(host):
+            return True
+        return self._any_address and _is_address(host)
+
+    def _identity(self, headers: Headers) -> Identity | None:
+        """Return the identity of the request's key, None without a valid key."""
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        bearer = token.strip() if scheme.lower() == "bearer" else ""
+        # Clients that are signed in elsewhere send that token too, so either header may hold the key.
+        given = [text.encode("latin-1") for text in (bearer, headers.get("x-api-key", ""))]
+        # every comparison runs to its end, so its time reveals nothing about a key
+        found = [
+            identity for text in given for key, identity in self._identities.items() if hmac.compare_digest(text, key)
+        ]
+        return found[0] if found else None
+
+
+def _is_open(path: str) -> bool:
+    return path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
+
+
+def _without_port(host: str) -> str:
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0]
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_loopback(host: str) -> bool:
+    return host == "localhost" or (_is_address(host) and ip_address(host).is_loopback)
+
+
+def _is_json(content_type: str) -> bool:
+    """Return whether the body is JSON.
+
+    A page may post other types across sites without asking. JSON needs a preflight, which is never granted.
+    """
+    return content_type.partition(";")[0].strip().lower() == "application/json"
+
+
+# Names appear in cache folders, where a plain hash of a short key could be looked up. About 10 ms per key, at start.
+SCRYPT = {"n": 2**12, "r": 8, "p": 1, "salt": b"mlx-specprefill cache owner"}
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """The clients that use one API key.
+
+    Attributes:
+        name: a digest of the key; empty on a server with at most one key.
+        admin: sees the cached prompts and recent answers of all keys.
+        shares_cache: all keys use its cached prompts.
+    """
+
+    name: str = ""
+    admin: bool = False
+    shares_cache: bool = False
+
+    def cache_label(self, cache_salt: str | None) -> CacheLabel:
+        """Return the label of a request's cached prompt. `cache_salt` separates requests with the same key."""
+        owner = "" if self.shares_cache else self.name
+        if cache_salt is None:
+            return CacheLabel(owner)
+        digest = hashlib.blake2b(cache_salt.encode(), key=owner.encode(), digest_size=16)
+        return CacheLabel(owner, digest.hexdigest())
+
+    @property
+    def visible_cache(self) -> str | None:
+        """The owner of the cached prompts that this identity may list and drop; None means all owners."""
+        return None if self.admin else self.cache_label(None).owner
+
+    @property
+    def visible_answers(self) -> str | None:
+        """The name of the identity whose recent answers this one may see; None means all identities."""
+        return None if self.admin else self.name
+
+
+def anonymous(settings: Settings) -> Identity:
+    """Return the identity of every client of a server without keys. It sees everything."""
+    return Identity(admin=True, shares_cache=settings.share_cache)
+
+
+def identities_by_key(settings: Settings) -> Mapping[bytes, Identity]:
+    """Return the identity of each key. Several keys are several identities."""
+    admins, others = (
+        {key.get_secret_value().encode() for key in keys} for keys in (settings.admin_keys, settings.api_keys)
+    )
+    several = len(admins | others) > 1
+    return {
+        key: Identity(_name(key) if several else "", admin=key in admins, shares_cache=settings.share_cache)
+        for key in sorted(admins | others)
+    }
+
+
+def _name(key: bytes) -> str:
+    return hashlib.scrypt(key, dklen=16, **SCRYPT).hex()  # type: ignore[arg-type]
+
+
+async def _identity(request: Request) -> Identity:  # a plain function would be called on a worker thread
+    identity: Identity = request.scope["identity"]
+    return identity
+
+
+IdentityDep = Annotated[Identity, Depends(_identity)]

@@ -43,7 +43,7 @@ class Report:
         answers: how many ends will come.
         copies: how many answers each prompt gets; they come one after the other in the order of prompts.
         warnings: sentences about parts of the request that are not followed.
-        told: fields about verdicts, complete when the last answer has ended.
+        verdicts: fields about verdicts, complete when the last answer has ended.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class Report:
         answers: int = 1,
         copies: int = 1,
         warnings: Sequence[str] = (),
-        told: dict[str, Any] | None = None,
+        verdicts: dict[str, Any] | None = None,
     ) -> None:
         self._warnings = list(warnings)
-        self._told = {} if told is None else told
+        self._verdicts = {} if verdicts is None else verdicts
         self.prompt_tokens = prompt_tokens
         self._open = answers
         self._copies = copies
@@ -100,7 +100,7 @@ class Report:
 
     def specprefill(self) -> dict[str, Any]:
         """Return the report of the prefill, which clients get next to `usage`."""
-        return self._merged_report().to_dict() | self._told
+        return self._merged_report().to_dict() | self._verdicts
 
     def prefill_fields(self) -> dict[str, Any]:
         """Return the report and, if there are some, the warnings, as fields of a response."""

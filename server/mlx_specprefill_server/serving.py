@@ -1,47 +1,375 @@
-"""From a body of any dialect to the engine's requests, and to the response."""
+"""From a body of any dialect to the engine's requests, and to the response; the service of one loaded model.
+
+All models of a server share its `ServerState`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+import asyncio
+import logging
+import re
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from pathlib import PurePath
 from typing import Any, Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
 from fastapi import Request
+from pydantic import ValidationError
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
+from starlette.types import Receive
 
 from mlx_specprefill import (
+    CacheLabel,
     Constraint,
     ContextLengthError,
+    Engine,
+    EngineClosedError,
+    Event,
     GenerationRequest,
+    Inspection,
     InvalidRequestError,
     ReasoningBudget,
+    RequestHandle,
     SamplingParams,
+    Verdict,
 )
 
-from .auth import Identity
 from .constrained.output_format import constraint_of
 from .constrained.tool_choice import ToolChoice, resolve_tool_choice
 from .deltas import ContentDelta
-from .deps import Service, close_on_disconnect, while_connected
-from .errors import JsonResponse
+from .errors import DeadlineError, JsonResponse, QueueTimeoutError
 from .fields import AnswerFields, ChatFields, SamplingFields
-from .generation.generation import AnswerSpec, Generation
-from .generation.reader import AnswerReader, IncrementalDetokenizer, Stops
-from .parsers.base import Parser
+from .generation.generation import AnswerResult, AnswerSpec, Generation, ThreadsafeCalls
+from .generation.reader import AnswerReader, IncrementalDetokenizer, Mark, Stops, Vocabulary
+from .middleware import Identity
+from .monitoring.access_log import RecentAnswers, RunningRequest, current_trace
+from .monitoring.metrics import Metrics
+from .monitoring.verdicts import AnswerVerdict, Verdicts
+from .parsers.base import Parser, PlainText
+from .parsers.formats import detect
+from .promise import Promise, Promises, kind_of
 from .prompt.conversation import Conversation
-from .prompt.prompt import Prompt
+from .prompt.prompt import Prompt, PromptBuilder
+from .prompt.stable import KeptReasoning, ToolOrders
 from .report import EventStream
+from .settings import Settings
 
-__all__ = [
-    "copies",
-    "count_tokens",
-    "make_spec",
-    "max_tokens_within",
-    "respond",
-    "sampling_params",
-    "serve",
-]
+CONVERTERS = 2  # threads; they compete with the event loop for the interpreter
+PATIENCE_S = 5.0  # seconds for the engine to end an answer itself, between two of its steps
+REPOSITORY = re.compile(r"\w[\w.-]*/[\w.-]+")
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+
+class ServerState:
+    """The state that all models of one server share. Used on the event loop.
+
+    Attributes:
+        requests: POST requests that have no response yet.
+        draining: running requests may finish, new ones are refused.
+        inspections: the running ones.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.started = int(time.time())
+        self.recent = RecentAnswers()
+        self.verdicts = Verdicts()
+        self.promises = Promises(settings.promises_file, settings.max_differ)
+        self.requests = 0
+        self.draining = False
+        self.stopping = False
+        self.inspections: set[RequestHandle] = set()
+        self._generations: WeakKeyDictionary[Generation, RunningRequest] = WeakKeyDictionary()
+        self._loop_calls: WeakKeyDictionary[asyncio.AbstractEventLoop, ThreadsafeCalls] = WeakKeyDictionary()
+        self._converters = ThreadPoolExecutor(CONVERTERS, thread_name_prefix="bodies")
+
+    async def convert(self, call: Callable[[], T], large: bool) -> T:
+        """Return the result of `call`. A large body is converted in a thread beside the event loop."""
+        if not large:
+            return call()
+        return await asyncio.get_running_loop().run_in_executor(self._converters, call)
+
+    def calls(self) -> ThreadsafeCalls:
+        """The calls to the running loop."""
+        loop = asyncio.get_running_loop()
+        return self._loop_calls.setdefault(loop, ThreadsafeCalls(loop))
+
+    def add(self, generation: Generation, line: RunningRequest) -> None:
+        """Add answers that end when the server stops. Their line is listed while they run."""
+        self._generations[generation] = line
+        if (deadline := current_deadline()) is not None:
+            generation.end_at(*deadline)
+
+    def running(self, identity: str | None) -> list[RunningRequest]:
+        """Return the running requests, oldest first, of one API key or of all, as `RecentAnswers.newest_first`."""
+        lines = [line for generation, line in self._generations.items() if generation.running]
+        return sorted((line for line in lines if identity in (None, line.identity)), key=lambda line: line.begun)
+
+    def refuse_when_stopping(self) -> None:
+        """Refuse requests while the server stops.
+
+        Raises:
+            EngineClosedError: the server is shutting down.
+        """
+        if self.stopping:
+            raise EngineClosedError("the server is shutting down")
+
+    def stop(self) -> None:
+        """End all running answers so that each stream closes properly, and refuse new ones."""
+        self.draining = self.stopping = True
+        for generation in list(self._generations):
+            generation.stop(PATIENCE_S)
+        for handle in self.inspections:
+            handle.cancel()
+
+
+class Service:
+    """One loaded model: its engine, tokenizer and settings.
+
+    Args:
+        state: of the server; None: one of its own.
+        metrics: that go on; None: new ones.
+    """
+
+    def __init__(
+        self, engine: Engine, settings: Settings, state: ServerState | None = None, metrics: Metrics | None = None
+    ) -> None:
+        self.engine = engine
+        self.settings = settings
+        self.state = state or ServerState(settings)
+        self.vocabulary = Vocabulary(engine.pair.tokenizer)
+        stable = settings.stable_prompts
+        self.prompts = PromptBuilder(
+            engine.pair.tokenizer, engine.window, settings.allow_special_tokens, keep_volatile_lines=stable == "off"
+        )
+        self.reasoning = KeptReasoning() if stable == "reasoning" else None
+        self._tool_orders = None if stable == "off" else ToolOrders()
+        self.sampling = _default_sampling(engine.pair.sampling, settings)
+        self.metrics = metrics or Metrics(engine, self.model_id)
+        self.format = detect(engine.pair.tokenizer, settings.tool_parser, settings.reasoning_parser)
+        if not self.prompts.takes_tools:
+            logger.warning("%s: its chat template has no place for tools: agents can't call any", self.model_id)
+
+    @property
+    def context_length(self) -> int:
+        """The largest number of tokens of prompt and answer. Memory may leave room for fewer than the model allows."""
+        return self.engine.window
+
+    @property
+    def model_id(self) -> str:
+        """The model's id: an alias, never a path of this machine."""
+        return self.settings.model_alias or _short(self.engine.pair.target_id) or "default"
+
+    @property
+    def draft_id(self) -> str | None:
+        """The draft's id; None if no draft is loaded."""
+        return _short(self.engine.pair.draft_id)
+
+    def stable(self, conversation: Conversation, label: CacheLabel) -> Conversation:
+        """Return the conversation as this label's earlier requests had it: order of tools, and reasoning if kept."""
+        if self._tool_orders is not None and conversation.tools:
+            conversation = replace(conversation, tools=self._tool_orders.kept(conversation.tools, label))
+        return conversation if self.reasoning is None else self.reasoning.restored(conversation, label)
+
+    async def compile(self, constraint: Constraint) -> None:
+        """Compile a grammar before `submit` needs it, on the worker that has the tokenizer to itself.
+
+        Raises:
+            InvalidRequestError: what is wrong with the grammar.
+        """
+        await self.prompts.run(partial(self.engine.compile, constraint))
+
+    def submit(
+        self,
+        specs: Sequence[AnswerSpec],
+        identity: Identity,
+        cache_salt: str | None,
+        warnings: Sequence[str] = (),
+        copies: int = 1,
+    ) -> Generation:
+        """Start `copies` answers to each spec. They share cached prompts only with this identity and salt.
+
+        Raises:
+            EngineClosedError: shutting down, or the engine takes nothing more.
+        """
+        self.state.refuse_when_stopping()
+        label = identity.cache_label(cache_salt)
+        promise = self._promise(specs[0].request, identity)
+        specs = [
+            replace(spec, request=self._with_verdict(replace(spec.request, label=label), promise)) for spec in specs
+        ]
+        verdicts: dict[str, Any] = {} if promise is None else {"promise": promise.to_dict()}
+        previous = self.state.verdicts.previous(identity.name, specs[0].request) if self.engine.verifies else None
+        if previous is not None:
+            verdicts["previous"] = previous
+        observer = AnswerObserver(self, [spec.request for spec in specs for _ in range(copies)], identity, promise)
+        generation = Generation(self.engine, specs, copies, self.state.calls(), observer, warnings, verdicts)
+        self.state.add(generation, observer.line)
+        if (patience := self.settings.queue_timeout_s) is not None:
+            generation.begin_within(patience, QueueTimeoutError(patience))
+        return generation
+
+    async def inspect(self, request: GenerationRequest, identity: Identity, cache_salt: str | None) -> Inspection:
+        """Return an inspection; raises as `submit`. It stops within one prefill chunk of a cancellation."""
+        self.state.refuse_when_stopping()
+        request = replace(request, label=identity.cache_label(cache_salt))
+        result: asyncio.Future[Inspection] = asyncio.get_running_loop().create_future()
+
+        def settle(end: Inspection | Exception) -> None:
+            if result.done():  # cancelled
+                return
+            if isinstance(end, Exception):
+                result.set_exception(end)
+            else:
+                result.set_result(end)
+
+        handle = self.engine.submit_inspection(request, lambda _: None, partial(self.state.calls().post, settle))
+        self.state.inspections.add(handle)
+        try:
+            return await result
+        finally:
+            handle.cancel()
+            self.state.inspections.discard(handle)
+
+    def _promise(self, request: GenerationRequest, identity: Identity) -> Promise | None:
+        """Return the share for a request that leaves it to the server."""
+        if request.specprefill.keep_pct != "auto":
+            return None
+        return self.state.promises.of(f"{self.model_id}:{identity.name}:{kind_of(request)}")
+
+    def _with_verdict(self, request: GenerationRequest, promise: Promise | None) -> GenerationRequest:
+        """Return the request with the promised share, and without a verdict where the engine can't give one.
+
+        Raises:
+            InvalidRequestError: the client wants one.
+        """
+        options = request.specprefill
+        if not self.engine.verifies:
+            if promise is not None or options.verify == "wait":
+                field = "specprefill_keep_pct" if promise is not None else "specprefill_verify"
+                message = f"{field}: this server verifies no answers: it has --densify off, or no prefix cache"
+                raise InvalidRequestError(message, field=field)
+            return replace(request, specprefill=replace(options, verify=None))
+        if promise is None:
+            return request
+        if promise.share == 1:
+            return replace(request, specprefill=replace(options, keep_pct=promise.share, enabled=False))
+        verify = options.verify if promise.is_held else "wait"
+        return replace(request, specprefill=replace(options, keep_pct=promise.share, verify=verify))
+
+
+class AnswerObserver:
+    """A reporter of one request's answers to the metrics, the log, the statistics and the verdicts.
+
+    Attributes:
+        line: the request in the statistics.
+    """
+
+    def __init__(
+        self, service: Service, requests: Sequence[GenerationRequest], identity: Identity, promise: Promise | None
+    ) -> None:
+        self._service = service
+        self._requests = requests
+        self._identity = identity.name
+        self._promise = promise
+        self._verdicts: dict[int, AnswerVerdict] = {}
+        self._trace = current_trace()
+        self._request_id = None if self._trace is None else self._trace.id
+        self.line = RunningRequest(self._request_id, identity.name, len(requests[0].prompt))
+        if self._trace is not None:
+            self._trace.running += len(requests)
+
+    def saw(self, event: Event) -> None:
+        """Take an event as it arrives."""
+        self.line.saw(event)
+
+    def ended(self, result: AnswerResult) -> None:
+        """Take an answer's result, before its end is streamed."""
+        self._service.metrics.record(result)
+        self._service.state.recent.add(result, self._request_id, self._identity)
+        if result.will_be_verified:
+            self._verdict(result.index)
+        if self._trace is not None:
+            self._trace.add_answer(result)
+
+    def judged(self, index: int, verdict: Verdict, marks: Sequence[Mark]) -> None:
+        """Take the verdict on answer `index` and the places of its calls."""
+        service, state, promise = self._service, self._service.state, self._promise
+        self._verdict(index).tell(verdict, marks, service.vocabulary.decode)
+        state.verdicts.count(self._identity, verdict.word)
+        service.metrics.record_verdict(verdict.word)
+        if promise is not None and verdict.word != "unknown":
+            state.promises.learn(promise.name, promise.share, verdict.word == "same")
+
+    def _verdict(self, index: int) -> AnswerVerdict:
+        """Return the verdict on an answer. The answer is listed when this is first asked."""
+        if index not in self._verdicts:
+            model, request = self._service.model_id, self._requests[index]
+            self._verdicts[index] = AnswerVerdict(self._request_id, index, model, request)
+            self._service.state.verdicts.add(self._identity, self._verdicts[index])
+        return self._verdicts[index]
+
+
+def current_deadline() -> tuple[float, DeadlineError] | None:
+    """Return the current request's deadline by the event loop's clock, and the error at that time."""
+    trace = current_trace()
+    if trace is None or trace.deadline is None:
+        return None
+    return trace.deadline, DeadlineError(trace.timeout_s)
+
+
+def _default_sampling(stated: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
+    """Return the sampling of requests that leave it open: the setting's temperature if it is set, else the model's."""
+    try:
+        found = SamplingFields.model_validate(stated).given({})
+    except ValidationError as error:
+        first = error.errors()[0]
+        logger.warning("generation_config.json is not followed: %s: %s", first["loc"][0], first["msg"])
+        found = {}
+    own = {"temperature": settings.temperature}
+    return found | own if "temperature" in settings.model_fields_set else own | found
+
+
+def _short(model: str | None) -> str | None:
+    """Return `org/name` and plain names unchanged, and the last part of a path."""
+    if model is None or REPOSITORY.fullmatch(model):
+        return model
+    return PurePath(model).name
+
+
+async def client_left(receive: Receive) -> None:
+    """Return when the client has left. The body has been read, so no other message can follow."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Await `work`, and cancel it as soon as the client hangs up.
+
+    Raises:
+        ClientDisconnect: the client left.
+        DeadlineError: the request has no time left.
+    """
+    task = asyncio.create_task(work)
+    watch = asyncio.create_task(client_left(request.receive))
+    deadline = current_deadline()
+    left = None if deadline is None else deadline[0] - asyncio.get_running_loop().time()
+    try:
+        await asyncio.wait((task, watch), timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect if deadline is None or watch.done() else deadline[1]
+        return await task
+    finally:
+        task.cancel()
+        watch.cancel()
+
 
 B = TypeVar("B", bound=ChatFields)
 
@@ -52,7 +380,7 @@ class Answer(Protocol):
     def stream(self) -> AsyncIterator[bytes]:
         """Yield the events of a stream."""
 
-    async def collect(self) -> dict[str, Any]:
+    def collect(self) -> Coroutine[Any, Any, dict[str, Any]]:
         """Return the whole response; raises SpecPrefillError."""
 
 
@@ -68,7 +396,10 @@ async def respond(request: Request, generation: Generation, answer: Answer, *, s
     """Return a stream of the answers, or all of them when they are done. Close the generation in any case."""
     if streamed:
         return EventStream(answer.stream(), generation)
-    return JsonResponse(await close_on_disconnect(request, generation, answer.collect()))
+    try:
+        return JsonResponse(await while_connected(request, answer.collect()))
+    finally:
+        generation.close()
 
 
 async def start_answers(service: Service, body: ChatFields, identity: Identity) -> Generation:
@@ -109,7 +440,7 @@ async def start_answers(service: Service, body: ChatFields, identity: Identity) 
         body,
         params,
         prompt,
-        lambda: service.format.parser(conversation.tools, prompt.ending),
+        _parser(service, conversation, prompt),
         field=conversation.field,
         constraint=constraint,
         reasoning=None if budget is None else service.format.budget(budget, prompt.ending),
@@ -117,7 +448,13 @@ async def start_answers(service: Service, body: ChatFields, identity: Identity) 
         forced=forced,
         noting=None if service.reasoning is None else partial(service.reasoning.noting, label),
     )
-    return service.submit(copies(spec, body.answers()), identity, body.cache_salt, warnings)
+    return service.submit([spec], identity, body.cache_salt, warnings, body.answers())
+
+
+def _parser(service: Service, conversation: Conversation, prompt: Prompt) -> Callable[[], Parser]:
+    if service.format.is_plain and not conversation.tools:
+        return lambda: Parser(PlainText())
+    return partial(service.format.parser, conversation.tools, prompt.ending)
 
 
 async def sampling_params(service: Service, fields: SamplingFields) -> SamplingParams:
@@ -203,20 +540,6 @@ def make_spec(
         )
 
     return AnswerSpec(request, reader)
-
-
-def copies(spec: AnswerSpec, n: int, first: int = 0) -> list[AnswerSpec]:
-    """Return `n` specs for one prompt, which is read once. `first` is the number of the first one among all specs."""
-    others = [replace(spec, request=_with_seed(spec.request, i), follows=first) for i in range(1, n)]
-    return [spec, *others]
-
-
-def _with_seed(request: GenerationRequest, answer: int) -> GenerationRequest:
-    """Return a request whose seed differs between the answers of one request and repeats for the same seed."""
-    sampling = request.sampling
-    if sampling.seed is None:
-        return request
-    return replace(request, sampling=replace(sampling, seed=sampling.seed + answer))
 
 
 def max_tokens_within(prompt_tokens: int, asked: int | None, context_length: int, field: str) -> int:

@@ -34,7 +34,7 @@ class Given:
 
     prompt_tokens = ACCOUNT.prompt_tokens
     warnings = ()
-    told: ClassVar[dict[str, Any]] = {}
+    verdicts: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, deltas: Sequence[AnswerDelta]) -> None:
         self._deltas = deltas

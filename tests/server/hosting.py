@@ -13,7 +13,7 @@ from mlx_specprefill import LoadError
 from mlx_specprefill_server.app import app_of, make_server
 from mlx_specprefill_server.models.loader import Entry, LoadProgress, MissingModelError, Tell
 from mlx_specprefill_server.models.models import Models
-from mlx_specprefill_server.service import ServerState
+from mlx_specprefill_server.serving import ServerState
 from mlx_specprefill_server.settings import Settings
 from tests.waiting import eventually
 

@@ -17,7 +17,7 @@ from mlx_specprefill_server.anthropic import messages as endpoint
 from mlx_specprefill_server.anthropic.messages import MessageAnswer
 from mlx_specprefill_server.anthropic.protocol import MessagesRequest
 from mlx_specprefill_server.deltas import AnswerDelta, CallBroken, Idle
-from mlx_specprefill_server.deps import Service
+from mlx_specprefill_server.serving import Service
 from mlx_specprefill_server.settings import Settings
 
 from .canned_answers import ACCOUNT, EVERYTHING, TEXT, THOUGHT, TWO_CALLS, Given, call, done, named_events, streamed

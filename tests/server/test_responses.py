@@ -13,9 +13,9 @@ from starlette.testclient import TestClient
 
 from mlx_specprefill import ContextLengthError, EngineClosedError, Failed, InvalidRequestError, Progress, TokenEvent
 from mlx_specprefill_server.deltas import AnswerDelta, CallBroken, Idle, TextDelta
-from mlx_specprefill_server.deps import Service
 from mlx_specprefill_server.openai.responses import ResponsesAnswer
 from mlx_specprefill_server.openai.responses_protocol import ResponsesRequest
+from mlx_specprefill_server.serving import Service
 from mlx_specprefill_server.settings import Settings
 
 from .canned_answers import ACCOUNT, EVERYTHING, TEXT, THOUGHT, Given, call, done, named_events, streamed

@@ -13,13 +13,13 @@ from starlette.responses import Response
 
 from mlx_specprefill import Progress
 
-from ..auth import IdentityDep
 from ..deltas import AnswerDelta, AnswerDone, CallBroken, CallDelta, CallEnd, CallStart, Idle, ReasoningDelta, TextDelta
-from ..deps import ModelDep, Service, body_of, while_connected
+from ..deps import ModelDep, body_of
 from ..errors import JsonResponse, anthropic_body
 from ..generation.generation import Generation
+from ..middleware import IdentityDep
 from ..report import ProgressReporter, Report, named_event
-from ..serving import count_tokens, serve
+from ..serving import Service, count_tokens, serve, while_connected
 from .protocol import CountRequest, MessagesRequest, refuse
 
 __all__ = ["BlockWriter", "router", "stop_of"]
@@ -169,7 +169,7 @@ class MessageAnswer:
         self._progress = ProgressReporter(body.return_progress)
         self._thinks = service.format.think is not None
         self._writer = BlockWriter()
-        self._report = Report(generation.prompt_tokens, warnings=generation.warnings, told=generation.told)
+        self._report = Report(generation.prompt_tokens, warnings=generation.warnings, verdicts=generation.verdicts)
         self._head = {
             "id": f"msg_{uuid4().hex}",
             "type": "message",

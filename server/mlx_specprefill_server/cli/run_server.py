@@ -31,7 +31,7 @@ from ..models.loader import Loader, entries_of, models_file, read_table
 from ..models.models import Models
 from ..monitoring.access_log import configure_logging
 from ..pair_loading import only_given
-from ..service import ServerState
+from ..serving import ServerState
 from ..settings import ENV_PREFIX, Settings
 from .common import OptionError, choose, make_settings, note_environment, one_line_errors
 from .options import PairOptions

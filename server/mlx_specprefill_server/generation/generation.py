@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from mlx_specprefill import (
     Engine,
@@ -34,7 +34,7 @@ from mlx_specprefill import (
 from ..deltas import AnswerDelta, AnswerDone, Idle
 from .reader import AnswerReader, Mark
 
-__all__ = ["AnswerResult", "AnswerSpec", "Generation", "SlowReaderError", "ThreadsafeCalls"]
+__all__ = ["AnswerResult", "AnswerSpec", "Generation", "Observer", "SlowReaderError", "ThreadsafeCalls"]
 
 logger = logging.getLogger(__name__)
 
@@ -54,17 +54,10 @@ class SlowReaderError(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class AnswerSpec:
-    """The specification of one answer.
-
-    Attributes:
-        reader: makes the reader of the answer.
-        follows: number of an earlier spec with the same prompt, or None. This answer starts when that prompt has been
-            read, and finds it in the engine's cache.
-    """
+    """The engine's request for the answers to one prompt, and a maker of their readers."""
 
     request: GenerationRequest
     reader: Callable[[], AnswerReader]
-    follows: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,44 +94,56 @@ class _Held:
     events: list[Event] = field(default_factory=list)
 
 
+class Observer(Protocol):
+    """A taker of what happens to the answers of one request, on the event loop."""
+
+    def saw(self, event: Event) -> None:
+        """Take an event as it arrives, whether or not its reader is there yet."""
+
+    def ended(self, result: AnswerResult) -> None:
+        """Take an answer's result, before its end is streamed."""
+
+    def judged(self, index: int, verdict: Verdict, marks: Sequence[Mark]) -> None:
+        """Take the verdict on answer `index` and the places of its calls."""
+
+
 class Generation:
     """The answers to one HTTP request. Its owner must `close` it in every case.
 
     Attributes:
         warnings: sentences about parts of the request that are not followed.
-        told: fields about verdicts, for the report of the response.
+        verdicts: fields about verdicts, for the report of the response.
     """
 
     def __init__(
         self,
         engine: Engine,
         specs: Sequence[AnswerSpec],
+        copies: int,
         calls: ThreadsafeCalls,
-        on_end: Callable[[AnswerResult], None] = lambda _: None,
-        warnings: Sequence[str] = (),
-        saw: Callable[[Event], None] = lambda _: None,
-        on_verdict: Callable[[int, Verdict, Sequence[Mark]], None] = lambda *_: None,
+        observer: Observer,
+        warnings: Sequence[str],
+        verdicts: dict[str, Any],
     ) -> None:
         """Submit all specs, or none.
 
         Args:
+            copies: answers to each spec, one after the other in the numbers of answers. The first one reads the prompt.
+                The others start when it has been read, and find it in the engine's cache.
             calls: to the running loop.
-            saw: called with every event as it arrives, whether or not its reader is there yet.
-            on_end: called with every answer's result, before the answer's end is streamed.
-            on_verdict: called with an answer's number, its verdict, and the places of its calls.
 
         Raises:
             InvalidRequestError, EngineClosedError: as `Engine.submit`.
         """
         self._engine = engine
-        self._specs = specs
-        self._on_end = on_end
+        self._requests = [_with_seed(spec.request, i) for spec in specs for i in range(copies)]
+        self._new_readers = [spec.reader for spec in specs for _ in range(copies)]
+        self._copies = copies
+        self._observer = observer
         self._calls = calls
         self._buffer = STREAM_BUFFER
         self.warnings = warnings
-        self.told: dict[str, Any] = {}
-        self._saw = saw
-        self._on_verdict = on_verdict
+        self.verdicts = verdicts
         self._held: dict[int, _Held] = {}
         self._closed = False
         self._loop = asyncio.get_running_loop()
@@ -147,13 +152,12 @@ class Generation:
         self._handles: dict[int, RequestHandle] = {}
         self._timers: list[asyncio.TimerHandle] = []
         self._queue_timer: asyncio.TimerHandle | None = None  # None: begun, or no limit
-        self._followers = {i: spec.follows for i, spec in enumerate(specs) if spec.follows is not None}
-        self._readers = [spec.reader() for spec in specs]
-        self._open = set(range(len(specs)))  # answers without an end
+        self._readers = [new_reader() for new_reader in self._new_readers]
+        self._open = set(range(len(self._requests)))  # answers without an end
+        self._followers = {i for i in self._open if i % copies}  # answers that wait for the prompt of another one
         try:
-            for i in range(len(specs)):
-                if i not in self._followers:
-                    self._start(i)
+            for i in range(0, len(self._requests), copies):
+                self._start(i)
         except BaseException:
             self.close()
             raise
@@ -165,8 +169,8 @@ class Generation:
 
     @property
     def prompt(self) -> TokenIds:
-        """The token ids of the first spec's prompt."""
-        return self._specs[0].request.prompt
+        """The token ids of the first prompt."""
+        return self._requests[0].prompt
 
     @property
     def prompt_tokens(self) -> int:
@@ -242,16 +246,15 @@ class Generation:
                 timer.cancel()
 
     def _start(self, index: int) -> None:
-        spec, judged = self._specs[index], partial(self._calls.post, partial(self._judged, index))
-        if spec.request.specprefill.verify == "wait":
-            self._held[index] = _Held(spec.reader())
-        self._handles[index] = self._engine.submit(spec.request, partial(self._on_event, index), judged)
+        request, judged = self._requests[index], partial(self._calls.post, partial(self._judged, index))
+        if request.specprefill.verify == "wait":
+            self._held[index] = _Held(self._new_readers[index]())
+        self._handles[index] = self._engine.submit(request, partial(self._on_event, index), judged)
 
     def _start_followers(self, leader: int) -> Iterator[tuple[int, AnswerDelta]]:
         """Start the answers that wait for the prompt of `leader`, which has been read, or will not be."""
-        followers = [index for index, follows in self._followers.items() if follows == leader]
-        for index in followers:
-            del self._followers[index]
+        for index in self._followers & set(range(leader + 1, leader + self._copies)):
+            self._followers.discard(index)
             try:
                 self._start(index)
             except SpecPrefillError as error:
@@ -274,7 +277,7 @@ class Generation:
                 self._report_end(index, event)
             self._deliver((index, event))
         elif isinstance(event, TokenEvent):
-            self._saw(event)
+            self._observer.saw(event)
             held.events.append(event)
             if event.logprob is None:  # the prompt was read in full
                 self._release(index)
@@ -302,15 +305,15 @@ class Generation:
         reader = self._readers[index] if held is None else held.reader
         if reader.over:
             verdict = verdict.of_first(reader.completion_tokens)
-        self._on_verdict(index, verdict, reader.marks)
+        self._observer.judged(index, verdict, reader.marks)
         if held is None:
             return
-        self.told["verdict"] = verdict.word
+        self.verdicts["verdict"] = verdict.word
         if verdict.word != "differs" or self._closed:
             self._release(index)
             return
         del self._held[index]
-        request = self._specs[index].request
+        request = self._requests[index]
         in_full = replace(request, specprefill=replace(request.specprefill, enabled=False, verify=None))
         try:
             self._handles[index] = self._engine.submit(in_full, partial(self._on_event, index))
@@ -321,7 +324,7 @@ class Generation:
         if self._queue_timer is not None:
             self._queue_timer.cancel()
             self._queue_timer = None
-        self._saw(item[1])
+        self._observer.saw(item[1])
         if len(self._events) < self._buffer:
             self._put(item)
         elif self._buffer:
@@ -330,8 +333,9 @@ class Generation:
             self._give_up(error)
 
     def _report_end(self, index: int, event: Finished | Failed, reader: AnswerReader | None = None) -> None:
-        spec, stopped = self._specs[index], index in self._open and (reader or self._readers[index]).over
-        self._on_end(AnswerResult(spec.request, event, stopped, index, copy=spec.follows is not None))
+        stopped = index in self._open and (reader or self._readers[index]).over
+        copy = index % self._copies > 0
+        self._observer.ended(AnswerResult(self._requests[index], event, stopped, index, copy))
 
     def _nothing_came(self) -> None:
         if not self._events:  # else the client is a slow reader
@@ -352,17 +356,17 @@ class Generation:
             return [(index, self._fail(index, error))]
 
     def _read(self, index: int, event: Event) -> list[tuple[int, AnswerDelta]]:
-        told: list[tuple[int, AnswerDelta]] = []
+        deltas: list[tuple[int, AnswerDelta]] = []
         if self._followers and isinstance(event, TokenEvent | Finished | Failed):
-            told += self._start_followers(index)
+            deltas += self._start_followers(index)
         match event:
             case TokenEvent():
-                told += [(index, delta) for delta in self._push(index, event)]
+                deltas += [(index, delta) for delta in self._push(index, event)]
             case Finished() | Failed():
-                told += self._end(index, event)
+                deltas += self._end(index, event)
             case _:
-                told.append((index, event))
-        return told
+                deltas.append((index, event))
+        return deltas
 
     def _push(self, index: int, event: TokenEvent) -> Sequence[AnswerDelta]:
         reader = self._readers[index]
@@ -395,7 +399,15 @@ class Generation:
         failed = f"failed: {event.error}"
         if event.report is not None:
             return replace(event.report, reason=f"{event.report.reason}; {failed}")
-        return PrefillReport("full", failed, prompt_tokens=len(self._specs[index].request.prompt), kept_tokens=0)
+        return PrefillReport("full", failed, prompt_tokens=len(self._requests[index].prompt), kept_tokens=0)
+
+
+def _with_seed(request: GenerationRequest, answer: int) -> GenerationRequest:
+    """Return a request whose seed differs between the answers of one request and repeats for the same seed."""
+    sampling = request.sampling
+    if sampling.seed is None or not answer:
+        return request
+    return replace(request, sampling=replace(sampling, seed=sampling.seed + answer))
 
 
 class ThreadsafeCalls:

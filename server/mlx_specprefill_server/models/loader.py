@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 from ..monitoring.metrics import Metrics
-from ..service import Service
+from ..serving import Service
 from ..settings import Settings
 import re
 from collections.abc import Sequence

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 from mlx_specprefill import Engine, EngineClosedError, RequestCancelled
 from ..errors import ApiError
-from ..service import ServerState, Service
+from ..serving import ServerState, Service
 from ..pairs import size
 from .loader import Entry, LoadProgress
 from .loader import Loader

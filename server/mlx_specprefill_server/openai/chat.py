@@ -11,14 +11,14 @@ from starlette.responses import Response
 
 from mlx_specprefill import Progress, TokenEvent
 
-from ..auth import IdentityDep
 from ..deltas import AnswerDelta, AnswerDone, CallBroken, CallDelta, CallEnd, CallStart, Idle, ReasoningDelta, TextDelta
-from ..deps import ModelDep, Service, body_of, while_connected
+from ..deps import ModelDep, body_of
 from ..errors import JsonResponse
 from ..generation.generation import Generation
 from ..generation.reader import Vocabulary
+from ..middleware import IdentityDep
 from ..report import DONE, KEEP_ALIVE, ProgressReporter, Report, TextEvents, data_event
-from ..serving import count_tokens, serve
+from ..serving import Service, count_tokens, serve, while_connected
 from .protocol import ChatRequest, Envelope, refuse_chat, scored
 
 __all__ = ["router"]
@@ -49,7 +49,7 @@ class ChatAnswer:
         self._body = body
         self._vocabulary = service.vocabulary if body.logprobs else None
         self._progress = ProgressReporter(body.return_progress)
-        self._report = Report(generation.prompt_tokens, body.n, body.n, generation.warnings, generation.told)
+        self._report = Report(generation.prompt_tokens, body.n, body.n, generation.warnings, generation.verdicts)
         self._calls = [0] * body.n  # streams that have begun
         self._bare = not (body.logprobs or body.return_token_ids)  # chunks carry text only
         self._texts: dict[tuple[int, str], TextEvents] = {}

@@ -21,16 +21,16 @@ from mlx_specprefill import (
     as_token_ids,
 )
 
-from ..auth import IdentityDep
 from ..constrained.output_format import constraint_of
 from ..deltas import AnswerDelta, AnswerDone, Idle, TextDelta
-from ..deps import ModelDep, Service, body_of, while_connected
+from ..deps import ModelDep, body_of
 from ..generation.generation import AnswerSpec, Generation
 from ..generation.reader import Vocabulary
+from ..middleware import IdentityDep
 from ..parsers.base import Parser, PlainText
 from ..prompt.prompt import Prompt
 from ..report import DONE, KEEP_ALIVE, ProgressReporter, Report, data_event
-from ..serving import copies, make_spec, respond, sampling_params
+from ..serving import Service, make_spec, respond, sampling_params, while_connected
 from .protocol import LOWEST_LOGPROB, MAX_PROMPTS, CompletionRequest, Envelope, refuse_completion
 
 __all__ = ["router"]
@@ -68,11 +68,9 @@ async def create(
         await service.compile(constraint)
     sampling = await sampling_params(service, body)
     prompts = await while_connected(request, _prompts(service, body))
-    specs: list[AnswerSpec] = []
-    for prompt in prompts:
-        specs += copies(_spec(service, body, sampling, prompt, constraint), body.n, first=len(specs))
-    generation = service.submit(specs, identity, body.cache_salt, warnings)
-    answer = CompletionAnswer(service, body, specs, generation)
+    specs = [_spec(service, body, sampling, prompt, constraint) for prompt in prompts]
+    generation = service.submit(specs, identity, body.cache_salt, warnings, body.n)
+    answer = CompletionAnswer(service, body, [prompt.tokens for prompt in prompts], generation)
     return await respond(request, generation, answer, streamed=body.stream)
 
 
@@ -143,7 +141,7 @@ class CompletionAnswer:
     """The answers of one request, as a whole or as a stream."""
 
     def __init__(
-        self, service: Service, body: CompletionRequest, specs: Sequence[AnswerSpec], generation: Generation
+        self, service: Service, body: CompletionRequest, prompts: Sequence[TokenIds], generation: Generation
     ) -> None:
         self._generation = generation
         self._vocabulary = service.vocabulary
@@ -151,10 +149,11 @@ class CompletionAnswer:
         self._body = body
         texts = [text if isinstance(text, str) else self._vocabulary.decode(text) for text in body.prompt]
         self._choices = [
-            _Choice(i, texts[i // body.n] if body.echo else None, spec.request.prompt) for i, spec in enumerate(specs)
+            _Choice(i, texts[i // body.n] if body.echo else None, prompts[i // body.n])
+            for i in range(len(prompts) * body.n)
         ]
-        self._prompt_tokens = sum(len(spec.request.prompt) for spec in specs[:: body.n])
-        self._report = Report(self._prompt_tokens, len(specs), body.n, generation.warnings, generation.told)
+        prompt_tokens = sum(map(len, prompts))
+        self._report = Report(prompt_tokens, len(self._choices), body.n, generation.warnings, generation.verdicts)
         self._envelope = Envelope.new("cmpl", "text_completion", body.model or service.model_id)
 
     async def collect(self) -> dict[str, Any]:

@@ -10,11 +10,12 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from ..auth import Identity, IdentityDep
-from ..deps import ModelsDep, Service, check_model_name, while_connected
+from ..deps import ModelsDep, check_model_name
 from ..errors import ApiError, JsonResponse
+from ..middleware import Identity, IdentityDep
 from ..models.loader import Entry
 from ..models.models import Models
+from ..serving import Service, while_connected
 
 __all__ = ["router"]
 

@@ -13,13 +13,13 @@ from starlette.responses import Response
 
 from mlx_specprefill import ContextLengthError, Progress, TokenEvent
 
-from ..auth import IdentityDep
 from ..deltas import AnswerDelta, AnswerDone, CallBroken, CallDelta, CallEnd, CallStart, Idle, ReasoningDelta, TextDelta
-from ..deps import ModelDep, Service, body_of, while_connected
+from ..deps import ModelDep, body_of
 from ..errors import JsonResponse, api_error
 from ..generation.generation import Generation
+from ..middleware import IdentityDep
 from ..report import ProgressReporter, Report, named_event
-from ..serving import count_tokens, serve
+from ..serving import Service, count_tokens, serve, while_connected
 from .protocol import scored
 from .responses_protocol import ResponsesRequest, refuse
 
@@ -154,7 +154,7 @@ class ResponsesAnswer:
         self._progress = ProgressReporter(body.return_progress)
         self._vocabulary = service.vocabulary
         self._writer = ItemWriter(self._scored, body.functions.namespaces)
-        self._report = Report(generation.prompt_tokens, warnings=generation.warnings, told=generation.told)
+        self._report = Report(generation.prompt_tokens, warnings=generation.warnings, verdicts=generation.verdicts)
         self._numbers = numbers()
         self._response = _fields(service, body)
 

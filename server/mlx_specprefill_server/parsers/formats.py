@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_specprefill import ReasoningBudget
 
 from ..settings import ReasoningParser, ToolParser
-from .base import Cursor, MalformedError, Parser, PlainText, Reading, Tools, overlap, spaces, starts_with
+from .base import Cursor, MalformedError, Parser, Reading, Tools, overlap, spaces, starts_with
 from .calls import CallReader, whole
 from .harmony import ANSWER_ENDS, ANSWER_HEAD, REASONING_END, REASONING_HEAD, HarmonyText, opened_header
 from .json_calls import MISTRAL_TAG, PYTHON_TAG, gemma_reader, read_bare, read_calls, read_mistral_tag, read_python_tag
@@ -101,6 +101,7 @@ class Format:
         budget_marks: the tokens that open reasoning, those that close it, and those that close it for good.
         ends: further tokens that end an answer. Some checkpoints don't list all end tokens.
         tokenizer: an mlx_lm TokenizerWrapper, for the formats that mlx-lm parses.
+        is_plain: answers without tools are plain text.
     """
 
     tools: ToolParser | None
@@ -109,6 +110,10 @@ class Format:
     ends: frozenset[int] = frozenset()
     budget_marks: BudgetMarks | None = None
     tokenizer: Any = None
+    is_plain: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "is_plain", self.think is None and self.tools != "harmony")
 
     def opened(self, prompt: str) -> bool:
         """Return whether the prompt ends inside reasoning: after its tag, or in the middle of it."""
@@ -139,8 +144,6 @@ class Format:
         known = Tools.of(tools)
         if self.tools == "harmony":
             return Parser(HarmonyText(known, opened_header(prompt)))
-        if not known and self.think is None:
-            return Parser(PlainText())
         openers, bare = self._readers(list(tools))
         begun = not prompt.rstrip().endswith(self.think[0]) if self.think else False
         return Parser(TaggedText(known, self.think, self.opened(prompt), openers, bare, begun=begun))

@@ -169,7 +169,7 @@ class PromptBuilder:
     def _fitted(self, conversation: Conversation) -> _Fitted:
         """Return the conversation in the first form that the template takes, without volatile lines."""
         left_out: tuple[str, ...] = ()
-        if not self._keep_volatile:
+        if not self._keep_volatile and conversation.messages[0]["role"] == "system":
             conversation, left_out = without_volatile_lines(conversation)
         if not self._tokenizer.has_chat_template:
             raise InvalidRequestError("This model has no chat template; use /v1/completions.", field=conversation.field)

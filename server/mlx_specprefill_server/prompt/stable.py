@@ -32,10 +32,10 @@ VOLATILE_LINES: Mapping[str, re.Pattern[str]] = {
 
 
 def without_volatile_lines(conversation: Conversation) -> tuple[Conversation, tuple[str, ...]]:
-    """Return the conversation without such lines in its system message, and a sentence for each kind of them."""
+    """Return the conversation without such lines in its system message, which is the first, and a sentence for each
+    kind of them.
+    """
     first = conversation.messages[0]
-    if first["role"] != "system":
-        return conversation, ()
     text, left_out = first["content"], []
     for name, line in VOLATILE_LINES.items():
         text, count = line.subn("", text)

@@ -24,21 +24,21 @@ from mlx_specprefill import (
 )
 
 from ..anthropic.protocol import CountRequest
-from ..auth import IdentityDep
 from ..constrained.tool_choice import resolve_tool_choice
 from ..deltas import AnswerDone
-from ..deps import ModelDep, Service, body_of, close_on_disconnect, validate, while_connected
+from ..deps import ModelDep, body_of, validate
 from ..errors import ApiError, JsonResponse
 from ..explain import explain_chunks, explanation
 from ..fields import Body, SpecPrefillFields, TokenIds
 from ..generation.generation import AnswerSpec, Generation
 from ..generation.reader import AnswerReader, IncrementalDetokenizer
+from ..middleware import IdentityDep
 from ..openai.protocol import ChatRequest
 from ..openai.responses_protocol import ResponsesRequest
 from ..prompt.conversation import Conversation, conversation, ending_of
 from ..prompt.prompt import Prompt
 from ..report import Report
-from ..serving import max_tokens_within
+from ..serving import Service, max_tokens_within, while_connected
 
 __all__ = ["router"]
 
@@ -156,9 +156,8 @@ async def explain(
         raise InvalidRequestError(f"{field}: the prompt has no tokens", field=field)
     max_tokens_within(len(prompt.tokens), 1, service.context_length, field)
     asked = GenerationRequest(prompt.tokens, 1, specprefill=body.options(), spans=prompt.spans)
-    work = service.inspect(asked, identity, body.cache_salt)
     try:
-        inspection = await close_on_disconnect(request, work, work.result())
+        inspection = await while_connected(request, service.inspect(asked, identity, body.cache_salt))
     except SparseUnsupportedError as error:
         raise ApiError(400, f"Nothing to explain: {error}", code="sparse_unsupported") from error
     texts = partial(explain_chunks, service.engine.pair.tokenizer, prompt.tokens, inspection)
@@ -202,7 +201,10 @@ async def warm(
     detokenizer = IncrementalDetokenizer(service.vocabulary.decode, opening.prompt)
     spec = AnswerSpec(opening, lambda: AnswerReader(detokenizer, service.format.parser((), "")))
     generation = service.submit([spec], identity, body.cache_salt)
-    report = await close_on_disconnect(request, generation, _read(service, generation))
+    try:
+        report = await while_connected(request, _read(generation))
+    finally:
+        generation.close()
     answer = {"object": "specprefill.warm", "model": service.model_id, "tokens": opening.system_prefix_len}
     return JsonResponse(answer | {"cached_tokens": report.cached_tokens, "specprefill": report.specprefill()})
 
@@ -241,7 +243,7 @@ def _opening(service: Service, prompt: Prompt) -> GenerationRequest:
     return GenerationRequest(tokens, 1, specprefill=SpecPrefillOptions(False), spans=spans, pin_system_prefix=True)
 
 
-async def _read(service: Service, generation: Generation) -> Report:
+async def _read(generation: Generation) -> Report:
     report = Report(generation.prompt_tokens)
     async for _, delta in generation.stream():
         if isinstance(delta, AnswerDone):

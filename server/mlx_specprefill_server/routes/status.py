@@ -15,12 +15,13 @@ from starlette.responses import Response, StreamingResponse
 from mlx_specprefill import CacheEntry
 
 from .. import __version__
-from ..auth import Identity, IdentityDep
-from ..deps import ModelsDep, Service, ServiceDep
+from ..deps import ModelsDep, ServiceDep
 from ..errors import RETRY_AFTER_S, ApiError, JsonResponse
+from ..middleware import Identity, IdentityDep
 from ..models.models import Models
 from ..monitoring.metrics import text_of_several
 from ..report import EVENT_STREAM_HEADERS, data_event
+from ..serving import Service
 
 __all__ = ["router"]
 

@@ -17,9 +17,10 @@ from mlx_specprefill_evals.command import evaluate as run
 from mlx_specprefill_evals.local import LocalModel, examination
 from mlx_specprefill_evals.remote import RemoteModel
 from mlx_specprefill_evals.tasks import GROUPS
-from mlx_specprefill_server.cli.common import OptionError, begin, choose, make_settings, one_line_errors
+from mlx_specprefill_server.cli.common import OptionError, begin, choose, one_line_errors
 from mlx_specprefill_server.cli.options import Level, PairOptions, setting, takes_pair
 from mlx_specprefill_server.cli.pull import load
+from mlx_specprefill_server.pair_loading import make_settings
 from mlx_specprefill_server.settings import default_text
 
 __all__ = ["app"]

@@ -3,8 +3,6 @@
 import sys
 from importlib import import_module
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """Run the console command. Ctrl-C during its imports shows no traceback."""

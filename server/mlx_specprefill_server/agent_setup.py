@@ -24,8 +24,6 @@ from tomlkit.exceptions import TOMLKitError
 
 from mlx_specprefill import SpecPrefillError
 
-__all__ = ["AGENTS", "ConfigurationError", "RunningServer", "Setup", "Values", "any_other", "edited", "write"]
-
 Values = Mapping[str, Any]
 _Document = tuple[Any, Callable[[Any], str]]  # its data, and a function that serialises them
 

@@ -38,8 +38,6 @@ from .routes.page import install_openapi
 from .serving import Service
 from .settings import Settings
 
-__all__ = ["Awake", "Server", "app_of", "create_app", "greeting", "make_server", "serve", "serve_models"]
-
 logger = logging.getLogger(__name__)
 
 ON: TelemetryConfig = {"auto_configure": True, "logs": False}  # records of exceptions might quote prompts

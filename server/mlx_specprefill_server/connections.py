@@ -28,18 +28,6 @@ from mlx_specprefill import SpecPrefillError
 
 from .errors import RETRY_AFTER_S, ApiError
 
-__all__ = [
-    "MAX_CONNECTIONS",
-    "Connections",
-    "DescriptorsError",
-    "LimitedProtocol",
-    "address",
-    "bound_sockets",
-    "is_exposed",
-    "network_address",
-    "raise_open_files_limit",
-]
-
 logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 1024

@@ -11,21 +11,6 @@ from uuid import uuid4
 
 from mlx_specprefill import PrefillReport, Progress, PromptLogprobs, TokenEvent
 
-__all__ = [
-    "AnswerDelta",
-    "AnswerDone",
-    "CallBroken",
-    "CallDelta",
-    "CallEnd",
-    "CallStart",
-    "ContentDelta",
-    "FinishReason",
-    "Idle",
-    "ReasoningDelta",
-    "TextDelta",
-]
-
-
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 

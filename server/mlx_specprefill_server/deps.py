@@ -28,22 +28,6 @@ from .models.models import Models
 from .report import DONE, EVENT_STREAM_HEADERS, PROGRESS_S, comment, data_event, named_event
 from .serving import Service, client_left, current_deadline, while_connected
 
-__all__ = [
-    "BODY_LIMIT",
-    "SMALL",
-    "ModelDep",
-    "ModelsDep",
-    "ServiceDep",
-    "StillLoadingError",
-    "answer_when_loaded",
-    "body_of",
-    "check_model_name",
-    "decompress",
-    "parse_json",
-    "read_body",
-    "validate",
-]
-
 Model = TypeVar("Model", bound=BaseModel)
 
 BODY_LIMIT = 32 << 20  # bytes

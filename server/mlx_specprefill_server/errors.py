@@ -25,17 +25,6 @@ from mlx_specprefill import (
     SpecPrefillError,
 )
 
-__all__ = [
-    "ApiError",
-    "DeadlineError",
-    "JsonResponse",
-    "QueueTimeoutError",
-    "anthropic_body",
-    "api_error",
-    "error_response",
-    "install",
-]
-
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = "2"

@@ -8,8 +8,6 @@ from typing import Any
 
 from mlx_specprefill import ChunkInfo, Inspection, TokenIds
 
-__all__ = ["ExplainedChunk", "explain_chunks", "explanation"]
-
 
 @dataclass(frozen=True, slots=True)
 class ExplainedChunk:

@@ -26,25 +26,6 @@ from .errors import ApiError
 from .generation.reader import Vocabulary
 from .prompt.conversation import Conversation
 
-__all__ = [
-    "AnswerFields",
-    "Body",
-    "ChatFields",
-    "MaxTokens",
-    "Number",
-    "Reasoning",
-    "SamplingFields",
-    "SpecPrefillFields",
-    "Texts",
-    "Thinking",
-    "ThinkingFields",
-    "TokenIds",
-    "Whole",
-    "first_limit",
-    "refuse_documents",
-    "refuse_sampling",
-]
-
 INT64 = 2**63
 
 

@@ -39,8 +39,6 @@ from .prompt.conversation import conversation
 from .prompt.prompt import Prompt, PromptBuilder
 from .settings import Settings
 
-__all__ = ["Answer", "LocalPair", "open_pair", "stream_text"]
-
 
 @dataclass(frozen=True, slots=True)
 class Answer:

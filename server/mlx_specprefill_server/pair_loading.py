@@ -27,8 +27,6 @@ from .settings import Settings
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["ONE_SHOT", "Tell", "load", "load_engine", "make_settings", "only_given", "silent"]
-
 ONE_SHOT: dict[str, Any] = {"prefix_cache_size": 0, "densify": "off"}  # no later request would use the cache
 
 Tell = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]

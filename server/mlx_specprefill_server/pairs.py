@@ -21,25 +21,6 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, Validatio
 
 from mlx_specprefill import DtypeName, LoadError, RuleName, resolve_model_path
 
-__all__ = [
-    "NAMED_PAIRS",
-    "Described",
-    "MissingPairError",
-    "PackageError",
-    "PackagedFile",
-    "Pair",
-    "PairsError",
-    "Row",
-    "find_pair",
-    "find_row",
-    "install",
-    "locate",
-    "located",
-    "pair_state",
-    "read_pairs",
-    "size",
-]
-
 
 class PackageError(ValueError):
     """The packaged file is missing or can't be installed. The message is meant for the user."""

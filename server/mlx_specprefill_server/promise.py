@@ -23,8 +23,6 @@ from pydantic import ConfigDict, Field, TypeAdapter
 
 from mlx_specprefill import GenerationRequest
 
-__all__ = ["SHARES", "Promise", "Promises", "holds", "is_hopeless", "kind_of", "wealth"]
-
 SHARES = (Fraction(1, 10), Fraction(1, 5), Fraction(3, 10), Fraction(1, 2))  # then all is read
 _RISK = 0.05
 _ENOUGH = len(SHARES) / _RISK

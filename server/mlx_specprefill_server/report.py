@@ -18,20 +18,6 @@ from .deltas import AnswerDone
 from .errors import ApiError, api_error
 from .generation.generation import Generation
 
-__all__ = [
-    "DONE",
-    "EVENT_STREAM_HEADERS",
-    "KEEP_ALIVE",
-    "PROGRESS_S",
-    "EventStream",
-    "ProgressReporter",
-    "Report",
-    "TextEvents",
-    "comment",
-    "data_event",
-    "named_event",
-]
-
 PROGRESS_S = 2.0  # seconds of prefill between two reports of a stream
 
 

@@ -27,23 +27,6 @@ from mlx_specprefill import (
     keep_pct,
 )
 
-__all__ = [
-    "ENV_PREFIX",
-    "NOT_SETTINGS",
-    "Densify",
-    "KeepShare",
-    "LogFormat",
-    "LogLevel",
-    "ReasoningParser",
-    "Settings",
-    "ToolParser",
-    "default_text",
-    "flag_of",
-    "unknown_variables",
-    "variable",
-    "what_is_wrong",
-]
-
 ENV_PREFIX = "MLX_SPECPREFILL_"
 ENGINE = EngineConfig()  # the source of the engine's defaults
 _REMEMBERED_BYTES = 8 << 30  # bytes of disk space for the common beginnings of agents' prompts

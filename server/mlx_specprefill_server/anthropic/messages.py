@@ -22,8 +22,6 @@ from ..report import ProgressReporter, Report, named_event
 from ..serving import Service, count_tokens, serve, while_connected
 from .protocol import CountRequest, MessagesRequest, refuse
 
-__all__ = ["BlockWriter", "router", "stop_of"]
-
 Event = dict[str, Any]
 
 # A signature proves who wrote the thinking. Clients send it back unread. Some drop a thinking block without one.

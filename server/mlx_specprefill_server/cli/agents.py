@@ -17,8 +17,6 @@ from ..agent_setup import AGENTS, ConfigurationError, RunningServer, Setup, any_
 from ..settings import variable
 from .common import OptionError, one_line_errors, read_text, told_list
 
-__all__ = ["WarmError", "connect", "warm"]
-
 _SMALL_WINDOW = 32_000  # tokens
 
 

@@ -40,24 +40,10 @@ from mlx_specprefill import (
     machine,
 )
 
-from .common import ONE_SHOT, begin, choose, make_settings, notes, one_line_errors
+from ..pair_loading import ONE_SHOT, make_settings
+from .common import begin, choose, notes, one_line_errors
 from .options import Keep, Level, PairOptions, takes_pair
 from .pull import load
-
-__all__ = [
-    "FORMAT",
-    "BenchmarkError",
-    "Plan",
-    "Run",
-    "bench",
-    "file_name",
-    "fitting",
-    "load_before",
-    "measure",
-    "measured_here",
-    "record",
-    "short_name",
-]
 
 FORMAT = 1  # the record's format; it increases when a field changes its meaning
 WARM_UP = 512  # tokens of a warm-up prompt, which is not counted

@@ -26,31 +26,11 @@ from mlx_specprefill import (
 )
 
 from ..monitoring.access_log import configure_logging
-from ..pair_loading import ONE_SHOT, make_settings
 from ..pairs import MissingPairError, PackageError, Pair, PairsError, find_pair
 from ..prompt.conversation import conversation
 from ..prompt.prompt import Prompt, PromptBuilder
 from ..settings import LogLevel, Settings, unknown_variables, what_is_wrong
 from .options import PairOptions
-
-__all__ = [
-    "FAILED",
-    "ONE_SHOT",
-    "USAGE_ERROR",
-    "OptionError",
-    "begin",
-    "choose",
-    "duration",
-    "make_prompt",
-    "make_settings",
-    "note_environment",
-    "notes",
-    "one_line_errors",
-    "options_of",
-    "read_text",
-    "told_list",
-    "usable_memory",
-]
 
 USAGE_ERROR = 2  # the exit status of errors that the user can fix
 FAILED = 1

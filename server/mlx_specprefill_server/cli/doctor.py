@@ -30,8 +30,6 @@ from .bench import load_before, measured_here, short_name
 from .common import FAILED, OptionError, one_line_errors
 from .pull import load
 
-__all__ = ["Finding", "doctor", "examine"]
-
 _STATES = {"ok": "ok", "failed": "FAILED", "not supported": "-"}
 
 

@@ -28,14 +28,13 @@ from mlx_specprefill import (
 
 from ..explain import ExplainedChunk, explain_chunks
 from ..local import stream_text
+from ..pair_loading import ONE_SHOT, make_settings
 from .common import (
     FAILED,
-    ONE_SHOT,
     OptionError,
     begin,
     choose,
     make_prompt,
-    make_settings,
     notes,
     one_line_errors,
     options_of,
@@ -44,8 +43,6 @@ from .common import (
 )
 from .options import Keep, KvBits, Level, PairOptions, PrefillStep, Question, Raw, Rule, takes_pair
 from .pull import load_engine
-
-__all__ = ["StageBars", "chunk_table", "generate", "inspect", "stage_bars", "stage_summary", "stage_table"]
 
 _PREVIEW = 60  # characters of a run's text in the table
 _LABELS = {"draft": "draft reads the prompt", "prefill": "target reads its share"}

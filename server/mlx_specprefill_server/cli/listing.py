@@ -17,8 +17,6 @@ from ..pairs import NAMED_PAIRS, PackagedFile, pair_state, read_pairs, size
 from .common import OptionError, one_line_errors, usable_memory
 from .options import PairsFile
 
-__all__ = ["list_models", "recommend"]
-
 TABLE = Path(__file__).parents[1] / "recommended.toml"
 
 

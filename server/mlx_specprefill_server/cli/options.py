@@ -18,22 +18,6 @@ from mlx_specprefill import DtypeName, RuleName
 
 from ..settings import LogLevel, Settings, default_text, variable
 
-__all__ = [
-    "GROUPS",
-    "Keep",
-    "KvBits",
-    "Level",
-    "PairOptions",
-    "PairsFile",
-    "PrefillStep",
-    "Question",
-    "Raw",
-    "Rule",
-    "SettingsCommand",
-    "setting",
-    "takes_pair",
-]
-
 
 def setting(name: str, help: str, *flags: str, **more: Any) -> Any:
     """Return an option that fills setting `name`. Its help ends with the setting's default."""

@@ -36,8 +36,6 @@ from ..settings import Settings
 from .common import OptionError, duration, notes, one_line_errors, usable_memory
 from .options import PairsFile
 
-__all__ = ["fetch_missing", "load", "load_engine", "pull"]
-
 _CONTEXT = 32768  # tokens of prompt and answer that must fit the memory
 _SPARE_DISK = 1 << 30  # bytes
 _LONG_S = 3.0  # seconds of a step that is worth a line

@@ -30,14 +30,12 @@ from ..connections import bound_sockets, is_exposed
 from ..models.loader import Loader, entries_of, models_file, read_table
 from ..models.models import Models
 from ..monitoring.access_log import configure_logging
-from ..pair_loading import only_given
+from ..pair_loading import make_settings, only_given
 from ..serving import ServerState
 from ..settings import ENV_PREFIX, Settings
-from .common import OptionError, choose, make_settings, note_environment, one_line_errors
+from .common import OptionError, choose, note_environment, one_line_errors
 from .options import PairOptions
 from .pull import load_engine
-
-__all__ = ["LAUNCHED_VARIABLE", "end_together", "follow", "join", "launch", "run_server", "without"]
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,6 @@ from mlx_specprefill import DraftPlacement, Scope, SpeculationName
 from ..settings import Densify, LogLevel
 from .options import KvBits, PairOptions, PrefillStep, Rule, SettingsCommand, setting, takes_pair
 
-__all__ = ["app"]
-
 _OF_ONE_MODEL = ("pair", "pairs_file", "target", "draft", "no_draft", "model_alias")
 
 

@@ -21,8 +21,6 @@ from ..settings import ENV_PREFIX
 from .common import one_line_errors
 from .serve import app as serve_app
 
-__all__ = ["ServiceError", "app", "plist", "unit"]
-
 NAME = "mlx-specprefill"
 RESTART_S = 30  # seconds before a restart after a failure
 STOP_S = 40  # seconds; running requests get 30 s of them unless MLX_SPECPREFILL_SHUTDOWN_GRACE_S is set

@@ -11,8 +11,6 @@ import orjson
 
 from mlx_specprefill import InvalidRequestError
 
-__all__ = ["EnforceableSchema", "Lark", "Schema"]
-
 Schema = dict[str, Any]
 
 # Keywords of JSON Schema. Other words say nothing about values.

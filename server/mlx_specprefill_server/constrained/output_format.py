@@ -14,8 +14,6 @@ from mlx_specprefill import Constraint, InvalidRequestError
 from .lark import Lark
 from .tool_choice import ToolChoice, calls_rule, forced_tools, has_grammar
 
-__all__ = ["OUTPUT_FIELDS", "OutputFormat", "constraint_of", "parse_response_format"]
-
 Kind = Literal["json_object", "json_schema", "regex", "grammar", "choice"]
 
 OUTPUT_FIELDS = (

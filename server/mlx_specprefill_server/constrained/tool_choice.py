@@ -13,19 +13,6 @@ from mlx_specprefill import InvalidRequestError
 
 from .lark import Lark
 
-__all__ = [
-    "AllowedTools",
-    "NamedTool",
-    "Tool",
-    "ToolChoice",
-    "calls_rule",
-    "forced_tools",
-    "has_grammar",
-    "read_choice",
-    "resolve_tool_choice",
-    "tool_name",
-]
-
 Tool = Mapping[str, Any]  # in the form of chat completions
 
 

@@ -34,8 +34,6 @@ from mlx_specprefill import (
 from ..deltas import AnswerDelta, AnswerDone, Idle
 from .reader import AnswerReader, Mark
 
-__all__ = ["AnswerResult", "AnswerSpec", "Generation", "Observer", "SlowReaderError", "ThreadsafeCalls"]
-
 logger = logging.getLogger(__name__)
 
 STREAM_BUFFER = 4096  # events that may wait for a client; more of them end its answers

@@ -27,17 +27,6 @@ from ..deltas import (
 )
 from ..parsers.base import Parser
 
-__all__ = [
-    "NO_STOPS",
-    "REPLACEMENT",
-    "AnswerReader",
-    "IncrementalDetokenizer",
-    "Mark",
-    "StopMatcher",
-    "Stops",
-    "Vocabulary",
-]
-
 CONTEXT_TOKENS = 5  # tokens of the prompt: the first token's text (a leading space) depends on them
 MOST_CONTEXT = 24  # tokens; cutting the context costs a decode, so it happens only every so often
 MOST_UNDECIDED = 8  # tokens; more undecodable ones are garbage, or the replacement character itself

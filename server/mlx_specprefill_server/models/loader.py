@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal
-from ..monitoring.metrics import Metrics
-from ..serving import Service
-from ..settings import Settings
-import re
-from collections.abc import Sequence
-from ..errors import ApiError
-from ..pairs import size
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any, Literal
+
 from mlx_specprefill import (
     DtypeName,
     Engine,
@@ -31,16 +24,13 @@ from mlx_specprefill import (
     loaded_bytes,
     resolve_model_path,
 )
-from ..pair_loading import load
-from ..pairs import MissingPairError, Pair, Row, located
-import os
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
-from ..pair_loading import make_settings
-from ..pairs import PairsError, Row, read_pairs
 
-__all__ = ["Entry", "LoadProgress", "Loader", "MissingModelError", "ModelState", "NoRoomError", "RETRY_AFTER_S", "Tell", "entries_of", "failed", "models_file", "named", "read_table", "reason_of", "too_little", "too_many"]
+from ..errors import ApiError
+from ..monitoring.metrics import Metrics
+from ..pair_loading import load, make_settings
+from ..pairs import MissingPairError, Pair, PairsError, Row, located, read_pairs, size
+from ..serving import Service
+from ..settings import Settings
 
 ModelState = Literal["unloaded", "loading", "loaded", "unloading", "failed"]
 

@@ -12,15 +12,25 @@ import weakref
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
-from mlx_specprefill import Engine, EngineClosedError, RequestCancelled
-from ..errors import ApiError
-from ..serving import ServerState, Service
-from ..pairs import size
-from .loader import Entry, LoadProgress
-from .loader import Loader
-from .loader import RETRY_AFTER_S, MissingModelError, NoRoomError, failed, named, reason_of, too_little, too_many
 
-__all__ = ["Models"]
+from mlx_specprefill import Engine, EngineClosedError, RequestCancelled
+
+from ..errors import ApiError
+from ..pairs import size
+from ..serving import ServerState, Service
+from .loader import (
+    RETRY_AFTER_S,
+    Entry,
+    Loader,
+    LoadProgress,
+    MissingModelError,
+    NoRoomError,
+    failed,
+    named,
+    reason_of,
+    too_little,
+    too_many,
+)
 
 logger = logging.getLogger(__name__)
 LOOK_AGAIN_S = 1.0  # seconds between looks at an expired model in use

@@ -31,16 +31,6 @@ from mlx_specprefill import Event, Finished, PrefillReport, Progress, TokenEvent
 
 from ..generation.generation import AnswerResult
 
-__all__ = [
-    "REQUEST_ID",
-    "AccessLogMiddleware",
-    "RecentAnswers",
-    "RequestTrace",
-    "RunningRequest",
-    "configure_logging",
-    "current_trace",
-]
-
 logger = logging.getLogger(__name__)
 
 REQUEST_ID = "x-request-id"

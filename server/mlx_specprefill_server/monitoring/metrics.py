@@ -15,8 +15,6 @@ from mlx_specprefill import Engine, EngineStats, Finished, PrefillReport, Timing
 
 from ..generation.generation import AnswerResult
 
-__all__ = ["EngineCollector", "Metrics", "Totals", "reason_label", "text_of_several"]
-
 MODEL = "model_name"  # a label that vLLM's metrics have
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
 GAPS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)

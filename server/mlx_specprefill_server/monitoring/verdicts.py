@@ -18,8 +18,6 @@ from mlx_specprefill import CacheLabel, GenerationRequest, TokenIds, Verdict
 from ..deltas import CallDelta, CallStart
 from ..generation.reader import Mark
 
-__all__ = ["AnswerVerdict", "Verdicts"]
-
 logger = logging.getLogger(__name__)
 
 HELD = 50  # answers per key

@@ -21,8 +21,6 @@ from ..report import DONE, KEEP_ALIVE, ProgressReporter, Report, TextEvents, dat
 from ..serving import Service, count_tokens, serve, while_connected
 from .protocol import ChatRequest, Envelope, refuse_chat, scored
 
-__all__ = ["router"]
-
 router = APIRouter()
 
 BodyDep = Annotated[ChatRequest, Depends(body_of(ChatRequest, refuse_chat))]

@@ -33,8 +33,6 @@ from ..report import DONE, KEEP_ALIVE, ProgressReporter, Report, data_event
 from ..serving import Service, make_spec, respond, sampling_params, while_connected
 from .protocol import LOWEST_LOGPROB, MAX_PROMPTS, CompletionRequest, Envelope, refuse_completion
 
-__all__ = ["router"]
-
 router = APIRouter()
 
 # (markers, their places): Qwen and others, StarCoder, DeepSeek, GLM; Codestral puts the end first

@@ -17,8 +17,6 @@ from ..models.loader import Entry
 from ..models.models import Models
 from ..serving import Service, while_connected
 
-__all__ = ["router"]
-
 router = APIRouter()
 
 

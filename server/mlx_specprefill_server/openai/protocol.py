@@ -22,18 +22,6 @@ from ..generation.reader import Vocabulary
 from ..prompt.conversation import Conversation, conversation, ending_of
 from ..report import Report, comment, data_event
 
-__all__ = [
-    "LOWEST_LOGPROB",
-    "ChatRequest",
-    "CompletionRequest",
-    "ConversationFields",
-    "Envelope",
-    "GenerationFields",
-    "refuse_chat",
-    "refuse_completion",
-    "scored",
-]
-
 MAX_STOPS = 64
 MAX_PROMPTS = 128
 MAX_ANSWERS = 32

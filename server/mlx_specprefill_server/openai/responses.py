@@ -23,8 +23,6 @@ from ..serving import Service, count_tokens, serve, while_connected
 from .protocol import scored
 from .responses_protocol import ResponsesRequest, refuse
 
-__all__ = ["ItemWriter", "router"]
-
 Event = dict[str, Any]
 Scored = Callable[[Sequence[TokenEvent]], list[dict[str, Any]]]  # tokens as the wire's logprobs
 

@@ -19,8 +19,6 @@ from ..fields import Body, Texts, Whole, first_limit, refuse_documents, refuse_s
 from ..prompt.conversation import Conversation, Message, conversation, inline_system_messages, omission_note
 from .protocol import ConversationFields
 
-__all__ = ["ResponsesRequest", "Tools", "chat_messages", "function_tools", "refuse"]
-
 LOGPROBS = "message.output_text.logprobs"
 STATELESS = "this server keeps no responses or conversations; send the whole conversation as input"
 

@@ -9,22 +9,6 @@ from typing import Any, Protocol, TypeVar
 
 from ..deltas import ContentDelta, TextDelta
 
-__all__ = [
-    "Cursor",
-    "Machine",
-    "MalformedError",
-    "Parser",
-    "PlainText",
-    "Reading",
-    "Tools",
-    "Waiting",
-    "ahead",
-    "overlap",
-    "peek",
-    "spaces",
-    "starts_with",
-]
-
 T = TypeVar("T")
 
 NAME = re.compile(r"[\w.:/-]{1,256}")

@@ -11,20 +11,6 @@ import orjson
 from ..deltas import CallDelta, CallEnd, CallStart, ContentDelta
 from .base import Cursor, MalformedError, Reading, Tools, ahead, overlap, peek, starts_with
 
-__all__ = [
-    "CallReader",
-    "Members",
-    "Value",
-    "call",
-    "captured",
-    "convert",
-    "expect",
-    "is_text",
-    "until",
-    "whole",
-    "written",
-]
-
 KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
 NOT_PYTHON = (ValueError, SyntaxError, TypeError, MemoryError, RecursionError)
 NOT_JSON = object()

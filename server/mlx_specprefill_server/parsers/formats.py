@@ -17,8 +17,6 @@ from .json_calls import MISTRAL_TAG, PYTHON_TAG, gemma_reader, read_bare, read_c
 from .tag_calls import CALL, END_CALL, FUNCTION, read_functions, read_glm_body
 from .tagged import TaggedText
 
-__all__ = ["Format", "detect", "native_reader", "reasoning_tags"]
-
 # Errors of parsers for well-formed calls on malformed ones.
 FAULTS = (ValueError, TypeError, LookupError, AttributeError, SyntaxError, ArithmeticError, RecursionError, MemoryError)
 

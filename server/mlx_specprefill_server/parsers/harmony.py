@@ -14,8 +14,6 @@ from .base import Cursor, MalformedError, Reading, Tools, overlap, spaces, start
 from .calls import call
 from .json_text import JsonReader
 
-__all__ = ["ANSWER_ENDS", "ANSWER_HEAD", "REASONING_END", "REASONING_HEAD", "HarmonyText", "opened_header"]
-
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
 ANSWER_ENDS = ENDS[1:]  # after a call it is the tool's turn

@@ -11,8 +11,6 @@ from .base import Cursor, MalformedError, Reading, Tools, overlap, peek, spaces,
 from .calls import CallReader, call, captured, convert, expect, until, written
 from .json_text import DEEPEST, JsonReader
 
-__all__ = ["MISTRAL_TAG", "gemma_reader", "read_bare", "read_calls", "read_mistral_tag", "read_python_tag"]
-
 ARGUMENTS = ("arguments", "parameters")
 PYTHON_TAG = "<|python_tag|>"
 

@@ -16,8 +16,6 @@ import orjson
 from ..deltas import CallDelta
 from .base import Cursor, MalformedError, Reading, peek, spaces, starts_with
 
-__all__ = ["JsonReader"]
-
 DEEPEST = 64
 NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
 WORD = re.compile(r"[A-Za-z0-9+.-]*")

@@ -6,8 +6,6 @@ from .base import Cursor, MalformedError, Reading, Tools, spaces, starts_with
 from .calls import Members, Value, call, expect, until
 from .json_text import JsonReader
 
-__all__ = ["FUNCTION", "read_function", "read_functions", "read_glm_body"]
-
 KEY, END_KEY, VALUE, END_VALUE = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
 CALL, END_CALL = "<tool_call>", "</tool_call>"
 

@@ -8,8 +8,6 @@ from ..deltas import CallBroken, CallEnd, CallStart, ReasoningDelta, TextDelta
 from .base import Cursor, MalformedError, Reading, Tools, overlap, spaces, starts_with
 from .calls import CallReader
 
-__all__ = ["Marks", "TaggedText"]
-
 BARE = '{"name"'
 # characters; a longer failed call is not searched for others, or reading could take quadratic time
 LONGEST_RETRY = 4096

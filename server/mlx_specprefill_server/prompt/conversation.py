@@ -15,17 +15,6 @@ import orjson
 
 from mlx_specprefill import InvalidRequestError
 
-__all__ = [
-    "Conversation",
-    "Ending",
-    "Message",
-    "conversation",
-    "ending_of",
-    "inline_system_messages",
-    "omission_note",
-    "simpler_forms",
-]
-
 Message = dict[str, Any]  # in the form of templates: role, content (str), and the role's other fields
 Ending = Literal["answer", "continue", "none"]
 

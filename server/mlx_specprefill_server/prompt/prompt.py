@@ -27,8 +27,6 @@ from .spans import Render, locate, to_tokens, turn_ends
 from .special_tokens import ControlTokens, Encoded, Encoder, EscapedConversation
 from .stable import without_volatile_lines
 
-__all__ = ["LengthCheck", "Prompt", "PromptBuilder", "Workers"]
-
 T = TypeVar("T")
 
 WORKERS = 4  # threads; the tokenizer releases the GIL while it works

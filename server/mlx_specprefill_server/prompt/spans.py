@@ -19,8 +19,6 @@ from mlx_specprefill import InvalidRequestError, PromptSpan
 
 from .conversation import Message
 
-__all__ = ["TURN_ENDS", "CharSpan", "Render", "locate", "to_tokens", "turn_ends"]
-
 SpanKind = Literal["system", "tools", "user", "assistant", "tool", "other"]
 
 KINDS: Mapping[str, SpanKind] = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}

@@ -28,8 +28,6 @@ from ..parsers.formats import THINK_TAGS, reasoning_tags
 from .conversation import Conversation, Message
 from .spans import TURN_ENDS
 
-__all__ = ["NOTHING", "ControlTokens", "Encoded", "Encoder", "EscapedConversation"]
-
 NOTHING: frozenset[str] = frozenset()
 
 Encoded = tuple[tuple[int, ...], list[tuple[int, int]] | None]

@@ -19,8 +19,6 @@ from mlx_specprefill import CacheLabel
 from ..deltas import CallStart, ContentDelta, ReasoningDelta
 from .conversation import Conversation, Message
 
-__all__ = ["KeptReasoning", "ToolOrders", "without_volatile_lines"]
-
 T = TypeVar("T")
 
 _MOST = 256  # entries

@@ -19,8 +19,6 @@ from starlette.responses import Response
 
 from ..errors import ApiError
 
-__all__ = ["install_openapi", "router"]
-
 REFERENCE = "#/components/schemas/{model}"
 ERROR: dict[str, Any] = {
     "title": "Error",

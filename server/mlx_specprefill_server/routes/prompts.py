@@ -40,8 +40,6 @@ from ..prompt.prompt import Prompt
 from ..report import Report
 from ..serving import Service, max_tokens_within, while_connected
 
-__all__ = ["router"]
-
 router = APIRouter()
 
 ONE_OF = ("content", "prompt", "messages")

@@ -23,8 +23,6 @@ from ..monitoring.metrics import text_of_several
 from ..report import EVENT_STREAM_HEADERS, data_event
 from ..serving import Service
 
-__all__ = ["router"]
-
 router = APIRouter()
 
 STALE_AFTER_S = 600.0  # seconds without a step of the engine

@@ -20,9 +20,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from mlx_specprefill import InvalidRequestError
-
-from .errors import ANTHROPIC_PATH, ApiError, error_response
+from .errors import ANTHROPIC_PATH, ApiError, error_response, refusal
 from .models.loader import Entry
 from .models.models import Models
 from .report import DONE, EVENT_STREAM_HEADERS, PROGRESS_S, comment, data_event, named_event
@@ -113,7 +111,7 @@ def check_model_name(name: Any) -> None:
         InvalidRequestError: it is too long to be repeated to anybody.
     """
     if isinstance(name, str) and len(name) > LONGEST_NAME:
-        raise InvalidRequestError(f"model: must have at most {LONGEST_NAME} characters", field="model")
+        raise refusal("model", f"must have at most {LONGEST_NAME} characters")
 
 
 def _refuse_many_values(raw: bytes | bytearray) -> None:
@@ -170,7 +168,7 @@ def validate(model: type[Model], body: dict[str, Any]) -> Model:
         message = first["msg"].removeprefix("Value error, ").removeprefix(f"{field} ")
         told = first["type"] == "missing" or isinstance(first["input"], dict | list) or ", got " in message
         given = "" if told else _shorten(first["input"])
-        raise InvalidRequestError(f"{field}: {message}{given}", field=field) from error
+        raise refusal(field, f"{message}{given}") from error
 
 
 def _path(loc: Sequence[int | str]) -> str:

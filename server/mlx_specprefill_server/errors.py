@@ -97,6 +97,21 @@ class QueueTimeoutError(ApiError):
         super().__init__(503, message, code="queue_timeout", headers={"Retry-After": RETRY_AFTER_S})
 
 
+def refusal(field: str, why: str) -> InvalidRequestError:
+    """Return the refusal of a body's field; `field` is its path, like `messages[0].content[1].type`."""
+    return InvalidRequestError(f"{field}: {why}", field=field)
+
+
+def require(condition: bool, field: str, rule: str) -> None:
+    """Refuse the field unless the condition holds.
+
+    Raises:
+        InvalidRequestError: it does not.
+    """
+    if not condition:
+        raise refusal(field, rule)
+
+
 def api_error(exc: Exception) -> ApiError:
     """Return an exception's refusal. This is the only mapping to statuses; errors that a retry can't mend are never a
     503.

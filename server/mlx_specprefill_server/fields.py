@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 
 from mlx_specprefill import (
-    InvalidRequestError,
     RuleName,
     SamplingParams,
     Scope,
@@ -22,7 +21,7 @@ from mlx_specprefill import (
 
 from .constrained.output_format import OutputFormat
 from .constrained.tool_choice import ToolChoice
-from .errors import ApiError
+from .errors import ApiError, refusal
 from .generation.reader import Vocabulary
 from .prompt.conversation import Conversation
 
@@ -218,14 +217,12 @@ class SamplingFields(Body):
         """
         for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
             if any(not 0 <= token < vocabulary.size for token in getattr(self, name) or ()):
-                message = f"{name}: token ids must be from 0 to {vocabulary.size - 1}"
-                raise InvalidRequestError(message, field=name)
+                raise refusal(name, f"token ids must be from 0 to {vocabulary.size - 1}")
         given = self.given(defaults)
         temperature = given["temperature"]
         for name, active in (("xtc_probability", self.xtc_probability > 0), ("typical_p", self.typical_p < 1)):
             if active and temperature == 0:
-                message = f"{name}: needs a temperature above 0, at which answers are always the likeliest tokens"
-                raise InvalidRequestError(message, field=name)
+                raise refusal(name, "needs a temperature above 0, at which answers are always the likeliest tokens")
         return SamplingParams(
             temperature=temperature,
             top_p=given.get("top_p", self.top_p),
@@ -320,17 +317,18 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
 def refuse_sampling(body: Mapping[str, Any]) -> None:
     """Refuse unsupported fields that would change the answer, by an InvalidRequestError."""
     for name, (neutral, why) in REFUSED.items():
-        if name in body and not any(type(body[name]) in (type(one), float) and body[name] == one for one in neutral):
-            raise InvalidRequestError(f"{name}: {why}", field=name)
+        given = body.get(name)
+        if name in body and not any(type(given) in (type(value), float) and given == value for value in neutral):
+            raise refusal(name, why)
     names = ("repetition_penalty", "repeat_penalty")
     if all(name in body for name in names) and body[names[0]] != body[names[1]]:
-        raise InvalidRequestError(f"{names[1]}: differs from {names[0]}, which means the same", field=names[1])
+        raise refusal(names[1], f"differs from {names[0]}, which means the same")
     constrained = ("response_format", "structured_outputs", "json_schema", "grammar")
     if "allowed_token_ids" in body and any(body.get(name) not in (None, {"type": "text"}) for name in constrained):
-        raise InvalidRequestError("allowed_token_ids: can't be combined with a format", field="allowed_token_ids")
+        raise refusal("allowed_token_ids", "can't be combined with a format")
 
 
 def refuse_documents(body: Mapping[str, Any]) -> None:
     """Refuse documents by an InvalidRequestError. Only chat completions take them."""
     if body.get("documents"):
-        raise InvalidRequestError("documents: only /v1/chat/completions takes them", field="documents")
+        raise refusal("documents", "only /v1/chat/completions takes them")

@@ -32,7 +32,6 @@ from mlx_specprefill import (
     Event,
     GenerationRequest,
     Inspection,
-    InvalidRequestError,
     ReasoningBudget,
     RequestHandle,
     SamplingParams,
@@ -42,7 +41,7 @@ from mlx_specprefill import (
 from .constrained.output_format import constraint_of
 from .constrained.tool_choice import ToolChoice, resolve_tool_choice
 from .deltas import ContentDelta
-from .errors import DeadlineError, JsonResponse, QueueTimeoutError
+from .errors import DeadlineError, JsonResponse, QueueTimeoutError, refusal
 from .fields import AnswerFields, ChatFields, SamplingFields
 from .generation.generation import AnswerResult, AnswerSpec, Generation, ThreadsafeCalls
 from .generation.reader import AnswerReader, IncrementalDetokenizer, Mark, Stops, Vocabulary
@@ -254,8 +253,7 @@ class Service:
         if not self.engine.verifies:
             if promise is not None or options.verify == "wait":
                 field = "specprefill_keep_pct" if promise is not None else "specprefill_verify"
-                message = f"{field}: this server verifies no answers: it has --densify off, or no prefix cache"
-                raise InvalidRequestError(message, field=field)
+                raise refusal(field, "this server verifies no answers: it has --densify off, or no prefix cache")
             return replace(request, specprefill=replace(options, verify=None))
         if promise is None:
             return request
@@ -509,7 +507,7 @@ def make_spec(
         ContextLengthError: the prompt leaves no room for an answer.
     """
     if not prompt.tokens.size:
-        raise InvalidRequestError(f"{field}: the prompt has no tokens", field=field)
+        raise refusal(field, "the prompt has no tokens")
     room = max_tokens_within(len(prompt.tokens), body.limit(), service.context_length, field)
     request = GenerationRequest(
         prompt=prompt.tokens,

@@ -307,7 +307,6 @@ def test_the_last_token_of_room_can_be_used(client: TestClient, engine: FakeEngi
         ("n", 0),
         ("n", True),
         ("best_of", 2),
-        ("response_format", {"type": "xml"}),
         ("response_format", "json"),
         ("tool_choice", "required"),
         ("tool_choice", {"type": "function", "function": {"name": "f"}}),

@@ -91,7 +91,7 @@ def test_nothing_asked(body: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("body", "field"),
     [
-        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": "json"}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format.schema"),
         (openai_form({"name": "x"}), "response_format.json_schema.schema"),

@@ -10,12 +10,20 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from mlx_specprefill import InvalidRequestError
-
-from ..constrained.output_format import OutputFormat
+from ..constrained.output_format import OutputFormat, response_format
 from ..constrained.tool_choice import NamedTool, ToolChoice
+from ..errors import refusal, require
 from ..fields import Body, ChatFields, Number, ThinkingFields, Whole, refuse_documents, refuse_sampling
-from ..prompt.conversation import Conversation, Ending, Message, conversation, inline_system_messages, omission_note
+from ..prompt.conversation import (
+    Conversation,
+    Ending,
+    Message,
+    conversation,
+    function_of,
+    inline_system_messages,
+    omission_note,
+    string_of,
+)
 
 MAX_STOPS = 64
 
@@ -63,14 +71,7 @@ class CountRequest(ThinkingFields):
 
     def output(self) -> OutputFormat | None:
         """Return the JSON schema that the answer must follow, None if there is none."""
-        given, field = self.output_config.format, "output_config.format"
-        if given is None:
-            return None
-        if given.get("type") != "json_schema":
-            raise InvalidRequestError(f"{field}.type: must be 'json_schema'", field=f"{field}.type")
-        if not isinstance(given.get("schema"), dict):
-            raise InvalidRequestError(f"{field}.schema: must be an object", field=f"{field}.schema")
-        return OutputFormat("json_schema", given["schema"], field=f"{field}.schema")
+        return response_format(self.output_config.format, "output_config.format")
 
 
 class MessagesRequest(CountRequest, ChatFields):
@@ -97,7 +98,7 @@ def _ending(messages: Sequence[Message]) -> Ending:
     if not messages or messages[-1]["role"] != "assistant":
         return "answer"
     if "tool_calls" in messages[-1]:
-        raise InvalidRequestError("messages: the last tool_use has no tool_result", field="messages")
+        raise refusal("messages", "the last tool_use has no tool_result")
     return "continue"
 
 
@@ -105,7 +106,7 @@ def refuse(body: Mapping[str, Any]) -> None:
     """Refuse fields of this dialect that no local model can serve, by an InvalidRequestError."""
     for name in ("mcp_servers", "container"):
         if body.get(name):
-            raise InvalidRequestError(f"{name}: not supported", field=name)
+            raise refusal(name, "not supported")
     refuse_sampling(body)
     refuse_documents(body)
 
@@ -132,21 +133,15 @@ def function_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
     out = []
     for i, tool in enumerate(tools):
         where = f"tools[{i}]"
-        _require(isinstance(tool, dict), where, "must be an object")
+        require(isinstance(tool, dict), where, "must be an object")
         if tool.get("type") not in (None, "custom"):
             continue
-        _require(isinstance(tool.get("name"), str) and tool["name"] != "", f"{where}.name", "must be a string")
-        schema = tool.get("input_schema")
-        _require(schema is None or isinstance(schema, dict), f"{where}.input_schema", "must be an object")
-        description = tool.get("description")
-        _require(description is None or isinstance(description, str), f"{where}.description", "must be a string")
-        function = {"name": tool["name"], "description": description or "", "parameters": schema or {"type": "object"}}
-        out.append({"type": "function", "function": function})
+        out.append({"type": "function", "function": function_of(tool, where, "input_schema")})
     return out
 
 
 def _message(message: Any, where: str) -> Iterator[Message]:
-    _require(isinstance(message, dict), where, "must be an object")
+    require(isinstance(message, dict), where, "must be an object")
     role = message.get("role")
     content = message.get("content")
     match role:
@@ -157,7 +152,7 @@ def _message(message: Any, where: str) -> Iterator[Message]:
         case "system":
             yield {"role": "system", "content": _join_texts(content, f"{where}.content")}
         case _:
-            _require(False, f"{where}.role", "must be user, assistant or system")
+            raise refusal(f"{where}.role", "must be user, assistant or system")
 
 
 Blocks = list[tuple[str, dict[str, Any]]]  # each with its path
@@ -169,12 +164,12 @@ def _blocks(content: Any, where: str) -> Blocks:
         return [(where, {"type": "text", "text": content})]
     if content is None:
         return []
-    _require(isinstance(content, list), where, "must be a string or an array of blocks")
+    require(isinstance(content, list), where, "must be a string or an array of blocks")
     out: Blocks = []
     for i, block in enumerate(content):
         path = f"{where}[{i}]"
-        _require(isinstance(block, dict), path, "must be an object")
-        _require(isinstance(block.get("type"), str), f"{path}.type", "must be a string")
+        require(isinstance(block, dict), path, "must be an object")
+        require(isinstance(block.get("type"), str), f"{path}.type", "must be a string")
         out.append((path, block))
     return out
 
@@ -195,8 +190,7 @@ def _user(blocks: Blocks) -> Iterator[Message]:
 
 
 def _tool_result(block: dict[str, Any], where: str) -> Message:
-    call = block.get("tool_use_id")
-    _require(isinstance(call, str), f"{where}.tool_use_id", "must be a string")
+    call = string_of(block, "tool_use_id", where)
     text = _join_texts(block.get("content"), f"{where}.content", of_a_tool=True)
     if block.get("is_error") is True and "error" not in text[:80].lower():  # templates have no other place for it
         text = f"Error: {text}"
@@ -210,8 +204,7 @@ def _assistant(blocks: Blocks) -> Message:
     for where, block in blocks:
         match block["type"]:
             case "thinking":
-                _require(isinstance(block.get("thinking"), str), f"{where}.thinking", "must be a string")
-                thoughts.append(block["thinking"])
+                thoughts.append(string_of(block, "thinking", where))
             case "tool_use":
                 calls.append(_tool_use(block, where))
             case _:
@@ -223,11 +216,10 @@ def _assistant(blocks: Blocks) -> Message:
 
 
 def _tool_use(block: dict[str, Any], where: str) -> dict[str, Any]:
-    for name in ("id", "name"):
-        _require(isinstance(block.get(name), str), f"{where}.{name}", "must be a string")
     arguments = block.get("input") or {}
-    _require(isinstance(arguments, dict), f"{where}.input", "must be an object")
-    return {"id": block["id"], "type": "function", "function": {"name": block["name"], "arguments": arguments}}
+    require(isinstance(arguments, dict), f"{where}.input", "must be an object")
+    function = {"name": string_of(block, "name", where), "arguments": arguments}
+    return {"id": string_of(block, "id", where), "type": "function", "function": function}
 
 
 def _join_texts(content: Any, where: str, of_a_tool: bool = False) -> str:
@@ -243,8 +235,7 @@ def _texts(block: dict[str, Any], where: str, of_a_tool: bool = False) -> list[s
     """
     match block["type"]:
         case "text":
-            _require(isinstance(block.get("text"), str), f"{where}.text", "must be a string")
-            return [block["text"]]
+            return [string_of(block, "text", where)]
         case "document":
             return _document(block, where, of_a_tool)
         case "search_result":
@@ -255,27 +246,19 @@ def _texts(block: dict[str, Any], where: str, of_a_tool: bool = False) -> list[s
         case kind if of_a_tool:
             return [omission_note(kind)]
         case kind:
-            message = f"{where}.type: only text can be read by this model, got {kind!r:.80}"
-            raise InvalidRequestError(message, field=f"{where}.type")
+            raise refusal(f"{where}.type", f"only text can be read by this model, got {kind!r:.80}")
 
 
 def _document(block: dict[str, Any], where: str, of_a_tool: bool) -> list[str]:
     source: Any = block.get("source")
-    _require(isinstance(source, dict), f"{where}.source", "must be an object")
+    require(isinstance(source, dict), f"{where}.source", "must be an object")
     match source.get("type"):
         case "text":
-            _require(isinstance(source.get("data"), str), f"{where}.source.data", "must be a string")
-            text = source["data"]
+            text = string_of(source, "data", f"{where}.source")
         case "content":
             text = _join_texts(source.get("content"), f"{where}.source.content")
         case str() if of_a_tool:
             text = omission_note("document")
         case kind:
-            message = f"{where}.source.type: only documents of text can be read by this model, got {kind!r:.80}"
-            raise InvalidRequestError(message, field=f"{where}.source.type")
+            raise refusal(f"{where}.source.type", f"only documents of text can be read by this model, got {kind!r:.80}")
     return [part for part in (block.get("title"), block.get("context"), text) if isinstance(part, str) and part]
-
-
-def _require(condition: bool, field: str, rule: str) -> None:
-    if not condition:
-        raise InvalidRequestError(f"{field}: {rule}", field=field)

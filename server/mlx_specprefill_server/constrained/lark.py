@@ -11,6 +11,8 @@ import orjson
 
 from mlx_specprefill import InvalidRequestError
 
+from ..errors import refusal
+
 Schema = dict[str, Any]
 
 # Keywords of JSON Schema. Other words say nothing about values.
@@ -189,7 +191,7 @@ class Lark:
         """Return a choice of several literal texts."""
         return self.rule("choice", " | ".join(_quote(text) for text in texts))
 
-    def json(self, schema: Mapping[str, Any], strict: bool = True, field: str | None = None) -> str:
+    def json(self, schema: Mapping[str, Any], strict: bool = True, field: str = "schema") -> str:
         """Return JSON that matches a schema. Unless `strict`, keywords that can't be enforced are ignored with a
         warning.
 
@@ -200,10 +202,10 @@ class Lark:
         try:
             text = orjson.dumps({**enforced, "x-guidance": {**_COMPACT, "lenient": not strict}}).decode()
         except TypeError as error:
-            raise InvalidRequestError(f"{field}: the schema can't be read: {error}", field=field) from error
+            raise refusal(field, f"the schema can't be read: {error}") from error
         return self.rule("json", f"%json {text}")
 
-    def enforceable(self, schema: Mapping[str, Any], strict: bool, field: str | None, whose: str = "") -> Schema:
+    def enforceable(self, schema: Mapping[str, Any], strict: bool, field: str, whose: str = "") -> Schema:
         """Return a schema without the keywords that can't be enforced.
 
         Args:
@@ -213,7 +215,7 @@ class Lark:
             InvalidRequestError: `strict`, and the schema has such keywords. The message names them and their places.
         """
         found = EnforceableSchema(schema)
-        told = [f"{field or 'schema'}: {whose}{sentence}" for sentence in found.left_out]
+        told = [f"{field}: {whose}{sentence}" for sentence in found.left_out]
         if strict and told:
             raise InvalidRequestError(told[0], field=field)
         self.warnings += [one for one in told if one not in self.warnings]

@@ -9,8 +9,9 @@ from typing import Any, Literal
 
 import orjson
 
-from mlx_specprefill import Constraint, InvalidRequestError
+from mlx_specprefill import Constraint
 
+from ..errors import refusal
 from .lark import Lark
 from .tool_choice import ToolChoice, calls_rule, forced_tools, has_grammar
 
@@ -55,7 +56,7 @@ def parse_response_format(body: Mapping[str, Any]) -> OutputFormat | None:
     }
     formats = {name: output for name, output in asked.items() if output is not None}
     if len(formats) > 1:
-        raise _refusal(list(formats)[1], f"can't be combined with {next(iter(formats))}")
+        raise refusal(list(formats)[1], f"can't be combined with {next(iter(formats))}")
     return next(iter(formats.values()), None)
 
 
@@ -105,7 +106,7 @@ def constraint_of(
 
 def _own_grammar(output: OutputFormat, tool_format: str | None, reasoning_end: tuple[int, ...]) -> Constraint:
     if tool_format == "harmony":
-        raise _refusal(output.field, "this model answers in channels; use a JSON schema, a regex or a choice")
+        raise refusal(output.field, "this model answers in channels; use a JSON schema, a regex or a choice")
     return Constraint(output.value, output.field, reasoning_end)
 
 
@@ -125,13 +126,15 @@ def _body(lark: Lark, output: OutputFormat, tool_format: str | None) -> str:
 # --- reading requests ------------------------------------------------------------------------------------------------
 
 
-def _refusal(field: str, why: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{field}: {why}", field=field)
+def response_format(value: Any, field: str) -> OutputFormat | None:
+    """Read the object of chat completions, of responses, which omit its inner level, or of messages.
 
-
-def _response_format(value: Any, field: str) -> OutputFormat | None:
-    kind = value.get("type") if isinstance(value, dict) else None
-    match kind:
+    Raises:
+        InvalidRequestError: it is none of them.
+    """
+    if value is None:
+        return None
+    match value.get("type") if isinstance(value, dict) else None:
         case "text":
             return None
         case "json_object":  # llama.cpp puts the schema beside the type
@@ -139,24 +142,24 @@ def _response_format(value: Any, field: str) -> OutputFormat | None:
             return OutputFormat("json_object", field=field) if schema is None else _json(schema, f"{field}.schema")
         case "json_schema":
             return _json_schema(value, field)
-    raise _refusal(field, "must be {'type': 'text'}, {'type': 'json_object'} or {'type': 'json_schema', ...}")
+    where = f"{field}.type" if isinstance(value, dict) else field
+    raise refusal(where, "must be {'type': 'text'}, {'type': 'json_object'} or {'type': 'json_schema', ...}")
 
 
 def _json_schema(value: dict[str, Any], field: str) -> OutputFormat:
-    """Read OpenAI's form. Some clients omit its inner level."""
     inner = value.get("json_schema", value)
     field = f"{field}.json_schema" if inner is not value else field
     if not isinstance(inner, dict) or inner.get("schema") is None:
-        raise _refusal(f"{field}.schema", "is missing")
+        raise refusal(f"{field}.schema", "is missing")
     strict = inner.get("strict")
     if strict is not None and not isinstance(strict, bool):
-        raise _refusal(f"{field}.strict", "must be true or false")
+        raise refusal(f"{field}.strict", "must be true or false")
     return _json(inner["schema"], f"{field}.schema", strict is True)
 
 
 def _json(value: Any, field: str, strict: bool = False) -> OutputFormat:
     if not isinstance(value, dict):
-        raise _refusal(field, "must be a JSON schema (an object)")
+        raise refusal(field, "must be a JSON schema (an object)")
     return OutputFormat("json_schema", value, strict, field)
 
 
@@ -166,42 +169,42 @@ def _json_or_text(value: Any, field: str) -> OutputFormat:
         try:
             value = orjson.loads(value)
         except orjson.JSONDecodeError as error:
-            raise _refusal(field, f"is not JSON: {error}") from error
+            raise refusal(field, f"is not JSON: {error}") from error
     return _json(value, field)
 
 
 def _regex(value: Any, field: str) -> OutputFormat:
     if not isinstance(value, str):
-        raise _refusal(field, "must be a regular expression (a string)")
+        raise refusal(field, "must be a regular expression (a string)")
     return OutputFormat("regex", value, field=field)
 
 
 def _choice(value: Any, field: str) -> OutputFormat:
     if not isinstance(value, list) or not value or not all(isinstance(text, str) for text in value):
-        raise _refusal(field, "must be a non-empty array of strings")
+        raise refusal(field, "must be a non-empty array of strings")
     if len(value) > _MOST_CHOICES:
-        raise _refusal(field, f"at most {_MOST_CHOICES} choices are supported")
+        raise refusal(field, f"at most {_MOST_CHOICES} choices are supported")
     return OutputFormat("choice", tuple(value), field=field)
 
 
 def _grammar(value: Any, field: str) -> OutputFormat:
     if not isinstance(value, str):
-        raise _refusal(field, "must be a Lark grammar (a string)")
+        raise refusal(field, "must be a Lark grammar (a string)")
     if _GBNF.search(value):
-        raise _refusal(field, "GBNF ('name ::= ...') is not supported; write the grammar in Lark ('start: ...')")
+        raise refusal(field, "GBNF ('name ::= ...') is not supported; write the grammar in Lark ('start: ...')")
     return OutputFormat("grammar", value, field=field)
 
 
 def _structured_outputs(value: Any, field: str) -> OutputFormat | None:
     """Read vLLM's object with one of several keys."""
     if not isinstance(value, dict):
-        raise _refusal(field, "must be an object with one of json, json_object, regex, choice, grammar")
+        raise refusal(field, "must be an object with one of json, json_object, regex, choice, grammar")
     given = {name: one for name, one in value.items() if one not in (None, False)}
     if len(given) != 1:
-        raise _refusal(field, "must have exactly one of json, json_object, regex, choice, grammar")
+        raise refusal(field, "must have exactly one of json, json_object, regex, choice, grammar")
     ((name, one),) = given.items()
     if name not in _STRUCTURED:
-        raise _refusal(f"{field}.{name}", "not supported; use json, json_object, regex, choice or grammar")
+        raise refusal(f"{field}.{name}", "not supported; use json, json_object, regex, choice or grammar")
     return _STRUCTURED[name](one, f"{field}.{name}")
 
 
@@ -214,7 +217,7 @@ _STRUCTURED: Mapping[str, _Reader] = {
     "grammar": _grammar,
 }
 _READERS: Mapping[str, _Reader] = {
-    "response_format": _response_format,
+    "response_format": response_format,
     "structured_outputs": _structured_outputs,
     "json_schema": _json_or_text,
     "grammar": _grammar,

@@ -9,8 +9,7 @@ from typing import Any, Literal
 
 import orjson
 
-from mlx_specprefill import InvalidRequestError
-
+from ..errors import refusal
 from .lark import Lark
 
 Tool = Mapping[str, Any]  # in the form of chat completions
@@ -54,7 +53,7 @@ def read_choice(given: str | dict[str, Any]) -> ToolChoice:
         case {"type": "allowed_tools", "mode": mode, "tools": tools}:
             return _allowed_tools({"mode": mode, "tools": tools})
     rule = '"none", "auto", "required", {"type": "function", "function": {"name": …}} or allowed_tools'
-    raise InvalidRequestError(f"tool_choice: must be {rule}", field="tool_choice")
+    raise refusal("tool_choice", f"must be {rule}")
 
 
 def _allowed_tools(given: Mapping[str, Any]) -> AllowedTools:
@@ -65,8 +64,7 @@ def _allowed_tools(given: Mapping[str, Any]) -> AllowedTools:
     """
     mode, tools = given.get("mode"), given.get("tools")
     if mode not in ("auto", "required") or not isinstance(tools, list):
-        message = "tool_choice: allowed_tools needs mode ('auto' or 'required') and tools (an array)"
-        raise InvalidRequestError(message, field="tool_choice")
+        raise refusal("tool_choice", "allowed_tools needs mode ('auto' or 'required') and tools (an array)")
     functions = [tool for tool in tools if isinstance(tool, dict) and tool.get("type", "function") == "function"]
     return AllowedTools(frozenset(map(_given_name, functions)), mode)
 
@@ -76,7 +74,7 @@ def _given_name(tool: Mapping[str, Any]) -> str:
     match tool:
         case {"function": {"name": str(name)}} | {"name": str(name)}:
             return name
-    raise InvalidRequestError("tool_choice: each of the allowed tools needs a name", field="tool_choice")
+    raise refusal("tool_choice", "each of the allowed tools needs a name")
 
 
 def resolve_tool_choice(tools: Sequence[Tool], choice: ToolChoice) -> tuple[tuple[Tool, ...], ToolChoice]:
@@ -91,7 +89,7 @@ def resolve_tool_choice(tools: Sequence[Tool], choice: ToolChoice) -> tuple[tupl
         case AllowedTools():
             missing = choice.names - {tool_name(tool) for tool in tools}
             if missing:
-                raise InvalidRequestError(f"tool_choice: no tool is called {min(missing)!r}", field="tool_choice")
+                raise refusal("tool_choice", f"no tool is called {min(missing)!r}")
             return tuple(tool for tool in tools if tool_name(tool) in choice.names), choice.mode
     return tuple(tools), choice
 
@@ -117,7 +115,7 @@ def forced_tools(tools: Sequence[Tool], choice: ToolChoice) -> Sequence[Tool]:
     chosen = [tool for tool in tools if not isinstance(choice, NamedTool) or tool_name(tool) == choice.name]
     if not chosen:
         missing = f"no tool is called {choice.name!r}" if isinstance(choice, NamedTool) else "needs tools"
-        raise InvalidRequestError(f"tool_choice: {missing}", field="tool_choice")
+        raise refusal("tool_choice", missing)
     return chosen
 
 
@@ -133,7 +131,7 @@ def calls_rule(lark: Lark, tools: Sequence[Tool], tool_format: str | None, paral
         InvalidRequestError: the model has no notation for calls, or a tool can't be written in it.
     """
     if not has_grammar(tool_format):
-        raise InvalidRequestError("tool_choice: calls can't be forced in this model's notation", "tool_choice")
+        raise refusal("tool_choice", "calls can't be forced in this model's notation")
     for tool in tools:
         _check(tool)
     return _NOTATIONS[tool_format](lark, [_enforceable(lark, tool) for tool in tools], parallel)
@@ -150,11 +148,11 @@ def _enforceable(lark: Lark, tool: Tool) -> Tool:
 def _check(tool: Tool) -> None:
     name = tool_name(tool)
     if not _NAME.fullmatch(name):
-        raise InvalidRequestError(f"tools: {name!r:.40} can't be forced: letters, digits and _-.:/ only", "tools")
+        raise refusal("tools", f"{name!r:.40} can't be forced: letters, digits and _-.:/ only")
     try:
         orjson.dumps(tool)
     except TypeError as error:
-        raise InvalidRequestError(f"tools: the parameters of {name} can't be read: {error}", "tools") from error
+        raise refusal("tools", f"the parameters of {name} can't be read: {error}") from error
 
 
 def _parameters(tool: Tool) -> Schema:

@@ -11,7 +11,6 @@ from starlette.responses import Response
 
 from mlx_specprefill import (
     Constraint,
-    InvalidRequestError,
     Logprob,
     Progress,
     PromptLogprobs,
@@ -24,6 +23,7 @@ from mlx_specprefill import (
 from ..constrained.output_format import constraint_of
 from ..deltas import AnswerDelta, AnswerDone, Idle, TextDelta
 from ..deps import ModelDep, body_of
+from ..errors import refusal
 from ..generation.generation import AnswerSpec, Generation
 from ..generation.reader import Vocabulary
 from ..middleware import IdentityDep
@@ -58,7 +58,7 @@ async def create(
 ) -> Response:
     """Continue one or several prompts."""
     if len(body.prompt) * body.n > MAX_PROMPTS:
-        raise InvalidRequestError(f"n: at most {MAX_PROMPTS} answers are supported in one request", field="n")
+        raise refusal("n", f"at most {MAX_PROMPTS} answers are supported in one request")
     warnings: list[str] = []
     constraint: Constraint | None = None
     if (output := body.output()) is not None:
@@ -80,10 +80,10 @@ async def _prompt(service: Service, prompt: str | tuple[int, ...], suffix: str) 
     if isinstance(prompt, str):
         return await service.prompts.raw(fill_in_the_middle(service.vocabulary, prompt, suffix) if suffix else prompt)
     if suffix:
-        raise InvalidRequestError("suffix: needs a prompt of text", field="suffix")
+        raise refusal("suffix", "needs a prompt of text")
     size = service.vocabulary.size
     if not all(0 <= token < size for token in prompt):
-        raise InvalidRequestError(f"prompt: token ids must be from 0 to {size - 1}", field="prompt")
+        raise refusal("prompt", f"token ids must be from 0 to {size - 1}")
     return Prompt(as_token_ids(prompt))
 
 
@@ -115,7 +115,7 @@ def fill_in_the_middle(vocabulary: Vocabulary, prompt: str, suffix: str) -> str:
     for markers, template in FILL_IN_THE_MIDDLE:
         if all(marker in vocabulary.special for marker in markers):
             return template.format(*markers, prompt=prompt, suffix=suffix)
-    raise InvalidRequestError("suffix: this model has no tokens for filling in the middle", field="suffix")
+    raise refusal("suffix", "this model has no tokens for filling in the middle")
 
 
 @dataclass(slots=True)

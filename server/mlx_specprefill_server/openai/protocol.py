@@ -12,11 +12,12 @@ from uuid import uuid4
 
 from pydantic import BeforeValidator, Field
 
-from mlx_specprefill import InvalidRequestError, Logprob, TokenEvent
+from mlx_specprefill import Logprob, TokenEvent
 
 from .. import __version__
 from ..constrained.output_format import OUTPUT_FIELDS, OutputFormat, parse_response_format
 from ..constrained.tool_choice import ToolChoice, read_choice
+from ..errors import refusal
 from ..fields import AnswerFields, Body, ChatFields, MaxTokens, Whole, first_limit, refuse_documents, refuse_sampling
 from ..generation.reader import Vocabulary
 from ..prompt.conversation import Conversation, conversation, ending_of
@@ -186,12 +187,12 @@ def refuse_chat(body: Mapping[str, Any]) -> None:
     refuse_sampling(body)
     for name, (harmless, why) in REFUSED_IN_CHAT.items():
         if name in body and not harmless(body[name]):
-            raise InvalidRequestError(f"{name}: {why}", field=name)
+            raise refusal(name, why)
     for name in ("max_tokens", "max_completion_tokens", "n_predict"):
         if body.get(name) == 0:
-            raise InvalidRequestError(f"{name}: must be at least 1", field=name)
+            raise refusal(name, "must be at least 1")
     if body.get("top_logprobs") and not body.get("logprobs"):
-        raise InvalidRequestError("top_logprobs: needs logprobs to be true", field="top_logprobs")
+        raise refusal("top_logprobs", "needs logprobs to be true")
 
 
 def refuse_completion(body: Mapping[str, Any]) -> None:
@@ -201,13 +202,13 @@ def refuse_completion(body: Mapping[str, Any]) -> None:
     refuse_documents(body)
     for name in ("max_tokens", "n_predict"):
         if body.get(name) == 0 and not body.get("echo"):
-            raise InvalidRequestError(f"{name}: 0 is only possible with echo", field=name)
+            raise refusal(name, "0 is only possible with echo")
 
 
 def _refuse_best_of(body: Mapping[str, Any]) -> None:
     n = body.get("n", 1)
     if body.get("best_of", n) != n:
-        raise InvalidRequestError("best_of: only the value of n is supported", field="best_of")
+        raise refusal("best_of", "only the value of n is supported")
 
 
 LOWEST_LOGPROB = -9999.0  # JSON has no -inf

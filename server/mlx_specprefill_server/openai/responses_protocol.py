@@ -12,11 +12,18 @@ from typing import Annotated, Any
 
 from pydantic import Field, PlainValidator
 
-from mlx_specprefill import InvalidRequestError
-
-from ..constrained.output_format import OutputFormat
+from ..constrained.output_format import OutputFormat, response_format
+from ..errors import refusal, require
 from ..fields import Body, Texts, Whole, first_limit, refuse_documents, refuse_sampling
-from ..prompt.conversation import Conversation, Message, conversation, inline_system_messages, omission_note
+from ..prompt.conversation import (
+    Conversation,
+    Message,
+    conversation,
+    function_of,
+    inline_system_messages,
+    string_of,
+    text_of,
+)
 from .protocol import ConversationFields
 
 LOGPROBS = "message.output_text.logprobs"
@@ -65,50 +72,32 @@ class ResponsesRequest(ConversationFields):
 
     def output(self) -> OutputFormat | None:
         """Return the text's required form: `text.format`, or a field of the same meaning from another endpoint."""
-        own, other = self._format(), super().output()
+        own, other = response_format(self.text.format, "text.format"), super().output()
         if own is not None and other is not None:
-            raise InvalidRequestError(f"{other.field}: can't be combined with text.format", field=other.field)
+            raise refusal(other.field, "can't be combined with text.format")
         return own or other
-
-    def _format(self) -> OutputFormat | None:
-        given, field = self.text.format, "text.format"
-        match given.get("type"):
-            case "text":
-                return None
-            case "json_object":
-                return OutputFormat("json_object", field=field)
-            case "json_schema" if isinstance(given.get("schema"), dict):
-                return OutputFormat("json_schema", given["schema"], given.get("strict") is True, f"{field}.schema")
-            case "json_schema":
-                raise InvalidRequestError(f"{field}.schema: must be an object", field=f"{field}.schema")
-        rule = "must be 'text', 'json_object' or 'json_schema'"
-        raise InvalidRequestError(f"{field}.type: {rule}", field=f"{field}.type")
 
 
 def refuse(body: Mapping[str, Any]) -> None:
     """Refuse fields that need a memory between requests, or work after the answer, by an InvalidRequestError."""
     for name in ("previous_response_id", "conversation"):
         if body.get(name):
-            raise InvalidRequestError(f"{name}: {STATELESS}", field=name)
+            raise refusal(name, STATELESS)
     refuse_sampling(body)
     refuse_documents(body)
     if body.get("echo"):
-        raise InvalidRequestError("echo: not supported", field="echo")
+        raise refusal("echo", "not supported")
     for name in ("max_tokens", "n_predict"):
         if body.get(name) == 0:
-            raise InvalidRequestError(f"{name}: must be at least 1", field=name)
+            raise refusal(name, "must be at least 1")
     if body.get("n", 1) != 1:
-        raise InvalidRequestError("n: a response is one answer", field="n")
+        raise refusal("n", "a response is one answer")
     for name in ("background", "prompt"):
         if body.get(name):
-            raise InvalidRequestError(f"{name}: not supported", field=name)
+            raise refusal(name, "not supported")
 
 
 ROLES = ("user", "assistant", "system", "developer")
-TEXT_PARTS = {
-    "text": "text", "input_text": "text", "output_text": "text", "reasoning_text": "text", "summary_text": "text",
-    "refusal": "refusal",
-}  # fmt: skip
 UNREADABLE = {
     "item_reference": "this server keeps no items; send the item itself",
     "compaction": "only the provider that made it can read it",
@@ -157,53 +146,34 @@ class _Builder:
 
 
 def _item(builder: _Builder, item: Any, where: str) -> None:
-    _require(isinstance(item, dict), where, "must be an object")
+    require(isinstance(item, dict), where, "must be an object")
     match item.get("type", "message"):
         case "message":
             _message(builder, item, where)
         case "reasoning":
-            text = _text(item.get("content"), f"{where}.content") or _text(item.get("summary"), f"{where}.summary")
+            text = text_of(item.get("content"), f"{where}.content") or text_of(item.get("summary"), f"{where}.summary")
             builder.say(text, "reasoning_content")
         case "function_call":
-            builder.call(_string(item, "call_id", where), _string(item, "name", where), item.get("arguments"))
+            builder.call(string_of(item, "call_id", where), string_of(item, "name", where), item.get("arguments"))
         case "custom_tool_call":
-            arguments = {"input": _string(item, "input", where)}
-            builder.call(_string(item, "call_id", where), _string(item, "name", where), arguments)
+            arguments = {"input": string_of(item, "input", where)}
+            builder.call(string_of(item, "call_id", where), string_of(item, "name", where), arguments)
         case "function_call_output" | "custom_tool_call_output":
-            text = _text(item.get("output"), f"{where}.output", of_a_tool=True)
-            builder.add({"role": "tool", "tool_call_id": _string(item, "call_id", where), "content": text})
+            text = text_of(item.get("output"), f"{where}.output", of_a_tool=True)
+            builder.add({"role": "tool", "tool_call_id": string_of(item, "call_id", where), "content": text})
         case kind:
-            _require(isinstance(kind, str), f"{where}.type", "must be a string")
-            _require(kind not in UNREADABLE, f"{where}.type", f"{kind!r}: {UNREADABLE.get(kind)}")
+            require(isinstance(kind, str), f"{where}.type", "must be a string")
+            require(kind not in UNREADABLE, f"{where}.type", f"{kind!r}: {UNREADABLE.get(kind)}")
 
 
 def _message(builder: _Builder, item: Mapping[str, Any], where: str) -> None:
     role = item.get("role")
-    _require(role in ROLES, f"{where}.role", f"must be one of {', '.join(ROLES)}")
-    text = _text(item.get("content"), f"{where}.content")
+    require(role in ROLES, f"{where}.role", f"must be one of {', '.join(ROLES)}")
+    text = text_of(item.get("content"), f"{where}.content")
     if role == "assistant":
         builder.say(text)
     else:
         builder.add({"role": role, "content": text})
-
-
-def _text(content: Any, where: str, of_a_tool: bool = False) -> str:
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    _require(isinstance(content, list), where, "must be a string or an array of parts")
-    return "\n".join(_part(part, f"{where}[{i}]", of_a_tool) for i, part in enumerate(content))
-
-
-def _part(part: Any, where: str, of_a_tool: bool) -> str:
-    _require(isinstance(part, dict), where, "must be an object")
-    kind = part.get("type")
-    if of_a_tool and isinstance(kind, str) and kind not in TEXT_PARTS:
-        return omission_note(kind)
-    known = isinstance(kind, str) and kind in TEXT_PARTS
-    _require(known, f"{where}.type", f"only text can be read by this model, got {kind!r:.80}")
-    return _string(part, TEXT_PARTS[kind], where)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,39 +209,22 @@ def _functions(tools: Sequence[Any]) -> Iterator[tuple[dict[str, Any], str | Non
     spaces: list[tuple[str, dict[str, Any]]] = []
     for i, tool in enumerate(tools):
         where = f"tools[{i}]"
-        _require(isinstance(tool, dict), where, "must be an object")
+        require(isinstance(tool, dict), where, "must be an object")
         kind = tool.get("type", "function")
         if kind == "function":
             yield _function(tool, where), None
         elif kind == "namespace":
             spaces.append((where, tool))
     for where, space in spaces:
-        name = _string(space, "name", where)
+        name = string_of(space, "name", where)
         inner = space.get("tools")
-        _require(isinstance(inner, list), f"{where}.tools", "must be an array")
+        require(isinstance(inner, list), f"{where}.tools", "must be an array")
         for i, tool in enumerate(inner or []):
-            _require(isinstance(tool, dict), f"{where}.tools[{i}]", "must be an object")
+            require(isinstance(tool, dict), f"{where}.tools[{i}]", "must be an object")
             if tool.get("type", "function") == "function":
                 yield _function(tool, f"{where}.tools[{i}]"), name
 
 
 def _function(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
-    schema = tool.get("parameters")
-    _require(schema is None or isinstance(schema, dict), f"{where}.parameters", "must be an object")
-    description = tool.get("description")
-    _require(description is None or isinstance(description, str), f"{where}.description", "must be a string")
-    function = {"name": _string(tool, "name", where), "description": description or ""}
     strict = {"strict": True} if tool.get("strict") is True else {}
-    return {**function, "parameters": schema or {"type": "object"}, **strict}
-
-
-def _string(value: Mapping[str, Any], name: str, where: str) -> str:
-    text = value.get(name)
-    if not isinstance(text, str):
-        raise InvalidRequestError(f"{where}.{name}: must be a string", field=f"{where}.{name}")
-    return text
-
-
-def _require(condition: bool, field: str, rule: str) -> None:
-    if not condition:
-        raise InvalidRequestError(f"{field}: {rule}", field=field)
+    return function_of(tool, where, "parameters") | strict

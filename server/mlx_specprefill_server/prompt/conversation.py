@@ -13,13 +13,16 @@ from typing import Any, Literal
 
 import orjson
 
-from mlx_specprefill import InvalidRequestError
+from ..errors import refusal, require
 
 Message = dict[str, Any]  # in the form of templates: role, content (str), and the role's other fields
 Ending = Literal["answer", "continue", "none"]
 
 ROLES = {"system", "developer", "user", "assistant", "tool", "function"}
-TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+TEXT_PARTS = {
+    "text": "text", "input_text": "text", "output_text": "text", "reasoning_text": "text", "summary_text": "text",
+    "refusal": "refusal",
+}  # fmt: skip
 _TEXT_ONLY = {"role", "content", "name"}
 # apply_chat_template's own arguments, which a request must not set
 RESERVED_KWARGS = {
@@ -60,7 +63,7 @@ def conversation(
     """
     normalised = [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
     if not normalised:
-        raise InvalidRequestError(f"{field} must not be empty", field=field)
+        raise refusal(field, "must not be empty")
     return Conversation(
         messages=tuple(_system_first(normalised)),
         tools=tuple(_tools(tools)),
@@ -77,8 +80,7 @@ def ending_of(add_generation_prompt: bool | None, continue_final_message: bool) 
         InvalidRequestError: both are asked for.
     """
     if continue_final_message and add_generation_prompt:
-        message = "continue_final_message: can't be combined with add_generation_prompt"
-        raise InvalidRequestError(message, field="continue_final_message")
+        raise refusal("continue_final_message", "can't be combined with add_generation_prompt")
     if continue_final_message:
         return "continue"
     return "none" if add_generation_prompt is False else "answer"
@@ -108,13 +110,14 @@ def _in_turns(messages: Sequence[Message]) -> list[Message]:
 
 
 def _message(message: Any, where: str) -> Message:
-    if not isinstance(message, dict):
-        raise InvalidRequestError(f"{where} must be an object", field=where)
+    require(isinstance(message, dict), where, "must be an object")
     role = message.get("role")
-    if not isinstance(role, str) or role not in ROLES:
-        raise InvalidRequestError(f"{where}.role must be one of {', '.join(sorted(ROLES))}", field=f"{where}.role")
+    known = isinstance(role, str) and role in ROLES
+    require(known, f"{where}.role", f"must be one of {', '.join(sorted(ROLES))}")
     out: Message = {"role": "tool" if role == "function" else role}
-    out["content"] = _text(message.get("content"), f"{where}.content", out["role"] == "tool")
+    content = message.get("content")
+    parts = [_typed(part) for part in content] if isinstance(content, list) else content
+    out["content"] = text_of(parts, f"{where}.content", out["role"] == "tool")
     for name in ("name", "tool_call_id"):
         if isinstance(message.get(name), str):
             out[name] = message[name]
@@ -128,6 +131,13 @@ def _message(message: Any, where: str) -> Message:
     return out
 
 
+def _typed(part: Any) -> Any:
+    """Return the part of a chat message as one with a type. Clients also send bare strings."""
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    return {"type": "text", **part} if isinstance(part, dict) else part
+
+
 def omission_note(kind: str) -> str:
     """Return the text that stands for an image, a file or the like in a tool's result.
 
@@ -136,44 +146,65 @@ def omission_note(kind: str) -> str:
     return f"[{kind.removeprefix('input_').removesuffix('_url')[:40]} left out: this model reads text only]"
 
 
-def _text(content: Any, where: str, of_a_tool: bool) -> str:
+def text_of(content: Any, where: str, of_a_tool: bool = False) -> str:
+    """Return the text of a content: null, a string, or an array of parts.
+
+    Raises:
+        InvalidRequestError: a part is not text, and not in a tool's result.
+    """
     if content is None:
         return ""
     if isinstance(content, str):
         return content
-    if not isinstance(content, list):
-        raise InvalidRequestError(f"{where} must be a string or an array of parts", field=where)
+    require(isinstance(content, list), where, "must be a string or an array of parts")
     return "\n".join(_part(part, f"{where}[{i}]", of_a_tool) for i, part in enumerate(content))
 
 
 def _part(part: Any, where: str, of_a_tool: bool) -> str:
-    if isinstance(part, str):
-        return part
-    if not isinstance(part, dict):
-        raise InvalidRequestError(f"{where} must be an object", field=where)
-    kind = part.get("type", "text")
-    if of_a_tool and isinstance(kind, str) and kind not in TEXT_PARTS:
+    require(isinstance(part, dict), where, "must be an object")
+    kind = part.get("type")
+    known = isinstance(kind, str) and kind in TEXT_PARTS
+    if of_a_tool and isinstance(kind, str) and not known:
         return omission_note(kind)
-    if not isinstance(kind, str) or kind not in TEXT_PARTS:
-        raise InvalidRequestError(
-            f"{where}.type: only text parts are supported by this model, got {_shorten(kind)}", field=f"{where}.type"
-        )
-    text = part.get(TEXT_PARTS[kind])
+    require(known, f"{where}.type", f"only text can be read by this model, got {kind!r:.80}")
+    return string_of(part, TEXT_PARTS[kind], where)
+
+
+def string_of(value: Mapping[str, Any], name: str, where: str) -> str:
+    """Return the string `name` of the object at the path `where`.
+
+    Raises:
+        InvalidRequestError: it is none.
+    """
+    text = value.get(name)
     if not isinstance(text, str):
-        raise InvalidRequestError(f"{where}.{TEXT_PARTS[kind]} must be a string", field=f"{where}.{TEXT_PARTS[kind]}")
+        raise refusal(f"{where}.{name}", "must be a string")
     return text
 
 
+def function_of(tool: Any, where: str, parameters: str) -> dict[str, Any]:
+    """Return another dialect's tool as OpenAI's function.
+
+    Args:
+        parameters: the dialect's name for the schema of the arguments.
+
+    Raises:
+        InvalidRequestError: `field` is the path of the value at fault.
+    """
+    schema, description = tool.get(parameters), tool.get("description")
+    require(bool(string_of(tool, "name", where)), f"{where}.name", "must not be empty")
+    require(schema is None or isinstance(schema, dict), f"{where}.{parameters}", "must be an object")
+    require(description is None or isinstance(description, str), f"{where}.description", "must be a string")
+    return {"name": tool["name"], "description": description or "", "parameters": schema or {"type": "object"}}
+
+
 def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    if not isinstance(calls, list):
-        raise InvalidRequestError(f"{where} must be an array", field=where)
+    require(isinstance(calls, list), where, "must be an array")
     return [_tool_call(call, f"{where}[{i}]") for i, call in enumerate(calls)]
 
 
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise InvalidRequestError(f"{where}.function.name must be a string", field=f"{where}.function.name")
+    function = _function(call, where)
     arguments = _arguments(function.get("arguments"))
     out: dict[str, Any] = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
     if isinstance(call.get("id"), str):
@@ -200,15 +231,18 @@ def _tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
     out = []
     for i, tool in enumerate(tools):
         where = f"tools[{i}]"
-        if not isinstance(tool, dict):
-            raise InvalidRequestError(f"{where} must be an object", field=where)
-        if tool.get("type", "function") != "function":
-            continue
-        function = tool.get("function")
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise InvalidRequestError(f"{where}.function.name must be a string", field=f"{where}.function.name")
-        out.append({"type": "function", "function": function})
+        require(isinstance(tool, dict), where, "must be an object")
+        if tool.get("type", "function") == "function":
+            out.append({"type": "function", "function": _function(tool, where)})
     return out
+
+
+def _function(value: Any, where: str) -> dict[str, Any]:
+    """Return the function with a name of a tool or a call."""
+    function = value.get("function") if isinstance(value, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise refusal(f"{where}.function.name", "must be a string")
+    return function
 
 
 def _system_first(messages: Sequence[Message]) -> list[Message]:
@@ -221,14 +255,8 @@ def _system_first(messages: Sequence[Message]) -> list[Message]:
 def _template_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     for name in kwargs:
         if name in RESERVED_KWARGS or not name.isidentifier():
-            raise InvalidRequestError(
-                f"chat_template_kwargs: {_shorten(name)} can't be set by a request", field="chat_template_kwargs"
-            )
+            raise refusal("chat_template_kwargs", f"{name!r:.80} can't be set by a request")
     return dict(kwargs)
-
-
-def _shorten(value: Any) -> str:
-    return repr(value)[:80]
 
 
 def inline_system_messages(messages: Sequence[Message]) -> list[Message]:

@@ -22,6 +22,7 @@ from jinja2 import TemplateError
 
 from mlx_specprefill import ContextLengthError, InvalidRequestError, PromptSpan, TokenIds, as_token_ids
 
+from ..errors import refusal
 from .conversation import Conversation, Message, simpler_forms
 from .spans import Render, locate, to_tokens, turn_ends
 from .special_tokens import ControlTokens, Encoded, Encoder, EscapedConversation
@@ -172,7 +173,7 @@ class PromptBuilder:
         if not self._tokenizer.has_chat_template:
             raise InvalidRequestError("This model has no chat template; use /v1/completions.", field=conversation.field)
         if "documents" in conversation.template_kwargs and "documents" not in str(self._tokenizer.chat_template):
-            raise InvalidRequestError("documents: this model's template has no place for them", field="documents")
+            raise refusal("documents", "this model's template has no place for them")
         if self._allow_special:
             render = partial(self._render, conversation)
             messages, rendered = _first_form(conversation.messages, render)

@@ -22,8 +22,7 @@ from typing import Any
 
 import orjson
 
-from mlx_specprefill import InvalidRequestError
-
+from ..errors import refusal
 from ..parsers.formats import THINK_TAGS, reasoning_tags
 from .conversation import Conversation, Message
 from .spans import TURN_ENDS
@@ -73,7 +72,7 @@ class EscapedConversation:
             first = taken + 1
         if first + len(alphabet) > LAST:
             field = self._given.field
-            raise InvalidRequestError(f"{field}: too many different private-use characters", field=field)
+            raise refusal(field, "too many different private-use characters")
         return {ord(char): first + i for i, char in enumerate(alphabet)}
 
     def from_json(self, rendered: str) -> str:
@@ -202,7 +201,7 @@ class Encoder:
                 offsets = [(_move(a, places, structure), _move(b, places, structure)) for a, b in encoded.offsets]
                 return tuple(encoded.ids), offsets
         message = "this model's tokenizer can't read the names of control tokens as text; take them out"
-        raise InvalidRequestError(f"{field}: {message}", field=field)
+        raise refusal(field, message)
 
     def _count(self, ids: Sequence[int]) -> int:
         return sum(token in self._ids for token in ids)

@@ -27,7 +27,7 @@ from ..anthropic.protocol import CountRequest
 from ..constrained.tool_choice import resolve_tool_choice
 from ..deltas import AnswerDone
 from ..deps import ModelDep, body_of, validate
-from ..errors import ApiError, JsonResponse
+from ..errors import ApiError, JsonResponse, refusal
 from ..explain import explain_chunks, explanation
 from ..fields import Body, SpecPrefillFields, TokenIds
 from ..generation.generation import AnswerSpec, Generation
@@ -82,7 +82,7 @@ def _one_text(body: Mapping[str, Any]) -> None:
     if len(given) != 1:
         raise InvalidRequestError(f"exactly one of {', '.join(ONE_OF)} is needed", field=given[1] if given else None)
     if body.get("parse_special", True) is not True:
-        raise InvalidRequestError("parse_special: only true is supported", field="parse_special")
+        raise refusal("parse_special", "only true is supported")
 
 
 @router.post("/tokenize")
@@ -113,7 +113,7 @@ async def detokenize(
     """Return the text of token ids."""
     size = service.vocabulary.size
     if not all(0 <= token < size for token in body.tokens):
-        raise InvalidRequestError(f"tokens: ids must be from 0 to {size - 1}", field="tokens")
+        raise refusal("tokens", f"ids must be from 0 to {size - 1}")
     decoding = service.prompts.run(partial(service.vocabulary.decode, body.tokens))
     text = await while_connected(request, decoding)
     return JsonResponse({"content": text, "prompt": text})
@@ -151,7 +151,7 @@ async def explain(
     field = "messages" if body.prompt is None else "prompt"
     prompt = await while_connected(request, _prompt(service, body))
     if not prompt.tokens.size:
-        raise InvalidRequestError(f"{field}: the prompt has no tokens", field=field)
+        raise refusal(field, "the prompt has no tokens")
     max_tokens_within(len(prompt.tokens), 1, service.context_length, field)
     asked = GenerationRequest(prompt.tokens, 1, specprefill=body.options(), spans=prompt.spans)
     try:

@@ -252,7 +252,7 @@ class Models:
         begun = time.monotonic()
         engine = await asyncio.to_thread(self._the_host.load, entry, tell)
         entry.service = Service(engine, entry.settings, self.state, entry.metrics)
-        entry.metrics.watch(engine)
+        entry.metrics.engine = engine
         entry.state, entry.last_use, entry.loads = "loaded", time.monotonic(), entry.loads + 1
         entry.context = entry.service.context_length
         logger.info("%s is loaded, after %.1f s", entry.id, time.monotonic() - begun)
@@ -269,7 +269,7 @@ class Models:
         service, entry.service = entry.service, None
         assert service is not None
         entry.state = "unloading"
-        entry.metrics.watch(None)
+        entry.metrics.engine = None
         service.prompts.workers.close()
         await asyncio.to_thread(_close, weakref.ref(service.engine))
         del service

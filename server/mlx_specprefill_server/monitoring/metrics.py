@@ -44,12 +44,19 @@ def reason_label(reason: str) -> str:
     return next((label for label, start in REASONS.items() if re.match(start, reason)), "other")
 
 
-class Metrics:
-    """The counts of one application, in a registry of its own. Used on the event loop."""
+class Metrics(Collector):
+    """The counts of one model, in a registry of its own, and the values of its engine. Used on the event loop.
+
+    Attributes:
+        engine: the engine; None: the model is not in memory and has no values.
+    """
 
     def __init__(self, engine: Engine | None, model: str) -> None:
         self.registry = CollectorRegistry()
+        self.engine = engine
         self.model = model
+        self._read = self._made = 0  # running sums of tokens and seconds, for llama.cpp's averages
+        self._read_s = self._made_s = 0.0
         self._prompt = self._tokens("vllm:prompt_tokens", "Prompt tokens, cached and dropped ones included.")
         self._generated = self._tokens("vllm:generation_tokens", "Generated tokens.")
         self._queried = self._tokens("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
@@ -75,13 +82,7 @@ class Metrics:
         self._verdicts = self._counter(
             "specprefill_verdicts", "Sparse answers by what full reading says of them.", MODEL, "verdict"
         )
-        self._totals = Totals()
-        self._engine = EngineCollector(engine, model, self._totals)
-        self.registry.register(self._engine)
-
-    def watch(self, engine: Engine | None) -> None:
-        """Read the values of this engine from now on; None means no engine."""
-        self._engine.engine = engine
+        self.registry.register(self)
 
     def _tokens(self, name: str, text: str) -> Counter:
         return self._counter(name, text, MODEL).labels(self.model)
@@ -110,7 +111,8 @@ class Metrics:
 
     def _count_answer(self, seconds: float, tokens: int) -> None:
         self._generated.inc(tokens)
-        self._totals.add_answer(tokens, seconds)
+        self._made += tokens
+        self._made_s += seconds
         for _ in range(tokens - 1):
             self._gaps.observe(seconds / (tokens - 1))
 
@@ -118,7 +120,9 @@ class Metrics:
         self._prompt.inc(report.prompt_tokens)
         self._queried.inc(report.prompt_tokens)
         self._hit.inc(report.cached_tokens)
-        self._totals.add_prompt(report)
+        times = report.timings
+        self._read += report.prompt_tokens - report.cached_tokens
+        self._read_s += (times.draft_ms + times.select_ms + times.prefill_ms) / 1e3
         self._requests.labels(report.mode, reason_label(report.reason)).inc()
         self._skipped.inc(report.prompt_tokens - report.kept_tokens)
         if report.mode == "sparse":
@@ -131,6 +135,39 @@ class Metrics:
         self._whole.observe(first + times.decode_ms / 1e3)
         for stage in STAGES:
             self._stages.labels(stage).observe(getattr(times, f"{stage}_ms") / 1e3)
+
+    def collect(self) -> Iterator[Metric]:
+        if self.engine is None:
+            return
+        stats, health = self.engine.stats(), self.engine.health()
+        running = stats.prefilling + stats.decoding
+        yield _gauge("vllm:num_requests_running", "Requests in work.", running, self.model)
+        yield _gauge("vllm:num_requests_waiting", "Requests that wait.", stats.waiting, self.model)
+        yield _gauge("vllm:kv_cache_usage_perc", "Reserved share of KV memory, 0 to 1.", _usage(stats), self.model)
+        yield _gauge("llamacpp:requests_processing", "Requests in work.", running)
+        yield _gauge("llamacpp:requests_deferred", "Requests that wait.", stats.waiting)
+        yield from self._sums()
+        yield _gauge("specprefill_engine_up", "1 while the engine's thread lives.", int(health.alive))
+        yield _gauge(
+            "specprefill_engine_heartbeat_age_seconds", "Seconds since the engine's last step.", health.heartbeat_age_s
+        )
+        yield from _engine_counts(stats)
+        yield _family(
+            GaugeMetricFamily, "specprefill_memory_bytes", "Memory by consumer.", "consumer", _memory_by_consumer(stats)
+        )
+        unaccounted = stats.memory.unaccounted_bytes
+        yield _gauge("specprefill_unaccounted_bytes", "Memory in use beside weights, caches and requests.", unaccounted)
+        yield _family(
+            GaugeMetricFamily, "specprefill_cache_bytes", "Memory of prefixes for later requests.", "kind", _kept(stats)
+        )
+
+    def _sums(self) -> Iterator[Metric]:
+        yield _count("llamacpp:prompt_tokens", "Prompt tokens that were not cached.", self._read)
+        yield _count("llamacpp:prompt_seconds", "Time of draft, selection and prefill.", self._read_s)
+        yield _count("llamacpp:tokens_predicted", "Generated tokens.", self._made)
+        yield _count("llamacpp:tokens_predicted_seconds", "Time of decoding.", self._made_s)
+        yield _gauge("llamacpp:prompt_tokens_seconds", "Mean prefill tokens/s.", _rate(self._read, self._read_s))
+        yield _gauge("llamacpp:predicted_tokens_seconds", "Mean tokens/s.", _rate(self._made, self._made_s))
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
@@ -151,78 +188,14 @@ class _Several:
     def collect(self) -> Iterator[Metric]:
         families: dict[str, Metric] = {}
         for model in self._models:
-            for found in model.registry.collect():
-                family = families.setdefault(found.name, Metric(found.name, found.documentation, found.type))
-                family.samples += [_with_model(sample, model.model) for sample in found.samples]
+            for source in model.registry.collect():
+                family = families.setdefault(source.name, Metric(source.name, source.documentation, source.type))
+                family.samples += [_with_model(sample, model.model) for sample in source.samples]
         yield from families.values()
 
 
 def _with_model(sample: Sample, model: str) -> Sample:
     return sample._replace(labels={MODEL: model, **sample.labels})
-
-
-class Totals:
-    """Running sums, for llama.cpp's averages."""
-
-    def __init__(self) -> None:
-        self.read = self.made = 0
-        self.read_s = self.made_s = 0.0
-
-    def add_prompt(self, report: PrefillReport) -> None:
-        times = report.timings
-        self.read += report.prompt_tokens - report.cached_tokens
-        self.read_s += (times.draft_ms + times.select_ms + times.prefill_ms) / 1e3
-
-    def add_answer(self, tokens: int, seconds: float) -> None:
-        self.made += tokens
-        self.made_s += seconds
-
-
-class EngineCollector(Collector):
-    """A collector that reads the engine's values at each scrape.
-
-    Attributes:
-        engine: the engine; None: the model is not in memory and has no values.
-    """
-
-    def __init__(self, engine: Engine | None, model: str, totals: Totals) -> None:
-        self.engine = engine
-        self._model = model
-        self._totals = totals
-
-    def collect(self) -> Iterator[Metric]:
-        if self.engine is None:
-            return
-        stats, health = self.engine.stats(), self.engine.health()
-        running = stats.prefilling + stats.decoding
-        yield _gauge("vllm:num_requests_running", "Requests in work.", running, self._model)
-        yield _gauge("vllm:num_requests_waiting", "Requests that wait.", stats.waiting, self._model)
-        yield _gauge("vllm:kv_cache_usage_perc", "Reserved share of KV memory, 0 to 1.", _usage(stats), self._model)
-        yield _gauge("llamacpp:requests_processing", "Requests in work.", running)
-        yield _gauge("llamacpp:requests_deferred", "Requests that wait.", stats.waiting)
-        yield from self._sums()
-        yield _gauge("specprefill_engine_up", "1 while the engine's thread lives.", int(health.alive))
-        yield _gauge(
-            "specprefill_engine_heartbeat_age_seconds", "Seconds since the engine's last step.", health.heartbeat_age_s
-        )
-        yield from _engine_counts(stats)
-        yield _family(
-            GaugeMetricFamily, "specprefill_memory_bytes", "Memory by consumer.", "consumer", _memory_by_consumer(stats)
-        )
-        unaccounted = stats.memory.unaccounted_bytes
-        yield _gauge("specprefill_unaccounted_bytes", "Memory in use beside weights, caches and requests.", unaccounted)
-        yield _family(
-            GaugeMetricFamily, "specprefill_cache_bytes", "Memory of prefixes for later requests.", "kind", _kept(stats)
-        )
-
-    def _sums(self) -> Iterator[Metric]:
-        totals = self._totals
-        yield _count("llamacpp:prompt_tokens", "Prompt tokens that were not cached.", totals.read)
-        yield _count("llamacpp:prompt_seconds", "Time of draft, selection and prefill.", totals.read_s)
-        yield _count("llamacpp:tokens_predicted", "Generated tokens.", totals.made)
-        yield _count("llamacpp:tokens_predicted_seconds", "Time of decoding.", totals.made_s)
-        yield _gauge("llamacpp:prompt_tokens_seconds", "Mean prefill tokens/s.", _rate(totals.read, totals.read_s))
-        yield _gauge("llamacpp:predicted_tokens_seconds", "Mean tokens/s.", _rate(totals.made, totals.made_s))
 
 
 def _engine_counts(stats: EngineStats) -> Iterator[Metric]:

@@ -14,10 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from typing import Any, TypeVar
 
-import orjson
 from jinja2 import TemplateError
 
 from mlx_specprefill import ContextLengthError, InvalidRequestError, PromptSpan, TokenIds, as_token_ids
@@ -31,6 +29,8 @@ from .stable import without_volatile_lines
 T = TypeVar("T")
 
 WORKERS = 4  # threads; the tokenizer releases the GIL while it works
+PIECE = 16  # characters per token of the context in one tokenizer call; several times the rate of prose
+SLACK = 2  # times the context; pieces may have a few more tokens than the whole, at the cuts
 ENDING = 256  # characters; more than a template writes to open an answer, for templates without a marker
 
 # Errors of templates on a conversation that they don't support. jinja2 wraps only some of them.
@@ -88,7 +88,7 @@ class PromptBuilder:
     ) -> None:
         self._tokenizer = tokenizer
         self.workers = Workers(WORKERS if getattr(tokenizer, "is_fast", False) else 1)
-        self._size = LengthCheck(tokenizer, context_length, self._count)
+        self._context = context_length
         self._ends = _turn_ends(tokenizer)
         self._controls = ControlTokens(tokenizer)
         self._encoder = Encoder(tokenizer, self._controls)
@@ -134,6 +134,22 @@ class PromptBuilder:
         """Run a long call that uses the tokenizer on a worker thread."""
         return await self.workers.run(call)
 
+    def check_length(self, text: str, field: str) -> None:
+        """Refuse a text that can't fit before all of it is tokenized. The context bounds the work, whatever the text.
+
+        Raises:
+            ContextLengthError: names `field`; its count of tokens is that of the beginning that was read.
+        """
+        if self._context is None or len(text) <= PIECE * self._context:
+            return
+        step, tokens = PIECE * max(1, self._context), 0
+        for start in range(0, len(text), step):
+            tokens += self._count(text[start : start + step])
+            if tokens > SLACK * self._context:
+                error = ContextLengthError(tokens, 1, self._context)
+                error.field = field
+                raise error
+
     def _count(self, text: str) -> int:
         if getattr(self._tokenizer, "is_fast", False):
             backend = self._tokenizer.backend_tokenizer
@@ -141,7 +157,7 @@ class PromptBuilder:
         return len(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _tokens(self, text: str, special: bool, field: str = "prompt") -> list[int]:
-        self._size.check(text, field)
+        self.check_length(text, field)
         return list(self._tokenizer.encode(text, add_special_tokens=special))
 
     def _raw(self, text: str) -> Prompt:
@@ -154,10 +170,10 @@ class PromptBuilder:
 
     def _chat(self, conversation: Conversation) -> Prompt:
         # Templates may omit the reasoning of the assistant's messages.
-        said = sum(len(message["content"]) for message in conversation.messages if message["role"] != "assistant")
-        self._size.check_length(said, conversation.field)
+        contents = [message["content"] for message in conversation.messages if message["role"] != "assistant"]
+        self.check_length("".join(contents), conversation.field)
         fitted = self._fitted(conversation)
-        self._size.check(fitted.text, conversation.field)
+        self.check_length(fitted.text, conversation.field)
         tokens, offsets = self._tokenize(fitted, conversation.field)
         ending = _ending(fitted.rendered, self._ends)
         if offsets is None:
@@ -270,82 +286,3 @@ class Workers:
     def close(self) -> None:
         """Refuse further calls. Running ones end by themselves."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-
-
-PIECE = 16  # characters per token of the context in one tokenizer call; several times the rate of prose
-SLACK = 2  # times the context; pieces may have a few more tokens than the whole, at the cuts
-
-
-class LengthCheck:
-    """A check that refuses texts longer than the context before all of them is tokenized.
-
-    Args:
-        context_length: tokens; None: nothing is refused.
-        count: how many tokens a piece of text has.
-    """
-
-    def __init__(self, tokenizer: Any, context_length: int | None, count: Callable[[str], int]) -> None:
-        self._context = context_length
-        self._longest = _longest_token(tokenizer)
-        self._count = count
-
-    def check_length(self, characters: int, field: str) -> None:
-        """Check the length by the tokenizer's longest token.
-
-        Raises:
-            ContextLengthError: no tokenization can make it fit; its count of tokens is the least that there can be.
-        """
-        if self._context is not None and self._longest and characters > self._context * self._longest:
-            self._refuse(-(-characters // self._longest), field)
-
-    def check(self, text: str, field: str) -> None:
-        """Check by the longest token, then piece by piece. The context bounds the work, whatever the text.
-
-        Raises:
-            ContextLengthError: as `check_length`.
-        """
-        self.check_length(len(text), field)
-        if self._context is None or len(text) <= PIECE * self._context:
-            return
-        step, tokens = PIECE * max(1, self._context), 0
-        for start in range(0, len(text), step):
-            tokens += self._count(text[start : start + step])
-            if tokens > SLACK * self._context:
-                self._refuse(tokens, field)
-
-    def _refuse(self, tokens: int, field: str) -> None:
-        assert self._context is not None
-        error = ContextLengthError(tokens, 1, self._context)
-        error.field = field
-        raise error
-
-
-def _longest_token(tokenizer: Any) -> int:
-    """Return how many characters one token can stand for; 0 means any number.
-
-    0 applies if unknown characters or the spaces around a special token disappear in a token, or if the normalizer
-    removes characters. Composing (NFC) makes at most one character of four.
-    """
-    backend = tokenizer.backend_tokenizer if getattr(tokenizer, "is_fast", False) else None
-    splits = repr(backend and backend.pre_tokenizer)
-    every_character = "ByteLevel(" in splits or getattr(backend and backend.model, "byte_fallback", False)
-    if backend is None or not every_character or "Removed" in splits:
-        return 0
-    if any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values()):
-        return 0
-    return _max_composed(backend.normalizer) * max(map(len, backend.get_vocab()))
-
-
-def _max_composed(normalizer: Any) -> int:
-    """Return how many characters the normalizer can compose into one; 0 means any number."""
-    match type(normalizer).__name__:
-        case "NoneType" | "Prepend" | "Lowercase" | "NFD" | "NFKD":
-            return 1
-        case "NFC" | "NFKC":
-            return 4
-        case "Replace":
-            rule = orjson.loads(normalizer.__getstate__())
-            return int(len(rule["pattern"].get("String", "")) in range(1, len(rule["content"]) + 1))
-        case "Sequence":
-            return prod(map(_max_composed, normalizer))
-    return 0

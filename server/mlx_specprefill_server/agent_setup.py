@@ -96,11 +96,15 @@ def _merge(table: Any, values: Values) -> None:
             case dict(), MutableMapping() as old:
                 _merge(old, value)
             case [{"name": known} as entry], list() as old:
-                same = [one for one in old if isinstance(one, MutableMapping) and one.get("name") == known]
+                same = [
+                    existing
+                    for existing in old
+                    if isinstance(existing, MutableMapping) and existing.get("name") == known
+                ]
                 if not same:
                     old.insert(0, entry)
-                for one in same:
-                    _merge(one, entry)
+                for existing in same:
+                    _merge(existing, entry)
             case dict() | [dict()], old if old is not None:
                 raise ValueError(f"{name} has a value of another kind")
             case _, old if old != value:

@@ -200,7 +200,7 @@ def greeting(models: Models, sockets: Sequence[socket.socket]) -> Iterator[str]:
         return
     base = address(sockets[0], reachable=True)
     keyed = bool(settings.api_keys or settings.admin_keys)
-    other = "" if (found := network_address(sockets[0])) is None else f", from other machines {found}"
+    other = "" if (outside := network_address(sockets[0])) is None else f", from other machines {outside}"
     yield f"the page is {base}{other}{'; it asks for a key' if keyed else ''}"
     yield f"an example: {_example(base, keyed)}"
 

@@ -275,18 +275,18 @@ def network_address(listener: socket.socket) -> str | None:
 
 def _addresses(host: str, port: int) -> list[tuple[int, str]]:
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except socket.gaierror as error:
         raise OSError(errno.EADDRNOTAVAIL, error.strerror, f"--host {host}") from error
-    return list(dict.fromkeys((family, str(address[0])) for family, _, _, _, address in found))
+    return list(dict.fromkeys((family, str(address[0])) for family, _, _, _, address in infos))
 
 
 def _bind(family: int, address: str, port: int) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     other = "another program listens there"
     try:
-        if port and (found := _listening(family, address, port)) is not None:
-            other = found
+        if port and (program := _listening(family, address, port)) is not None:
+            other = program
             raise OSError(errno.EADDRINUSE, "")
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
@@ -294,10 +294,10 @@ def _bind(family: int, address: str, port: int) -> socket.socket:
         listener.bind((address, port))
     except OSError as error:
         listener.close()
-        said = os.strerror(error.errno or 0)
+        reason = os.strerror(error.errno or 0)
         if error.errno == errno.EADDRINUSE:
-            said += f" ({other}): choose another one, as --port {port + 1 if port < _LAST_PORT else port - 1}"
-        raise OSError(error.errno, said, f"--host {address} --port {port}") from error
+            reason += f" ({other}): choose another one, as --port {port + 1 if port < _LAST_PORT else port - 1}"
+        raise OSError(error.errno, reason, f"--host {address} --port {port}") from error
     return listener
 
 

@@ -259,19 +259,19 @@ class _LoadingStream(Response):
         """Return an event that every client of the dialect skips. Most clients reject other data before an answer's
         first event.
         """
-        told = {"model": self._entry.id, "state": self._entry.state, **self._entry.progress.to_dict()}
+        progress = {"model": self._entry.id, "state": self._entry.state, **self._entry.progress.to_dict()}
         if self._path == ANTHROPIC_PATH:
-            return named_event({"type": "ping", "loading": told})
-        return comment("loading", told)
+            return named_event({"type": "ping", "loading": progress})
+        return comment("loading", progress)
 
     def _failure(self, body: bytes) -> bytes:
         """Return an error object in the form of a response's body."""
-        told = orjson.loads(body)
+        failure = orjson.loads(body)
         if self._path == ANTHROPIC_PATH:
-            return named_event(told)
+            return named_event(failure)
         if self._path == RESPONSES_PATH:
-            return named_event(self._failed_response(told["error"]))
-        return data_event(told) + DONE
+            return named_event(self._failed_response(failure["error"]))
+        return data_event(failure) + DONE
 
     def _failed_response(self, error: dict[str, Any]) -> dict[str, Any]:
         """Return the event of a failed response. Agents retry on every code that does not rule out success."""

@@ -194,10 +194,10 @@ class AuthMiddleware:
         # Clients that are signed in elsewhere send that token too, so either header may hold the key.
         given = [text.encode("latin-1") for text in (bearer, headers.get("x-api-key", ""))]
         # every comparison runs to its end, so its time reveals nothing about a key
-        found = [
+        identities = [
             identity for text in given for key, identity in self._identities.items() if hmac.compare_digest(text, key)
         ]
-        return found[0] if found else None
+        return identities[0] if identities else None
 
 
 def _is_open(path: str) -> bool:

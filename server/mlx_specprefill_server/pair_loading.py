@@ -106,8 +106,8 @@ def load(
     if not made.drafted:  # the target's own layers can't score if each rank has some of them
         return made
     if made.heads is None and settings is not None:
-        found = _heads(made, settings, calibrate, tell)
-        made = made if found is None else with_heads(made, found, exit_early=early)
+        heads = _heads(made, settings, calibrate, tell)
+        made = made if heads is None else with_heads(made, heads, exit_early=early)
     if pair.draft is None and made.stages is None:
         return _alone(made)
     return made
@@ -129,10 +129,10 @@ def load_engine(
         @contextmanager
         def telling(words: str) -> Iterator[Callable[[int, int], None]]:
             def progress(done: int, total: int) -> None:
-                told(done, total)
+                report(done, total)
                 pause()
 
-            with tell(words) as told:
+            with tell(words) as report:
                 yield progress
 
         return load(pair, dtype, settings, calibrate=calibrate, tell=telling, ranks=ranks)

@@ -212,7 +212,7 @@ def find_row(name: str, file: Path | None = None) -> Row:
     """
     rows = read_pairs(file or NAMED_PAIRS)
     if name not in rows:
-        near = "".join(f"did you mean {one}? " for one in get_close_matches(name, rows, 1))
+        near = "".join(f"did you mean {other}? " for other in get_close_matches(name, rows, 1))
         where = "" if file is None else f" in {file}"
         raise PairsError(f"no pair {name!r}{where}: {near}there are: {', '.join(rows) or 'none'}")
     return rows[name]

@@ -41,8 +41,8 @@ def kind_of(request: GenerationRequest) -> str:
     kinds = {span.kind for span in request.spans}
     if kinds & {"tools", "tool"}:
         return "tools"
-    said = next((span for span in reversed(request.spans) if span.kind == "user"), None)
-    size = len(request.prompt) if said is None else said.end - said.start
+    question = next((span for span in reversed(request.spans) if span.kind == "user"), None)
+    size = len(request.prompt) if question is None else question.end - question.start
     return "document" if size > _DOCUMENT else "chat"
 
 

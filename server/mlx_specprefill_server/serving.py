@@ -326,13 +326,13 @@ def current_deadline() -> tuple[float, DeadlineError] | None:
 def _default_sampling(stated: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
     """Return the sampling of requests that leave it open: the setting's temperature if it is set, else the model's."""
     try:
-        found = SamplingFields.model_validate(stated).given({})
+        sampling = SamplingFields.model_validate(stated).given({})
     except ValidationError as error:
         first = error.errors()[0]
         logger.warning("generation_config.json is not followed: %s: %s", first["loc"][0], first["msg"])
-        found = {}
+        sampling = {}
     own = {"temperature": settings.temperature}
-    return found | own if "temperature" in settings.model_fields_set else own | found
+    return sampling | own if "temperature" in settings.model_fields_set else own | sampling
 
 
 def _short(model: str | None) -> str | None:

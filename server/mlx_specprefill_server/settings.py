@@ -265,17 +265,17 @@ def what_is_wrong(error: ValidationError, environ: Mapping[str, str] | None = No
     What agrees with no single setting comes without a name, since its message has it.
     """
     first: Mapping[str, Any] = error.errors()[0]
-    said = str(first["msg"]).removeprefix("Value error, ")
+    message = str(first["msg"]).removeprefix("Value error, ")
     template = _WORDS.get(first["type"])
     if not first["loc"]:
-        return said
+        return message
     name, value = str(first["loc"][0]), first["input"]
     given = dict(os.environ if environ is None else environ)
     where = variable(name) if given.get(variable(name)) == value else flag_of(name)
     if name in _SECRET:
-        return f"{where} {said}"
+        return f"{where} {message}"
     if template is None:
-        return f"{where}: {said}"
+        return f"{where}: {message}"
     return f"{where}: {json.dumps(value, default=str)} {template.format(**_bounds(first.get('ctx', {})))}"
 
 

@@ -47,12 +47,12 @@ class _Commands(Mapping[str, Any]):
 
 @cache
 def _load(module: str, attribute: str, name: str) -> Any:
-    found = getattr(import_module(module, __package__), attribute)
-    if not isinstance(found, typer.Typer):
+    command = getattr(import_module(module, __package__), attribute)
+    if not isinstance(command, typer.Typer):
         app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-        app.command(name)(found)
-        found = app
-    return typer.main.get_command(found)
+        app.command(name)(command)
+        command = app
+    return typer.main.get_command(command)
 
 
 class _Group(TyperGroup):

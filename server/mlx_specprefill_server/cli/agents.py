@@ -64,7 +64,9 @@ def _models(address: str, key: str | None) -> list[tuple[str, list[str], int | N
     """Return id, aliases and window of each model, and if its template takes tools; raises OptionError."""
     listed = told_list(address, "data", key)
     try:
-        return [(one["id"], one.get("aliases", []), one["context_length"], one.get("tools")) for one in listed]
+        return [
+            (model["id"], model.get("aliases", []), model["context_length"], model.get("tools")) for model in listed
+        ]
     except (KeyError, TypeError, AttributeError) as error:
         raise OptionError(f"{address} does not answer as this project's server does: {error!r}") from error
 
@@ -80,8 +82,8 @@ def _write_files(setup: Setup) -> str:
         raise
     if not changed:
         return "Nothing to change.\n"
-    said = [f"{path} is written" + (f"; {copy} is what it was" if copy else "") for path, copy in changed]
-    return "\n".join([*said, _exports(setup)])
+    lines = [f"{path} is written" + (f"; {copy} is what it was" if copy else "") for path, copy in changed]
+    return "\n".join([*lines, _exports(setup)])
 
 
 def _text(setup: Setup) -> str:
@@ -117,9 +119,9 @@ def warm(
             text = read_text(file)
         except OSError as error:
             raise WarmError(f"{file}: {error.strerror}") from error
-        told = _post(url, body_of(text), api_key and api_key.partition(",")[0].strip())
+        answer = _post(url, body_of(text), api_key and api_key.partition(",")[0].strip())
         typer.echo(
-            f"{told['tokens']} tokens of system prompt and tools are kept; {told['cached_tokens']} already were."
+            f"{answer['tokens']} tokens of system prompt and tools are kept; {answer['cached_tokens']} already were."
         )
 
 
@@ -138,14 +140,14 @@ def _post(url: str, body: dict[str, Any], key: str | None) -> dict[str, Any]:
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     try:
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
-            told: dict[str, Any] = json.load(response)
+            answer: dict[str, Any] = json.load(response)
     except urllib.error.HTTPError as error:
         raise WarmError(f"{url}: {_error_message(error)}") from error
     except (OSError, ValueError) as error:
         raise WarmError(f"{url}: {getattr(error, 'reason', error)}") from error
-    if told.get("object") != "specprefill.warm":
+    if answer.get("object") != "specprefill.warm":
         raise WarmError(f"{url} does not answer as mlx-specprefill does")
-    return told
+    return answer
 
 
 def _error_message(error: urllib.error.HTTPError) -> str:

@@ -156,18 +156,18 @@ def measured_here(load: float | None) -> dict[str, Any]:
     Args:
         load: `load_before`.
     """
-    found = machine()
+    host = machine()
     return {
         "format": FORMAT,
         "date": datetime.now(UTC).date().isoformat(),
         "machine": {
-            "name": found.name,
-            "device": found.device,
-            "cores": found.cores,
-            "memory_gb": None if found.memory is None else round(found.memory / 2**30, 1),
+            "name": host.name,
+            "device": host.device,
+            "cores": host.cores,
+            "memory_gb": None if host.memory is None else round(host.memory / 2**30, 1),
             "system": f"{platform.system()} {platform.machine()}",
             "load": load,
-            "busy": load is not None and load > _BUSY * found.cores,
+            "busy": load is not None and load > _BUSY * host.cores,
         },
         "software": {
             **{name: version(name) for name in ("mlx-specprefill", "mlx", "mlx-lm")},

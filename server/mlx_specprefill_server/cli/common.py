@@ -111,12 +111,12 @@ def choose(options: PairOptions) -> Pair:
         raise OptionError("--draft needs --target, unless it is self")
     if options.pair is None and options.pairs_file is not None:
         raise OptionError("--pairs-file needs --pair")
-    found = _default_pair() if options.pair is None else find_pair(options.pair, options.pairs_file)
-    if no_draft and found.draft != "self":
+    pair = _default_pair() if options.pair is None else find_pair(options.pair, options.pairs_file)
+    if no_draft and pair.draft != "self":
         draft = "self"
     if draft is not None:  # trained heads belong to one draft
-        return found.model_copy(update={"draft": draft, "draft_heads": None})
-    return found
+        return pair.model_copy(update={"draft": draft, "draft_heads": None})
+    return pair
 
 
 def _default_pair() -> Pair:

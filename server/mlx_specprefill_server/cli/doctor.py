@@ -68,43 +68,43 @@ def _verdict(checks: Sequence[Check]) -> str:
     failed = [check for check in checks if check.state == "failed"]
     skipped = [f"{check.model} in {check.dtype}" for check in checks if check.state == "not supported"]
     tried = len(checks) - len(skipped)
-    said = f"FAILED: {len(failed)} of {tried} checks." if failed else f"All {tried} checks pass."
-    return f"{said} Not supported here: {', '.join(skipped)}." if skipped else said
+    text = f"FAILED: {len(failed)} of {tried} checks." if failed else f"All {tried} checks pass."
+    return f"{text} Not supported here: {', '.join(skipped)}." if skipped else text
 
 
 def _summary(checks: Sequence[Check]) -> dict[str, Any]:
     """Return the largest error of each operation that passed, and a list of the checks that did not pass."""
     errors: dict[str, dict[str, float]] = {}
-    told: dict[str, list[dict[str, Any]]] = {"ok": [], "failed": [], "not supported": []}
+    results: dict[str, list[dict[str, Any]]] = {"ok": [], "failed": [], "not supported": []}
     for check in checks:
-        told[check.state].append({name: value for name, value in asdict(check).items() if value and name != "state"})
+        results[check.state].append({name: value for name, value in asdict(check).items() if value and name != "state"})
         if check.state == "ok" and check.error is not None:
-            found = errors.setdefault(check.operation, {})
-            found[check.dtype] = max(found.get(check.dtype, 0.0), float(f"{check.error:.2g}"))
-    others = {name: told[name] for name in ("failed", "not supported")}
-    return {"passed": len(told["ok"]), **others, "largest errors": errors}
+            largest = errors.setdefault(check.operation, {})
+            largest[check.dtype] = max(largest.get(check.dtype, 0.0), float(f"{check.error:.2g}"))
+    others = {name: results[name] for name in ("failed", "not supported")}
+    return {"passed": len(results["ok"]), **others, "largest errors": errors}
 
 
 def _time_forwards(target: str) -> dict[str, Any]:
     """Time a target's forwards, and print them."""
     pair = load(Pair(target=target), "auto")
     typer.echo(f"\nForwards of {target}, {pair.dtype}, which can take some minutes:")
-    found = forward_times(pair)
-    for tokens, ms in found.ms.items():
+    times = forward_times(pair)
+    for tokens, ms in times.ms.items():
         typer.echo(f"{tokens:>6} tokens {ms:10.1f} ms")
     typer.echo(
-        f"From 128 tokens on: {found.fixed_ms:.1f} ms and {found.token_ms:.3f} ms per token at the start of a prompt.\n"
-        f"512 tokens behind 16,384: {found.behind_ms:.0f} ms, and {size(found.behind_bytes)} beside weights and cache."
+        f"From 128 tokens on: {times.fixed_ms:.1f} ms and {times.token_ms:.3f} ms per token at the start of a prompt.\n"
+        f"512 tokens behind 16,384: {times.behind_ms:.0f} ms, and {size(times.behind_bytes)} beside weights and cache."
     )
     return {
         "name": short_name(target),
         "dtype": pair.dtype,
-        "ms": {str(tokens): round(ms, 3) for tokens, ms in found.ms.items()},
-        "fixed_ms": round(found.fixed_ms, 3),
-        "token_ms": round(found.token_ms, 4),
-        "pair_ms": float(f"{found.pair_ms:.3g}"),
-        "behind_ms": round(found.behind_ms),
-        "behind_gb": round(found.behind_bytes / 2**30, 2),
+        "ms": {str(tokens): round(ms, 3) for tokens, ms in times.ms.items()},
+        "fixed_ms": round(times.fixed_ms, 3),
+        "token_ms": round(times.token_ms, 4),
+        "pair_ms": float(f"{times.pair_ms:.3g}"),
+        "behind_ms": round(times.behind_ms),
+        "behind_gb": round(times.behind_bytes / 2**30, 2),
     }
 
 
@@ -119,7 +119,7 @@ class Finding:
     """One checked part: its description, and its problems, each with a remedy."""
 
     name: str
-    said: str
+    text: str
     problems: list[str] = field(default_factory=list)
 
 
@@ -152,7 +152,7 @@ def _print_findings() -> bool:
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for finding in findings:
-        table.add_row(finding.name, finding.said)
+        table.add_row(finding.name, finding.text)
     console = Console()
     console.print(table, markup=False, highlight=False)
     problems = [problem for finding in findings for problem in finding.problems]
@@ -180,16 +180,16 @@ def examine() -> Iterator[Finding]:
 
 
 def _program() -> Finding:
-    said = f"mlx-specprefill {__version__}, Python {platform.python_version()} ({sys.executable})"
-    return Finding("program", said)
+    text = f"mlx-specprefill {__version__}, Python {platform.python_version()} ({sys.executable})"
+    return Finding("program", text)
 
 
 def _machine() -> Finding:
-    found = machine()
+    host = machine()
     on_mac = sys.platform == "darwin"
     system = f"macOS {platform.mac_ver()[0]}, {platform.machine()}" if on_mac else platform.platform()
-    said = f"{found.device}: {found.name}, {found.cores} cores; {system}"
-    return Finding("machine", said, list(_mac_problems(found.has_metal)) if on_mac else [])
+    text = f"{host.device}: {host.name}, {host.cores} cores; {system}"
+    return Finding("machine", text, list(_mac_problems(host.has_metal)) if on_mac else [])
 
 
 def _mac_problems(has_metal: bool) -> Iterator[str]:
@@ -203,14 +203,14 @@ def _mac_problems(has_metal: bool) -> Iterator[str]:
 
 
 def _memory() -> Finding:
-    found = machine()
-    if found.memory is None:
+    host = machine()
+    if host.memory is None:
         return Finding("memory", "unknown; set --memory-limit")
-    limit = f", {size(found.memory_limit)} for weights, requests and caches" if found.memory_limit else ""
+    limit = f", {size(host.memory_limit)} for weights, requests and caches" if host.memory_limit else ""
     wired = f"; wired limit {_current().wired_limit}{_wired_limit()}"
-    finding = Finding("memory", f"{size(found.memory)}{limit}{wired}")
-    if found.memory < _LOW_MEMORY:
-        finding.problems.append(f"{size(found.memory)} of memory are enough for the pairs demo and smollm2 only")
+    finding = Finding("memory", f"{size(host.memory)}{limit}{wired}")
+    if host.memory < _LOW_MEMORY:
+        finding.problems.append(f"{size(host.memory)} of memory are enough for the pairs demo and smollm2 only")
     return finding
 
 
@@ -220,10 +220,10 @@ def _wired_limit() -> str:
         return ""
     asked = ("/usr/sbin/sysctl", "-n", "iogpu.wired_limit_mb")
     try:
-        found = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=5).stdout.strip()
+        limit = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=5).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return "; iogpu.wired_limit_mb is not known"
-    return f"; iogpu.wired_limit_mb {found}{' (the default of macOS)' if found == '0' else ''}"
+    return f"; iogpu.wired_limit_mb {limit}{' (the default of macOS)' if limit == '0' else ''}"
 
 
 def _blas() -> Finding:
@@ -240,12 +240,12 @@ def _versions() -> Finding:
     except PackageNotFoundError:  # run from a folder of sources
         return finding
     finding.problems += [
-        f"{need.name} {found or 'is missing'}, but {need.name}{need.specifier} is needed: "
+        f"{need.name} {installed or 'is missing'}, but {need.name}{need.specifier} is needed: "
         f'{sys.executable} -m pip install "{need.name}{need.specifier}"'
         for need in wanted
         if need.marker is None or need.marker.evaluate({"extra": ""})
-        for found in [_installed_version(need.name)]
-        if found is None or not need.specifier.contains(found, prereleases=True)
+        for installed in [_installed_version(need.name)]
+        if installed is None or not need.specifier.contains(installed, prereleases=True)
     ]
     return finding
 
@@ -307,9 +307,9 @@ def _address() -> Finding:
     finding = Finding("address", f"http://{settings.host}:{settings.port}")
     try:
         with socket.create_connection((settings.host, settings.port), timeout=1):
-            finding.said += ", where something answers already"
+            finding.text += ", where something answers already"
     except OSError:
-        finding.said += ", which is free"
+        finding.text += ", which is free"
     return finding
 
 

@@ -32,11 +32,11 @@ def list_models(pairs_file: PairsFile = None) -> None:
 def _models() -> Iterator[tuple[str, ...]]:
     cache = Path(constants.HF_HUB_CACHE)
     cached = scan_cache_dir(cache).repos if cache.is_dir() else ()
-    for one in sorted(cached, key=lambda one: one.repo_id):
-        if one.repo_type == "model":
-            state = _state(one.repo_id)
-            next_step = f"mlx-specprefill {'serve --target' if state == 'ready' else 'pull'} {one.repo_id}"
-            yield one.repo_id, size(one.size_on_disk), state, next_step
+    for model in sorted(cached, key=lambda model: model.repo_id):
+        if model.repo_type == "model":
+            state = _state(model.repo_id)
+            next_step = f"mlx-specprefill {'serve --target' if state == 'ready' else 'pull'} {model.repo_id}"
+            yield model.repo_id, size(model.size_on_disk), state, next_step
 
 
 def _state(repository: str) -> str:

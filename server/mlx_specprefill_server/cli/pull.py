@@ -137,15 +137,15 @@ def _look_up(name: str) -> _Remote:
     publisher, title, *file = name.split("/", 2)
     repository = f"{publisher}/{title}"
     with _asking_for(repository):
-        found = HfApi().model_info(repository, files_metadata=True)
-    sizes = {one.rfilename: one.size or 0 for one in found.siblings or ()}
-    wanted = {one: sizes[one] for one in filter_repo_objects(sizes, allow_patterns=file or list(LOADED_FILES))}
-    if not any(one in file or one.endswith(".safetensors") for one in wanted):
-        packed = ", ".join(f"{repository}/{one}" for one in sizes if one.endswith(".gguf"))
+        info = HfApi().model_info(repository, files_metadata=True)
+    sizes = {path.rfilename: path.size or 0 for path in info.siblings or ()}
+    wanted = {path: sizes[path] for path in filter_repo_objects(sizes, allow_patterns=file or list(LOADED_FILES))}
+    if not any(path in file or path.endswith(".safetensors") for path in wanted):
+        packed = ", ".join(f"{repository}/{path}" for path in sizes if path.endswith(".gguf"))
         raise OptionError(
             f"{repository} has no {file[0] if file else 'model*.safetensors'}; its GGUF files: {packed or 'none'}"
         )
-    return _Remote(name, repository, str(found.sha), wanted)
+    return _Remote(name, repository, str(info.sha), wanted)
 
 
 @contextmanager

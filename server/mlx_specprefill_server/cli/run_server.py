@@ -82,8 +82,8 @@ def _read_hosts(hosts: Path) -> list[str]:
         SettingsError: the file is no hostfile.
     """
     try:
-        found = json.loads(hosts.read_text(encoding="utf-8"))
-        return [str(host["ssh"]) for host in (found["hosts"] if isinstance(found, dict) else found)]
+        hostfile = json.loads(hosts.read_text(encoding="utf-8"))
+        return [str(host["ssh"]) for host in (hostfile["hosts"] if isinstance(hostfile, dict) else hostfile)]
     except (ValueError, KeyError, TypeError) as error:
         raise SettingsError(f"--hosts {hosts}: this is no hostfile of MLX's: {error}") from error
 

@@ -199,5 +199,5 @@ def _run(*command: str) -> subprocess.CompletedProcess[str]:
 
 def _check(done: subprocess.CompletedProcess[str]) -> None:
     if done.returncode:
-        said = " ".join((done.stderr or done.stdout).split())
-        raise ServiceError(f"{shlex.join(done.args)} ended with status {done.returncode}: {said}")
+        output = " ".join((done.stderr or done.stdout).split())
+        raise ServiceError(f"{shlex.join(done.args)} ended with status {done.returncode}: {output}")

@@ -66,7 +66,7 @@ class EnforceableSchema:
         if word in _SILENT:
             return False
         if word in _NOT_ENFORCED:
-            if not any(value == one and type(value) is type(one) for one in _HARMLESS.get(word, ())):
+            if not any(value == harmless and type(value) is type(harmless) for harmless in _HARMLESS.get(word, ())):
                 self._leave_out(word, path, "is not supported")
             return False
         if word == "format" and isinstance(value, str) and value not in _FORMATS:
@@ -129,7 +129,7 @@ def _told_apart(one: Schema, other: Schema, name: str) -> bool:
 def _types(schema: Schema) -> set[str]:
     """Return the allowed JSON types; empty means any. A number may be an integer."""
     kind = schema.get("type")
-    named = {one for one in (kind if isinstance(kind, list) else [kind]) if isinstance(one, str)}
+    named = {name for name in (kind if isinstance(kind, list) else [kind]) if isinstance(name, str)}
     return named | {"integer"} if "number" in named else named
 
 
@@ -214,12 +214,12 @@ class Lark:
         Raises:
             InvalidRequestError: `strict`, and the schema has such keywords. The message names them and their places.
         """
-        found = EnforceableSchema(schema)
-        told = [f"{field}: {whose}{sentence}" for sentence in found.left_out]
-        if strict and told:
-            raise InvalidRequestError(told[0], field=field)
-        self.warnings += [one for one in told if one not in self.warnings]
-        return found.schema
+        part = EnforceableSchema(schema)
+        sentences = [f"{field}: {whose}{sentence}" for sentence in part.left_out]
+        if strict and sentences:
+            raise InvalidRequestError(sentences[0], field=field)
+        self.warnings += [sentence for sentence in sentences if sentence not in self.warnings]
+        return part.schema
 
     def regex(self, pattern: str) -> str:
         """Return text that matches a regular expression as a whole."""

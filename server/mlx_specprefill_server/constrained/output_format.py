@@ -199,13 +199,13 @@ def _structured_outputs(value: Any, field: str) -> OutputFormat | None:
     """Read vLLM's object with one of several keys."""
     if not isinstance(value, dict):
         raise refusal(field, "must be an object with one of json, json_object, regex, choice, grammar")
-    given = {name: one for name, one in value.items() if one not in (None, False)}
+    given = {name: form for name, form in value.items() if form not in (None, False)}
     if len(given) != 1:
         raise refusal(field, "must have exactly one of json, json_object, regex, choice, grammar")
-    ((name, one),) = given.items()
+    ((name, form),) = given.items()
     if name not in _STRUCTURED:
         raise refusal(f"{field}.{name}", "not supported; use json, json_object, regex, choice or grammar")
-    return _STRUCTURED[name](one, f"{field}.{name}")
+    return _STRUCTURED[name](form, f"{field}.{name}")
 
 
 _Reader = Callable[[Any, str], OutputFormat | None]

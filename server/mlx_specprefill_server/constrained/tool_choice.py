@@ -254,7 +254,7 @@ def _definitions(schema: Schema) -> Schema:
 def _types(schema: Schema) -> set[str]:
     """Return the JSON types that a schema names; empty means any."""
     kind = schema.get("type")
-    named = {one for one in [kind, *_items(kind)] if isinstance(one, str)}
+    named = {name for name in [kind, *_items(kind)] if isinstance(name, str)}
     branches = [*_items(schema.get("anyOf")), *_items(schema.get("oneOf"))]
     return named.union(*(_types(_mapping(branch)) for branch in branches))
 

@@ -99,9 +99,9 @@ class StopMatcher:
         if self.matched is not None:
             return ""
         self._held += text
-        found = [(at + len(stop), at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
-        if found:
-            end, at, self.matched = min(found)
+        matches = [(at + len(stop), at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if matches:
+            end, at, self.matched = min(matches)
             return self._release(end if self._shown else at)
         return self._release(len(self._held) - max(map(self._overlap, self._stops), default=0))
 

@@ -190,9 +190,9 @@ class Loader:
             MissingModelError: its files are not on this machine.
         """
         pair = self._pair(entry)
-        found = {where: self._place(where) for where in (pair.target, pair.draft) if where not in (None, "self")}
+        paths = {where: self._place(where) for where in (pair.target, pair.draft) if where not in (None, "self")}
         missing = {
-            where: place for where, place in found.items() if not self._loaded.holds(str(where), self._type(pair))
+            where: place for where, place in paths.items() if not self._loaded.holds(str(where), self._type(pair))
         }
         return sum(_weights(place, self._type(pair)) for place in missing.values())
 
@@ -237,8 +237,8 @@ class Loader:
     def _read(self, entry: Entry, tell: Tell) -> Engine:
         """Load the models. Called on the MLX thread."""
         pair = self._pair(entry)
-        told = partial(self._report_step, tell)
-        made = load(pair, self._dtype, entry.settings, calibrate=True, tell=told, loaded=self._loaded)
+        step = partial(self._report_step, tell)
+        made = load(pair, self._dtype, entry.settings, calibrate=True, tell=step, loaded=self._loaded)
         return Engine(made, self._config(entry, pair), thread=self._thread, pinned=entry.pin)
 
     @contextmanager

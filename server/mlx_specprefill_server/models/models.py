@@ -127,8 +127,10 @@ class Models:
             ApiError: 404: no such model; 503: it is not in memory.
         """
         named = self.several and name is not None
-        there = [self.known(str(name))] if named else [entry for entry in self if entry.service is not None]
-        chosen = self.default if self.default in there else max(there, key=lambda entry: entry.last_use, default=None)
+        entries = [self.known(str(name))] if named else [entry for entry in self if entry.service is not None]
+        chosen = (
+            self.default if self.default in entries else max(entries, key=lambda entry: entry.last_use, default=None)
+        )
         if chosen is None or chosen.service is None:
             what = "No model is" if chosen is None else f"The model {chosen.id!r} is not"
             raise ApiError(503, f"{what} loaded.", code="model_not_loaded", headers={"Retry-After": RETRY_AFTER_S})
@@ -206,11 +208,11 @@ class Models:
         """Read all models' windows. Clients plan by a window before its model is in memory."""
         for entry in self:
             try:
-                found = await asyncio.to_thread(self._the_host.context, entry)
+                context = await asyncio.to_thread(self._the_host.context, entry)
             except Exception as error:  # noqa: BLE001 - a request for it is told; until then it is not known
                 logger.warning("%s: %s", entry.id, error)
                 continue
-            entry.context = entry.context or found
+            entry.context = entry.context or context
 
     async def close(self) -> None:
         """End every engine."""
@@ -330,9 +332,9 @@ class Models:
                 raise NoRoomError(entry, why)
 
     def _short(self, entry: Entry, need: int) -> str | None:
-        there = [other for other in self if other.service is not None and other is not entry]
-        if len(there) >= self._max:
-            return too_many(there, self._max)
+        others = [other for other in self if other.service is not None and other is not entry]
+        if len(others) >= self._max:
+            return too_many(others, self._max)
         free = self._the_host.free()
         if free is None or free >= need:
             return None

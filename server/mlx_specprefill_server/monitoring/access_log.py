@@ -91,10 +91,10 @@ class RequestTrace:
 
 def _spent(answers: Sequence[AnswerResult]) -> dict[str, Any]:
     """Return times and mode of the first prompt, and sums of tokens. Each prompt counts once for all its answers."""
-    told = [(one.copy, one.event.report) for one in answers if one.event.report is not None]
-    if not told:
+    reports = [(answer.copy, answer.event.report) for answer in answers if answer.event.report is not None]
+    if not reports:
         return {}
-    prompts = [report for copy, report in told if not copy] or [told[0][1]]
+    prompts = [report for copy, report in reports if not copy] or [reports[0][1]]
     first = prompts[0]
     return {
         "queue_ms": round(first.timings.queue_ms, 1),
@@ -103,17 +103,19 @@ def _spent(answers: Sequence[AnswerResult]) -> dict[str, Any]:
         "cached_tokens": sum(report.cached_tokens for report in prompts),
         "kept_tokens": sum(report.kept_tokens for report in prompts),
         **_missed(prompts),
-        "completion_tokens": sum(one.event.completion_tokens for one in answers if isinstance(one.event, Finished)),
+        "completion_tokens": sum(
+            answer.event.completion_tokens for answer in answers if isinstance(answer.event, Finished)
+        ),
         "mode": first.mode,
         "reason": first.reason,
-        "finish": ",".join(dict.fromkeys(one.reason for one in answers)),
+        "finish": ",".join(dict.fromkeys(answer.reason for answer in answers)),
     }
 
 
 def _missed(prompts: Sequence[PrefillReport]) -> dict[str, Any]:
     """Return the first place from which a prompt was read again, and its kind, without any text."""
-    found = next((report.miss for report in prompts if report.miss is not None), None)
-    return {} if found is None else {"miss_token": found.token, "miss_kind": found.kind}
+    miss = next((report.miss for report in prompts if report.miss is not None), None)
+    return {} if miss is None else {"miss_token": miss.token, "miss_kind": miss.kind}
 
 
 _current: ContextVar[RequestTrace | None] = ContextVar("request_trace", default=None)
@@ -260,8 +262,8 @@ class TextFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name is logging's
         line = super().formatMessage(record)
-        said = [f"{name}={_format(value)}" for name, value in _fields(record).items() if name not in _IN_MESSAGE]
-        return " ".join([line, *said])
+        fields = [f"{name}={_format(value)}" for name, value in _fields(record).items() if name not in _IN_MESSAGE]
+        return " ".join([line, *fields])
 
 
 _IN_MESSAGE = ("method", "path", "status")
@@ -276,7 +278,7 @@ class JsonFormatter(logging.Formatter):
     """One JSON object per line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        said: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "logger": record.name,
@@ -284,5 +286,5 @@ class JsonFormatter(logging.Formatter):
             **_fields(record),
         }
         if record.exc_info:
-            said["exception"] = self.formatException(record.exc_info)
-        return json.dumps(said, ensure_ascii=True, default=str)
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields, ensure_ascii=True, default=str)

@@ -82,20 +82,22 @@ class Verdicts:
     def newest_first(self, identity: str | None) -> list[AnswerVerdict]:
         """Return the answers to one API key, given by its identity's name, or to all keys if it is None."""
         shown = self._answers.values() if identity is None else [self._answers.get(identity, deque())]
-        return sorted((one for answers in shown for one in answers), key=lambda one: one.ended, reverse=True)[:HELD]
+        return sorted(
+            (answer for answers in shown for answer in answers), key=lambda answer: answer.ended, reverse=True
+        )[:HELD]
 
     def counts(self, identity: str | None) -> dict[str, int]:
         """Return the verdicts since the start, and how many of the last answers have none yet."""
         shown = self._counts.values() if identity is None else [self._counts.get(identity, Counter())]
         total = sum(shown, Counter[str]())
-        waiting = sum(one.word == OPEN for one in self.newest_first(identity))
+        waiting = sum(answer.word == OPEN for answer in self.newest_first(identity))
         return {word: total[word] for word in ("same", "differs", "unknown")} | {OPEN: waiting}
 
     def previous(self, identity: str, request: GenerationRequest) -> dict[str, Any] | None:
         """Return the verdict on the latest answer of the conversation that a request continues."""
         newest = islice(self._answers.get(identity, ()), LOOKED_AT)
-        found = next((one for one in newest if one.is_before(request.label, request.prompt)), None)
-        return None if found is None else found.to_dict()
+        answer = next((candidate for candidate in newest if candidate.is_before(request.label, request.prompt)), None)
+        return None if answer is None else answer.to_dict()
 
 
 def _digest(prompt: TokenIds) -> bytes:

@@ -270,5 +270,9 @@ def _top(vocabulary: Vocabulary, event: TokenEvent) -> dict[str, float] | None:
     """
     if event.logprob is None:
         return None
-    scored = sorted((*event.top_logprobs, Logprob(event.token, event.logprob)), key=lambda one: one.logprob)
-    return {vocabulary.token_text(one.token): max(one.logprob, LOWEST_LOGPROB) for one in scored}
+    scored = sorted(
+        (*event.top_logprobs, Logprob(event.token, event.logprob)), key=lambda alternative: alternative.logprob
+    )
+    return {
+        vocabulary.token_text(alternative.token): max(alternative.logprob, LOWEST_LOGPROB) for alternative in scored
+    }

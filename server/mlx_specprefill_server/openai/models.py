@@ -75,7 +75,7 @@ def _model_to_change(models: Models, model_id: str, identity: Identity) -> Entry
 def _model(models: Models, entry: Entry) -> dict[str, Any]:
     """Return OpenAI's object and Anthropic's in one."""
     started = models.state.started
-    told = {
+    fields = {
         "id": entry.id,
         "object": "model",
         "type": "model",
@@ -89,9 +89,9 @@ def _model(models: Models, entry: Entry) -> dict[str, Any]:
         "error": entry.error,
     }
     if models.several:
-        told |= {"aliases": list(entry.aliases), "default": entry is models.default, "pinned": entry.pin}
-        told["loading"] = entry.progress.to_dict() if entry.state == "loading" else None
-    return told | (_unknown_fields(entry) if entry.service is None else _in_memory(entry.service))
+        fields |= {"aliases": list(entry.aliases), "default": entry is models.default, "pinned": entry.pin}
+        fields["loading"] = entry.progress.to_dict() if entry.state == "loading" else None
+    return fields | (_unknown_fields(entry) if entry.service is None else _in_memory(entry.service))
 
 
 def _in_memory(service: Service) -> dict[str, Any]:

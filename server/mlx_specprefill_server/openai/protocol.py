@@ -167,7 +167,7 @@ class CompletionRequest(GenerationFields):
 
 
 def _is(*allowed: Any) -> Callable[[Any], bool]:
-    return lambda value: any(type(value) is type(one) and value == one for one in allowed)
+    return lambda value: any(type(value) is type(allowed_value) and value == allowed_value for allowed_value in allowed)
 
 
 # field: (a test for harmless values, the reason to refuse others)
@@ -254,9 +254,9 @@ def scored(vocabulary: Vocabulary, event: TokenEvent) -> dict[str, Any]:
     return _entry(vocabulary, own) | {"top_logprobs": [_entry(vocabulary, other) for other in event.top_logprobs]}
 
 
-def _entry(vocabulary: Vocabulary, one: Logprob) -> dict[str, Any]:
+def _entry(vocabulary: Vocabulary, token: Logprob) -> dict[str, Any]:
     return {
-        "token": vocabulary.token_text(one.token),
-        "logprob": max(one.logprob, LOWEST_LOGPROB),
-        "bytes": vocabulary.token_bytes(one.token),
+        "token": vocabulary.token_text(token.token),
+        "logprob": max(token.logprob, LOWEST_LOGPROB),
+        "bytes": vocabulary.token_bytes(token.token),
     }

@@ -48,7 +48,7 @@ def _types(schema: Any, depth: int = 8) -> set[str]:
     if isinstance(stated, str):
         return {stated}
     if isinstance(stated, list):
-        return {one for one in stated if isinstance(one, str)}
+        return {name for name in stated if isinstance(name, str)}
     if isinstance(schema.get("enum"), list):
         return {_kind(value) for value in schema["enum"]}
     if "const" in schema:
@@ -220,8 +220,8 @@ class Value:
     def _next(self) -> tuple[int, str | None]:
         """Return how many characters certainly belong to the value, and the tag that follows them."""
         text = self._cursor.buffer
-        found = [(at, mark) for mark in self._marks if (at := text.find(mark)) >= 0]
-        at, mark = min(found) if found else (len(text) - overlap(text, list(self._marks)), None)
+        places = [(at, mark) for mark in self._marks if (at := text.find(mark)) >= 0]
+        at, mark = min(places) if places else (len(text) - overlap(text, list(self._marks)), None)
         return at - (self._lines and text[:at].endswith("\n")), mark
 
     def _ends(self, mark: str) -> Reading[bool]:
@@ -236,8 +236,8 @@ class Value:
         if followers is None:
             return True
         past = yield from self._past_spaces(at)
-        found = yield from ahead(self._cursor, past, followers)
-        return bool(found) or (self._cursor.complete and len(self._cursor.buffer) <= past)
+        follower = yield from ahead(self._cursor, past, followers)
+        return bool(follower) or (self._cursor.complete and len(self._cursor.buffer) <= past)
 
     def _past_spaces(self, at: int) -> Reading[int]:
         while True:

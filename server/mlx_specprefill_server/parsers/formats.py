@@ -30,8 +30,8 @@ def native_reader(opener: str, closer: str, parse: Callable[..., Any], tools: li
         cursor.take(len(opener))
         text = yield from _native_body(cursor, closer)
         try:
-            found = parse(text, tools)
-            calls = [_check_native_call(one, known) for one in (found if isinstance(found, list) else [found])]
+            parsed = parse(text, tools)
+            calls = [_check_native_call(call, known) for call in (parsed if isinstance(parsed, list) else [parsed])]
         except FAULTS as error:
             raise MalformedError(str(error)) from error
         for name, arguments in calls:

@@ -78,8 +78,8 @@ class HarmonyText:
         """Yield a message's text up to its end."""
         self.thinking = reasoning
         while True:
-            found = [(at, mark) for mark in BREAKS if (at := cursor.buffer.find(mark)) >= 0]
-            at, mark = min(found) if found else (len(cursor.buffer) - overlap(cursor.buffer, BREAKS), "")
+            places = [(at, mark) for mark in BREAKS if (at := cursor.buffer.find(mark)) >= 0]
+            at, mark = min(places) if places else (len(cursor.buffer) - overlap(cursor.buffer, BREAKS), "")
             if cursor.ended and not mark:
                 at = len(cursor.buffer)
             if at:

@@ -157,8 +157,8 @@ class JsonReader:
         """Read a number or a literal. Both end where something else begins."""
         word = ""
         while True:
-            found = WORD.match(self._cursor.buffer)
-            word += self._cursor.take(found.end() if found else 0)
+            part = WORD.match(self._cursor.buffer)
+            word += self._cursor.take(part.end() if part else 0)
             if self._cursor.buffer or self._cursor.ended:
                 break
             yield None

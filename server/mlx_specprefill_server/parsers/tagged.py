@@ -68,13 +68,13 @@ class TaggedText:
             return
         start = cursor.offset
         space = yield from spaces(cursor)
-        found = yield from starts_with(cursor, begins)
-        if self._think and found == self._think[0]:
-            cursor.take(len(found))
+        mark = yield from starts_with(cursor, begins)
+        if self._think and mark == self._think[0]:
+            cursor.take(len(mark))
             self._turn(True)
             return
         self._held = TextDelta(space, start=start) if space else None
-        if found and self._bare:
+        if mark and self._bare:
             yield from self._attempt(cursor, self._bare, 1)
 
     def _turn(self, thinking: bool) -> None:
@@ -161,5 +161,5 @@ class Marks:
         """
         if self._begins.isdisjoint(text):
             return len(text), ""
-        found = [(at, mark) for mark in self._marks if (at := text.find(mark)) >= 0]
-        return min(found) if found else (len(text) - overlap(text, self._marks), "")
+        places = [(at, mark) for mark in self._marks if (at := text.find(mark)) >= 0]
+        return min(places) if places else (len(text) - overlap(text, self._marks), "")

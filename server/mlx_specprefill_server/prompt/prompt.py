@@ -178,8 +178,8 @@ class PromptBuilder:
         ending = _ending(fitted.rendered, self._ends)
         if offsets is None:
             return Prompt(as_token_ids(tokens), ending=ending, left_out=fitted.left_out)
-        found = locate(fitted.messages, fitted.rendered, fitted.render, self._ends, bool(conversation.tools))
-        return Prompt(as_token_ids(tokens), to_tokens(found, offsets), ending, fitted.left_out)
+        spans = locate(fitted.messages, fitted.rendered, fitted.render, self._ends, bool(conversation.tools))
+        return Prompt(as_token_ids(tokens), to_tokens(spans, offsets), ending, fitted.left_out)
 
     def _fitted(self, conversation: Conversation) -> _Fitted:
         """Return the conversation in the first form that the template takes, without volatile lines."""

@@ -65,10 +65,10 @@ def locate(
         text: `render(messages)`.
         render: the chat template with everything but the messages fixed.
     """
-    found = _locate_by_marks(messages, text, render)
-    if found is None:
-        found = _unique(messages, text)
-    return list(_spans(messages, text, _in_order(found), ends, has_tools))
+    places = _locate_by_marks(messages, text, render)
+    if places is None:
+        places = _unique(messages, text)
+    return list(_spans(messages, text, _in_order(places), ends, has_tools))
 
 
 def to_tokens(spans: Sequence[CharSpan], offsets: Sequence[tuple[int, int]]) -> tuple[PromptSpan, ...]:

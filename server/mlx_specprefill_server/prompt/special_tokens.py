@@ -97,8 +97,8 @@ class EscapedConversation:
 
     def _message(self, message: Message) -> Message:
         kept = {"assistant": self._controls.model, "system": self._controls.operator}.get(message["role"], NOTHING)
-        said = {"content": self._text(message["content"], kept), "role": message["role"]}
-        return {name: said[name] if name in said else self._value(value) for name, value in message.items()}
+        escaped = {"content": self._text(message["content"], kept), "role": message["role"]}
+        return {name: escaped[name] if name in escaped else self._value(value) for name, value in message.items()}
 
     def _value(self, value: Any, words: bool = True) -> Any:
         """Escape a tool, a call, or an argument of the template, with everything in it, names included."""
@@ -141,15 +141,15 @@ def _texts(value: Any) -> Iterator[str]:
 def _replace_places(text: str, places: Places, by: Callable[[str], str]) -> tuple[str, Places]:
     """Return a text with other parts in these places, and the new places."""
     parts: list[str] = []
-    there: Places = []
+    moved: Places = []
     at = length = 0
     for start, end in places:
         part = by(text[start:end])
         length += start - at
-        there.append((length, length + len(part)))
+        moved.append((length, length + len(part)))
         parts += [text[at:start], part]
         at, length = end, length + len(part)
-    return "".join([*parts, text[at:]]), there
+    return "".join([*parts, text[at:]]), moved
 
 
 def _move(at: int, parts: Places, others: Places) -> int:
@@ -237,8 +237,8 @@ def _renamed(backend: Any, names: Mapping[str, str]) -> Any:
 
 
 def _makes(pair: str | Sequence[str], names: Mapping[str, str]) -> bool:
-    one, other = pair.split(" ") if isinstance(pair, str) else pair
-    return one in names or other in names or one + other in names
+    first, second = pair.split(" ") if isinstance(pair, str) else pair
+    return first in names or second in names or first + second in names
 
 
 BY_CONVENTION = re.compile(r"<\|.*>|<.*\|>|<｜.*｜>", re.DOTALL)

@@ -85,7 +85,9 @@ class KeptReasoning:
 
     def restored(self, conversation: Conversation, label: CacheLabel) -> Conversation:
         """Return the conversation with the reasoning that the client dropped. The template may still leave it out."""
-        return replace(conversation, messages=tuple(self._with_text(one, label) for one in conversation.messages))
+        return replace(
+            conversation, messages=tuple(self._with_text(message, label) for message in conversation.messages)
+        )
 
     def _with_text(self, message: Message, label: CacheLabel) -> Message:
         if "reasoning" in message or not message.get("tool_calls"):

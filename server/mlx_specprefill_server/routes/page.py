@@ -116,8 +116,8 @@ WEB = files("mlx_specprefill_server") / "web"
 def _read_files() -> dict[str, bytes]:
     """Return the files by their path below /web/, without licences and notes."""
     folders = {"": WEB, "vendor/": WEB / "vendor"}
-    found = {prefix + file.name: file for prefix, folder in folders.items() for file in folder.iterdir()}
-    return {name: file.read_bytes() for name, file in found.items() if name.rpartition(".")[2] in TYPES}
+    paths = {prefix + file.name: file for prefix, folder in folders.items() for file in folder.iterdir()}
+    return {name: file.read_bytes() for name, file in paths.items() if name.rpartition(".")[2] in TYPES}
 
 
 FILES = _read_files()

@@ -212,14 +212,14 @@ def _conversation(given: Mapping[str, Any]) -> Conversation:
     body = dict(given)
     if "input" in body or "instructions" in body:
         asked = validate(ResponsesRequest, {"input": ASKS["content"], **body})
-        found, choice = asked.conversation(), asked.choice()
+        result, choice = asked.conversation(), asked.choice()
     elif "system" in body or any("input_schema" in tool for tool in body.get("tools", ()) if isinstance(tool, dict)):
         counted = validate(CountRequest, {**body, "messages": body.get("messages") or [ASKS]})
-        found, choice = counted.conversation(), counted.choice()
+        result, choice = counted.conversation(), counted.choice()
     else:
         chat = validate(ChatRequest, {**body, "messages": _with_a_user(body.get("messages"))})
-        found, choice = chat.conversation(), chat.choice()
-    return replace(found, tools=resolve_tool_choice(found.tools, choice)[0])
+        result, choice = chat.conversation(), chat.choice()
+    return replace(result, tools=resolve_tool_choice(result.tools, choice)[0])
 
 
 def _with_a_user(messages: Any) -> Any:

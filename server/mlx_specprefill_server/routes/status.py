@@ -48,8 +48,8 @@ async def health(models: ModelsDep) -> Response:
         "queued": sum(state.queued for state in states),
         "background": any(state.background for state in states),
         "heartbeat_age_s": round(max((state.heartbeat_age_s for state in states), default=0.0), 3),
-        "prompts_waiting": sum(one.waiting for one in workers),
-        "prompts_longest_s": round(max((one.longest_s for one in workers), default=0.0), 3),
+        "prompts_waiting": sum(pool.waiting for pool in workers),
+        "prompts_longest_s": round(max((pool.longest_s for pool in workers), default=0.0), 3),
     }
     if models.several:
         body["models"] = {entry.id: entry.state for entry in models}
@@ -119,19 +119,19 @@ async def stream(
 async def verdicts(models: ModelsDep, identity: IdentityDep) -> Response:
     """Return the verdicts on this API key's last sparse answers, newest first, and counts since the start."""
     known, visible = models.state.verdicts, identity.visible_answers
-    found = [answer.to_dict() for answer in known.newest_first(visible)]
-    return JsonResponse({"object": "list", "data": found, "counts": known.counts(visible)})
+    answers = [answer.to_dict() for answer in known.newest_first(visible)]
+    return JsonResponse({"object": "list", "data": answers, "counts": known.counts(visible)})
 
 
 @router.get("/v1/specprefill/verdicts/{request_id}")
 async def verdicts_of(models: ModelsDep, identity: IdentityDep, request_id: str) -> Response:
     """Return the verdicts on the answers to one request of this API key."""
     newest = models.state.verdicts.newest_first(identity.visible_answers)
-    found = [answer.to_dict() for answer in newest if answer.request_id == request_id]
-    if not found:
+    answers = [answer.to_dict() for answer in newest if answer.request_id == request_id]
+    if not answers:
         message = f"None of the last sparse answers belongs to the request {request_id!r:.80}."
         raise ApiError(404, message, param="request_id", code="not_found")
-    return JsonResponse({"object": "list", "data": found})
+    return JsonResponse({"object": "list", "data": answers})
 
 
 @router.get("/v1/specprefill/cache")

@@ -36,16 +36,16 @@ def write(files: Mapping[Path, Values], defaults: Values) -> list[tuple[Path, Pa
     """Write all files, or none if one can't be written. Return each changed file with the copy of its old content.
 
     Raises:
-        ConfigurationError: as `edited`.
+        ConfigurationError: as `edit`.
     """
     old = {path: path.read_bytes() if path.exists() else b"" for path in files}
-    new = {path: edited(old[path], path, files[path], defaults).encode() for path in files}
+    new = {path: edit(old[path], path, files[path], defaults).encode() for path in files}
     changed = [path for path in files if new[path] != old[path]]
     copies = [_replace_file(_unused_copy(path), old[path]) if old[path] else None for path in changed]
     return [(_replace_file(path, new[path]), copy) for path, copy in zip(changed, copies, strict=True)]
 
 
-def edited(content: bytes, path: Path, values: Values, defaults: Values) -> str:
+def edit(content: bytes, path: Path, values: Values, defaults: Values) -> str:
     """Return the content of the file with the values in it.
 
     Args:
@@ -96,15 +96,11 @@ def _merge(table: Any, values: Values) -> None:
             case dict(), MutableMapping() as old:
                 _merge(old, value)
             case [{"name": known} as entry], list() as old:
-                same = [
-                    existing
-                    for existing in old
-                    if isinstance(existing, MutableMapping) and existing.get("name") == known
-                ]
+                same = [row for row in old if isinstance(row, MutableMapping) and row.get("name") == known]
                 if not same:
                     old.insert(0, entry)
-                for existing in same:
-                    _merge(existing, entry)
+                for row in same:
+                    _merge(row, entry)
             case dict() | [dict()], old if old is not None:
                 raise ValueError(f"{name} has a value of another kind")
             case _, old if old != value:

@@ -77,7 +77,7 @@ class Connections:
         self.most = most
         self._open: dict[LimitedProtocol, None] = {}
 
-    def opened(self, new: LimitedProtocol) -> bool:
+    def add(self, new: LimitedProtocol) -> bool:
         """Register a connection and return whether there is room for it.
 
         If there is none, the oldest connection without a running request is closed.
@@ -87,12 +87,12 @@ class Connections:
             return True
         for connection in self._open:
             if connection is not new and connection.is_idle:
-                self.closed(connection)
+                self.remove(connection)
                 connection.transport.abort()
                 return True
         return False
 
-    def closed(self, connection: LimitedProtocol) -> None:
+    def remove(self, connection: LimitedProtocol) -> None:
         self._open.pop(connection, None)
 
 
@@ -116,14 +116,14 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if self._connections.opened(self):
+        if self._connections.add(self):
             self._await(HEADER_TIMEOUT_S)
         else:
             message = f"All {self._connections.most} connections are busy. Try again later."
             self._refuse(ApiError(503, message, code="engine_unavailable"))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._connections.closed(self)
+        self._connections.remove(self)
         self._await(None)
         self._watch_reading(None)
         super().connection_lost(exc)

@@ -166,8 +166,8 @@ def validate(model: type[Model], body: dict[str, Any]) -> Model:
         first = error.errors(include_url=False, include_context=False)[0]
         field = _path(first["loc"])
         message = first["msg"].removeprefix("Value error, ").removeprefix(f"{field} ")
-        told = first["type"] == "missing" or isinstance(first["input"], dict | list) or ", got " in message
-        given = "" if told else _shorten(first["input"])
+        is_shown = first["type"] == "missing" or isinstance(first["input"], dict | list) or ", got " in message
+        given = "" if is_shown else _shorten(first["input"])
         raise refusal(field, f"{message}{given}") from error
 
 
@@ -214,12 +214,12 @@ class _LoadingStream(Response):
         headers = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         async with self._models.use(self._entry):
-            if await self._loaded(receive, send):
+            if await self._wait_for_model(receive, send):
                 await scope["app"].router(dict(scope), receive, self._within(send))
 
-    async def _loaded(self, receive: Receive, send: Send) -> bool:
+    async def _wait_for_model(self, receive: Receive, send: Send) -> bool:
         """Wait for the model. Return False if the stream is over."""
-        loading = asyncio.create_task(self._models.loaded(self._entry))
+        loading = asyncio.create_task(self._models.load(self._entry))
         leaving = asyncio.create_task(client_left(receive))
         deadline = current_deadline()
         try:
@@ -305,7 +305,7 @@ ModelsDep = Annotated[Models, Depends(_models)]
 
 async def _service(models: ModelsDep, model: str | None = None) -> Service:
     """Return the model that the query names, if it is in memory. For requests without a body."""
-    return models.shown(model)
+    return models.in_memory(model)
 
 
 ServiceDep = Annotated[Service, Depends(_service)]
@@ -320,10 +320,10 @@ async def _model_of_body(request: Request, models: ModelsDep) -> AsyncIterator[S
     entry = models.find(name)
     async with models.use(entry):
         if entry.service is None and getattr(body, "stream", False):
-            await while_connected(request, models.begin(entry))
+            await while_connected(request, models.start_loading(entry))
             raise StillLoadingError(models, entry)
         if entry.service is None:
-            await while_connected(request, models.loaded(entry))
+            await while_connected(request, models.load(entry))
         assert entry.service is not None
         yield entry.service
 
@@ -341,7 +341,7 @@ def body_of(
         check: sees the raw body first, and raises InvalidRequestError on what the dialect refuses by name.
     """
 
-    def checked(models: Models, raw: bytes | bytearray, encoding: str) -> tuple[Model, Any]:
+    def check_body(models: Models, raw: bytes | bytearray, encoding: str) -> tuple[Model, Any]:
         given = parse_json(decompress(raw, encoding, BODY_LIMIT))
         models.find(given.get("model"))
         check(given)
@@ -354,7 +354,7 @@ def body_of(
         raw = await read_body(request, BODY_LIMIT)
         encoding = request.headers.get("content-encoding", "")
         large = len(raw) > SMALL or bool(encoding)
-        request.scope["body"] = await models.state.convert(partial(checked, models, raw, encoding), large)
+        request.scope["body"] = await models.state.convert(partial(check_body, models, raw, encoding), large)
         body: Model = request.scope["body"][0]
         return body
 

@@ -165,7 +165,7 @@ class AuthMiddleware:
 
     def _refusal(self, headers: Headers, scope: Scope) -> ApiError | None:
         """Return a refusal, or None if the request may pass. Set the scope's "identity"."""
-        if not self._host_allowed(headers.get("host", "")):
+        if not self._is_host_allowed(headers.get("host", "")):
             message = f"Host {headers.get('host', '')!r:.100} is not allowed. Allow its name with --allowed-host."
             return ApiError(403, message, code="host_not_allowed")
         if scope["method"] == "POST" and "origin" in headers and not _is_json(headers.get("content-type", "")):
@@ -178,7 +178,7 @@ class AuthMiddleware:
         scope["identity"] = identity or Identity()
         return None
 
-    def _host_allowed(self, header: str) -> bool:
+    def _is_host_allowed(self, header: str) -> bool:
         """Return whether the Host header is allowed. DNS rebinding needs the attacker's own host name; IP addresses are
         safe.
         """

@@ -39,7 +39,7 @@ def silent(words: str) -> Iterator[Callable[[int, int], None]]:
     yield lambda done, total: None
 
 
-def only_given(options: Mapping[str, Any]) -> dict[str, Any]:
+def drop_unset(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options without those that a command line leaves open."""
     return {name: value for name, value in options.items() if value not in (None, (), [])}
 
@@ -50,7 +50,7 @@ def make_settings(pair: Described, **given: Any) -> Settings:
     Args:
         given: options by the settings' names; None or empty means not given.
     """
-    options = only_given(given)
+    options = drop_unset(given)
     known = Settings(**options).model_fields_set
     pair_says = {
         "specprefill_threshold": pair.threshold,

@@ -168,17 +168,17 @@ def find_pair(name: str, file: Path | None = None) -> Pair:
         MissingPairError: its package is not installed, or it is part of a clone and this is none.
         PairsError: no such file, no such pair, or a row that can't be understood.
     """
-    return located(name, find_row(name, file), file)
+    return resolve_pair(name, find_row(name, file), file)
 
 
-def located(name: str, row: Row, file: Path | None = None) -> Pair:
+def resolve_pair(name: str, row: Row, file: Path | None = None) -> Pair:
     """Return the pair of a row with the paths of its packaged files.
 
     Raises:
         MissingPairError: as `find_pair`.
     """
     try:
-        target, draft = _located(row.target), None if row.draft is None else _located(row.draft)
+        target, draft = _model_path(row.target), None if row.draft is None else _model_path(row.draft)
     except PackageError as error:
         raise MissingPairError(f"pair {name!r}: {error}; `mlx-specprefill pull {name}` fetches it") from error
     if file is None and Path(target).is_absolute() and not Path(target).exists():
@@ -194,7 +194,7 @@ def located(name: str, row: Row, file: Path | None = None) -> Pair:
 def pair_state(name: str, row: Row, file: Path | None = None) -> str:
     """Return in a word whether a pair can be served from this machine's files."""
     try:
-        pair = located(name, row, file)
+        pair = resolve_pair(name, row, file)
         models = [model for model in (pair.target, pair.draft) if model not in (None, "self")]
         here = [resolve_model_path(model) for model in models if model is not None]
     except MissingPairError:
@@ -253,5 +253,5 @@ def _beside(path: Path, model: str | PackagedFile) -> str | PackagedFile:
     return str(Path(model).expanduser()) if isinstance(model, str) and model.startswith("~/") else model
 
 
-def _located(model: str | PackagedFile) -> str:
+def _model_path(model: str | PackagedFile) -> str:
     return model if isinstance(model, str) else str(locate(model))

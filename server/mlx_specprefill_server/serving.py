@@ -174,8 +174,8 @@ class Service:
     def stable(self, conversation: Conversation, label: CacheLabel) -> Conversation:
         """Return the conversation as this label's earlier requests had it: order of tools, and reasoning if kept."""
         if self._tool_orders is not None and conversation.tools:
-            conversation = replace(conversation, tools=self._tool_orders.kept(conversation.tools, label))
-        return conversation if self.reasoning is None else self.reasoning.restored(conversation, label)
+            conversation = replace(conversation, tools=self._tool_orders.in_known_order(conversation.tools, label))
+        return conversation if self.reasoning is None else self.reasoning.restore(conversation, label)
 
     async def compile(self, constraint: Constraint) -> None:
         """Compile a grammar before `submit` needs it, on the worker that has the tokenizer to itself.
@@ -284,11 +284,11 @@ class AnswerObserver:
         if self._trace is not None:
             self._trace.running += len(requests)
 
-    def saw(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Take an event as it arrives."""
-        self.line.saw(event)
+        self.line.update(event)
 
-    def ended(self, result: AnswerResult) -> None:
+    def on_end(self, result: AnswerResult) -> None:
         """Take an answer's result, before its end is streamed."""
         self._service.metrics.record(result)
         self._service.state.recent.add(result, self._request_id, self._identity)
@@ -297,7 +297,7 @@ class AnswerObserver:
         if self._trace is not None:
             self._trace.add_answer(result)
 
-    def judged(self, index: int, verdict: Verdict, marks: Sequence[Mark]) -> None:
+    def on_verdict(self, index: int, verdict: Verdict, marks: Sequence[Mark]) -> None:
         """Take the verdict on answer `index` and the places of its calls."""
         service, state, promise = self._service, self._service.state, self._promise
         self._verdict(index).tell(verdict, marks, service.vocabulary.decode)
@@ -444,7 +444,7 @@ async def start_answers(service: Service, body: ChatFields, identity: Identity) 
         reasoning=None if budget is None else service.format.budget(budget, prompt.ending),
         parallel=body.parallel(),
         forced=forced,
-        noting=None if service.reasoning is None else partial(service.reasoning.noting, label),
+        recorder=None if service.reasoning is None else partial(service.reasoning.recorder, label),
     )
     return service.submit([spec], identity, body.cache_salt, warnings, body.answers())
 
@@ -493,14 +493,14 @@ def make_spec(
     parallel: bool = True,
     forced: bool = False,
     every_token: bool = False,
-    noting: Callable[[], Callable[[ContentDelta], None]] | None = None,
+    recorder: Callable[[], Callable[[ContentDelta], None]] | None = None,
 ) -> AnswerSpec:
     """Return the engine's request for one answer to `prompt`, at most as long as the remaining context, and its reader.
 
     Args:
         field: field of the body that holds the prompt.
         parallel, forced, every_token: as in AnswerReader.
-        noting: makes the `saw` of one AnswerReader.
+        recorder: makes the `on_delta` of one AnswerReader.
 
     Raises:
         InvalidRequestError: the prompt has no tokens.
@@ -534,7 +534,7 @@ def make_spec(
             forced=forced,
             with_tokens=body.with_ids() or request.logprobs is not None,
             every_token=every_token,
-            saw=None if noting is None else noting(),
+            on_delta=None if recorder is None else recorder(),
         )
 
     return AnswerSpec(request, reader)

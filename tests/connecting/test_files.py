@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
-from mlx_specprefill_server.agent_setup import ConfigurationError, Values, edited
+from mlx_specprefill_server.agent_setup import ConfigurationError, Values, edit
 
 JSON = """\
 {
@@ -55,7 +55,7 @@ rules:
 
 
 def with_values(text: str, format: str, values: Values, defaults: Values | None = None) -> str:
-    return edited(text.encode(), Path(f"settings.{format}"), values, defaults or {})
+    return edit(text.encode(), Path(f"settings.{format}"), values, defaults or {})
 
 
 def read(text: str, format: str) -> Any:

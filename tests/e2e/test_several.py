@@ -168,7 +168,7 @@ def test_nothing_is_left_after_many_swaps(folder: Path, tmp_path: Path, swaps: i
         async def swap(client: Client, number: int) -> None:
             body = bodies(5)[number % 5] | {"model": FAMILIES[number % 3]}
             await answer(client, body)
-            service = models.known(body["model"]).service
+            service = models.get(body["model"]).service
             assert service is not None
             parts = service, service.engine, service.engine.pair.target, service.engine.pair.draft
             gone.extend(map(weakref.ref, parts))
@@ -176,11 +176,11 @@ def test_nothing_is_left_after_many_swaps(folder: Path, tmp_path: Path, swaps: i
         async def work(client: Client) -> tuple[int, Counter[str], int]:
             for number in range(15):  # whatever is made once has been made
                 await swap(client, number)
-            assert await models.unload(models.known(FAMILIES[2]))
+            assert await models.unload(models.get(FAMILIES[2]))
             before = mx.get_active_memory(), names_of_threads()
             for number in range(swaps):
                 await swap(client, number)
-            assert await models.unload(models.known(FAMILIES[(swaps - 1) % 3]))
+            assert await models.unload(models.get(FAMILIES[(swaps - 1) % 3]))
             return *before, host.free() or 0
 
         memory, threads, free = served(app_of(models), work)
@@ -210,11 +210,11 @@ def test_a_model_is_gone_when_it_is_said_to_be(folder: Path, tmp_path: Path) -> 
     async def work(client: Client) -> None:
         asyncio.get_running_loop().set_default_executor(pool := HoldingPool())
         await answer(client, bodies(1)[0] | {"model": FAMILIES[0]})
-        service = models.known(FAMILIES[0]).service
+        service = models.get(FAMILIES[0]).service
         assert service is not None
         parts = [weakref.ref(part) for part in (service, service.engine, service.engine.pair.target)]
         del service
-        assert await models.unload(models.known(FAMILIES[0]))
+        assert await models.unload(models.get(FAMILIES[0]))
         assert len(pool.held) == 2  # what has closed the engine, and what has cleared up after it
         assert [part() for part in parts] == [None] * 3
 
@@ -339,7 +339,7 @@ def test_a_limit_of_bytes_holds_two_models_and_a_long_request_has_the_room_of_on
             await answer(client, bodies(1)[0] | {"model": name, "prompt": "Hello", "max_tokens": 2})
             assert name in there()
         assert there() == set(names[1:])
-        service = models.known(names[2]).service
+        service = models.get(names[2]).service
         assert service is not None
         engine: Any = service.engine
         assert engine.memory.admission.weights == needs[names[2]]  # as was predicted

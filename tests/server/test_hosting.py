@@ -26,7 +26,7 @@ async def use(models: Models, name: str) -> None:
     """A request that comes and goes."""
     one = models.find(name)
     async with models.use(one):
-        await models.loaded(one)
+        await models.load(one)
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
@@ -41,7 +41,7 @@ async def until(check: Callable[[], object]) -> None:
 def test_names_aliases_and_the_default(host: FakeHost) -> None:
     models = models_of(host, entry("first"), entry("second", "other", "gpt-4"))
     assert models.find(None) is models.find("unheard of") is models.find("first") is models.default
-    assert models.find("gpt-4") is models.find("second") is models.known("other") is not models.default
+    assert models.find("gpt-4") is models.find("second") is models.get("other") is not models.default
     strict = models_of(host, entry("first"), strict_model=True)
     with pytest.raises(ApiError, match="this server has: first") as refused:
         strict.find("second")
@@ -110,7 +110,7 @@ def test_what_is_in_use_or_pinned_stays_and_the_next_one_is_told_to_come_again(h
         await use(models, "a")
         b = models.find("b")
         async with models.use(b):
-            await models.loaded(b)
+            await models.load(b)
             with pytest.raises(NoRoomError, match="a, b can't be unloaded") as refused:
                 await use(models, "c")
             assert (refused.value.status, refused.value.headers["Retry-After"]) == (503, "5")
@@ -130,11 +130,11 @@ def test_a_loading_that_has_begun_waits_for_room_that_was_taken_since(
         waits = [asyncio.create_task(use(models, "b"))]
         await until(host.loading.is_set)
         waits.append(asyncio.create_task(use(models, "c")))
-        await until(lambda: models.known("c").task is not None)
-        a, b = models.known("a"), models.known("b")
+        await until(lambda: models.get("c").task is not None)
+        a, b = models.get("a"), models.get("b")
         async with models.use(b), models.use(a):
             host.held_up.set()
-            await until(lambda: models.known("c").progress.step == "Waiting for room")
+            await until(lambda: models.get("c").progress.step == "Waiting for room")
         await asyncio.gather(*waits)
         assert states(models) == ["unloaded", "loaded", "loaded"]
         monkeypatch.setattr("mlx_specprefill_server.models.models.PATIENCE_S", 0.05)
@@ -146,7 +146,7 @@ def test_a_loading_that_has_begun_waits_for_room_that_was_taken_since(
         await until(host.loading.is_set)
         late = asyncio.create_task(use(models, "a"))
         await until(lambda: a.task is not None)
-        async with models.use(models.known("c")), models.use(b):
+        async with models.use(models.get("c")), models.use(b):
             host.held_up.set()
             with pytest.raises(NoRoomError):
                 await late
@@ -162,7 +162,7 @@ def test_what_still_runs_though_its_client_has_left_stays(host: FakeHost) -> Non
         host.engines["a"]._waiting = 1
         with pytest.raises(NoRoomError):
             await use(models, "b")
-        assert not await models.unload(models.known("a"))
+        assert not await models.unload(models.get("a"))
         host.engines["a"]._waiting = 0
         await use(models, "b")
 
@@ -189,16 +189,16 @@ def test_a_failure_is_remembered_and_the_others_go_on(host: FakeHost) -> None:
         host.broken["bad"] = "its weights are cut off"
         results = await asyncio.gather(*(use(models, "bad") for _ in range(3)), return_exceptions=True)
         assert all("its weights are cut off" in str(error) for error in results)
-        assert models.known("bad").error == "its weights are cut off"
+        assert models.get("bad").error == "its weights are cut off"
         with pytest.raises(ApiError, match="POST /v1/models/bad/load tries again") as again:
             await use(models, "bad")
         assert again.value.status == 500
         assert host.loaded == []
         await use(models, "good")
         del host.broken["bad"]
-        await models.load_again(models.known("bad"))
+        await models.reload(models.get("bad"))
         assert states(models) == ["loaded", "loaded"]
-        assert models.known("bad").error is None
+        assert models.get("bad").error is None
 
     run(work())
 
@@ -214,7 +214,7 @@ def test_clients_learn_nothing_of_this_machines_folders(host: FakeHost) -> None:
         with pytest.raises(ApiError) as error:
             await use(models, "a")
         assert shown in str(error.value)
-        assert models.known("a").error == shown
+        assert models.get("a").error == shown
 
     run(work())
 
@@ -237,11 +237,11 @@ def test_a_model_that_nobody_uses_goes_after_its_time(host: FakeHost) -> None:
         models = models_of(host, entry("short", ttl=0.05), entry("pinned", ttl=0.05, pin=True), entry("long", ttl=600))
         for one in models:
             await use(models, one.id)
-        await until(lambda: models.known("short").state == "unloaded")
+        await until(lambda: models.get("short").state == "unloaded")
         assert states(models) == ["unloaded", "loaded", "loaded"]
-        short = models.known("short")
+        short = models.get("short")
         async with models.use(short):
-            await models.loaded(short)
+            await models.load(short)
             await asyncio.sleep(0.2)
             assert short.state == "loaded"
         await until(lambda: short.state == "unloaded")
@@ -270,7 +270,7 @@ def test_pinned_models_are_loaded_at_the_start(host: FakeHost) -> None:
     async def work() -> None:
         models = models_of(host, entry("a"), entry("b", pin=True))
         models.start()
-        await until(lambda: models.known("b").state == "loaded" and models.known("a").context)
+        await until(lambda: models.get("b").state == "loaded" and models.get("a").context)
         assert host.loaded == ["b"]
         assert [one.context for one in models] == [2048, 4096]  # as the files say, and as it turned out
         await models.close()

@@ -151,7 +151,7 @@ def test_the_sdks_raise_what_fails_in_it(live: Any, host: FakeHost) -> None:
         pytest.raises(openai.APIError, match="cut off"),
     ):
         list(client.chat.completions.create(model="a", messages=HI, stream=True))
-    models.known("a").state = "unloaded"
+    models.get("a").state = "unloaded"
     with (
         anthropic.Anthropic(base_url=base, api_key="k", max_retries=0) as claude,
         pytest.raises(anthropic.APIStatusError, match="cut off"),
@@ -168,7 +168,7 @@ def test_what_the_model_refuses_is_told_in_the_stream(live: Any, host: FakeHost,
     more = {field: long} if field else {"messages": [{"role": "user", "content": long}]}
     text = whole(base, path, **more)
     assert "context length" in text or "too long" in text
-    assert eventually(lambda: models.known("a").users == 0)
+    assert eventually(lambda: models.get("a").users == 0)
 
 
 def test_a_client_that_leaves_ends_the_waiting_not_the_loading(live: Any, host: FakeHost) -> None:
@@ -176,9 +176,9 @@ def test_a_client_that_leaves_ends_the_waiting_not_the_loading(live: Any, host: 
     host.held_up.clear()
     with streaming(base, "/v1/chat/completions") as reply:
         next(reply.iter_lines())
-    assert eventually(lambda: models.known("a").users == 0)
+    assert eventually(lambda: models.get("a").users == 0)
     host.held_up.set()
-    assert eventually(lambda: models.known("a").state == "loaded")
+    assert eventually(lambda: models.get("a").state == "loaded")
     assert host.engines["a"].requests == []
 
 

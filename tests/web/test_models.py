@@ -92,7 +92,7 @@ def test_models_are_loaded_and_unloaded_in_the_server_view(
     page.shoot("models")
     press(1)
     page.until(lambda: "not in memory · answers as small" in row(1))
-    assert models.known("small").state == "unloaded"
+    assert models.get("small").state == "unloaded"
     host.held_up.clear()
     press(1)
     page.until(lambda: "loading… · Loading 1 of 2" in row(1))

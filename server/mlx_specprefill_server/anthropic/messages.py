@@ -93,7 +93,7 @@ class BlockWriter:
         block, text = self._open, "".join(self._text)
         if block["type"] == "thinking":
             block["signature"] = SIGNATURE
-            yield self._changed({"type": "signature_delta", "signature": SIGNATURE})
+            yield self._delta_event({"type": "signature_delta", "signature": SIGNATURE})
         if block["type"] == "tool_use":
             block["input"] = _arguments(text)
         else:
@@ -117,9 +117,9 @@ class BlockWriter:
         assert self._open is not None
         self._text.append(text)
         kind, name = DELTAS[self._open["type"]]
-        return self._changed({"type": kind, name: text})
+        return self._delta_event({"type": kind, name: text})
 
-    def _changed(self, delta: dict[str, Any]) -> Event:
+    def _delta_event(self, delta: dict[str, Any]) -> Event:
         return {"type": "content_block_delta", "index": self._index, "delta": delta}
 
 
@@ -183,7 +183,7 @@ class MessageAnswer:
         """
         stop: dict[str, Any] = {}
         async for _, delta in self._generation.stream():
-            for _ in self._written(delta):
+            for _ in self._events_of(delta):
                 pass
             if isinstance(delta, AnswerDone):
                 stop = stop_of(delta)
@@ -199,7 +199,7 @@ class MessageAnswer:
         async for _, delta in self._generation.stream():
             if isinstance(delta, Progress) and (event := self._progress.report(delta)) is not None:
                 yield named_event({"type": "ping", "prompt_progress": event})
-            events = list(self._written(delta))
+            events = list(self._events_of(delta))
             if isinstance(delta, Idle):
                 yield PING
                 if monotonic() - content_at >= STIR_AFTER_S:
@@ -209,7 +209,7 @@ class MessageAnswer:
             for payload in events:
                 yield named_event(payload)
 
-    def _written(self, delta: AnswerDelta) -> Iterator[dict[str, Any]]:
+    def _events_of(self, delta: AnswerDelta) -> Iterator[dict[str, Any]]:
         if not isinstance(delta, AnswerDone):
             yield from self._writer.write(delta)
             return

@@ -13,7 +13,7 @@ import typer
 
 from mlx_specprefill import SpecPrefillError
 
-from ..agent_setup import AGENTS, ConfigurationError, RunningServer, Setup, any_other, edited, write
+from ..agent_setup import AGENTS, ConfigurationError, RunningServer, Setup, any_other, edit, write
 from ..settings import variable
 from .common import OptionError, one_line_errors, read_text, told_list
 
@@ -88,7 +88,7 @@ def _write_files(setup: Setup) -> str:
 
 def _text(setup: Setup) -> str:
     """Return the text that a user has to add, by file."""
-    parts = [f"# {path}\n{edited(b'', path, values, setup.defaults)}" for path, values in setup.files.items()]
+    parts = [f"# {path}\n{edit(b'', path, values, setup.defaults)}" for path, values in setup.files.items()]
     return "\n".join(filter(None, [*parts, _exports(setup)]))
 
 

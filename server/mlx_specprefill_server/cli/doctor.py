@@ -259,7 +259,7 @@ def _installed_version(name: str) -> str | None:
 
 def _settings() -> Finding:
     given = {name: value for name, value in sorted(os.environ.items()) if name.upper().startswith(ENV_PREFIX)}
-    finding = Finding("settings", ", ".join(_shown(given)) or "no variables are set")
+    finding = Finding("settings", ", ".join(_assignments(given)) or "no variables are set")
     finding.problems += [
         f"the environment variable {name} is no setting{f'; did you mean {nearest}?' if nearest else ''}"
         for name, nearest in unknown_variables().items()
@@ -271,7 +271,7 @@ def _settings() -> Finding:
     return finding
 
 
-def _shown(given: Mapping[str, str]) -> Iterator[str]:
+def _assignments(given: Mapping[str, str]) -> Iterator[str]:
     for name, value in given.items():
         yield f"{name}={'(hidden)' if name.upper().endswith(_SECRETS) else value}"
 

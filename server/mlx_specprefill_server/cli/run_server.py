@@ -30,7 +30,7 @@ from ..connections import bound_sockets, is_exposed
 from ..models.loader import Loader, entries_of, models_file, read_table
 from ..models.models import Models
 from ..monitoring.access_log import configure_logging
-from ..pair_loading import make_settings, only_given
+from ..pair_loading import drop_unset, make_settings
 from ..serving import ServerState
 from ..settings import ENV_PREFIX, Settings
 from .common import OptionError, choose, note_environment, one_line_errors
@@ -241,7 +241,7 @@ def _table(config: Path | None, named: Mapping[str, Any]) -> Path | None:
 def serve_several(file: Path, dtype: DtypeName, given: Mapping[str, Any]) -> None:
     """Serve the models of a table."""
     rows = read_table(file)
-    settings = Settings(**only_given(given))
+    settings = Settings(**drop_unset(given))
     entries = entries_of(rows, file, given)
     configure_logging(settings.log_level, settings.log_format)
     outlive_the_terminal()

@@ -48,7 +48,7 @@ class EnforceableSchema:
     def _of(self, schema: Any, path: tuple[str, ...]) -> Any:
         if not isinstance(schema, dict):
             return schema
-        out = {word: value for word, value in schema.items() if self._kept(word, value, path)}
+        out = {word: value for word, value in schema.items() if self._is_enforced(word, value, path)}
         if not _CONDITIONS.isdisjoint(schema):
             out.setdefault("additionalProperties", True)  # members that only a condition describes
         for word in _NAMED:
@@ -62,7 +62,7 @@ class EnforceableSchema:
                 out[word] = self._of(inner, (*path, word))
         return self._one_of(out, path)
 
-    def _kept(self, word: str, value: Any, path: tuple[str, ...]) -> bool:
+    def _is_enforced(self, word: str, value: Any, path: tuple[str, ...]) -> bool:
         if word in _SILENT:
             return False
         if word in _NOT_ENFORCED:
@@ -117,10 +117,10 @@ def _disjoint(one: Schema, other: Schema) -> bool:
         return not any(value in others_values for value in values)
     if not (_types(one) == _types(other) == {"object"}):
         return False
-    return any(_told_apart(one, other, name) for name in _required(one) if name in _required(other))
+    return any(_differ_in(one, other, name) for name in _required_names(one) if name in _required_names(other))
 
 
-def _told_apart(one: Schema, other: Schema, name: str) -> bool:
+def _differ_in(one: Schema, other: Schema, name: str) -> bool:
     members = [schema.get("properties", {}) for schema in (one, other)]
     mine, theirs = (_values(member.get(name)) if isinstance(member, dict) else None for member in members)
     return mine is not None and theirs is not None and not any(value in theirs for value in mine)
@@ -142,7 +142,7 @@ def _values(schema: Any) -> list[Any] | None:
     return schema["enum"] if isinstance(schema.get("enum"), list) else None
 
 
-def _required(schema: Schema) -> Iterator[str]:
+def _required_names(schema: Schema) -> Iterator[str]:
     required = schema.get("required")
     yield from (name for name in required if isinstance(name, str)) if isinstance(required, list) else ()
 

@@ -95,13 +95,13 @@ class _Held:
 class Observer(Protocol):
     """A taker of what happens to the answers of one request, on the event loop."""
 
-    def saw(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Take an event as it arrives, whether or not its reader is there yet."""
 
-    def ended(self, result: AnswerResult) -> None:
+    def on_end(self, result: AnswerResult) -> None:
         """Take an answer's result, before its end is streamed."""
 
-    def judged(self, index: int, verdict: Verdict, marks: Sequence[Mark]) -> None:
+    def on_verdict(self, index: int, verdict: Verdict, marks: Sequence[Mark]) -> None:
         """Take the verdict on answer `index` and the places of its calls."""
 
 
@@ -244,10 +244,10 @@ class Generation:
                 timer.cancel()
 
     def _start(self, index: int) -> None:
-        request, judged = self._requests[index], partial(self._calls.post, partial(self._judged, index))
+        request, on_verdict = self._requests[index], partial(self._calls.post, partial(self._take_verdict, index))
         if request.specprefill.verify == "wait":
             self._held[index] = _Held(self._new_readers[index]())
-        self._handles[index] = self._engine.submit(request, partial(self._on_event, index), judged)
+        self._handles[index] = self._engine.submit(request, partial(self._on_event, index), on_verdict)
 
     def _start_followers(self, leader: int) -> Iterator[tuple[int, AnswerDelta]]:
         """Start the answers that wait for the prompt of `leader`, which has been read, or will not be."""
@@ -275,7 +275,7 @@ class Generation:
                 self._report_end(index, event)
             self._deliver((index, event))
         elif isinstance(event, TokenEvent):
-            self._observer.saw(event)
+            self._observer.on_event(event)
             held.events.append(event)
             if event.logprob is None:  # the prompt was read in full
                 self._release(index)
@@ -297,13 +297,13 @@ class Generation:
                 self._report_end(index, event, held.reader)
             self._put((index, event))
 
-    def _judged(self, index: int, verdict: Verdict) -> None:
+    def _take_verdict(self, index: int, verdict: Verdict) -> None:
         """Take an answer's verdict. A held answer goes out, or full reading answers in its place."""
         held = self._held.get(index)
         reader = self._readers[index] if held is None else held.reader
         if reader.over:
             verdict = verdict.of_first(reader.completion_tokens)
-        self._observer.judged(index, verdict, reader.marks)
+        self._observer.on_verdict(index, verdict, reader.marks)
         if held is None:
             return
         self.verdicts["verdict"] = verdict.word
@@ -322,7 +322,7 @@ class Generation:
         if self._queue_timer is not None:
             self._queue_timer.cancel()
             self._queue_timer = None
-        self._observer.saw(item[1])
+        self._observer.on_event(item[1])
         if len(self._events) < self._buffer:
             self._put(item)
         elif self._buffer:
@@ -333,7 +333,7 @@ class Generation:
     def _report_end(self, index: int, event: Finished | Failed, reader: AnswerReader | None = None) -> None:
         stopped = index in self._open and (reader or self._readers[index]).over
         copy = index % self._copies > 0
-        self._observer.ended(AnswerResult(self._requests[index], event, stopped, index, copy))
+        self._observer.on_end(AnswerResult(self._requests[index], event, stopped, index, copy))
 
     def _nothing_came(self) -> None:
         if not self._events:  # else the client is a slow reader

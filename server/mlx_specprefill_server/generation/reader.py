@@ -211,7 +211,7 @@ class AnswerReader:
             dropped.
         with_tokens: each delta carries the tokens that begin in its text.
         every_token: tokens at the very end that decode to nothing come with an empty text.
-        saw: called with each delta as it is parsed.
+        on_delta: called with each delta as it is parsed.
 
     Attributes:
         over: no further token is wanted; the engine can stop.
@@ -231,9 +231,9 @@ class AnswerReader:
         forced: bool = False,
         with_tokens: bool = False,
         every_token: bool = False,
-        saw: Callable[[ContentDelta], None] | None = None,
+        on_delta: Callable[[ContentDelta], None] | None = None,
     ) -> None:
-        self._saw = saw
+        self._on_delta = on_delta
         self._detokenizer = detokenizer
         self._parser = parser
         self._stop = StopMatcher(stops)
@@ -261,9 +261,9 @@ class AnswerReader:
         if self._tokens is not None:
             self._tokens.add(event)
             self._new_ids.append(event.token)
-        return self._marked(self._read(self._detokenizer.push(event.token)))
+        return self._mark(self._read(self._detokenizer.push(event.token)))
 
-    def _marked(self, deltas: list[ContentDelta]) -> list[ContentDelta]:
+    def _mark(self, deltas: list[ContentDelta]) -> list[ContentDelta]:
         """Note the places of calls."""
         if deltas:
             start, self._told = self._told, self.completion_tokens
@@ -277,7 +277,7 @@ class AnswerReader:
         if self._parser.thinking and not self.over:
             self._reasoning_tokens = self.completion_tokens
         if not self.over:
-            deltas += self._marked(self._limit(self._parser.finish(ended)))
+            deltas += self._mark(self._limit(self._parser.finish(ended)))
         deltas += self._release(self._stop.finish())
         if self._every_token and self._tokens is not None and not self.over and (tokens := self._tokens.rest()):
             deltas.append(TextDelta("", tokens))
@@ -312,19 +312,19 @@ class AnswerReader:
         """Return the parsed deltas that the request wants."""
         out: list[ContentDelta] = []
         for delta in parsed:
-            if self._saw is not None:
-                self._saw(delta)
+            if self._on_delta is not None:
+                self._on_delta(delta)
             if self._as_parsed and isinstance(delta, (TextDelta, ReasoningDelta)):
                 out.append(delta)
                 continue
-            for wanted in self._shown(delta):
+            for wanted in self._wanted(delta):
                 out += [wanted] if self._distinct is None else self._distinct.push(wanted)
             self.over = self.over or (self._distinct is not None and self._distinct.repeated)
             if self.over:
                 break
         return out
 
-    def _shown(self, delta: ContentDelta) -> Iterator[ContentDelta]:
+    def _wanted(self, delta: ContentDelta) -> Iterator[ContentDelta]:
         match delta:
             case ReasoningDelta():
                 yield self._with_tokens(delta)

@@ -28,7 +28,7 @@ from mlx_specprefill import (
 from ..errors import ApiError
 from ..monitoring.metrics import Metrics
 from ..pair_loading import load, make_settings
-from ..pairs import MissingPairError, Pair, PairsError, Row, located, read_pairs, size
+from ..pairs import MissingPairError, Pair, PairsError, Row, read_pairs, resolve_pair, size
 from ..serving import Service
 from ..settings import Settings
 
@@ -130,7 +130,7 @@ def reason_of(error: Exception) -> str:
     return FOLDERS.sub("", str(error)) or type(error).__name__
 
 
-def failed(entry: Entry) -> ApiError:
+def load_error(entry: Entry) -> ApiError:
     """Return the refusal of a model that could not be loaded. It is not retried automatically."""
     message = f"The model {entry.id!r} could not be loaded: {entry.error}. POST /v1/models/{entry.id}/load tries again."
     return ApiError(500, message, param="model", code="model_failed")
@@ -138,7 +138,7 @@ def failed(entry: Entry) -> ApiError:
 
 def too_many(there: Sequence[Entry], most: int) -> str:
     """Return the reason: these models can't be unloaded."""
-    return f"{named(there)} can't be unloaded, and --max-models is {most}"
+    return f"{ids_of(there)} can't be unloaded, and --max-models is {most}"
 
 
 def too_little(need: int, free: int) -> str:
@@ -146,7 +146,7 @@ def too_little(need: int, free: int) -> str:
     return f"it needs {size(need)}, and what is in use leaves {size(max(0, free))}"
 
 
-def named(entries: Sequence[Entry]) -> str:
+def ids_of(entries: Sequence[Entry]) -> str:
     """Return the models' ids as text."""
     return ", ".join(entry.id for entry in entries)
 
@@ -265,7 +265,7 @@ class Loader:
 
     def _pair(self, entry: Entry) -> Pair:
         try:
-            return located(entry.name, self._rows[entry.name], self._file)
+            return resolve_pair(entry.name, self._rows[entry.name], self._file)
         except MissingPairError as error:
             raise MissingModelError(str(error)) from None
 

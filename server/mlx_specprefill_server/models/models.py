@@ -25,8 +25,8 @@ from .loader import (
     LoadProgress,
     MissingModelError,
     NoRoomError,
-    failed,
-    named,
+    ids_of,
+    load_error,
     reason_of,
     too_little,
     too_many,
@@ -100,34 +100,34 @@ class Models:
         if name is None or (isinstance(name, str) and name in self._names):
             return self.default if name is None else self._names[name]
         if self.state.settings.strict_model:
-            raise self.unknown(name)
+            raise self._not_found(name)
         return self.default
 
-    def known(self, name: str) -> Entry:
+    def get(self, name: str) -> Entry:
         """Return the model of that id or alias.
 
         Raises:
             ApiError: 404.
         """
         if name not in self._names:
-            raise self.unknown(name)
+            raise self._not_found(name)
         return self._names[name]
 
-    def unknown(self, name: Any) -> ApiError:
+    def _not_found(self, name: Any) -> ApiError:
         if self.several:
             message = f"The model {name!r:.100} is not known; this server has: {', '.join(e.id for e in self)}."
         else:
             message = f"The model {name!r:.100} is not loaded; {self.default.id!r} is."
         return ApiError(404, message, param="model", code="model_not_found")
 
-    def shown(self, name: str | None) -> Service:
+    def in_memory(self, name: str | None) -> Service:
         """Return a model in memory: the named one, else the default one, else the one used last.
 
         Raises:
             ApiError: 404: no such model; 503: it is not in memory.
         """
         named = self.several and name is not None
-        entries = [self.known(str(name))] if named else [entry for entry in self if entry.service is not None]
+        entries = [self.get(str(name))] if named else [entry for entry in self if entry.service is not None]
         chosen = (
             self.default if self.default in entries else max(entries, key=lambda entry: entry.last_use, default=None)
         )
@@ -150,7 +150,7 @@ class Models:
             self._freed.set()
             self._watch(entry)
 
-    async def begin(self, entry: Entry) -> None:
+    async def start_loading(self, entry: Entry) -> None:
         """Begin to load the model, unless it is in memory or being loaded.
 
         Raises:
@@ -161,21 +161,21 @@ class Models:
         if entry.service is not None or entry.task is not None:
             return
         if entry.state == "failed":
-            raise failed(entry)
+            raise load_error(entry)
         await self._check_room(entry)
         if entry.task is None and entry.service is None:
             entry.error, entry.progress = None, LoadProgress()
             entry.state = "loading" if entry.state == "unloaded" else entry.state
             entry.task = self._start(self._load(entry))
 
-    async def loaded(self, entry: Entry) -> Service:
+    async def load(self, entry: Entry) -> Service:
         """Return the model in memory, and load it first if need be. All requests for it wait for one loading.
 
         Raises:
-            ApiError: as `begin`.
+            ApiError: as `start_loading`.
         """
         while entry.service is None:
-            await self.begin(entry)
+            await self.start_loading(entry)
             if (task := entry.task) is not None:
                 while not task.done():
                     await asyncio.wait((task,), timeout=LOOK_AGAIN_S)
@@ -183,11 +183,11 @@ class Models:
                 task.result()
         return entry.service
 
-    async def load_again(self, entry: Entry) -> Service:
-        """Load as `loaded` does, also if loading has failed before."""
+    async def reload(self, entry: Entry) -> Service:
+        """Load as `load` does, also if loading has failed before."""
         if entry.state == "failed":
             entry.state = "unloaded"
-        return await self.loaded(entry)
+        return await self.load(entry)
 
     async def unload(self, entry: Entry) -> bool:
         """Unload the model. Return False if something needs it."""
@@ -240,7 +240,7 @@ class Models:
         except Exception as error:  # every kind: one model's failure must not end the others
             logger.exception("%s could not be loaded", entry.id)
             entry.state, entry.error = "failed", reason_of(error)
-            failure = failed(entry)
+            failure = load_error(entry)
         finally:
             entry.task = None
         if failure is not None:  # out here the exception no longer keeps frames that hold half a model
@@ -262,7 +262,7 @@ class Models:
 
     async def _load_quietly(self, entry: Entry) -> None:
         try:
-            await self.loaded(entry)
+            await self.load(entry)
         except ApiError as error:
             logger.warning("%s", error)
 
@@ -294,7 +294,7 @@ class Models:
         except Exception as error:
             logger.exception("%s can't be loaded", entry.id)
             entry.state, entry.error = "failed", reason_of(error)
-            raise failed(entry) from None
+            raise load_error(entry) from None
         others = [
             other for other in self if other is not entry and (other.service is not None or other.task is not None)
         ]
@@ -309,12 +309,12 @@ class Models:
         limit, pinned = self._the_host.limit(), [other for other in self if other.pin and other is not entry]
         taken = sum(other.weights for other in pinned)
         if limit is not None and need + taken > limit:
-            beside = f" beside {size(taken)} of {named(pinned)}" if taken else ""
+            beside = f" beside {size(taken)} of {ids_of(pinned)}" if taken else ""
             entry.state, entry.error = (
                 "failed",
                 f"it needs {size(need)}, and the memory limit is {size(limit)}{beside}",
             )
-            raise failed(entry)
+            raise load_error(entry)
 
     async def _make_room(self, entry: Entry) -> None:
         """Unload the least recently used models until there is room."""

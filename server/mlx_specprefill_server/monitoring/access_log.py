@@ -86,10 +86,10 @@ class RequestTrace:
     def fields(self) -> dict[str, Any]:
         """Return the fields of the log line, in order."""
         head = {"request_id": self.id, "method": self.method, "path": self.path, "status": self.status}
-        return {**head, "ms": round(self._ms or 0.0, 1), **_spent(self.answers)}
+        return {**head, "ms": round(self._ms or 0.0, 1), **_usage_fields(self.answers)}
 
 
-def _spent(answers: Sequence[AnswerResult]) -> dict[str, Any]:
+def _usage_fields(answers: Sequence[AnswerResult]) -> dict[str, Any]:
     """Return times and mode of the first prompt, and sums of tokens. Each prompt counts once for all its answers."""
     reports = [(answer.copy, answer.event.report) for answer in answers if answer.event.report is not None]
     if not reports:
@@ -102,7 +102,7 @@ def _spent(answers: Sequence[AnswerResult]) -> dict[str, Any]:
         "prompt_tokens": sum(report.prompt_tokens for report in prompts),
         "cached_tokens": sum(report.cached_tokens for report in prompts),
         "kept_tokens": sum(report.kept_tokens for report in prompts),
-        **_missed(prompts),
+        **_miss_fields(prompts),
         "completion_tokens": sum(
             answer.event.completion_tokens for answer in answers if isinstance(answer.event, Finished)
         ),
@@ -112,7 +112,7 @@ def _spent(answers: Sequence[AnswerResult]) -> dict[str, Any]:
     }
 
 
-def _missed(prompts: Sequence[PrefillReport]) -> dict[str, Any]:
+def _miss_fields(prompts: Sequence[PrefillReport]) -> dict[str, Any]:
     """Return the first place from which a prompt was read again, and its kind, without any text."""
     miss = next((report.miss for report in prompts if report.miss is not None), None)
     return {} if miss is None else {"miss_token": miss.token, "miss_kind": miss.kind}
@@ -158,7 +158,7 @@ class AccessLogMiddleware:
 
 
 def _attributes(request_trace: RequestTrace) -> dict[str, Any]:
-    spent = {"request_id": request_trace.id, **_spent(request_trace.answers)}
+    spent = {"request_id": request_trace.id, **_usage_fields(request_trace.answers)}
     return {f"specprefill.{name}": value for name, value in spent.items()}
 
 
@@ -179,7 +179,7 @@ class RunningRequest:
         self._done = self._total = self._made = 0
         self._cached: int | None = None
 
-    def saw(self, event: Event) -> None:
+    def update(self, event: Event) -> None:
         """Update the progress from an event of the engine."""
         match event:
             case Progress():

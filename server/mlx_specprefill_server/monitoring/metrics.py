@@ -158,7 +158,11 @@ class Metrics(Collector):
         unaccounted = stats.memory.unaccounted_bytes
         yield _gauge("specprefill_unaccounted_bytes", "Memory in use beside weights, caches and requests.", unaccounted)
         yield _family(
-            GaugeMetricFamily, "specprefill_cache_bytes", "Memory of prefixes for later requests.", "kind", _kept(stats)
+            GaugeMetricFamily,
+            "specprefill_cache_bytes",
+            "Memory of prefixes for later requests.",
+            "kind",
+            _caches(stats),
         )
 
     def _sums(self) -> Iterator[Metric]:
@@ -220,7 +224,7 @@ def _memory_by_consumer(stats: EngineStats) -> list[tuple[str, float]]:
     return [(name, float(getattr(memory, name))) for name in names] + limit
 
 
-def _kept(stats: EngineStats) -> list[tuple[str, float]]:
+def _caches(stats: EngineStats) -> list[tuple[str, float]]:
     memory = stats.memory
     return [("prefix", memory.prefix_cache), ("disk", memory.prefix_disk)]
 

@@ -19,7 +19,7 @@ from ..generation.reader import Vocabulary
 from ..middleware import IdentityDep
 from ..report import DONE, KEEP_ALIVE, ProgressReporter, Report, TextEvents, data_event
 from ..serving import Service, count_tokens, serve, while_connected
-from .protocol import ChatRequest, Envelope, refuse_chat, scored
+from .protocol import ChatRequest, Envelope, logprob_entry, refuse_chat
 
 router = APIRouter()
 
@@ -177,4 +177,4 @@ def _logprobs(vocabulary: Vocabulary | None, tokens: Sequence[TokenEvent]) -> di
     """Return OpenAI's logprobs object, None if the request asked for none."""
     if vocabulary is None:
         return None
-    return {"content": [scored(vocabulary, token) for token in tokens], "refusal": None}
+    return {"content": [logprob_entry(vocabulary, token) for token in tokens], "refusal": None}

@@ -132,7 +132,7 @@ class _Choice:
     finish_reason: str | None = None
 
 
-Written = tuple[_Choice, str, Logprobs | None, tuple[int, ...]]  # new text, its logprobs, its token ids
+Addition = tuple[_Choice, str, Logprobs | None, tuple[int, ...]]  # new text, its logprobs, its token ids
 
 
 class CompletionAnswer:
@@ -161,7 +161,7 @@ class CompletionAnswer:
             SpecPrefillError: the engine failed on one of them or was stopped.
         """
         async for index, delta in self._generation.stream():
-            for choice, text, logprobs, tokens in self._written(index, delta):
+            for choice, text, logprobs, tokens in self._additions(index, delta):
                 choice.text += text
                 choice.token_ids += tokens
                 for name, values in (logprobs or {}).items():
@@ -182,8 +182,8 @@ class CompletionAnswer:
         for choice in self._choices:
             yield self._chunk(choice, "", None, (), choice.prompt)
         async for index, delta in self._generation.stream():
-            for written in self._written(index, delta):
-                yield self._chunk(*written)
+            for addition in self._additions(index, delta):
+                yield self._chunk(*addition)
             match delta:
                 case Idle():
                     yield KEEP_ALIVE
@@ -195,12 +195,12 @@ class CompletionAnswer:
                         yield last
         yield DONE
 
-    def _written(self, index: int, delta: AnswerDelta) -> list[Written]:
+    def _additions(self, index: int, delta: AnswerDelta) -> list[Addition]:
         """Return the text that a delta adds to an answer: first the echoed prompt, then new text."""
         if isinstance(delta, Idle | Progress):
             return []
         choice = self._choices[index]
-        out: list[Written] = []
+        out: list[Addition] = []
         if choice.echo is not None:
             scores = delta.entries if isinstance(delta, PromptLogprobs) else ()
             out.append((choice, choice.echo, self._prompt_logprobs(choice, scores), ()))

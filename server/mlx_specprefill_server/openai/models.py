@@ -32,7 +32,7 @@ async def list_models(models: ModelsDep) -> Response:
 async def retrieve_model(model_id: str, models: ModelsDep) -> Response:
     """Return a model by its id or an alias."""
     check_model_name(model_id)
-    return JsonResponse(_model(models, models.known(model_id)))
+    return JsonResponse(_model(models, models.get(model_id)))
 
 
 @router.post("/v1/models/{model_id:path}/load")
@@ -40,7 +40,7 @@ async def load(request: Request, model_id: str, models: ModelsDep, identity: Ide
     """Bring a model into memory, also if that has failed before. Answer when it is there."""
     entry = _model_to_change(models, model_id, identity)
     async with models.use(entry):
-        await while_connected(request, models.load_again(entry))
+        await while_connected(request, models.reload(entry))
         return JsonResponse(_model(models, entry))
 
 
@@ -63,7 +63,7 @@ def _model_to_change(models: Models, model_id: str, identity: Identity) -> Entry
         ApiError: 404: no such model, or this server has one alone; 403: the key may not.
     """
     check_model_name(model_id)
-    entry = models.known(model_id)
+    entry = models.get(model_id)
     if models.state.settings.admin_keys and not identity.admin:
         raise ApiError(403, "Only an --admin-key loads and unloads models.", code="admin_key_needed")
     if not models.several:

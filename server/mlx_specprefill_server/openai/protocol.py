@@ -234,9 +234,9 @@ class Envelope:
         usage = {"usage": None} if self.null_usage else {}
         return {**head, "system_fingerprint": f"mlx-specprefill-{__version__}", "choices": choices, **usage, **more}
 
-    def progress(self, told: dict[str, Any], asked: bool) -> bytes:
+    def progress(self, progress: dict[str, Any], asked: bool) -> bytes:
         """Return a chunk for clients that asked, else a comment: other clients may expect choices."""
-        return data_event(self.body([], prompt_progress=told)) if asked else comment("progress", told)
+        return data_event(self.body([], prompt_progress=progress)) if asked else comment("progress", progress)
 
     def ending(self, choice: dict[str, Any], report: Report, is_last: bool) -> Iterator[bytes]:
         """Yield the finish chunk and, after the last one, usage if asked for. The last of them carries the report."""
@@ -248,7 +248,7 @@ class Envelope:
         yield data_event(self.body([], **{"usage": report.usage()}, **extras))
 
 
-def scored(vocabulary: Vocabulary, event: TokenEvent) -> dict[str, Any]:
+def logprob_entry(vocabulary: Vocabulary, event: TokenEvent) -> dict[str, Any]:
     """Return a token as an entry of OpenAI's logprobs."""
     own = Logprob(event.token, LOWEST_LOGPROB if event.logprob is None else event.logprob)
     return _entry(vocabulary, own) | {"top_logprobs": [_entry(vocabulary, other) for other in event.top_logprobs]}

@@ -20,11 +20,11 @@ from ..generation.generation import Generation
 from ..middleware import IdentityDep
 from ..report import ProgressReporter, Report, named_event
 from ..serving import Service, count_tokens, serve, while_connected
-from .protocol import scored
+from .protocol import logprob_entry
 from .responses_protocol import ResponsesRequest, refuse
 
 Event = dict[str, Any]
-Scored = Callable[[Sequence[TokenEvent]], list[dict[str, Any]]]  # tokens as the wire's logprobs
+LogprobsOf = Callable[[Sequence[TokenEvent]], list[dict[str, Any]]]  # tokens as the wire's logprobs
 
 PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 EVENTS = {
@@ -37,10 +37,10 @@ EVENTS = {
 class ItemWriter:
     """A writer of one answer. At most one item is open at a time: a message, reasoning or a function call."""
 
-    def __init__(self, scored: Scored, namespaces: Mapping[str, str]) -> None:
+    def __init__(self, logprobs_of: LogprobsOf, namespaces: Mapping[str, str]) -> None:
         self.items: list[dict[str, Any]] = []  # closed items
         self._index = 0  # the index of the open item, or of the next one
-        self._scored = scored
+        self._logprobs_of = logprobs_of
         self._namespaces = namespaces
         self._open: dict[str, Any] | None = None
         self._text: list[str] = []  # the text of the open item, and the logprobs of its tokens
@@ -51,7 +51,7 @@ class ItemWriter:
         match delta:
             case TextDelta() if delta.text or self._is_open("message"):  # tokens of tags alone make no message
                 yield from self._ensure("message", {"role": "assistant", "content": []})
-                yield self._delta(delta.text, self._scored(delta.tokens))
+                yield self._delta(delta.text, self._logprobs_of(delta.tokens))
             case ReasoningDelta() if delta.text:
                 yield from self._ensure("reasoning", {"summary": [], "content": [], "encrypted_content": None})
                 yield self._delta(delta.text)
@@ -151,7 +151,7 @@ class ResponsesAnswer:
         self._body = body
         self._progress = ProgressReporter(body.return_progress)
         self._vocabulary = service.vocabulary
-        self._writer = ItemWriter(self._scored, body.functions.namespaces)
+        self._writer = ItemWriter(self._logprobs_of, body.functions.namespaces)
         self._report = Report(generation.prompt_tokens, warnings=generation.warnings, verdicts=generation.verdicts)
         self._numbers = numbers()
         self._response = _fields(service, body)
@@ -163,7 +163,7 @@ class ResponsesAnswer:
             SpecPrefillError: the engine failed or was stopped.
         """
         async for _, delta in self._generation.stream():
-            for _ in self._written(delta):
+            for _ in self._events_of(delta):
                 pass
         self._report.raise_error()
         return self._response
@@ -180,10 +180,10 @@ class ResponsesAnswer:
                     if (event := self._progress.report(delta)) is not None:
                         yield self._in_progress(event)
                 case _:
-                    for event in self._written(delta):
+                    for event in self._events_of(delta):
                         yield self._event(event)
 
-    def _written(self, delta: AnswerDelta) -> Iterator[dict[str, Any]]:
+    def _events_of(self, delta: AnswerDelta) -> Iterator[dict[str, Any]]:
         if not isinstance(delta, AnswerDone):
             yield from self._writer.write(delta)
             return
@@ -220,8 +220,8 @@ class ResponsesAnswer:
     def _event(self, payload: dict[str, Any]) -> bytes:
         return named_event(payload | {"sequence_number": next(self._numbers)})
 
-    def _scored(self, tokens: Sequence[TokenEvent]) -> list[dict[str, Any]]:
-        return [scored(self._vocabulary, token) for token in tokens]
+    def _logprobs_of(self, tokens: Sequence[TokenEvent]) -> list[dict[str, Any]]:
+        return [logprob_entry(self._vocabulary, token) for token in tokens]
 
 
 def _status(end: AnswerDone) -> str:

@@ -100,17 +100,17 @@ def call(name: str, arguments: Reading[None]) -> Reading[None]:
     yield CallEnd("".join(texts))
 
 
-def whole(name: str, arguments: Mapping[str, object]) -> Reading[None]:
+def whole_call(name: str, arguments: Mapping[str, object]) -> Reading[None]:
     """Return one call whose arguments are known at once."""
-    yield from call(name, written(orjson.dumps(arguments).decode()))
+    yield from call(name, emit(orjson.dumps(arguments).decode()))
 
 
-def written(text: str) -> Reading[None]:
+def emit(text: str) -> Reading[None]:
     """Yield arguments that are known as JSON text."""
     yield CallDelta(text)
 
 
-def captured(reading: Reading[None]) -> Reading[str]:
+def capture(reading: Reading[None]) -> Reading[str]:
     """Read arguments without yielding them."""
     texts = []
     for delta in reading:
@@ -207,7 +207,7 @@ class Value:
         while True:
             at, mark = self._next()
             if at:
-                yield from _given(emit(self._cursor.take(at)))
+                yield from _if_any(emit(self._cursor.take(at)))
             if mark is None:
                 if self._cursor.ended:
                     raise MalformedError("the text ends inside a value")
@@ -215,7 +215,7 @@ class Value:
             elif (yield from self._ends(mark)):
                 return
             else:
-                yield from _given(emit(self._cursor.take(1)))
+                yield from _if_any(emit(self._cursor.take(1)))
 
     def _next(self) -> tuple[int, str | None]:
         """Return how many characters certainly belong to the value, and the tag that follows them."""
@@ -248,7 +248,7 @@ class Value:
             yield None
 
 
-def _given(delta: CallDelta | None) -> Reading[None]:
+def _if_any(delta: CallDelta | None) -> Reading[None]:
     if delta is not None:
         yield delta
 

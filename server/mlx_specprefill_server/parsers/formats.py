@@ -11,7 +11,7 @@ from mlx_specprefill import ReasoningBudget
 
 from ..settings import ReasoningParser, ToolParser
 from .base import Cursor, MalformedError, Parser, Reading, Tools, overlap, spaces, starts_with
-from .calls import CallReader, whole
+from .calls import CallReader, whole_call
 from .harmony import ANSWER_ENDS, ANSWER_HEAD, REASONING_END, REASONING_HEAD, HarmonyText, opened_header
 from .json_calls import MISTRAL_TAG, PYTHON_TAG, gemma_reader, read_bare, read_calls, read_mistral_tag, read_python_tag
 from .tag_calls import CALL, END_CALL, FUNCTION, read_functions, read_glm_body
@@ -35,7 +35,7 @@ def native_reader(opener: str, closer: str, parse: Callable[..., Any], tools: li
         except FAULTS as error:
             raise MalformedError(str(error)) from error
         for name, arguments in calls:
-            yield from whole(name, arguments)
+            yield from whole_call(name, arguments)
 
     return read
 
@@ -113,13 +113,13 @@ class Format:
     def __post_init__(self) -> None:
         object.__setattr__(self, "is_plain", self.think is None and self.tools != "harmony")
 
-    def opened(self, prompt: str) -> bool:
+    def is_reasoning_open(self, prompt: str) -> bool:
         """Return whether the prompt ends inside reasoning: after its tag, or in the middle of it."""
         return self.think is not None and prompt.rfind(self.think[0]) > prompt.rfind(self.think[1])
 
     def reasoning_end(self, prompt: str) -> tuple[int, ...]:
         """The tokens after which the answer proper begins; none if it begins at once."""
-        return self.think_end if self.opened(prompt) else ()
+        return self.think_end if self.is_reasoning_open(prompt) else ()
 
     def budget(self, tokens: int, prompt: str) -> ReasoningBudget | None:
         """Return a limiter that ends reasoning after `tokens` tokens, None if the model has no marks for it.
@@ -129,7 +129,7 @@ class Format:
         """
         if self.budget_marks is None:
             return None
-        opened = self.opened(prompt) or (self.tools == "harmony" and REASONING_HEAD in opened_header(prompt))
+        opened = self.is_reasoning_open(prompt) or (self.tools == "harmony" and REASONING_HEAD in opened_header(prompt))
         return ReasoningBudget(tokens, *self.budget_marks, opened=opened)
 
     def parser(self, tools: Sequence[Mapping[str, Any]], prompt: str) -> Parser:
@@ -144,7 +144,7 @@ class Format:
             return Parser(HarmonyText(known, opened_header(prompt)))
         openers, bare = self._readers(list(tools))
         begun = not prompt.rstrip().endswith(self.think[0]) if self.think else False
-        return Parser(TaggedText(known, self.think, self.opened(prompt), openers, bare, begun=begun))
+        return Parser(TaggedText(known, self.think, self.is_reasoning_open(prompt), openers, bare, begun=begun))
 
     def _readers(self, tools: list[Any]) -> tuple[dict[str, CallReader], CallReader | None]:
         match self.tools:

@@ -8,7 +8,7 @@ import orjson
 
 from ..deltas import CallDelta
 from .base import Cursor, MalformedError, Reading, Tools, overlap, peek, spaces, starts_with
-from .calls import CallReader, call, captured, convert, expect, until, written
+from .calls import CallReader, call, capture, convert, emit, expect, until
 from .json_text import DEEPEST, JsonReader
 
 ARGUMENTS = ("arguments", "parameters")
@@ -73,7 +73,7 @@ class _Call:
             return
         if self._name is None or (self._bare and self._early is None):
             raise MalformedError("no call")
-        yield from call(self._name, written(self._early or "{}"))
+        yield from call(self._name, emit(self._early or "{}"))
 
     def _over(self) -> Reading[bool]:
         yield from spaces(self._cursor)
@@ -91,9 +91,9 @@ class _Call:
             self._called = True
             yield from call(self._name, self._arguments())
         elif key in ARGUMENTS and self._early is None:
-            self._early = yield from captured(self._arguments())
+            self._early = yield from capture(self._arguments())
         else:
-            yield from captured(JsonReader(self._cursor).value())
+            yield from capture(JsonReader(self._cursor).value())
 
     def _arguments(self) -> Reading[None]:
         """Read an object, also one inside a string, or null for none."""
@@ -197,7 +197,7 @@ class _Arguments:
         yield from self._value(depth)
 
     def _quoted_key(self) -> Reading[str]:
-        text = yield from captured(_Arguments(self._cursor, self._quote)._string())
+        text = yield from capture(_Arguments(self._cursor, self._quote)._string())
         return str(orjson.loads(text))
 
     def _value(self, depth: int) -> Reading[None]:

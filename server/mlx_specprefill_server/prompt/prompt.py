@@ -120,7 +120,7 @@ class PromptBuilder:
 
     async def text(self, conversation: Conversation) -> str:
         """Return the rendered conversation as text; raises as `chat`."""
-        return (await self.run(partial(self._fitted, conversation))).text
+        return (await self.run(partial(self._fit, conversation))).text
 
     async def tokens(self, text: str, *, special: bool, field: str) -> list[int]:
         """Return the ids of a text. `special` adds the tokens that the tokenizer puts around prompts.
@@ -172,7 +172,7 @@ class PromptBuilder:
         # Templates may omit the reasoning of the assistant's messages.
         contents = [message["content"] for message in conversation.messages if message["role"] != "assistant"]
         self.check_length("".join(contents), conversation.field)
-        fitted = self._fitted(conversation)
+        fitted = self._fit(conversation)
         self.check_length(fitted.text, conversation.field)
         tokens, offsets = self._tokenize(fitted, conversation.field)
         ending = _ending(fitted.rendered, self._ends)
@@ -181,7 +181,7 @@ class PromptBuilder:
         spans = locate(fitted.messages, fitted.rendered, fitted.render, self._ends, bool(conversation.tools))
         return Prompt(as_token_ids(tokens), to_tokens(spans, offsets), ending, fitted.left_out)
 
-    def _fitted(self, conversation: Conversation) -> _Fitted:
+    def _fit(self, conversation: Conversation) -> _Fitted:
         """Return the conversation in the first form that the template takes, without volatile lines."""
         left_out: tuple[str, ...] = ()
         if not self._keep_volatile and conversation.messages[0]["role"] == "system":

@@ -196,7 +196,7 @@ class Encoder:
                 return ids, offsets
         if self._fast:
             coded, places = _replace_places(text, structure, self._names.__getitem__)
-            encoded = self._renamed().encode(coded, add_special_tokens=False)
+            encoded = self._tokenizer_with_other_names().encode(coded, add_special_tokens=False)
             if self._count(encoded.ids) == self._count_of(text, structure):
                 offsets = [(_move(a, places, structure), _move(b, places, structure)) for a, b in encoded.offsets]
                 return tuple(encoded.ids), offsets
@@ -209,15 +209,15 @@ class Encoder:
     def _count_of(self, text: str, places: Places) -> int:
         return sum(self._controls.ids[text[a:b]] in self._ids for a, b in places)
 
-    def _renamed(self) -> Any:
+    def _tokenizer_with_other_names(self) -> Any:
         """The tokenizer whose control tokens have other names. It is made on first use, which takes a second."""
         with self._lock:
             if self._copy is None:
-                self._copy = _renamed(self._tokenizer.backend_tokenizer, self._names)
+                self._copy = _rename_tokens(self._tokenizer.backend_tokenizer, self._names)
             return self._copy
 
 
-def _renamed(backend: Any, names: Mapping[str, str]) -> Any:
+def _rename_tokens(backend: Any, names: Mapping[str, str]) -> Any:
     """Return a copy of a `tokenizers.Tokenizer` whose tokens have these names instead."""
     rules = orjson.loads(backend.to_str())
     rules |= {"post_processor": None, "truncation": None, "padding": None}

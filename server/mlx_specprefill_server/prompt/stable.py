@@ -66,7 +66,7 @@ class ToolOrders:
     def __init__(self) -> None:
         self._orders: _Recent[tuple[bytes, ...]] = _Recent()
 
-    def kept(self, tools: Sequence[Mapping[str, Any]], label: CacheLabel) -> tuple[Mapping[str, Any], ...]:
+    def in_known_order(self, tools: Sequence[Mapping[str, Any]], label: CacheLabel) -> tuple[Mapping[str, Any], ...]:
         """Return the tools in the order of an earlier request with the same ones: it means nothing to a model."""
         named = {blake2b(orjson.dumps(tool), digest_size=16).digest(): tool for tool in tools}
         if len(named) < len(tools):
@@ -83,7 +83,7 @@ class KeptReasoning:
     def __init__(self) -> None:
         self._texts: _Recent[str] = _Recent()
 
-    def restored(self, conversation: Conversation, label: CacheLabel) -> Conversation:
+    def restore(self, conversation: Conversation, label: CacheLabel) -> Conversation:
         """Return the conversation with the reasoning that the client dropped. The template may still leave it out."""
         return replace(
             conversation, messages=tuple(self._with_text(message, label) for message in conversation.messages)
@@ -95,7 +95,7 @@ class KeptReasoning:
         text = self._texts.get((label, message["tool_calls"][0].get("id")))
         return message if text is None else message | {"reasoning": text, "reasoning_content": text}
 
-    def noting(self, label: CacheLabel) -> Callable[[ContentDelta], None]:
+    def recorder(self, label: CacheLabel) -> Callable[[ContentDelta], None]:
         """Return a function that takes the deltas of one answer and keeps its reasoning."""
         reasoning: list[str] = []
 

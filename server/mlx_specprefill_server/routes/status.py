@@ -109,7 +109,7 @@ async def stream(
     models: ModelsDep, identity: IdentityDep, interval: Interval = 1.0, model: str | None = None
 ) -> Response:
     """Send the statistics every `interval` seconds, as server-sent events."""
-    models.shown(model)
+    models.in_memory(model)
     return StreamingResponse(
         _snapshots(models, model, identity, interval), media_type="text/event-stream", headers=EVENT_STREAM_HEADERS
     )
@@ -165,7 +165,7 @@ async def _snapshots(models: Models, model: str | None, identity: Identity, inte
 def _snapshot_of(models: Models, name: str | None, identity: Identity) -> dict[str, Any]:
     """Look the model up and return its statistics. A stream of hours must not keep a model in memory."""
     try:
-        return _snapshot(models.shown(name), identity)
+        return _snapshot(models.in_memory(name), identity)
     except ApiError as error:
         return {"object": "specprefill.stats", "time": round(time.time(), 3), **error.body()}
 

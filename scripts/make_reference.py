@@ -22,7 +22,7 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "server")]
 
-from mlx_specprefill_server.agent_setup import AGENTS, RunningServer, edited  # noqa: E402
+from mlx_specprefill_server.agent_setup import AGENTS, RunningServer, edit  # noqa: E402
 from mlx_specprefill_server.cli import app  # noqa: E402
 from mlx_specprefill_server.settings import Settings, default_text  # noqa: E402
 
@@ -82,7 +82,7 @@ def clients_page() -> str:
 def _connected(mark: re.Match[str]) -> str:
     with patch.dict(os.environ, {"HOME": str(Path.home())}, clear=True):  # no variable moves an agent's folder
         setup = AGENTS[mark[2]](SERVER)
-    parts = [client_file(path, edited(b"", path, values, setup.defaults)) for path, values in setup.files.items()]
+    parts = [client_file(path, edit(b"", path, values, setup.defaults)) for path, values in setup.files.items()]
     parts += [f"{note}\n" for note in setup.notes]
     return f"{mark[1]}\n" + "\n".join(parts).replace(str(Path.home()), "~") + f"\n{mark[3]}"
 

@@ -55,7 +55,7 @@ def test_it_works_under_a_running_event_loop_as_in_a_notebook(pair: LocalPair) -
 
 
 def test_what_is_wrong_is_said(pair: LocalPair) -> None:
-    with pytest.raises(InvalidRequestError, match=r"messages must not be empty"):
+    with pytest.raises(InvalidRequestError, match=r"messages: must not be empty"):
         pair.chat([])
     with pytest.raises(InvalidRequestError, match="keep must be a number"):
         ask(pair, keep=2)

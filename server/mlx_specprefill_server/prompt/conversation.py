@@ -110,10 +110,11 @@ def _in_turns(messages: Sequence[Message]) -> list[Message]:
 
 
 def _message(message: Any, where: str) -> Message:
-    require(isinstance(message, dict), where, "must be an object")
+    if not isinstance(message, dict):
+        raise refusal(where, "must be an object")
     role = message.get("role")
-    known = isinstance(role, str) and role in ROLES
-    require(known, f"{where}.role", f"must be one of {', '.join(sorted(ROLES))}")
+    if not isinstance(role, str) or role not in ROLES:
+        raise refusal(f"{where}.role", f"must be one of {', '.join(sorted(ROLES))}")
     out: Message = {"role": "tool" if role == "function" else role}
     content = message.get("content")
     parts = [_typed(part) for part in content] if isinstance(content, list) else content

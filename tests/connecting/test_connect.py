@@ -6,6 +6,7 @@ import io
 import json
 import stat
 import tomllib
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from ruamel.yaml import YAML
 from typer.testing import CliRunner
 
 from mlx_specprefill_server.agent_setup import AGENTS
-from mlx_specprefill_server.cli import agents, app
+from mlx_specprefill_server.cli import app
 
 from ..server.conftest import live as live  # the fixtures of the server's tests
 from ..server.fakes import FakeEngine
@@ -251,7 +252,7 @@ def test_mistakes_are_one_line(home: Path, base: str) -> None:
 
 @pytest.mark.parametrize("answer", [b"", b"{}", b'{"data": ["x"]}', b'{"data": [{"id": "x"}]}'])
 def test_another_server_is_not_taken_for_ours(home: Path, monkeypatch: pytest.MonkeyPatch, answer: bytes) -> None:
-    monkeypatch.setattr(agents.urllib.request, "urlopen", lambda *_, **__: io.BytesIO(answer))
+    monkeypatch.setattr(urllib.request, "urlopen", lambda *_, **__: io.BytesIO(answer))
     assert "does not answer as this project's server does" in connect("codex", code=2).stderr
 
 
@@ -270,7 +271,7 @@ def test_an_agent_without_a_file_cannot_be_written(home: Path, base: str) -> Non
 
 def test_one_of_several_models_is_connected(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = json.dumps(SEVERAL).encode()
-    monkeypatch.setattr(agents.urllib.request, "urlopen", lambda *_, **__: io.BytesIO(answer))
+    monkeypatch.setattr(urllib.request, "urlopen", lambda *_, **__: io.BytesIO(answer))
     first, other = connect("codex"), connect("codex", "--model", "quick")
     assert '"large"' in first.stdout
     assert "window has 9,000 tokens" in first.stderr

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 import shlex
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from mlx_specprefill import SpecPrefillError
-
 from ..agent_setup import AGENTS, ConfigurationError, RunningServer, Setup, any_other, edit, write
 from ..settings import variable
-from .common import OptionError, one_line_errors, read_text, told_list
+from .common import OptionError, ask_server, one_line_errors, read_text
 
 _SMALL_WINDOW = 32_000  # tokens
 
@@ -50,7 +46,13 @@ def connect(
 
 def _find(base: str, key: str | None, wanted: str | None) -> RunningServer:
     """Return the server at this address with its model of this name, or its first; raises OptionError."""
-    models = _models(f"{base}/v1/models", key)
+    try:
+        models = [
+            (model["id"], model.get("aliases", []), model["context_length"], model.get("tools"))
+            for model in ask_server(base, "/v1/models", key, "data")["data"]
+        ]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise OptionError(f"{base}/v1/models does not answer as this project's server does: {error!r}") from error
     named = [(name, window, tools) for name, aliases, window, tools in models if wanted in (None, name, *aliases)]
     if not named:
         raise OptionError(f"{base} has no model {wanted!r}; it has: {', '.join(name for name, *_ in models)}")
@@ -58,17 +60,6 @@ def _find(base: str, key: str | None, wanted: str | None) -> RunningServer:
     if window is None:
         raise OptionError(f"{base} does not know the window of {name}: its files are not on that machine")
     return RunningServer(base, name, window, key or "none", tools is not False)  # some clients insist on a key
-
-
-def _models(address: str, key: str | None) -> list[tuple[str, list[str], int | None, bool | None]]:
-    """Return id, aliases and window of each model, and if its template takes tools; raises OptionError."""
-    listed = told_list(address, "data", key)
-    try:
-        return [
-            (model["id"], model.get("aliases", []), model["context_length"], model.get("tools")) for model in listed
-        ]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise OptionError(f"{address} does not answer as this project's server does: {error!r}") from error
 
 
 def _write_files(setup: Setup) -> str:
@@ -99,10 +90,6 @@ def _exports(setup: Setup) -> str:
 _TIMEOUT_S = 3600.0  # seconds; for the longest prompts on the slowest machines
 
 
-class WarmError(SpecPrefillError):
-    """The server can't be reached, or refuses the file."""
-
-
 def warm(
     file: Annotated[Path, typer.Argument(help="The agent's request as JSON, in any dialect, or a system prompt.")],
     url: Annotated[str, typer.Option(help="Of the server.")] = "http://127.0.0.1:8000",
@@ -115,11 +102,8 @@ def warm(
 ) -> None:
     """Let a running server read a system prompt and tools now, so that the agent's first session starts from them."""
     with one_line_errors():
-        try:
-            text = read_text(file)
-        except OSError as error:
-            raise WarmError(f"{file}: {error.strerror}") from error
-        answer = _post(url, body_of(text), api_key and api_key.partition(",")[0].strip())
+        key = api_key and api_key.partition(",")[0].strip()
+        answer = ask_server(url, "/v1/specprefill/warm", key, "cached_tokens", body_of(read_text(file)), _TIMEOUT_S)
         typer.echo(
             f"{answer['tokens']} tokens of system prompt and tools are kept; {answer['cached_tokens']} already were."
         )
@@ -132,26 +116,3 @@ def body_of(text: str) -> dict[str, Any]:
     except ValueError:
         body = None
     return body if isinstance(body, dict) else {"messages": [{"role": "system", "content": text}]}
-
-
-def _post(url: str, body: dict[str, Any], key: str | None) -> dict[str, Any]:
-    url = url.rstrip("/").removesuffix("/v1") + "/v1/specprefill/warm"
-    headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-    try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
-            answer: dict[str, Any] = json.load(response)
-    except urllib.error.HTTPError as error:
-        raise WarmError(f"{url}: {_error_message(error)}") from error
-    except (OSError, ValueError) as error:
-        raise WarmError(f"{url}: {getattr(error, 'reason', error)}") from error
-    if answer.get("object") != "specprefill.warm":
-        raise WarmError(f"{url} does not answer as mlx-specprefill does")
-    return answer
-
-
-def _error_message(error: urllib.error.HTTPError) -> str:
-    try:
-        return str(json.load(error)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"status {error.code}"

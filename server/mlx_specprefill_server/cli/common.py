@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -58,20 +59,40 @@ def one_line_errors() -> Iterator[None]:
     raise typer.Exit(USAGE_ERROR)
 
 
-def told_list(address: str, name: str, key: str | None) -> list[Any]:
-    """Return the list of this name that a running server tells at an address.
+def ask_server(
+    url: str, path: str, key: str | None, field: str, body: Any = None, timeout_s: float = 30.0
+) -> dict[str, Any]:
+    """Return a running server's answer. A `body` is posted.
+
+    Args:
+        url: its address, with or without /v1.
+        field: one that the answer has.
+        timeout_s: seconds; a machine that is reading prompts answers slowly.
 
     Raises:
-        OptionError: it does not answer, or otherwise.
+        OptionError: it does not answer, refuses, or is another program.
     """
+    address = url.rstrip("/").removesuffix("/v1") + path
+    headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+    data = None if body is None else json.dumps(body).encode()
     try:
-        request = urllib.request.Request(address, headers={"authorization": f"Bearer {key}"} if key else {})
-        # seconds; a machine that is reading prompts answers slowly
-        with urllib.request.urlopen(request, timeout=30) as response:
-            return list(json.load(response)[name])
+        with urllib.request.urlopen(urllib.request.Request(address, data, headers), timeout=timeout_s) as response:
+            answer = json.load(response)
+            if field not in answer:
+                raise KeyError(field)
+            return dict(answer)
+    except urllib.error.HTTPError as error:
+        raise OptionError(f"{address}: {_error_message(error)}") from error
     except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
         hint = "start the server first, or say where it is (--url) and which key it asks for (--api-key)"
         raise OptionError(f"{address} does not answer as this project's server does: {error}; {hint}") from error
+
+
+def _error_message(error: urllib.error.HTTPError) -> str:
+    try:
+        return f"status {error.code}: {json.load(error)['error']['message']}"
+    except (ValueError, KeyError, TypeError):
+        return f"status {error.code}"
 
 
 def begin(level: LogLevel) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -32,6 +31,7 @@ from ..pair_loading import ONE_SHOT, make_settings
 from .common import (
     FAILED,
     OptionError,
+    ask_server,
     begin,
     choose,
     make_prompt,
@@ -39,7 +39,6 @@ from .common import (
     one_line_errors,
     options_of,
     read_text,
-    told_list,
 )
 from .options import Keep, KvBits, Level, PairOptions, PrefillStep, Question, Raw, Rule, takes_pair
 from .pull import load_engine
@@ -48,38 +47,22 @@ _PREVIEW = 60  # characters of a run's text in the table
 _LABELS = {"draft": "draft reads the prompt", "prefill": "target reads its share"}
 
 
-class StageBars:
-    """Progress bars, one per stage that takes long. Other stages are not shown."""
+class StageBars(Bars):
+    """Progress bars in a context, one per stage that takes long. There are none without a terminal."""
 
-    def __init__(self, bars: Bars) -> None:
-        self._bars = bars
-        self._tasks = {stage: bars.add_task(label, total=None, visible=False) for stage, label in _LABELS.items()}
+    def __init__(self, console: Console) -> None:
+        columns = (TextColumn("{task.description:>22}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        super().__init__(*columns, console=console, transient=True, disable=not console.is_interactive)
+        self._stages = {stage: self.add_task(label, total=None, visible=False) for stage, label in _LABELS.items()}
 
-    def update(self, event: Progress) -> None:
-        task = self._tasks.get(event.stage)
-        if task is not None:
-            self._bars.update(task, completed=event.done, total=event.total, visible=True)
-
-    def start(self) -> None:
-        self._bars.start()
+    def show(self, event: Progress) -> None:
+        if (task := self._stages.get(event.stage)) is not None:
+            self.update(task, completed=event.done, total=event.total, visible=True)
 
     def stop(self) -> None:
         """Remove the bars from the screen, so that text can follow."""
-        if self._bars.live.is_started:
-            self._bars.stop()
-
-
-@contextmanager
-def stage_bars(console: Console) -> Iterator[StageBars]:
-    """Show bars while the block runs, or until stopped. Show none without a terminal."""
-    columns = (TextColumn("{task.description:>22}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    bars = StageBars(Bars(*columns, console=console, transient=True))
-    try:
-        if console.is_interactive:
-            bars.start()
-        yield bars
-    finally:
-        bars.stop()
+        if self.live.is_started:
+            super().stop()
 
 
 def stage_table(report: PrefillReport, completion_tokens: int) -> Table:
@@ -193,13 +176,13 @@ def generate(
 
 def _answer(engine: Engine, request: GenerationRequest) -> None:
     console = notes()
-    with stage_bars(console) as bars:
+    with StageBars(console) as bars:
 
         def show(text: str) -> None:
             bars.stop()
             typer.echo(text, nl=False)
 
-        _, last = stream_text(engine, request, show, bars.update)
+        _, last = stream_text(engine, request, show, bars.show)
     typer.echo()
     if isinstance(last, Failed):
         typer.echo(f"error: {last.error}", err=True)
@@ -231,8 +214,7 @@ def inspect(
     begin(log_level)
     with one_line_errors():
         if misses:
-            base = url.rstrip("/").removesuffix("/v1")
-            _show_misses(told_list(f"{base}/v1/specprefill/stats", "recent", api_key))
+            _show_misses(ask_server(url, "/v1/specprefill/stats", api_key, "recent")["recent"])
             return
         if prompt_file is None:
             raise OptionError("--prompt-file or --misses is needed")
@@ -248,8 +230,8 @@ def inspect(
 
 
 def _inspect(engine: Engine, request: GenerationRequest) -> Inspection:
-    with stage_bars(notes()) as bars:
-        return engine.inspect(request, bars.update)
+    with StageBars(notes()) as bars:
+        return engine.inspect(request, bars.show)
 
 
 def _show(inspection: Inspection, chunks: list[ExplainedChunk], *, dropped_too: bool) -> None:

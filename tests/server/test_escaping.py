@@ -540,6 +540,6 @@ def test_long_contents_take_time_in_proportion(text: str) -> None:
     said: Conversation = conversation([{"role": "user", "content": text}])
     builder = PromptBuilder(byte_tokenizer())
     begun = time.monotonic()
-    fitted = builder._fitted(said)
+    fitted = builder._fit(said)
     assert fitted.text.count(text) == 1
     assert time.monotonic() - begun < 20  # a second, alone on a machine

@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from mlx_specprefill import Progress, TokenEvent
-from mlx_specprefill_server import deps, service
+from mlx_specprefill_server import deps, serving
 from mlx_specprefill_server.generation import generation
 
 from .conftest import events
@@ -219,7 +219,7 @@ def test_shutdown_ends_streams_properly_and_refuses_new_requests(live: Any, engi
 
 
 def test_shutdown_does_not_wait_for_a_long_step(live: Any, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(serving, "PATIENCE_S", 0.5)
     release = threading.Event()
 
     def script(request: Any) -> Any:

@@ -27,7 +27,7 @@ from mlx_specprefill import Engine
 from . import __version__, errors
 from .anthropic import messages
 from .connections import MAX_CONNECTIONS, Connections, LimitedProtocol, address, network_address, raise_open_files_limit
-from .deps import StillLoadingError, answer_when_loaded
+from .dependencies import StillLoadingError, answer_when_loaded
 from .middleware import AuthMiddleware, HeadMiddleware, PathMiddleware, RequestLimitMiddleware
 from .models.models import Models
 from .monitoring.access_log import AccessLogMiddleware

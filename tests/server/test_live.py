@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from mlx_specprefill import Progress, TokenEvent
-from mlx_specprefill_server import deps, serving
+from mlx_specprefill_server import dependencies, serving
 from mlx_specprefill_server.generation import generation
 
 from .conftest import events
@@ -243,7 +243,7 @@ def test_shutdown_does_not_wait_for_a_long_step(live: Any, engine: FakeEngine, m
 def test_a_body_over_the_limit_is_refused_while_it_is_sent(
     live: Any, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deps, "BODY_LIMIT", 100_000)
+    monkeypatch.setattr(dependencies, "BODY_LIMIT", 100_000)
     base, _ = live()
     answer = httpx.post(base + CHAT, content=b"x" * 5_000_000, timeout=60)
     assert answer.status_code == 413

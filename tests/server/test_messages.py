@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from starlette.testclient import TestClient
 
 from mlx_specprefill import Failed, InvalidRequestError, Progress
-from mlx_specprefill_server import deps
+from mlx_specprefill_server import dependencies
 from mlx_specprefill_server.anthropic import messages as endpoint
 from mlx_specprefill_server.anthropic.messages import MessageAnswer
 from mlx_specprefill_server.anthropic.protocol import MessagesRequest
@@ -463,7 +463,7 @@ def test_bad_input(client: TestClient, engine: FakeEngine, fields: dict[str, Any
 
 
 def test_a_body_that_is_no_json(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deps, "BODY_LIMIT", 10)
+    monkeypatch.setattr(dependencies, "BODY_LIMIT", 10)
     answer = client.post(URL, content=b"{")
     assert answer.status_code == 400
     assert answer.json()["error"]["type"] == "invalid_request_error"

@@ -13,7 +13,7 @@ import orjson
 import pytest
 from starlette.testclient import TestClient
 
-from mlx_specprefill_server import deps
+from mlx_specprefill_server import dependencies
 from mlx_specprefill_server.app import create_app
 from mlx_specprefill_server.settings import Settings
 
@@ -93,7 +93,7 @@ def test_other_encodings_are_refused_by_name(client: TestClient, encoding: str) 
 def test_a_compressed_body_is_held_to_the_limit_before_it_is_unfolded(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deps, "BODY_LIMIT", 10_000)
+    monkeypatch.setattr(dependencies, "BODY_LIMIT", 10_000)
     client = client_of(engine)
     bomb = gzip.compress(orjson.dumps({"messages": "a" * 50_000_000}))
     assert len(bomb) > 10_000

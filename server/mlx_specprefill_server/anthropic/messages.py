@@ -14,7 +14,7 @@ from starlette.responses import Response
 from mlx_specprefill import Progress
 
 from ..deltas import AnswerDelta, AnswerDone, CallBroken, CallDelta, CallEnd, CallStart, Idle, ReasoningDelta, TextDelta
-from ..deps import ModelDep, body_of
+from ..dependencies import ModelDep, body_of
 from ..errors import JsonResponse, anthropic_body
 from ..generation.generation import Generation
 from ..middleware import IdentityDep

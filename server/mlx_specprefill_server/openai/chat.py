@@ -12,7 +12,7 @@ from starlette.responses import Response
 from mlx_specprefill import Progress, TokenEvent
 
 from ..deltas import AnswerDelta, AnswerDone, CallBroken, CallDelta, CallEnd, CallStart, Idle, ReasoningDelta, TextDelta
-from ..deps import ModelDep, body_of
+from ..dependencies import ModelDep, body_of
 from ..errors import JsonResponse
 from ..generation.generation import Generation
 from ..generation.reader import Vocabulary

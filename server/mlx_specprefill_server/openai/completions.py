@@ -22,7 +22,7 @@ from mlx_specprefill import (
 
 from ..constrained.output_format import constraint_of
 from ..deltas import AnswerDelta, AnswerDone, Idle, TextDelta
-from ..deps import ModelDep, body_of
+from ..dependencies import ModelDep, body_of
 from ..errors import refusal
 from ..generation.generation import AnswerSpec, Generation
 from ..generation.reader import Vocabulary

@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from ..deps import ModelsDep, check_model_name
+from ..dependencies import ModelsDep, check_model_name
 from ..errors import ApiError, JsonResponse
 from ..middleware import Identity, IdentityDep
 from ..models.loader import Entry

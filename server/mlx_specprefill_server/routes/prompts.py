@@ -26,7 +26,7 @@ from mlx_specprefill import (
 from ..anthropic.protocol import CountRequest
 from ..constrained.tool_choice import resolve_tool_choice
 from ..deltas import AnswerDone
-from ..deps import ModelDep, body_of, validate
+from ..dependencies import ModelDep, body_of, validate
 from ..errors import ApiError, JsonResponse, refusal
 from ..explain import explain_chunks, explanation
 from ..fields import Body, SpecPrefillFields, TokenIds

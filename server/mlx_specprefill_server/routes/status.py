@@ -15,7 +15,7 @@ from starlette.responses import Response, StreamingResponse
 from mlx_specprefill import CacheEntry
 
 from .. import __version__
-from ..deps import ModelsDep, ServiceDep
+from ..dependencies import ModelsDep, ServiceDep
 from ..errors import RETRY_AFTER_S, ApiError, JsonResponse
 from ..middleware import Identity, IdentityDep
 from ..models.models import Models

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -297,8 +297,14 @@ def more(ranks: Ranks) -> dict[str, Any]:
     return found
 
 
+def leave_hanging_threads() -> None:
+    """Wait at an engine's end for a second, not for thirty: its thread may hang in the ring."""
+    RankedEngine.close = partialmethod(RankedEngine.close, timeout=1.0)  # type: ignore[method-assign, assignment]
+
+
 def die(ranks: Ranks) -> dict[str, Any]:
     """Answers for ever, until somebody kills rank 1."""
+    leave_hanging_threads()
     with running(pair("llama", ranks)) as engine:
         if engine is None:
             return {}
@@ -329,8 +335,9 @@ def busy(ranks: Ranks) -> dict[str, Any]:
 def hang(ranks: Ranks) -> dict[str, Any]:
     """Rank 1's MLX thread hangs, and its process lives."""
     made = pair("llama", ranks)
+    leave_hanging_threads()
     if not ranks.leads:
-        ranks.tokens = lambda tokens: time.sleep(1000) or tokens  # type: ignore[method-assign, func-returns-value]
+        ranks.broadcast_tokens = lambda tokens: time.sleep(1000) or tokens  # type: ignore[method-assign, func-returns-value]
     try:
         with running(made) as engine:
             if engine is not None:

@@ -66,7 +66,7 @@ def test_every_architecture_that_is_batched(name: str) -> None:
     """Or whose caches make it decode one by one; windows wrap, and rows join and leave around it."""
     model = build(name)
     rows = make_rows(vocabulary(model), 3, seed=5, sparse=sparse_allowed(name))
-    counts = [12, 5, 9]
+    counts = [8, 4, 6]
     events, _ = together(model, rows, [0, 1, 3], counts)
     for uid, row in enumerate(rows):
         expected, _ = alone(model, row, counts[uid])

@@ -5,7 +5,7 @@ shares no word with it (paraphrase). The text is docstrings of the standard libr
 
 A head's gain is the share of its attention from the question to the document that falls on the answer, less the share
 of a uniform distribution (after QRHead, arXiv 2506.09944). The best heads by gain are tried in several numbers, and the
-number with the best recall is taken. Then the fewest layers with the same recall are taken.
+number with the best recall is taken, for every depth. Of the depths, the fewest layers with the best recall are taken.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ _ITEMS, _CHARACTERS = 12, 2600  # per kind; some 600 to 800 tokens
 _FEWEST = 4  # per kind, whatever the time
 LIMIT_S = 60.0
 _KEEP = Fraction(1, 5)
-_NUMBERS = (1, 2, 4, 8)  # of heads to try
+_NUMBERS = (1, 2, 4, 8, 16)  # of heads to try
 _DEPTHS = (Fraction(1, 4), Fraction(1, 3), Fraction(1, 2), Fraction(2, 3), Fraction(1))
 _EQUAL = 0.02  # difference in recall that counts as none
 
@@ -203,7 +203,7 @@ def find_heads(
     mx.clear_cache()
     if not reads or not reads[0].rows:
         raise SparseUnsupportedError("no attention layer of the draft sees the whole prompt")
-    return _chosen(draft, reads, scoring, selection)
+    return _choose_heads(draft, reads, scoring, selection)
 
 
 def calibrated_heads(
@@ -271,19 +271,20 @@ def _store_heads(file: Path | None, heads: DraftHeads) -> None:
         log.warning("the calibration could not be kept: %s", error)
 
 
-def _chosen(draft: nn.Module, reads: Sequence[_Read], scoring: ScoringConfig, selection: SelectionConfig) -> DraftHeads:
-    """Choose heads from all layers, then from fewer layers while recall stays equal."""
+def _choose_heads(
+    draft: nn.Module, reads: Sequence[_Read], scoring: ScoringConfig, selection: SelectionConfig
+) -> DraftHeads:
+    """Choose heads for every depth, and return those of the fewest layers whose recall is the best or equal to it."""
     ranked, layers = _ranked(reads), len(layers_of(draft))
-    found: list[DraftHeads] = []
-    for depth, calls in reversed(list(_depths(draft))):
-        heads = [head for head in ranked if head.call < calls]
-        best = _best_number(heads, reads, scoring, selection)
-        if best is None or (found and _mean(best[1]) < _mean(found[0].recall) - _EQUAL):
-            break
-        found.append(DraftHeads(best[0], depth, layers, best[1]))
-    if not found:
+    tried: list[DraftHeads] = []
+    for depth, calls in _depths(draft):
+        best = _best_number([head for head in ranked if head.call < calls], reads, scoring, selection)
+        if best is not None:
+            tried.append(DraftHeads(best[0], depth, layers, best[1]))
+    if not tried:
         raise SparseUnsupportedError("no head of the draft looks at what a question asks for")
-    return found[-1]
+    enough = max(_mean(heads.recall) for heads in tried) - _EQUAL
+    return next(heads for heads in tried if _mean(heads.recall) >= enough)
 
 
 def _best_number(

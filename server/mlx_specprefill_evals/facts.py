@@ -13,6 +13,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date, timedelta
+from typing import Literal
 
 from . import words
 
@@ -21,10 +22,15 @@ __all__ = ["FACTS", "RECORD_IDS", "Fact", "Turn", "email", "needle", "order", "r
 
 @dataclass(frozen=True)
 class Turn:
-    """A question, and the answer that restates the fact."""
+    """A question, and the answer that restates the fact.
+
+    Attributes:
+        role: of the question's message: "user", or "tool" for the result of a call.
+    """
 
     question: str
     answer: str
+    role: Literal["user", "tool"] = "user"
 
 
 @dataclass(frozen=True)

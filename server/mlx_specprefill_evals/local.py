@@ -151,7 +151,7 @@ class LocalModel:
         """
         messages: list[dict[str, str]] = []
         for turn in item.turns:
-            messages.append({"role": "user", "content": turn.question})
+            messages.append({"role": turn.role, "content": turn.question})
             messages.append({"role": "assistant", "content": turn.answer})
         said = conversation(messages[:-1])
         prompt, text = asyncio.run(self._builder.chat(said)), asyncio.run(self._builder.text(said))

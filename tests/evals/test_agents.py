@@ -33,7 +33,7 @@ def case(session: str, tokens: int, text: str) -> dict[str, object]:
 @pytest.fixture(autouse=True)
 def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     filler = " ".join(f"line {number} of the listing" for number in range(120))
-    text = f"[tool result] src/store.py has fetch_rows\n{filler}\nsrc/engine/loop.py"
+    text = f"[tool result]\n{filler}\nsrc/store.py has fetch_rows\n{filler}\nsrc/engine/loop.py"
     developed, other = f"{agents.DEVELOPMENT[0]}-x", "0aaaaaaa-x"
     cases = [case(developed, 900, text), case(developed, 900, text), case(developed, 9000, text + " more")]
     file = tmp_path / "cases.json"
@@ -48,6 +48,10 @@ def test_development_never_sees_the_sessions_for_acceptance() -> None:
     assert not any("acceptance" in turn.question for item in found for turn in item.turns)
     assert [item.group for item in agents.items(131072, acceptance=True)] == ["0aaaaaaa-x"]
     assert len(agents.items(1000)) == 1
+
+
+def test_the_result_of_a_call_is_a_tool_message() -> None:
+    assert [turn.role for turn in agents.items(1000)[0].turns] == ["user", "tool"]
 
 
 def test_names_are_words_of_arguments_and_names_in_the_text() -> None:

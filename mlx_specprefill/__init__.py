@@ -216,9 +216,9 @@ _MODULES = (
 def __getattr__(name: str) -> Any:
     if name in __all__:
         for module in _MODULES:
-            found = import_module(module, __name__)
-            if name in found.__all__:
-                return getattr(found, name)
+            source = import_module(module, __name__)
+            if name in source.__all__:
+                return getattr(source, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

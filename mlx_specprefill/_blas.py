@@ -58,7 +58,7 @@ def preload() -> BlasStatus:
             "too-late",
             notice="mlx was imported before mlx_specprefill, so no fast BLAS was loaded: import mlx_specprefill first.",
         )
-    return _load_found() if choice == "auto" else _load_chosen(choice)
+    return _load_first() if choice == "auto" else _load_named(choice)
 
 
 def _cuda_build() -> bool:
@@ -91,14 +91,14 @@ def _candidates() -> Iterator[str]:
         yield str(Path(folder, WHEEL_LIBRARY))
 
 
-def _load_found() -> BlasStatus:
+def _load_first() -> BlasStatus:
     for name in _candidates():
         if _load(name) is None:
             return BlasStatus("loaded", library=name)
     return BlasStatus("missing", notice=ADVICE)
 
 
-def _load_chosen(name: str) -> BlasStatus:
+def _load_named(name: str) -> BlasStatus:
     error = _load(name)
     if error is None:
         return BlasStatus("loaded", library=name)

@@ -36,7 +36,7 @@ _LONGEST_MESSAGE = 400
 
 
 class GrammarState(Protocol):
-    """State of one answer's grammar: `accept` each token, call `allowed` before the next."""
+    """State of one answer's grammar: `accept` each token, call `mask` before the next."""
 
     def fork(self) -> GrammarState:
         """Return an independent copy, for tokens that may be taken back."""
@@ -50,13 +50,13 @@ class GrammarState(Protocol):
         """
         ...
 
-    def allowed(self, size: int) -> Mask | None:
+    def mask(self, size: int) -> Mask | None:
         """Return a mask of the permitted ids, (size,) bool; None permits all. Raises as `accept`."""
         ...
 
 
 class LLGuidanceState:
-    """State of one answer's grammar: `accept` each token, call `allowed` before the next.
+    """State of one answer's grammar: `accept` each token, call `mask` before the next.
 
     Args:
         stops: ids that end the answer; permitted where the grammar's text may end.
@@ -99,7 +99,7 @@ class LLGuidanceState:
             if not self._over and not self._matcher.consume_token(token):
                 raise self._error(_message(self._matcher))
 
-    def allowed(self, size: int) -> Mask | None:
+    def mask(self, size: int) -> Mask | None:
         """Return a mask of the permitted ids, (size,) bool; None permits all.
 
         Raises:
@@ -172,13 +172,13 @@ class ReasoningBudgetState:
             self._inside = self._recent[-len(budget.start) :] == budget.start
         self._close_when_spent()
 
-    def allowed(self, size: int) -> Mask | None:
+    def mask(self, size: int) -> Mask | None:
         """Return the grammar's mask, replaced while the budget forces tokens; raises as the grammar."""
         if self._closing:
             only = np.zeros(size, np.bool_)
             only[self._closing[0]] = True
             return only
-        mask = None if self._inner is None else self._inner.allowed(size)
+        mask = None if self._inner is None else self._inner.mask(size)
         *before, last = self._budget.start
         reopens = not before or self._recent[-len(before) :] == tuple(before)
         if self._inside or self._spent < self._budget.tokens or not reopens:

@@ -97,7 +97,7 @@ class ModelPair:
         return None if isinstance(self.staged, str) else self.staged
 
     @property
-    def drafted(self) -> bool:
+    def has_draft(self) -> bool:
         """Return whether there is a draft, here or on rank 0."""
         return self.draft is not None or self.draft_placement == "first"
 
@@ -333,21 +333,21 @@ def make_pair(
 def _share_draft_facts(pair: ModelPair, ranks: Ranks) -> ModelPair:
     """Return, on another rank, the pair with rank 0's knowledge of a draft that only rank 0 has."""
 
-    def known() -> dict[str, Any]:
-        found = {name: getattr(pair, name) for name in ("draft_id", "draft_config", "heads", "sparse_refusal")}
+    def facts() -> dict[str, Any]:
+        values = {name: getattr(pair, name) for name in ("draft_id", "draft_config", "heads", "sparse_refusal")}
         # Only rank 0 can count the tokens of a draft with another tokenizer; it refuses prompts that are too long.
-        return found | {"draft_context": pair.draft_context if pair.mapping is None else None}
+        return values | {"draft_context": pair.draft_context if pair.mapping is None else None}
 
-    told = ranks.broadcast("draft", known)
-    return pair if ranks.leads else replace(pair, **told)
+    shared = ranks.broadcast("draft", facts)
+    return pair if ranks.leads else replace(pair, **shared)
 
 
 def _staged(target: nn.Module, draft: nn.Module | None, ranks: Ranks | None) -> StagedModel | str:
     """Split the target in two parts, on all ranks or on none."""
-    found = staged_model(target, draft)
-    refusal = None if isinstance(found, StagedModel) else found
+    model = staged_model(target, draft)
+    refusal = None if isinstance(model, StagedModel) else model
     refusal = broadcast(ranks, "staged", lambda: refusal)
-    return found if refusal is None else refusal
+    return model if refusal is None else refusal
 
 
 def _load_head(model: nn.Module, where: str | Path, dtype: DtypeName) -> MTPHead | str:

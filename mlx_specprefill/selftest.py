@@ -387,7 +387,7 @@ def _rows(case: Case) -> float:
     mx.eval(model(mx.array(PROMPT[None, :half]), cache=cache))
     with capture.of_passage(M, half, slice(half - 1, half)):
         mx.eval(model(mx.array(PROMPT[None, half:]), cache=cache))
-    return _distance(floats(mx.stack(list(capture.found.values())).max(axis=0)), case.last_row())
+    return _distance(floats(mx.stack(list(capture.attention.values())).max(axis=0)), case.last_row())
 
 
 class _Request(NamedTuple):
@@ -395,19 +395,19 @@ class _Request(NamedTuple):
     strategy: StrategyName | None = None
 
 
-def _answer_error(case: Case, engine: Engine, *asked: _Request) -> float:
+def _answer_error(case: Case, engine: Engine, *requests: _Request) -> float:
     """Return the largest error of answers to concurrent requests.
 
     Raises:
         queue.Empty: no answer within a minute.
     """
-    inboxes: list[queue.SimpleQueue[Event]] = [queue.SimpleQueue() for _ in asked]
-    for one, inbox in zip(asked, inboxes, strict=True):
-        options = SpecPrefillOptions(enabled=one.sparse, return_spans=True, speculative=one.strategy)
+    inboxes: list[queue.SimpleQueue[Event]] = [queue.SimpleQueue() for _ in requests]
+    for request, inbox in zip(requests, inboxes, strict=True):
+        options = SpecPrefillOptions(enabled=request.sparse, return_spans=True, speculative=request.strategy)
         engine.submit(GenerationRequest(PROMPT, _ANSWER, specprefill=options, logprobs=_LOGPROBS), inbox.put)
     # All answers are awaited before a reference is computed: that makes the CPU the default device of all threads.
     answers = [_await_answer(inbox) for inbox in inboxes]
-    return max(_error(case, engine, one, answer) for one, answer in zip(asked, answers, strict=True))
+    return max(_error(case, engine, request, answer) for request, answer in zip(requests, answers, strict=True))
 
 
 def _await_answer(inbox: queue.SimpleQueue[Event]) -> list[Event]:
@@ -417,7 +417,7 @@ def _await_answer(inbox: queue.SimpleQueue[Event]) -> list[Event]:
     return events
 
 
-def _error(case: Case, engine: Engine, asked: _Request, answer: list[Event]) -> float:
+def _error(case: Case, engine: Engine, request: _Request, answer: list[Event]) -> float:
     """Return the error of the likeliest tokens' log-probabilities.
 
     Raises:
@@ -428,9 +428,9 @@ def _error(case: Case, engine: Engine, asked: _Request, answer: list[Event]) -> 
         raise last.error
     assert isinstance(last, Finished)
     report, speculation = last.report, last.report.speculation
-    if report.mode != ("sparse" if asked.sparse else "full"):
+    if report.mode != ("sparse" if request.sparse else "full"):
         raise RuntimeError(report.reason)
-    if asked.strategy is not None and (speculation is None or speculation.strategy != asked.strategy):
+    if request.strategy is not None and (speculation is None or speculation.strategy != request.strategy):
         raise RuntimeError("the answer was not drafted" if speculation is None else speculation.reason)
     if any(event.logprob != event.top_logprobs[0].logprob for event in events):
         raise RuntimeError("a greedy answer has a token that is not the likeliest")

@@ -55,7 +55,7 @@ def main() -> None:
     rows = {name: staged_oracle.with_staged(name, oracle.table_row(name)) for name in oracle.architectures()}
     lines = [f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items()]
     TABLE.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
-    registry.verified.cache_clear()
+    registry.support_table.cache_clear()
     PAGE.parent.mkdir(parents=True, exist_ok=True)
     PAGE.write_text(page(rows), encoding="utf-8")
     print(json.dumps({"architectures": len(rows), "sparse": allowed(rows, "sparse")}))

@@ -58,7 +58,7 @@ def test_reasoning_never_exceeds_its_budget(budget: ReasoningBudget, wanted: lis
     state, text = ReasoningBudgetState(budget), list[int]()
     for token in wanted:
         twin = state.fork()
-        mask = state.allowed(V)
+        mask = state.mask(V)
         twin.accept(token)  # a proposal that is not kept
         assert mask is None or mask.any()
         before = thought(text, budget)
@@ -77,12 +77,12 @@ def test_what_follows_the_end_is_the_closing() -> None:
     state = ReasoningBudgetState(budget)
     for token, only in ((1, None), (2, {SHUT}), (SHUT, {5}), (5, {A})):
         state.accept(token)
-        mask = state.allowed(V)
+        mask = state.mask(V)
         assert (None if mask is None else set(np.flatnonzero(mask))) == only
     state.accept(A)
-    assert set(np.flatnonzero(state.allowed(V))) == set(range(V)) - {OPEN}  # it would be opened again
+    assert set(np.flatnonzero(state.mask(V))) == set(range(V)) - {OPEN}  # it would be opened again
     state.accept(3)
-    assert state.allowed(V) is None
+    assert state.mask(V) is None
 
 
 # --- in the engine ---------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ def state(grammar: str, stops: frozenset[int] = frozenset({EOS}), min_tokens: in
 
 
 def allowed(state: GrammarState) -> set[int]:
-    mask = state.allowed(COLUMNS)
+    mask = state.mask(COLUMNS)
     assert mask is not None
     assert mask.shape == (COLUMNS,)
     return set(mask.nonzero()[0].tolist())
@@ -98,7 +98,7 @@ def test_text_that_spells_a_special_token_is_not_that_token() -> None:
         way = grammars.state(Constraint(f"start: {json.dumps(text)}"), frozenset({hf.eos_token_id}))
         for byte in text.encode():
             (char,) = hf.encode(chr(byte), add_special_tokens=False)
-            mask = way.allowed(300)
+            mask = way.mask(300)
             assert mask is not None
             assert mask.nonzero()[0].tolist() == [char]
             way.accept(char)
@@ -146,9 +146,9 @@ def test_min_tokens_holds_the_end_back_while_the_text_can_go_on() -> None:
 def test_nothing_is_masked_before_the_trigger() -> None:
     way = state('start: "b"', starts_after=(MARK, WORDS.index("c")))
     for token in (MARK, WORDS.index("a"), MARK, MARK):
-        assert way.allowed(COLUMNS) is None
+        assert way.mask(COLUMNS) is None
         way.accept(token)
-    assert way.allowed(COLUMNS) is None
+    assert way.mask(COLUMNS) is None
     way.accept(WORDS.index("c"))
     assert allowed(way) == {WORDS.index("b")}
 
@@ -217,7 +217,7 @@ def test_no_grammar_takes_long(name: str) -> None:
     try:
         way = state(BOMBS[name])
         for _ in range(200):
-            mask = way.allowed(COLUMNS)
+            mask = way.mask(COLUMNS)
             assert mask is not None
             way.accept(int(mask.nonzero()[0][-1]))
             assert time.thread_time() - begun < 7.5

@@ -203,7 +203,7 @@ class HeadCapture:
         heads: the heads to read, by the number of their attention call; None: all heads of all calls.
         rank: of the process, if the heads of each call are split evenly over several in the order of their ranks. Only
             its own heads are found. Numbers count the heads of all ranks.
-        found: (M,) float32 per (call, head), the passage's mean attention.
+        attention: (M,) float32 per (call, head), the passage's mean attention.
         calls: attention calls of the last captured forward.
     """
 
@@ -211,7 +211,7 @@ class HeadCapture:
         self.prompt_len = prompt_len
         self.heads = heads
         self.rank = rank
-        self.found: dict[tuple[int, int], mx.array] = {}
+        self.attention: dict[tuple[int, int], mx.array] = {}
         self.calls = 0
         self._span, self._length, self._passage = 0, 0, slice(0, 0)
 
@@ -270,7 +270,7 @@ class HeadCapture:
     def _keep(self, call: int, head: int, logits: mx.array, sinks: mx.array | None) -> None:
         """Keep one head's mean attention from logits (rows, S)."""
         row = prompt_attention(logits[None], self.prompt_len, sinks)[0].mean(axis=0)
-        self.found[call, head] = mx.pad(row, [(0, self.prompt_len - row.shape[-1])])
+        self.attention[call, head] = mx.pad(row, [(0, self.prompt_len - row.shape[-1])])
 
 
 def _apply_mask(logits: mx.array, mask: mx.array) -> mx.array:
@@ -374,21 +374,21 @@ class DraftHeads:
         try:
             heads = tuple(Head(int(call), int(head), float(weight)) for call, head, weight in values["heads"])
             recall = {str(kind): float(value) for kind, value in values["recall"].items()}
-            found = cls(heads, int(values["depth"]), int(values["layers"]), recall)
+            draft_heads = cls(heads, int(values["depth"]), int(values["layers"]), recall)
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise ValueError(f"no calibrated heads: {error!r}") from error
-        sound = all(h.call >= 0 and h.head >= 0 and 0 < h.weight < math.inf for h in found.heads)
-        if not found.heads or not sound or not 1 <= found.depth <= found.layers:
+        sound = all(h.call >= 0 and h.head >= 0 and 0 < h.weight < math.inf for h in draft_heads.heads)
+        if not draft_heads.heads or not sound or not 1 <= draft_heads.depth <= draft_heads.layers:
             raise ValueError("no calibrated heads: no head, or a number, weight or depth out of range")
-        return found
+        return draft_heads
 
     @property
     def refusal(self) -> str | None:
         """Return why this draft must not choose the target's tokens; None if it may."""
         if not self.recall or max(self.recall.values()) >= _FINDS:
             return None
-        found = ", ".join(f"{kind} {share:.2f}" for kind, share in self.recall.items())
-        return f"no head of the draft finds what a question asks for (share of it kept at 20 %: {found})"
+        recall = ", ".join(f"{kind} {share:.2f}" for kind, share in self.recall.items())
+        return f"no head of the draft finds what a question asks for (share of it kept at 20 %: {recall})"
 
     @property
     def by_call(self) -> dict[int, list[int]]:
@@ -412,8 +412,8 @@ def read_heads(file: Path) -> DraftHeads:
 
 def shipped_heads(model: nn.Module) -> DraftHeads | None:
     """Return the calibrated heads of a whole model that come with the library, if there are some."""
-    found = json.loads(SHIPPED_HEADS.read_text(encoding="utf-8")).get(fingerprint(model))
-    return None if found is None else DraftHeads.from_dict(found)
+    stored = json.loads(SHIPPED_HEADS.read_text(encoding="utf-8")).get(fingerprint(model))
+    return None if stored is None else DraftHeads.from_dict(stored)
 
 
 def fingerprint(model: nn.Module) -> str:

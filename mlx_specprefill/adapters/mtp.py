@@ -205,11 +205,11 @@ def _stack_experts(tensors: Tensors) -> Tensors:
     experts: dict[str, dict[int, mx.array]] = {}
     stacked: Tensors = {}
     for name, array in tensors.items():
-        found = _EXPERT.match(name)
-        if found is None:
+        match = _EXPERT.match(name)
+        if match is None:
             stacked[name] = array
             continue
-        base, number, projection, part = found.groups()
+        base, number, projection, part = match.groups()
         experts.setdefault(f"{base.removesuffix('experts')}switch_mlp.{projection}.{part}", {})[int(number)] = array
     return stacked | {name: mx.stack([parts[e] for e in sorted(parts)]) for name, parts in experts.items()}
 

@@ -211,9 +211,9 @@ def largest_hidden(model: nn.Module) -> float:
     returned: list[Any] = []
     watched = replace_layers(model, {id(layer): Observed(layer, returned) for layer in layers_of(model)})
     logits = watched(mx.array([TOKENS]), cache=make_prompt_cache(model))
-    found = [mx.abs(each[0] if isinstance(each, tuple) else each).max() for each in returned]
-    found.append(mx.where(mx.isnan(logits).any(), mx.inf, 0.0))
-    largest = float(np.array(mx.stack(found).max().astype(mx.float32)))
+    magnitudes = [mx.abs(each[0] if isinstance(each, tuple) else each).max() for each in returned]
+    magnitudes.append(mx.where(mx.isnan(logits).any(), mx.inf, 0.0))
+    largest = float(np.array(mx.stack(magnitudes).max().astype(mx.float32)))
     return largest if math.isfinite(largest) else math.inf
 
 

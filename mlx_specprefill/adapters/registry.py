@@ -19,7 +19,7 @@ from mlx_lm.utils import MODEL_REMAPPING
 
 from .depth import full_draft_model
 
-__all__ = ["Adapter", "adapter_for", "architecture_of", "verified"]
+__all__ = ["Adapter", "adapter_for", "architecture_of", "support_table"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Adapter:
 
 
 @cache
-def verified() -> Mapping[str, Mapping[str, Any]]:
+def support_table() -> Mapping[str, Mapping[str, Any]]:
     """Return the rows of `verified.json`: architecture -> refusals (reasons by kind), absolute, error, mlx_lm."""
     rows: dict[str, dict[str, Any]] = json.loads((files(__package__) / "verified.json").read_text(encoding="utf-8"))
     return rows
@@ -54,7 +54,7 @@ def verified() -> Mapping[str, Mapping[str, Any]]:
 
 def adapter_for(model_type: str) -> Adapter:
     """Return the adapter of a `model_type` (or of a file in `mlx_lm/models`). Resolves mlx-lm's aliases."""
-    row = verified().get(MODEL_REMAPPING.get(model_type, model_type))
+    row = support_table().get(MODEL_REMAPPING.get(model_type, model_type))
     if row is None:
         reason = f"architecture {model_type!r} was not verified for sparse prefill"
         return Adapter(reason, reason, reason, reason, reason, reason)

@@ -129,9 +129,9 @@ def attach_heads(model: nn.Module, file: Path) -> RetrievalDraft:
         )
     heads = RetrievalHeads(ours.size, stored.heads, stored.width, stored.eps)
     expected = {name: array.shape for name, array in tree_flatten(heads.parameters())}
-    found = {name: array.shape for name, array in stored.arrays.items()}
-    if expected != found:
-        raise LoadError(f"{file}: arrays of shapes {found}; its header means {expected}")
+    shapes = {name: array.shape for name, array in stored.arrays.items()}
+    if expected != shapes:
+        raise LoadError(f"{file}: arrays of shapes {shapes}; its header means {expected}")
     heads.load_weights([(name, array.astype(ours.dtype)) for name, array in stored.arrays.items()])
     mx.eval(heads.parameters())
     return RetrievalDraft(full_draft_model(model), stored.layers, heads)

@@ -74,8 +74,8 @@ class TokenBytes:
         """Return whether this text's tokens stand for the text that the tokenizer decodes, special tokens aside."""
         special = {index for index, token in self._backend.get_added_tokens_decoder().items() if token.special}
         ids = [token for token in self._backend.encode(text, add_special_tokens=False).ids if token not in special]
-        said = self.read(ids)[0].decode(errors="replace")
-        return said.strip(" ") == str(self._backend.decode(ids, skip_special_tokens=False)).strip(" ")
+        text_of_bytes = self.read(ids)[0].decode(errors="replace")
+        return text_of_bytes.strip(" ") == str(self._backend.decode(ids, skip_special_tokens=False)).strip(" ")
 
     def __getitem__(self, token: int) -> bytes:
         if token not in self._known:
@@ -110,8 +110,8 @@ def _piece_by(decoder: dict[str, Any] | None) -> Piece:
     fallback = "ByteFallback" in kinds
 
     def piece_bytes(piece: str) -> bytes:
-        if fallback and (found := _BYTE.fullmatch(piece)):
-            return bytes([int(found[1], 16)])
+        if fallback and (byte := _BYTE.fullmatch(piece)):
+            return bytes([int(byte[1], 16)])
         for change in texts:
             piece = change(piece)
         return piece.encode()
@@ -236,10 +236,10 @@ class TextMapping:
             SparseUnsupportedError: the text is empty.
         """
         text, target_ends = self._target.read(tokens)
-        said = _decode(text)
-        if not said:
+        decoded = _decode(text)
+        if not decoded:
             raise SparseUnsupportedError("the prompt has no text that the draft could read")
-        ids, draft_ends = self._tokens(said)
+        ids, draft_ends = self._tokens(decoded)
         before = np.zeros(len(self._start), dtype=np.int64)
         every = np.asarray([*self._start, *ids], dtype=np.int32)
         return DraftText(every, target_ends, np.concatenate([before, draft_ends]))
@@ -248,8 +248,8 @@ class TextMapping:
         """Return the tokens that the draft's tokenizer puts before a text."""
         self._backend.encode_special_tokens = True
         alone, whole = (self._backend.encode("a", add_special_tokens=added).ids for added in (False, True))
-        found = next((at for at in range(len(whole)) if whole[at : at + len(alone)] == alone), 0)
-        return list(whole[:found])
+        count = next((at for at in range(len(whole)) if whole[at : at + len(alone)] == alone), 0)
+        return list(whole[:count])
 
     def _tokens(self, text: str) -> tuple[list[int], Ends]:
         """Return the draft's tokens, and their ends in the text's bytes.
@@ -366,8 +366,8 @@ def _pieces(text: str, offsets: list[tuple[int, int]]) -> _Pieces:
     """
     points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
     bytes_before = np.append(0, np.cumsum(1 + (points > 0x7F) + (points > 0x7FF) + (points > 0xFFFF)))
-    told = np.array(offsets, dtype=np.int64)
-    ends, following = np.maximum.accumulate(told[:, 1]), np.append(told[1:, 0], points.size)
+    spans = np.array(offsets, dtype=np.int64)
+    ends, following = np.maximum.accumulate(spans[:, 1]), np.append(spans[1:, 0], points.size)
     last = np.flatnonzero(np.append(following[:-1] >= ends[:-1], True))
     seen = np.array([not character.isspace() for character in text])
     seen_before = np.append(0, np.maximum.accumulate(np.where(seen, np.arange(1, points.size + 1), 0)))

@@ -131,7 +131,7 @@ class _Row:
             return None
         try:
             grammar.accept(token)
-            return grammar.allowed(size)
+            return grammar.mask(size)
         except InvalidRequestError as error:
             self.failure = error
             return None
@@ -157,7 +157,7 @@ class _Group:
         self.key = key
         self.rows = [_Row(spec)]
         self.cache = spec.cache
-        first = None if spec.grammar is None else spec.grammar.allowed(spec.logits.shape[-1])
+        first = None if spec.grammar is None else spec.grammar.mask(spec.logits.shape[-1])
         tokens, scores = self.rows[0].choose(spec.logits, _stack_masks([first]))
         self.next = _Choice(spec.logits, self._agreed(tokens), scores)
         self._queue()

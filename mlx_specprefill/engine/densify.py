@@ -140,7 +140,7 @@ class BackgroundPrefill:
         self._densifies = policy.densify
         # A draft with another tokenizer has other tokens; on several ranks, one alone may have the draft.
         alone = pair.mapping is None and pair.ranks is None
-        self._drafts = policy.densify and policy.enabled and pair.drafted and alone
+        self._drafts = policy.densify and policy.enabled and pair.has_draft and alone
 
     @property
     def drafts_first(self) -> bool:

@@ -139,5 +139,6 @@ def replay_continuation(
         sequence.keep(prefiller.caches, concat_tokens(request.prompt, continuation[:-1]), sequence.cache)
     raw = logits.astype(mx.float32)
     logprobs = np.array(raw - mx.logsumexp(raw, axis=-1, keepdims=True))
-    looked = np.array(mx.stack(list(capture.found.values())).mean(axis=0)) if capture and capture.found else None
+    captured = list(capture.attention.values()) if capture else []
+    looked = np.array(mx.stack(captured).mean(axis=0)) if captured else None
     return Replay(logprobs, sequence.report(), looked)

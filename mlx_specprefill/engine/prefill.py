@@ -86,7 +86,7 @@ class Prefiller:
             # The number of tokens for a draft with another tokenizer is known only after tokenizing.
             draft_context=pair.draft_context if pair.mapping is None else None,
             cached_tokens=cached,
-            predict=partial(self.predict, len(request.prompt), cached or 0) if pair.drafted else None,
+            predict=partial(self.predict, len(request.prompt), cached or 0) if pair.has_draft else None,
         )
 
     def predict(self, tokens: int, cached: int, kept: int) -> Prediction:
@@ -216,7 +216,7 @@ class Prefiller:
 
     def _may_choose(self, sequence: Sequence) -> bool:
         """Return whether the draft scores the prompt: new text may be dropped, or dropped text recalled."""
-        if sequence.plan.mode == "sparse" or not self.pair.drafted:
+        if sequence.plan.mode == "sparse" or not self.pair.has_draft:
             return sequence.plan.mode == "sparse"
         return self._is_staged(sequence) or _asks(sequence.request, sequence.cached)
 

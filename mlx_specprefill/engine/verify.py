@@ -114,7 +114,7 @@ class _Comparison:
             return None
         masks = []
         for token in np.array(tokens).tolist():
-            mask = self._grammar.allowed(size)
+            mask = self._grammar.mask(size)
             masks.append(np.ones(size, np.bool_) if mask is None else mask)
             self._grammar.accept(token)
         return mx.array(np.stack(masks))

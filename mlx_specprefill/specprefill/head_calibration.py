@@ -388,10 +388,10 @@ def _read(
 
 def _of_all(capture: HeadCapture, ranks: Ranks | None) -> Rows:
     """Return the rows of all ranks' heads."""
-    if not capture.found:
+    if not capture.attention:
         return {}
-    here = list(capture.found)
-    rows = mx.stack([capture.found[key] for key in here])
+    here = list(capture.attention)
+    rows = mx.stack([capture.attention[key] for key in here])
     if ranks is None:
         return dict(zip(here, np.array(rows), strict=True))
     counts = Counter(call for call, _ in here)

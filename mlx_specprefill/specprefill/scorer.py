@@ -262,7 +262,7 @@ class HeadScorer:
             _ask_again(draft, task, capture)
         else:
             yield from read_prompt(draft, task, M, task.question, capture.of_passage)
-        importance = checked(self._importance({key: np.array(row)[:M] for key, row in capture.found.items()}, task))
+        importance = checked(self._importance({key: np.array(row)[:M] for key, row in capture.attention.items()}, task))
         asked = task.again.size or task.question[1] - task.question[0]
         words = f"{len(self.heads.heads)} calibrated heads, {self.heads.depth} of {self.heads.layers} layers"
         return Scores(importance, "draft", words, (), asked, task.cache)
@@ -286,7 +286,7 @@ def _ask_again(draft: nn.Module, task: ScoringInput, capture: HeadCapture) -> No
     undo, Q = Undo(task.cache), task.again.size
     with capture.of_passage(task.prompt.size + Q, Q, slice(0, Q)):
         draft(mx.array(task.again)[None], cache=task.cache)
-    mx.eval([part.state for part in task.cache], list(capture.found.values()))
+    mx.eval([part.state for part in task.cache], list(capture.attention.values()))
     undo.restore(Q)
 
 

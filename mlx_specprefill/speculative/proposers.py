@@ -180,8 +180,8 @@ class NgramProposer(Proposer):
     def propose(self, text: Sequence[int], count: int, sampler: TokenSampler) -> Proposal:
         """Propose without a forward."""
         self._follow(text)
-        found = continuation_of(self._text[: self._size], self._least, min(count, self._trusted))
-        tokens: list[int] = found[: sampler.permitted(text, found.tolist())].tolist()
+        ids = continuation_of(self._text[: self._size], self._least, min(count, self._trusted))
+        tokens: list[int] = ids[: sampler.permitted(text, ids.tolist())].tolist()
         return Proposal(tokens, list(tokens))
 
     def settle(self, verified: Verified) -> None:

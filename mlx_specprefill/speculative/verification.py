@@ -156,7 +156,7 @@ class TokenSampler:
             return len(tokens)
         ahead = self._ahead(self.grammar, before)
         for count, token in enumerate(tokens):
-            mask = ahead.allowed(max(self._size, token + 1))
+            mask = ahead.mask(max(self._size, token + 1))
             if mask is not None and not mask[token]:
                 return count
             ahead.accept(token)
@@ -172,10 +172,10 @@ class TokenSampler:
     def _grammar_mask(self, grammar: GrammarState, before: Sequence[int], fed: Sequence[int], size: int) -> mx.array:
         """Return the grammar's mask of each row, (1 + F, V) bool."""
         ahead = self._ahead(grammar, before)
-        masks = [ahead.allowed(size)]
+        masks = [ahead.mask(size)]
         for token in fed:
             ahead.accept(token)
-            masks.append(ahead.allowed(size))
+            masks.append(ahead.mask(size))
         return mx.array(np.stack([np.ones(size, np.bool_) if mask is None else mask for mask in masks]))
 
     def _ahead(self, grammar: GrammarState, before: Sequence[int]) -> GrammarState:

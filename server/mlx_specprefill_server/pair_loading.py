@@ -103,7 +103,7 @@ def load(
         )
     if pair.context is not None:
         made = replace(made, context_length=min(made.context_length, pair.context))
-    if not made.drafted:  # the target's own layers can't score if each rank has some of them
+    if not made.has_draft:  # the target's own layers can't score if each rank has some of them
         return made
     if made.heads is None and settings is not None:
         heads = _heads(made, settings, calibrate, tell)

@@ -386,11 +386,11 @@ def test_heads_of_a_passage_equal_attention_by_hand(name: str, passage: tuple[in
         capture = read_heads(model, passage, None, ends)
         assert capture.calls == calls
         for number, heads in zip(numbers, truth, strict=True):
-            found = np.array(mx.stack([capture.found[number, head] for head in range(len(heads))]))
+            found = np.array(mx.stack([capture.attention[number, head] for head in range(len(heads))]))
             np.testing.assert_allclose(found, heads, rtol=5e-4, atol=1e-6)
-            assert (number, len(heads)) not in capture.found
+            assert (number, len(heads)) not in capture.attention
         if ends and passage[0] >= 27:  # the ring of 20 is full
-            assert {call for call, _ in capture.found} == set(numbers)
+            assert {call for call, _ in capture.attention} == set(numbers)
 
 
 @pytest.mark.parametrize("name", list(FAMILIES))
@@ -398,12 +398,12 @@ def test_only_the_heads_that_are_asked_for_are_read(name: str) -> None:
     family = FAMILIES[name]
     model = tiny(family.model, **family.changes)
     every = read_heads(model, (30, 38), None, (25,))
-    call = max(call for call, _ in every.found)
+    call = max(call for call, _ in every.attention)
     some = read_heads(model, (30, 38), {call: [1, 0]}, (25,))
-    assert list(some.found) == [(call, 1), (call, 0)]
+    assert list(some.attention) == [(call, 1), (call, 0)]
     assert some.calls == every.calls
-    for key, row in some.found.items():
-        assert mx.array_equal(row, every.found[key])
+    for key, row in some.attention.items():
+        assert mx.array_equal(row, every.attention[key])
         assert (row.shape, row.dtype) == ((M,), mx.float32)
         assert np.array(row).max() > 2 / M  # far from uniform, or the comparison says little
 
@@ -428,10 +428,10 @@ def test_heads_of_a_quantized_cache_are_seen_through_its_softmax() -> None:
     exact = read_heads(model, (30, 38), None, (25,))
     caches = [QuantizedKVCache(group_size=32, bits=8) for _ in model.layers]
     quantized = read_heads(model, (30, 38), None, (25,), caches)
-    assert quantized.found.keys() == exact.found.keys()
+    assert quantized.attention.keys() == exact.attention.keys()
     assert quantized.calls == exact.calls
-    for key, row in exact.found.items():
-        assert np.corrcoef(np.array(row), np.array(quantized.found[key]))[0, 1] > 0.95
+    for key, row in exact.attention.items():
+        assert np.corrcoef(np.array(row), np.array(quantized.attention[key]))[0, 1] > 0.95
 
 
 def test_reading_heads_changes_no_logit() -> None:

@@ -96,8 +96,8 @@ def captured(draft: nn.Module, rows: slice, step: int) -> np.ndarray:
         else:
             draft(PROMPT[:, start:end], cache=cache)
         mx.eval([part.state for part in cache])
-    assert sorted(capture.found) == [(LAYERS, head) for head in range(HEADS)]
-    return np.stack([np.array(capture.found[LAYERS, head]) for head in range(HEADS)])
+    assert sorted(capture.attention) == [(LAYERS, head) for head in range(HEADS)]
+    return np.stack([np.array(capture.attention[LAYERS, head]) for head in range(HEADS)])
 
 
 @pytest.mark.parametrize("step", [40, 20, 12])

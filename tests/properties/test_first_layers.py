@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_specprefill.adapters.depth import FirstLayers, first_layers, layers_of, smallest_depth
-from mlx_specprefill.adapters.registry import adapter_for, architecture_of, verified
+from mlx_specprefill.adapters.registry import adapter_for, architecture_of, support_table
 from mlx_specprefill.cache.prefix.nodes import model_identity
 from mlx_specprefill.errors import SparseUnsupportedError
 from tests import oracle
@@ -74,7 +74,7 @@ def test_the_oracle_notices_a_layer_too_few() -> None:
 
 
 def test_the_table_refuses_none_of_the_drafts() -> None:
-    assert {name for name, row in verified().items() if "depth" in row["refusals"]} == set(DRAFT_REFUSALS)
+    assert {name for name, row in support_table().items() if "depth" in row["refusals"]} == set(DRAFT_REFUSALS)
     assert adapter_for("llama").depth_refusal is None
     assert adapter_for("mamba").depth_refusal == DRAFT_REFUSALS["mamba"]
     assert "not verified" in str(adapter_for("a_model_of_next_year").depth_refusal)

@@ -99,9 +99,9 @@ def test_heads_are_those_that_attention_computes(name: str) -> None:
     truth = read(model, tokens, capture)
     whole = {call: rows for call, rows in enumerate(truth) if rows.shape[-1] == M}
     assert capture.calls == len(truth)
-    assert set(capture.found) == {(call, head) for call, rows in whole.items() for head in range(len(rows))}
+    assert set(capture.attention) == {(call, head) for call, rows in whole.items() for head in range(len(rows))}
     place = slice(PASSAGE[0] - CUTS[1], PASSAGE[1] - CUTS[1])
-    for (call, head), row in capture.found.items():
+    for (call, head), row in capture.attention.items():
         expected = whole[call][head, place].mean(axis=0)
         np.testing.assert_allclose(np.array(row), expected, rtol=1e-3, atol=1e-6)
     assert len(whole) >= captured_layers(model, np.array(tokens[0])) > 0

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
-from mlx_specprefill.adapters.registry import adapter_for, verified
+from mlx_specprefill.adapters.registry import adapter_for, support_table
 from mlx_specprefill.cache.positioned import leaves, make_positioned_cache
 from mlx_specprefill.specprefill.sparse_prefill import prefill
 from tests import oracle
@@ -128,7 +128,7 @@ def test_sparse_prefill_keeps_the_dtypes_of_a_dense_one(name: str, dtype: mx.Dty
 @pytest.mark.parametrize("architecture", oracle.architectures())
 def test_the_committed_table_says_what_the_oracle_says(architecture: str) -> None:
     """Errors of exact models are rounding, which differs between BLAS libraries; the others are compared roughly."""
-    committed, measured = dict(verified()[architecture]), oracle.table_row(architecture)
+    committed, measured = dict(support_table()[architecture]), oracle.table_row(architecture)
     committed["refusals"] = dict(committed["refusals"])
     committed["refusals"].pop("staged", None)  # `test_staged_equals_masked` looks at that
     was, now = committed.pop("error"), measured.pop("error")
@@ -140,7 +140,7 @@ def test_the_committed_table_says_what_the_oracle_says(architecture: str) -> Non
 
 
 def test_the_table_has_no_other_rows() -> None:
-    assert set(verified()) == set(oracle.architectures())
+    assert set(support_table()) == set(oracle.architectures())
 
 
 @pytest.mark.parametrize("architecture", sorted(SPARSE_REFUSALS))

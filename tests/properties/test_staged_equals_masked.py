@@ -15,7 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_specprefill.adapters import staged as parts
 from mlx_specprefill.adapters.probe import probe_staged
-from mlx_specprefill.adapters.registry import adapter_for, verified
+from mlx_specprefill.adapters.registry import adapter_for, support_table
 from mlx_specprefill.adapters.staged import StagedModel
 from mlx_specprefill.cache.positioned import make_positioned_cache
 from mlx_specprefill.errors import SparseUnsupportedError
@@ -121,7 +121,7 @@ def test_keeping_every_token_is_bit_identical_to_mlx_lm(name: str) -> None:
     [name if name in PEOPLE_RUN else pytest.param(name, marks=pytest.mark.nightly) for name in oracle.architectures()],
 )
 def test_the_table_says_what_the_oracle_says(architecture: str) -> None:
-    refusals = verified()[architecture]["refusals"]
+    refusals = support_table()[architecture]["refusals"]
     possible = not {"sparse", "depth"} & refusals.keys()
     assert ("staged" not in refusals) == (possible and architecture not in STAGED_REFUSALS)
     if possible:

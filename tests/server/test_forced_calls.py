@@ -56,7 +56,7 @@ def walk(tools: list[dict[str, Any]], tool_format: str, seed: int) -> str:
     assert constraint is not None
     state, tokens, rng = GRAMMARS.state(constraint, frozenset({STOP})), list[int](), random.Random(seed)
     while len(tokens) < LONGEST:
-        mask = state.allowed(len(TOKENIZER))
+        mask = state.mask(len(TOKENIZER))
         assert mask is not None
         if mask[STOP] and rng.random() < 0.7:
             return str(TOKENIZER.decode(tokens))
@@ -92,7 +92,7 @@ def test_calls_come_to_an_end_though_the_model_never_ends_them(tool_format: Tool
     assert constraint is not None
     state, tokens = GRAMMARS.state(constraint, frozenset({STOP})), list[int]()
     while len(tokens) < 4 * LONGEST:
-        mask = state.allowed(len(TOKENIZER))
+        mask = state.mask(len(TOKENIZER))
         assert mask is not None
         liked = [int(token) for token in mask.nonzero()[0] if token != STOP]
         if not liked:

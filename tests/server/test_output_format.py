@@ -30,12 +30,12 @@ def verdict(constraint: Constraint | None, text: str) -> str:
     assert constraint is not None
     way = GRAMMARS.state(constraint, frozenset({STOP}))
     for place, token in enumerate(TOKENIZER.encode(text, add_special_tokens=False)):
-        mask = way.allowed(len(TOKENIZER))
+        mask = way.mask(len(TOKENIZER))
         assert mask is not None
         if not mask[token]:
             return f"wrong at {place}"
         way.accept(token)
-    mask = way.allowed(len(TOKENIZER))
+    mask = way.mask(len(TOKENIZER))
     assert mask is not None
     return "whole" if mask[STOP] else "beginning"
 
@@ -128,11 +128,11 @@ def test_choices_are_spelled_exactly(text: str) -> None:
     assert constraint is not None
     way = GRAMMARS.state(constraint, frozenset({STOP}))
     for token in (token for char in text for token in TOKENIZER.encode(char, add_special_tokens=False)):
-        mask = way.allowed(len(TOKENIZER))
+        mask = way.mask(len(TOKENIZER))
         assert mask is not None
         assert mask[token]
         way.accept(token)
-    mask = way.allowed(len(TOKENIZER))
+    mask = way.mask(len(TOKENIZER))
     assert mask is not None
     assert mask[STOP]
 

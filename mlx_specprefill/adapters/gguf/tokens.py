@@ -216,8 +216,8 @@ def _check_scored(vocabulary: _Vocabulary) -> None:
 def _special_tokens(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> dict[str, str]:
     """Return the tokens with a role, by transformers' names."""
     roles = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    found = {role: _id(metadata, f"{key}_token_id", vocabulary) for role, key in roles.items()}
-    return {role: vocabulary.tokens[index] for role, index in found.items() if index is not None}
+    ids = {role: _id(metadata, f"{key}_token_id", vocabulary) for role, key in roles.items()}
+    return {role: vocabulary.tokens[index] for role, index in ids.items() if index is not None}
 
 
 def _id(metadata: Mapping[str, Any], name: str, vocabulary: _Vocabulary) -> int | None:

@@ -174,10 +174,10 @@ def _find_tensors(
 def _packing(model: nn.Module, stored: dict[str, TensorInfo]) -> dict[str, dict[str, int]]:
     """Return group size and bits of each layer whose weight stays packed, as config.json has them."""
     modules = dict(model.named_modules())
-    found = {name.removesuffix(".weight"): packed_bits(info.kind) for name, info in stored.items()}
+    bits_of = {name.removesuffix(".weight"): packed_bits(info.kind) for name, info in stored.items()}
     return {
         layer: {"group_size": GROUP, "bits": bits}
-        for layer, bits in found.items()
+        for layer, bits in bits_of.items()
         if bits is not None and hasattr(modules.get(layer), "to_quantized")
     }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 from typing import Literal, get_args
@@ -101,11 +101,6 @@ class SelectionConfig:
         if self.chunk_size < 1:
             raise ValueError(f"chunk_size must be positive, got {self.chunk_size}")
 
-    @property
-    def as_published(self) -> SelectionConfig:
-        """Return the paper's chunks (SpecPrefill, section 3.2.3), with the same tokens forced."""
-        return replace(self, chunk_size=32, by_sentence=False)
-
 
 @dataclass(frozen=True, slots=True)
 class SpecPrefillPolicy:
@@ -184,9 +179,6 @@ class EngineConfig:
     calibration_file: Path | None = None  # file of measured costs that survives a restart
     kv_bits: int | None = None  # quantise the target's KV cache after prefill (plain attention caches only)
     kv_group_size: int = 64
-
-    def selection_by(self, rule: RuleName) -> SelectionConfig:
-        return self.selection.as_published if rule == "paper" else self.selection
 
     def __post_init__(self) -> None:
         if self.rule not in RULE_NAMES:

@@ -22,7 +22,7 @@ from ..errors import SettingsError, SparseUnsupportedError
 from ..loading import ModelPair
 from ..request import CacheLabel, GenerationRequest, PrefixMiss, TokenIds
 from ..specprefill.sparse_prefill import HiddenStates
-from .misses import Decode, explain_miss
+from .misses import WORTH_TELLING, Decode, explain_miss
 
 __all__ = ["EngineCaches", "empty_cache", "empty_draft_cache"]
 
@@ -40,7 +40,8 @@ def empty_cache(model: nn.Module) -> list[Any]:
 def empty_draft_cache(pair: ModelPair) -> list[Any]:
     """Return an empty prompt cache of the draft, with positions if it becomes a part of the target's."""
     assert pair.draft is not None
-    return make_positioned_cache(pair.draft) if pair.stages is not None else list(make_prompt_cache(pair.draft))
+    staged = not isinstance(pair.staged, str)
+    return make_positioned_cache(pair.draft) if staged else list(make_prompt_cache(pair.draft))
 
 
 def _first_layers(pair: ModelPair) -> int:
@@ -158,7 +159,10 @@ class EngineCaches:
         if self._target is None:
             return None
         try:
-            return explain_miss(request, self._target.others(request.prompt, request.label), decode)
+            shared, others = self._target.others(request.prompt, request.label)
+            if not others or len(request.prompt) - shared < WORTH_TELLING:
+                return None
+            return explain_miss(request, (shared, others), decode)
         except Exception:
             log.exception("why a prompt is read again could not be told")
             return None

@@ -148,19 +148,21 @@ class _Choice(NamedTuple):
 class _Group:
     """Rows that share a forward. A single row keeps its own cache."""
 
-    def __init__(
-        self, model: nn.Module, staged: StagedModel | None, spec: DecodeRow, key: Hashable | None, ranks: Ranks | None
-    ) -> None:
+    def __init__(self, model: nn.Module, staged: StagedModel | None, spec: DecodeRow, ranks: Ranks | None) -> None:
         self._model = model
         self._staged = staged
         self._ranks = ranks
-        self.key = key
         self.rows = [_Row(spec)]
         self.cache = spec.cache
         first = None if spec.grammar is None else spec.grammar.mask(spec.logits.shape[-1])
         tokens, scores = self.rows[0].choose(spec.logits, _stack_masks([first]))
         self.next = _Choice(spec.logits, self._agreed(tokens), scores)
         self._queue()
+
+    @cached_property
+    def key(self) -> Hashable | None:
+        """Return a key that groups of one kind of cache share; None: these rows join no other."""
+        return batch_key(self.cache)
 
     def advance(self) -> _Choice:
         """Feed every row's token and queue the next choice; return the tokens fed."""
@@ -347,8 +349,7 @@ class DecodeBatch:
         """
         if row.uid in self.uids:
             raise ValueError(f"row {row.uid} is decoding already")
-        key = batch_key(row.cache) if self._batched else None
-        self._groups.append(_Group(self._model, self._staged, row, key, self._ranks))
+        self._groups.append(_Group(self._model, self._staged, row, self._ranks))
 
     def first_token(self, uid: int) -> TokenEvent:
         """Return the newest row's first token before its first step, which then does not return it.
@@ -387,6 +388,9 @@ class DecodeBatch:
         return [event for group, choice in zip(self._groups, fed, strict=True) for event in group.events(choice)]
 
     def _join(self) -> None:
+        """Merge groups of one kind. A group alone is looked at, too: its batch may give back space."""
+        if not self._batched or (len(self._groups) == 1 and len(self._groups[0].rows) == 1):
+            return
         alike: dict[Hashable, list[_Group]] = {}
         for group in self._groups:
             alike.setdefault(id(group) if group.key is None else group.key, []).append(group)

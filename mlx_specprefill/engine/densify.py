@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Generator
 from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
+import psutil
 
 from ..errors import RequestCancelled
 from ..request import GenerationRequest, Progress, PromptLogprobs, SpecPrefillOptions, TokenIds, Verdict, concat_tokens
@@ -16,7 +18,7 @@ from .prefill import Prefiller
 from .sequence import Job, RequestHandle, Sequence, noop
 from .verify import Guide, Quantize, verify
 
-__all__ = ["BackgroundPrefill", "BackgroundQueue", "IdleTurn"]
+__all__ = ["BackgroundPrefill", "BackgroundQueue", "Battery", "IdleTurn"]
 
 log = logging.getLogger(__name__)
 _LIMIT = 8  # turns
@@ -110,6 +112,27 @@ class BackgroundQueue:
     def is_expecting(self, turn: IdleTurn) -> bool:
         """Return whether the turn's answer called a tool, so that the next turn is certain to come."""
         return turn.handle.expecting
+
+
+_LOOK_EVERY_S = 30.0
+
+
+class Battery:
+    """Reports whether the machine runs on battery. Reads the sensors at most every 30 s."""
+
+    def __init__(self) -> None:
+        self._next_look = 0.0  # by the monotonic clock
+        self._is_in_use = False
+
+    @property
+    def is_in_use(self) -> bool:
+        """Return whether the machine runs on battery. False without a battery or where the state is unknown."""
+        now = time.monotonic()
+        if now >= self._next_look:
+            self._next_look = now + _LOOK_EVERY_S
+            found = psutil.sensors_battery()
+            self._is_in_use = found is not None and found.power_plugged is False
+        return self._is_in_use
 
 
 class BackgroundPrefill:

@@ -39,7 +39,7 @@ from .mlx_thread import MLXThread
 from .prefill import Prefiller
 from .scheduler import Scheduler
 from .sequence import Job, OnEvent, RequestHandle, Sequence, Work, noop
-from .speculation import Speculator
+from .speculation import AnswerDrafter, Speculator
 from .stats import EngineStats
 
 __all__ = ["Engine", "EngineHealth", "check_request"]
@@ -323,7 +323,8 @@ class Engine:
             return Job(work.uid, noop, handle, slices, work=work)
         assert plan is not None
         need = self.memory.need(request, plan.mode)
-        drafting = self._speculator.drafter(request)
+        strategy = request.specprefill.speculative or self.config.speculation.strategy
+        drafting = None if strategy == "off" else AnswerDrafter(self._speculator, request, strategy)
         sequence = Sequence(work.uid, request, plan, time.perf_counter(), self._guide(request), drafting, need=need)
         return Job(work.uid, noop, handle, self.prefiller.run(sequence), sequence, work=work)
 

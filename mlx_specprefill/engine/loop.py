@@ -20,9 +20,8 @@ from ..request import Event, Failed, Finished, FinishReason, TokenEvent, concat_
 from .caches import EngineCaches
 from .costs import ChunkSizer, CostModel
 from .decode_batch import Rows
-from .densify import BackgroundPrefill
+from .densify import BackgroundPrefill, Battery
 from .inbox import Call, Inbox
-from .machine import Battery
 from .memory import Memory
 from .scheduler import Scheduler
 from .sequence import Job, RequestHandle, Sequence, log_failure, strip_traceback

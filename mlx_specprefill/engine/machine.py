@@ -1,20 +1,18 @@
-"""The machine that runs the models: its description, its battery, and the memory that macOS keeps resident."""
+"""The machine that runs the models: its description, and the memory that macOS keeps resident."""
 
 from __future__ import annotations
 
 import logging
 import os
 import platform
-import time
 from dataclasses import dataclass
 
 import mlx.core as mx
-import psutil
 
 from ..config import WiredLimit
 from .footprint import default_limit, physical_memory
 
-__all__ = ["Battery", "Machine", "machine", "wire", "wired_bytes"]
+__all__ = ["Machine", "machine", "wire", "wired_bytes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,27 +40,6 @@ def machine() -> Machine:
     device = "gpu" if mx.default_device() == mx.Device(mx.gpu) else "cpu"
     name = mx.device_info().get("device_name") or platform.processor() or platform.machine()
     return Machine(device, mx.metal.is_available(), str(name), os.cpu_count() or 1, physical_memory(), default_limit())
-
-
-_LOOK_EVERY_S = 30.0
-
-
-class Battery:
-    """Reports whether the machine runs on battery. Reads the sensors at most every 30 s."""
-
-    def __init__(self) -> None:
-        self._next_look = 0.0  # by the monotonic clock
-        self._is_in_use = False
-
-    @property
-    def is_in_use(self) -> bool:
-        """Return whether the machine runs on battery. False without a battery or where the state is unknown."""
-        now = time.monotonic()
-        if now >= self._next_look:
-            self._next_look = now + _LOOK_EVERY_S
-            found = psutil.sensors_battery()
-            self._is_in_use = found is not None and found.power_plugged is False
-        return self._is_in_use
 
 
 log = logging.getLogger(__name__)

@@ -12,11 +12,11 @@ import numpy.typing as npt
 
 from ..request import GenerationRequest, MissKind, PrefixMiss, TokenIds
 
-__all__ = ["Decode", "explain_miss"]
+__all__ = ["WORTH_TELLING", "Decode", "explain_miss"]
 
 Decode = Callable[[Sequence[int]], str]
 
-_WORTH_TELLING = 1024  # tokens
+WORTH_TELLING = 1024  # tokens
 _GRAM = 16  # tokens of one hash; a power of 2
 _TABLE_BITS = 22
 _FACTOR = 0x9E3779B1  # odd, with evenly spread bits
@@ -39,18 +39,17 @@ _TOOLS = re.compile(r"name|tool|function|parameters", re.IGNORECASE)
 
 
 def explain_miss(request: GenerationRequest, others: tuple[int, list[TokenIds]], decode: Decode) -> PrefixMiss | None:
-    """Return the reason; None if no cached prompt has `_WORTH_TELLING` of the tokens behind the difference.
+    """Return the reason; None if no cached prompt has `WORTH_TELLING` of the tokens behind the difference.
 
     Args:
-        others: the number of tokens that the prompt shares with cached prompts, and these.
+        others: the number of tokens that the prompt shares with cached prompts, and these prompts, at least one. At
+            least `WORTH_TELLING` tokens follow.
     """
     start, cached = others
     new = request.prompt[start:]
-    if new.size < _WORTH_TELLING or not cached:
-        return None
     grams = _Grams(new)
     shared, old = max(((grams.shared(tokens[start:]), tokens) for tokens in cached), key=itemgetter(0))
-    if shared < _WORTH_TELLING:
+    if shared < WORTH_TELLING:
         return None
     left_out, added = grams.resumed(old[start:])
     first = max(start - _WINDOW, 0)

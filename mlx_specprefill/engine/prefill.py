@@ -24,7 +24,15 @@ from ..request import GenerationRequest, Prediction, Progress, PromptLogprobs
 from ..sampling import top_logprobs
 from ..specprefill.plan import READ_ALL, PrefillPlan, about_everything, plan_prefill
 from ..specprefill.scorer import Scores, question_span
-from ..specprefill.selector import PromptText, Selection, TextReader, missing_of, select_tokens, strongest
+from ..specprefill.selector import (
+    PromptText,
+    Selection,
+    TextReader,
+    missing_of,
+    select_tokens,
+    selection_by,
+    strongest,
+)
 from ..specprefill.sparse_prefill import HiddenStates, UpperLayersModel, prefill, prefill_upper, recall
 from .caches import EngineCaches, empty_cache
 from .costs import ChunkSizer, CostModel
@@ -66,6 +74,7 @@ class Prefiller:
         self.config = config
         self.caches = caches
         self._costs = costs
+        self._stages, self._has_draft = pair.stages, pair.has_draft
         self._chunks = chunks
         self._step = partial(chunks.size, "prefill")  # tokens of the target's next forward
         self.text = TextReader(pair.tokenizer)
@@ -86,7 +95,7 @@ class Prefiller:
             # The number of tokens for a draft with another tokenizer is known only after tokenizing.
             draft_context=pair.draft_context if pair.mapping is None else None,
             cached_tokens=cached,
-            predict=partial(self.predict, len(request.prompt), cached or 0) if pair.has_draft else None,
+            predict=partial(self.predict, len(request.prompt), cached or 0) if self._has_draft else None,
         )
 
     def predict(self, tokens: int, cached: int, kept: int) -> Prediction:
@@ -169,7 +178,7 @@ class Prefiller:
         The paper's rule looks ahead with all layers, and a request with its own scores needs no scoring.
         """
         own = sequence.request.specprefill.importance
-        return self.pair.stages is not None and sequence.plan.rule != "paper" and own is None
+        return self._stages is not None and sequence.plan.rule != "paper" and own is None
 
     def _fall_back(self, sequence: Sequence, error: Exception) -> None:
         """Reset the sequence with mlx-lm's own caches: nothing that may have failed is used again."""
@@ -216,7 +225,7 @@ class Prefiller:
 
     def _may_choose(self, sequence: Sequence) -> bool:
         """Return whether the draft scores the prompt: new text may be dropped, or dropped text recalled."""
-        if sequence.plan.mode == "sparse" or not self.pair.has_draft:
+        if sequence.plan.mode == "sparse" or not self._has_draft:
             return sequence.plan.mode == "sparse"
         return self._is_staged(sequence) or _asks(sequence.request, sequence.cached)
 
@@ -231,7 +240,7 @@ class Prefiller:
             sequence.plan = plan.behind_earlier(M - L)
         elif scores is not None:
             # Chunks start where an earlier turn's chunks start.
-            first = L - L % self.config.selection_by(plan.rule).chunk_size
+            first = L - L % selection_by(plan.rule, self.config.selection).chunk_size
             selection = self.select(text, scores, plan, first)
             new = selection.kept[selection.kept >= L - first] + np.int32(first)
         return recalled, new
@@ -279,7 +288,7 @@ class Prefiller:
         """Select tokens from `start` (a chunk's start) to `end`. The result's `kept` counts from `start`."""
         importance, forced = scores.importance[start:end], plan.forced[start:end]
         part = text.part(start, start + importance.size)
-        return select_tokens(importance, forced, part, plan.keep, self.config.selection_by(plan.rule))
+        return select_tokens(importance, forced, part, plan.keep, selection_by(plan.rule, self.config.selection))
 
     def _read(self, sequence: Sequence, recalled: Kept, new: Kept) -> Slices:
         """Prefill recalled tokens behind the cached prefix, then the new ones. Progress covers both."""
@@ -317,7 +326,7 @@ class Prefiller:
 
         In a staged prefill these are the upper layers, and from then on the sequence's cache is that of all layers.
         """
-        hidden, model = sequence.hidden, self.pair.stages
+        hidden, model = sequence.hidden, self._stages
         if hidden is None or model is None:
             return self.pair.target, self.pair.target, sequence.cache
         _, upper = model.split(sequence.cache)
@@ -440,7 +449,7 @@ class Prefiller:
 
         The sequence's cache and the exact cache then hold the text. Cancelled, nothing is kept.
         """
-        model, request, S = self.pair.stages, sequence.request, sequence.cached
+        model, request, S = self._stages, sequence.request, sequence.cached
         if model is None or choice is None or not can_cut(sequence.cache):  # windows and states need checkpoints
             return
         turn = self.caches.target_prefix(request.prompt, request.label, True, choice)

@@ -45,6 +45,9 @@ class PromptScorer:
         self.config = config
         self.caches = caches
         self.step = step
+        self._stop_ids = pair.eos_token_ids
+        self._ranks = pair.split
+        self._whole = None if pair.draft is None else full_draft_model(pair.draft)
 
     def scores(
         self, request: GenerationRequest, plan: PrefillPlan, text: PromptText, hidden: HiddenStates | None = None
@@ -105,16 +108,16 @@ class PromptScorer:
             question=question,
             template=template,
             again=np.concatenate([none, *(request.prompt[start:end] for start, end in before)]),
-            stop_ids=request.stop_token_ids | self.pair.eos_token_ids,
+            stop_ids=request.stop_token_ids | self._stop_ids,
             cache=[],
             step=self.step,
         )
 
     def _by_draft(self, request: GenerationRequest, plan: PrefillPlan, task: ScoringInput, known: int) -> Scoring:
         """Score with the draft. A cached prefix may cover `known` tokens."""
-        if self.pair.draft is None:
+        if self.pair.draft is None or self._whole is None:
             raise SparseUnsupportedError("no draft model is loaded")
-        draft = full_draft_model(self.pair.draft) if plan.rule == "paper" else self.pair.draft
+        draft = self._whole if plan.rule == "paper" else self.pair.draft
         stored = draft is self.pair.draft  # cached prefixes belong to the default scoring layers
         prompt, label = task.prompt, request.label
         keeper = request if self.pair.mapping is None else replace(request, spans=())  # spans count target tokens
@@ -122,7 +125,7 @@ class PromptScorer:
         hit = self.caches.draft_prefix(prompt[: known + 1], label) if stored and known else None
         empty = empty_draft_cache(self.pair) if stored else list(make_prompt_cache(draft))
         task = replace(task, cache=empty if hit is None else hit.cache)
-        scorer = scorer_for(plan.rule, self.pair.heads, self.config.scoring, self.pair.split)
+        scorer = scorer_for(plan.rule, self.pair.heads, self.config.scoring, self._ranks)
         try:
             scores = yield from scorer.score(draft, task)
         except RequestCancelled:
@@ -132,5 +135,4 @@ class PromptScorer:
         if stored:
             self.caches.keep_draft(prompt, task.cache, keeper)
         scores = replace(scores, read=len(prompt) - (0 if hit is None else hit.length))
-        own = full_draft_model(self.pair.draft) is self.pair.target
-        return replace(scores, scorer="self") if own else scores
+        return replace(scores, scorer="self") if self._whole is self.pair.target else scores

@@ -142,10 +142,7 @@ class Sequence:
 
     def model(self, pair: ModelPair) -> Callable[..., mx.array]:
         """Return the model that continues the sequence's cache."""
-        if not self.staged:
-            return pair.target  # type: ignore[no-any-return]
-        assert pair.stages is not None
-        return pair.stages
+        return pair.stages if self.staged and pair.stages else pair.target
 
     def spend(self, stage: Stage, ms: float) -> None:
         """Add a step's own time to its stage. Other requests' time does not count."""

@@ -50,11 +50,6 @@ class Speculator:
         self._scheduler = scheduler
         self._refusals: dict[StrategyName, str | None] = {}
 
-    def drafter(self, request: GenerationRequest) -> AnswerDrafter | None:
-        """Return a drafter; None if neither request nor server asks for drafting. May be called from any thread."""
-        asked = request.specprefill.speculative or self.config.strategy
-        return None if asked == "off" else AnswerDrafter(self, request, asked)
-
     def refusal(self, strategy: StrategyName, request: GenerationRequest) -> str | None:
         """Return why an answer can't be drafted now; None if it can."""
         if strategy not in self._refusals:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from ..config import EngineConfig, RuleName, Scope, SelectionConfig
 from ..request import GenerationRequest, Mode, Prediction, PromptSpan
+from .selector import selection_by
 
 __all__ = [
     "READ_ALL",
@@ -104,7 +105,7 @@ def plan_prefill(
     options, policy = request.specprefill, config.policy
     keep = options.keep_pct if isinstance(options.keep_pct, Fraction) else policy.keep_pct
     rule, scope = options.rule or config.rule, options.scope or policy.scope
-    ranges = tuple(forced_ranges(request.spans, M, config.selection_by(rule), scope))
+    ranges = tuple(forced_ranges(request.spans, M, selection_by(rule, config.selection), scope))
     forced = forced_mask(ranges, M)
     rest = np.zeros(M, dtype=np.bool_) if cached_tokens is None else forced[cached_tokens:]
     predicted = None if predict is None else predict(_kept(keep, rest))

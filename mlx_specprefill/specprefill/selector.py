@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ..config import SelectionConfig
+from ..config import RuleName, SelectionConfig
 from ..request import TokenIds
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "missing_of",
     "select_chunks",
     "select_tokens",
+    "selection_by",
     "strongest",
 ]
 
@@ -56,6 +57,11 @@ class Selection:
     chunk_forced: Bools
     chunk_chosen: Bools
     chunk_size: int
+
+
+def selection_by(rule: RuleName, config: SelectionConfig) -> SelectionConfig:
+    """Return the rule's configuration: "paper" has the published chunks, with the same tokens forced."""
+    return replace(config, chunk_size=32, by_sentence=False) if rule == "paper" else config
 
 
 def chunk_means(importance: Floats, chunk_size: int) -> Floats:

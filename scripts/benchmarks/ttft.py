@@ -42,7 +42,7 @@ from mlx_specprefill.engine.caches import empty_draft_cache
 from mlx_specprefill.specprefill.mapped import MappedScorer
 from mlx_specprefill.specprefill.plan import forced_mask, forced_ranges
 from mlx_specprefill.specprefill.scorer import Scores, ScoringInput, scorer_for
-from mlx_specprefill.specprefill.selector import TextReader, select_tokens
+from mlx_specprefill.specprefill.selector import TextReader, select_tokens, selection_by
 from mlx_specprefill.specprefill.sparse_prefill import HiddenStates, prefill, prefill_upper
 
 from .harness import BenchError, pairs, shapes
@@ -96,7 +96,7 @@ def score(setup: Setup, prompt: list[int], hidden: HiddenStates | None) -> Score
 
 
 def select(setup: Setup, prompt: list[int], importance: np.ndarray, keep: Fraction) -> np.ndarray:
-    rule = setup.config.selection_by(setup.config.rule)
+    rule = selection_by(setup.config.rule, setup.config.selection)
     forced = forced_mask(forced_ranges((), importance.size, rule), importance.size)
     return select_tokens(importance, forced, setup.text.read(prompt), keep, rule).kept
 

@@ -21,6 +21,7 @@ from mlx_specprefill.specprefill.selector import (
     missing_of,
     select_chunks,
     select_tokens,
+    selection_by,
     strongest,
 )
 
@@ -310,7 +311,7 @@ def test_the_papers_chunks_compete_by_their_means_alone():
     """Chunks of 32, whatever is said where; with the same tokens forced."""
     rng = np.random.default_rng(4)
     importance, forced = rng.random(300).astype(np.float32), np.arange(300) > 280
-    rule = SelectionConfig(sentence_limit=50).as_published
+    rule = selection_by("paper", SelectionConfig(sentence_limit=50))
     selection = select_tokens(importance, forced, text_of(np.arange(0, 300, 24)), Fraction(1, 5), rule)
     means = [float(importance[start : start + 32].mean(dtype=np.float64)) for start in range(0, 300, 32)]
     assert selection.kept.tolist() == brute_force(means, forced.tolist(), Fraction(1, 5), 32)

@@ -32,7 +32,7 @@ import numpy.typing as npt
 
 from ...request import SHARED, CacheLabel
 from .index import DiskRow, RecordIndex, create_private, file_name
-from .nodes import Arrays, Node, Record, RecordKind, block_digest, root_digest, token_bytes
+from .nodes import LABEL_MARK, Arrays, Node, Record, RecordKind, block_digest, make_root, token_bytes
 
 __all__ = ["DiskTier", "StoredTree", "encode", "read_into"]
 
@@ -431,8 +431,6 @@ class DiskTier:
         self.nbytes = self._index.total()
 
 
-_AT = "@"  # between a namespace and a label, neither of which contains it
-
 MakeRecord = Callable[[Node, RecordKind, int], Record]
 
 
@@ -444,7 +442,7 @@ class StoredTree:
         only_pinned: only pinned records are written, and none of requests with a salt.
     """
 
-    def __init__(self, disk: DiskTier | None, identity: str, block_size: int, only_pinned: bool = False) -> None:
+    def __init__(self, disk: DiskTier, identity: str, block_size: int, only_pinned: bool = False) -> None:
         self.disk = disk
         self._only_pinned = only_pinned
         self._identity = identity
@@ -452,28 +450,22 @@ class StoredTree:
         self._namespace = f"{identity}:{block_size}"
         self._evictions = 0  # of the disk tier, at the last call of `evicted`
 
-    def root(self, label: CacheLabel) -> Node:
-        """Return an empty tree for a label."""
-        identity = self._identity if label == SHARED else f"{self._identity}{_AT}{label.owner}/{label.salt}"
-        return Node(None, np.zeros(0, dtype=np.int32), root_digest(identity, self._block_size), label)
-
     def begin(self) -> None:
         """Start a new look-up or store, as `DiskTier.begin`."""
-        if self.disk is not None:
-            self.disk.begin()
+        self.disk.begin()
 
     def has(self, record: Record) -> bool:
-        return self.disk is not None and self.disk.has(record.key)
+        return self.disk.has(record.key)
 
     def read(self, records: Sequence[Record]) -> Iterator[Arrays | None]:
         """Yield the arrays of one label's records in this order; None for a record that can't be read."""
-        if self.disk is None or not records:
-            return iter([None] * len(records))
+        if not records:
+            return iter(())
         return self.disk.read([record.key for record in records], self._namespace_of(records[0].node.label))
 
     def write(self, record: Record) -> None:
         """Queue a record after those that it needs; no effect if it is stored or can't be written."""
-        if self.disk is None or self.has(record) or not self._may_write(record):
+        if self.has(record) or not self._may_write(record):
             return
         waiting = [record]
         node = record.node if record.kind == "state" else record.node.parent
@@ -486,7 +478,7 @@ class StoredTree:
 
     def save(self, record: Record) -> None:
         """Queue a record that memory evicts and that was refused when it was stored."""
-        if self.disk is not None and not self.has(record):
+        if not self.has(record):
             self.touch(record.node.blocks())
             self.write(record)
 
@@ -494,28 +486,23 @@ class StoredTree:
         return not self._only_pinned or (record.rank == 2 and not record.node.label.salt)
 
     def touch(self, records: Sequence[Record]) -> None:
-        if self.disk is None:
-            return
         for pinned in (False, True):
             self.disk.touch([record.key for record in records if (record.rank == 2) == pinned], pinned)
 
     def remove(self, record: Record) -> None:
-        if self.disk is not None:
-            self.disk.remove([record.key])
+        self.disk.remove([record.key])
 
     def evicted(self) -> bool:
         """Return whether the disk tier has evicted anything since the last call."""
-        if self.disk is None or self.disk.evictions == self._evictions:
+        if self.disk.evictions == self._evictions:
             return False
         self._evictions = self.disk.evictions
         return True
 
     def restore(self, make_record: MakeRecord) -> dict[CacheLabel, Node]:
         """Return the trees of an earlier process, by label. Records without the blocks before them are deleted."""
-        if self.disk is None:
-            return {}
         labels = {name: label for name in self.disk.namespaces() if (label := self._label_of(name)) is not None}
-        roots = [self.root(label) for label in labels.values()]
+        roots = [make_root(self._identity, self._block_size, label) for label in labels.values()]
         nodes = {root.digest.hex(): root for root in roots}
         rows = [row for name in labels for row in self.disk.rows(name)]
         rows.sort(key=lambda row: (row.end, row.key))  # a state's key sorts after its node's
@@ -541,11 +528,11 @@ class StoredTree:
         )
 
     def _namespace_of(self, label: CacheLabel) -> str:
-        return self._namespace if label == SHARED else f"{self._namespace}{_AT}{label.owner}/{label.salt}"
+        return self._namespace if label == SHARED else f"{self._namespace}{LABEL_MARK}{label.owner}/{label.salt}"
 
     def _label_of(self, namespace: str) -> CacheLabel | None:
         """Return the namespace's label; None for another model or block size."""
-        own, _, label = namespace.partition(_AT)
+        own, _, label = namespace.partition(LABEL_MARK)
         owner, _, salt = label.partition("/")
         return CacheLabel(owner, salt) if own == self._namespace else None
 

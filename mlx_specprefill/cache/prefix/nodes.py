@@ -32,6 +32,7 @@ from ..positioned import Positioned, PositionedKVCache, PositionedRotatingKVCach
 
 __all__ = [
     "ANY_CHOICE",
+    "LABEL_MARK",
     "Arrays",
     "CacheEntry",
     "CacheHit",
@@ -45,6 +46,7 @@ __all__ = [
     "common_length",
     "deepest_state",
     "longest_match",
+    "make_root",
     "model_identity",
     "nbytes_of",
     "others_ends",
@@ -529,6 +531,7 @@ def others_ends(root: Node, wanted: Tokens, block_size: int, most: int) -> tuple
 
 KV_LAYOUT_VERSION = 1  # of the arrays from `records`; a change orphans every stored record
 DIGEST_BYTES = 24
+LABEL_MARK = "@"  # between an identity and a label, neither of which contains it
 _SAMPLES = 64  # elements of every parameter that enter the identity
 _VOLATILE = ("_name_or_path", "transformers_version")  # no effect on the model's results
 _BITS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
@@ -573,6 +576,12 @@ def token_bytes(tokens: Sequence[int] | TokenIds) -> bytes:
 def root_digest(identity: str, block_size: int) -> bytes:
     """Return the parent digest of the first block: chains of two identities or two block sizes share no digest."""
     return hashlib.blake2b(f"{identity}\0{block_size}".encode(), digest_size=DIGEST_BYTES).digest()
+
+
+def make_root(identity: str, block_size: int, label: CacheLabel) -> Node:
+    """Return an empty tree of one model for a label."""
+    owned = identity if label == SHARED else f"{identity}{LABEL_MARK}{label.owner}/{label.salt}"
+    return Node(None, np.zeros(0, dtype=np.int32), root_digest(owned, block_size), label)
 
 
 def block_digest(

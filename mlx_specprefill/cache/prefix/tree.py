@@ -35,6 +35,7 @@ from .nodes import (
     common_length,
     deepest_state,
     longest_match,
+    make_root,
     nbytes_of,
     others_ends,
 )
@@ -155,12 +156,13 @@ class PrefixCache:
         self._layout = Layout(make_cache, first_layers)
         self.refusal = self._layout.refusal
         self._budget = budget
-        self._stored = StoredTree(disk, identity, block_size, only_pinned)
+        self._stored = None if disk is None else StoredTree(disk, identity, block_size, only_pinned)
+        self._identity = identity
         self._roots: dict[CacheLabel, Node] = {}  # without empty trees
         self.hits = self.misses = self.tokens_served = 0
         if self.refusal is not None:
             log.warning("no prefix cache: %s", self.refusal)
-        else:
+        elif self._stored is not None:
             self._roots = self._stored.restore(self._record)
 
     @property
@@ -187,7 +189,8 @@ class PrefixCache:
             choice: sparse prefixes whose choice begins so are searched, too.
         """
         self._budget.begin_lookup()
-        self._stored.begin()
+        if self._stored is not None:
+            self._stored.begin()
         wanted = np.asarray(tokens, dtype=np.int32)[:limit]
         while (match := self._match(wanted, label, choice)) is not None:
             hit = self._serve(match, min(len(tokens) - match.length, _ROOM), again)
@@ -236,10 +239,11 @@ class PrefixCache:
         count = len(records)
         if self._layout.stateful and match.node.state is not None:
             records.append(match.node.state)
-        read = self._stored.read([record for record in records if record.arrays is None])
+        missing = [record for record in records if record.arrays is None]
+        read = iter(()) if self._stored is None else self._stored.read(missing)
         loaded = []
         for record in records:
-            arrays = record.arrays if record.arrays is not None else next(read)
+            arrays = record.arrays if record.arrays is not None else next(read, None)
             if arrays is None:
                 self._forget(record)
                 return None
@@ -251,9 +255,10 @@ class PrefixCache:
             self._budget.touch(record, hit=not again)
         for record, arrays in zip(records, loaded, strict=True):
             self._keep(record, arrays)
-        self._stored.touch(records)
-        for record in records:
-            self._stored.write(record)  # at the second use of a pinned prefix, if only those are written
+        if self._stored is not None:
+            self._stored.touch(records)
+            for record in records:
+                self._stored.write(record)  # at the second use of a pinned prefix, if only those are written
         return CacheHit(match.length, cache, held, _hidden(loaded), _is_whole(match))
 
     # -- writing
@@ -300,9 +305,10 @@ class PrefixCache:
             return
         source = _Source(cache, None if choice is None else fed_of(cache), choice, hidden)
         self._budget.begin_store()
-        self._stored.begin()
-        self._sweep()
-        root = self._roots.get(label) or self._stored.root(label)
+        if self._stored is not None:
+            self._stored.begin()
+            self._sweep(self._stored)
+        root = self._roots.get(label) or make_root(self._identity, self.block_size, label)
         try:
             if source.fed is not None and not self._layout.stateful and source.fed.run >= _WORTH_KEEPING:
                 self._grow(root, ids[: source.fed.run], source, {})  # for dense requests
@@ -330,8 +336,9 @@ class PrefixCache:
             for record in added:
                 self._forget(record)
             raise
-        for record in added:
-            self._stored.write(record)
+        if self._stored is not None:
+            for record in added:
+                self._stored.write(record)
 
     def _missing(self, root: Node, ids: Tokens, source: _Source, state: Arrays) -> Iterator[Record]:
         """Yield their records while there is room, in memory but not evaluated."""
@@ -358,7 +365,8 @@ class PrefixCache:
                     self._budget.pin(record)
                 if at_once and not record.hits:
                     self._budget.touch(record, hit=True)
-                self._stored.write(record)
+                if self._stored is not None:
+                    self._stored.write(record)
 
     def _known(self, root: Node, ids: Tokens, source: _Source | None = None) -> Node:
         """Return the last stored node on the path of these tokens."""
@@ -425,13 +433,15 @@ class PrefixCache:
         blocks = node.blocks()
         for record in blocks:
             self._budget.touch(record)
-        self._stored.touch(blocks)
+        if self._stored is not None:
+            self._stored.touch(blocks)
 
     # -- eviction
 
     def _evict(self, record: Record) -> None:
         """Drop the arrays. A record that is not on disk is removed, with all that need it."""
-        self._stored.save(record)
+        if self._stored is not None:
+            self._stored.save(record)
         record.arrays = None
         self._budget.remove(record)
         if not self._there(record):
@@ -463,14 +473,18 @@ class PrefixCache:
     def _release(self, record: Record) -> None:
         record.arrays = None
         self._budget.remove(record)
-        self._stored.remove(record)
+        if self._stored is not None:
+            self._stored.remove(record)
 
     def _there(self, record: Record | None) -> bool:
-        return record is not None and (record.arrays is not None or self._stored.has(record))
+        return record is not None and (record.arrays is not None or self._is_on_disk(record))
 
-    def _sweep(self) -> None:
+    def _is_on_disk(self, record: Record) -> bool:
+        return self._stored is not None and self._stored.has(record)
+
+    def _sweep(self, stored: StoredTree) -> None:
         """Remove nodes that the disk tier evicted and memory does not have."""
-        if not self._stored.evicted():
+        if not stored.evicted():
             return
         for node in list(self._nodes()):
             if not node.removed and not self._there(node.record):
@@ -534,6 +548,6 @@ class PrefixCache:
             nbytes=sum(record.nbytes for record in own if record.held),
             hits=newest.hits,
             last_use=newest.seen_at,
-            on_disk=self._stored.has(newest),
+            on_disk=self._is_on_disk(newest),
             label=node.label,
         )

@@ -196,7 +196,7 @@ def test_what_disk_refused_at_first_is_written_when_memory_lets_it_go(tmp_path: 
     with cached(tmp_path, make, budget=4000, pending_limit=1) as prefixes:
         prefixes.store(range(20), filled(make, range(20)))
         assert not records(tmp_path)
-        assert prefixes._stored.disk is not None
+        assert prefixes._stored is not None
         prefixes._stored.disk._pending_limit = LARGE
         prefixes.store(range(50, 70), filled(make, range(50, 70)))
         prefixes.store(range(80, 110), filled(make, range(80, 110)))
@@ -389,7 +389,7 @@ def test_a_broken_index_starts_empty(tmp_path: Path, how: str, caplog: pytest.Lo
         database.close()
     with caplog.at_level(logging.WARNING), cached(tmp_path) as prefixes:
         assert "starts empty" in caplog.text
-        assert prefixes._stored.disk is not None
+        assert prefixes._stored is not None
         assert prefixes._stored.disk.enabled
         assert found(prefixes, range(28)) == 0
         assert records(tmp_path) == []

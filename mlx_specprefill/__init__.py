@@ -42,14 +42,14 @@ if TYPE_CHECKING:
         keep_pct,
     )
     from .distributed.ranks import Ranks, join_ranks
-    from .engine.engine import Engine, EngineHealth
+    from .engine.engine import Engine, EngineHealth, EngineStats
     from .engine.footprint import Blueprint, blueprint, loaded_bytes
     from .engine.inspection import ChunkInfo, Inspection, Replay
     from .engine.machine import Machine, machine
+    from .engine.memory import MemoryUse
     from .engine.mlx_thread import MLXThread
     from .engine.ranked import RankedEngine
     from .engine.sequence import RequestHandle
-    from .engine.stats import EngineStats, MemoryUse
     from .errors import (
         ContextLengthError,
         DeviceError,
@@ -208,7 +208,7 @@ __all__ = [
 _MODULES = (
     *(".errors", ".config", ".request", ".engine.machine", ".engine.mlx_thread", ".distributed.ranks"),
     *(".adapters.capture", ".adapters.text_mapping", ".cache.prefix.nodes", ".reading", ".loading"),
-    *(".specprefill.head_calibration", ".engine.stats", ".engine.inspection", ".engine.sequence"),
+    *(".specprefill.head_calibration", ".engine.memory", ".engine.inspection", ".engine.sequence"),
     *(".engine.footprint", ".engine.engine", ".engine.ranked", ".selftest"),
 )
 

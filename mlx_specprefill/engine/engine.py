@@ -1,7 +1,7 @@
 """The public interface of the engine: callers on any thread, one MLX thread.
 
-Calls go through an inbox (`inbox.py`) to the engine's loop (`loop.py`) on that thread (`mlx_thread.py`), which answers
-through one callback per request.
+Calls go through an inbox (`sequence.py`) to the engine's loop (`loop.py`) on that thread (`mlx_thread.py`), which
+answers through one callback per request.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import queue
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,19 +30,17 @@ from .costs import ChunkSizer, CostModel
 from .decode_batch import Rows
 from .densify import BackgroundPrefill
 from .footprint import weights_by_array
-from .inbox import Inbox, Results
 from .inspection import Inspection, Replay, inspect_prompt, replay_continuation
 from .loop import DeviceErrors, Loop
 from .machine import wire
-from .memory import Memory, check_limit
+from .memory import Memory, MemoryUse, check_limit
 from .mlx_thread import MLXThread
 from .prefill import Prefiller
 from .scheduler import Scheduler
-from .sequence import Job, OnEvent, RequestHandle, Sequence, Work, noop
+from .sequence import Inbox, Job, OnEvent, RequestHandle, Results, Sequence, Work, noop
 from .speculation import AnswerDrafter, Speculator
-from .stats import EngineStats
 
-__all__ = ["Engine", "EngineHealth", "check_request"]
+__all__ = ["Engine", "EngineHealth", "EngineStats", "check_request"]
 
 _PATIENCE = 4  # times `target_itl_ms`: how long a prefill may wait while others are served
 
@@ -61,6 +59,38 @@ class EngineHealth:
     queued: int
     lost: str | None = None
     background: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """One snapshot. Counts run since the start.
+
+    Attributes:
+        waiting, prefilling, decoding: requests now.
+        max_rows, max_queue: how many may be in work, and how many may wait.
+        fallbacks: sparse prefills that failed and became full ones, by the stage that failed.
+        densified, densified_tokens: sparse turns whose prompt was prefilled in full afterwards, in idle time.
+        prefix_hits, prefix_misses: requests that found a dense prefix in the target's cache, or none.
+        prefix_tokens: prompt tokens that they did not have to prefill.
+        tokens_per_second: generated lately, by all requests together.
+        evictions: prefixes that memory had no room for; `disk_evictions`: records dropped from disk.
+    """
+
+    waiting: int
+    prefilling: int
+    decoding: int
+    max_rows: int
+    max_queue: int
+    fallbacks: Mapping[str, int]
+    densified: int
+    densified_tokens: int
+    prefix_hits: int
+    prefix_misses: int
+    prefix_tokens: int
+    evictions: int
+    disk_evictions: int
+    memory: MemoryUse
+    tokens_per_second: float = 0.0
 
 
 class Engine:

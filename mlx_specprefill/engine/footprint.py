@@ -20,7 +20,7 @@ from ..adapters.patches import install_patches
 from ..adapters.staged import StagedModel
 from ..cache.positioned import fill, leaves
 from ..reading import context_length
-from .stats import Need
+from .sequence import Need
 
 __all__ = [
     "MOST_PAIRS",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
 import mlx.core as mx
@@ -21,13 +22,11 @@ from .caches import EngineCaches
 from .costs import ChunkSizer, CostModel
 from .decode_batch import Rows
 from .densify import BackgroundPrefill, Battery
-from .inbox import Call, Inbox
 from .memory import Memory
 from .scheduler import Scheduler
-from .sequence import Job, RequestHandle, Sequence, log_failure, strip_traceback
-from .stats import Meter, Need
+from .sequence import Call, Inbox, Job, Need, RequestHandle, Sequence, log_failure, strip_traceback
 
-__all__ = ["IDLE_BEAT_S", "DeviceErrors", "Loop"]
+__all__ = ["IDLE_BEAT_S", "DeviceErrors", "Loop", "Meter"]
 
 log = logging.getLogger(__name__)
 
@@ -106,6 +105,28 @@ _QUIET_S = 1.0  # without requests before background work begins: an agent's nex
 _LOOK_EVERY_S = 0.5  # at the memory; not above IDLE_BEAT_S, so that it is looked at while nothing comes
 _NOTHING_S = 2e-3  # a step of a prefill that takes no longer, such as its planning, is no chunk
 _TICK_SHARE = 0.5  # of `target_itl_ms`: within it another chunk may begin
+
+_METER_S = 5
+
+
+class Meter:
+    """Recent rate of an event per second. Written by one thread, read by any."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._seconds: deque[tuple[int, int]] = deque(maxlen=_METER_S + 1)  # (second, count)
+
+    def add(self, count: int) -> None:
+        now = int(self._clock())
+        if self._seconds and self._seconds[-1][0] == now:
+            self._seconds[-1] = (now, self._seconds[-1][1] + count)
+        else:
+            self._seconds.append((now, count))
+
+    def per_second(self) -> float:
+        """Return the rate over the last whole seconds; 0 if nothing happened."""
+        now = int(self._clock())
+        return sum(count for second, count in tuple(self._seconds) if now - _METER_S <= second < now) / _METER_S
 
 
 class Loop:

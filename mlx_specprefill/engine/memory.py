@@ -7,6 +7,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -27,15 +28,43 @@ from .footprint import (
     weight_bytes,
     weights_by_array,
 )
-from .sequence import Job, Sequence
+from .sequence import Job, Need, Sequence
 from .speculation import AnswerDrafter
-from .stats import MemoryUse, Need
 
-__all__ = ["TOLERATED", "LeakDetector", "Memory", "SharedMemory", "cache_bytes", "check_limit"]
+__all__ = ["TOLERATED", "LeakDetector", "Memory", "MemoryUse", "SharedMemory", "cache_bytes", "check_limit"]
 
 log = logging.getLogger(__name__)
 TOLERATED = 32 << 20  # bytes that need no owner: tables, masks, logits, rounding in MLX
 _AGAIN = 2  # factor of growth since the last warning that causes the next one
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Bytes by consumer.
+
+    Attributes:
+        target_weights, draft_weights: the models' parameters; shared ones count as the target's.
+        requests: KV cache and state of running requests, from the cost per token measured at start.
+        reserved: for those requests by admission, answers and activations included.
+        prefix_cache: prefixes kept for later requests, in memory.
+        prefix_disk: dense prefixes on disk.
+        active: all arrays of this process, as MLX counts them.
+        spare: freed memory that MLX keeps for new arrays.
+        unaccounted_bytes: of `active`, those that are not of weights, caches or requests, measured between two slices
+            not more than a second ago. A prefill in work needs some.
+        limit: for weights, requests and caches together; None: no limit is known.
+    """
+
+    target_weights: int
+    draft_weights: int
+    requests: int
+    reserved: int
+    prefix_cache: int
+    prefix_disk: int
+    active: int
+    spare: int
+    unaccounted_bytes: int
+    limit: int | None
 
 
 class LeakDetector:

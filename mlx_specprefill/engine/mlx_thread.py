@@ -19,9 +19,9 @@ from typing import TypeVar
 import mlx.core as mx
 
 from ..errors import EngineClosedError, PeerLost, RequestCancelled
-from .inbox import Results
 from .loop import IDLE_BEAT_S, Loop
 from .memory import SharedMemory
+from .sequence import Results
 
 __all__ = ["MLXThread"]
 

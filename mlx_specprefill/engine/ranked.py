@@ -30,15 +30,12 @@ from .caches import EngineCaches
 from .costs import ChunkSizer
 from .densify import BackgroundPrefill, BackgroundQueue, IdleTurn
 from .engine import Engine, EngineHealth
-from .inbox import Call
 from .loop import Loop
 from .memory import Memory
 from .mlx_thread import MLXThread
-from .prefill import Prefiller
-from .scoring import PromptScorer, Scoring
-from .sequence import Job, Work
+from .prefill import Prefiller, PromptScorer, Scoring
+from .sequence import Call, Job, Need, Work
 from .sequence import Sequence as Request
-from .stats import Need
 
 __all__ = ["RankedEngine"]
 

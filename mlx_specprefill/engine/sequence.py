@@ -1,14 +1,17 @@
-"""The record of a request, and the job that runs it. Both live on the MLX thread."""
+"""The record of a request, the job that runs it, and the inbox through which jobs reach the MLX thread."""
 
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
 from collections.abc import Callable, Generator
 from collections.abc import Sequence as Seq
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -16,7 +19,7 @@ import numpy.typing as npt
 
 from ..cache.prefix.nodes import CacheHit, Fed
 from ..constraints import GrammarState
-from ..errors import InvalidRequestError, RequestCancelled
+from ..errors import EngineClosedError, InvalidRequestError, RequestCancelled
 from ..loading import ModelPair
 from ..request import (
     Event,
@@ -36,10 +39,23 @@ from ..specprefill.plan import PrefillPlan
 from ..specprefill.selector import kept_spans
 from ..specprefill.sparse_prefill import HiddenStates
 from .caches import EngineCaches
+from .scheduler import Scheduler
 from .speculation import AnswerDrafter
-from .stats import Need
 
-__all__ = ["Job", "OnEvent", "RequestHandle", "Sequence", "Work", "log_failure", "noop", "strip_traceback"]
+__all__ = [
+    "Call",
+    "Inbox",
+    "Job",
+    "Need",
+    "OnEvent",
+    "RequestHandle",
+    "Results",
+    "Sequence",
+    "Work",
+    "log_failure",
+    "noop",
+    "strip_traceback",
+]
 
 
 def log_failure(log: logging.Logger, what: str, error: BaseException | None) -> None:
@@ -48,6 +64,22 @@ def log_failure(log: logging.Logger, what: str, error: BaseException | None) -> 
         log.info("%s: %s", what, error)
     else:
         log.error(what, exc_info=error)
+
+
+class Need(NamedTuple):
+    """Bytes that a request will need.
+
+    Attributes:
+        held: while it runs.
+        working: in addition, for its largest forward. Forwards take turns: requests share the largest.
+    """
+
+    held: int = 0
+    working: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.held + self.working
 
 
 @dataclass
@@ -338,3 +370,153 @@ class RequestHandle:
     @property
     def expecting(self) -> bool:
         return self._expecting.is_set()
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A function to call on the MLX thread.
+
+    Attributes:
+        method, arguments: what other ranks have to call on their caches, if anything.
+    """
+
+    run: Callable[[], None]
+    method: str | None = None
+    arguments: tuple[Any, ...] = ()
+
+    def __call__(self) -> None:
+        self.run()
+
+
+class Results(queue.SimpleQueue[T | Exception]):
+    """One result, passed from the MLX thread to a waiting caller."""
+
+    def fill(self, call: Callable[[], T]) -> None:
+        """Store the call's result or exception. The exception belongs to the caller, not to the thread."""
+        try:
+            self.put(call())
+        except Exception as error:  # noqa: BLE001
+            self.put(strip_traceback(error))
+
+    def wait(self) -> T:
+        """Return the result, or raise the exception."""
+        result = self.get()
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+
+class Inbox:
+    """Jobs and calls in order of arrival, accepted between `open` and `close`.
+
+    Args:
+        scheduler: gets every job that the MLX thread takes.
+        max_queue: jobs that may wait, in the inbox and the scheduler together.
+        wake: wakes the MLX thread after a post or a close.
+    """
+
+    def __init__(self, scheduler: Scheduler, max_queue: int, wake: Callable[[], None] = lambda: None) -> None:
+        self._scheduler = scheduler
+        self._max_queue = max_queue
+        self._wake = wake
+        self._posted: queue.SimpleQueue[Job | Call | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._uids = 0
+        self._unread = 0  # jobs
+        self._open = False
+        self._why = "the engine is not running"
+
+    @property
+    def is_open(self) -> bool:
+        return self._open
+
+    @property
+    def waiting(self) -> int:
+        """Return the number of jobs that have not started."""
+        return self._scheduler.waiting + self._unread
+
+    def __bool__(self) -> bool:
+        """Return whether a job or call is waiting."""
+        return not self._posted.empty()
+
+    def open(self) -> None:
+        self._open = True
+
+    def close(self, why: str | None = None) -> bool:
+        """Close the inbox and wake the MLX thread; return False if it was closed already.
+
+        Args:
+            why: the message of the error that later callers get.
+        """
+        with self._lock:
+            was_open, self._open = self._open, False
+            self._why = why or self._why
+        if was_open:
+            self._posted.put(None)
+            self._wake()
+        return was_open
+
+    def next_uid(self) -> int:
+        with self._lock:
+            self._uids += 1
+            return self._uids
+
+    def post(self, job: Job) -> None:
+        """Queue a job.
+
+        Raises:
+            EngineClosedError: the inbox is closed, or `max_queue` jobs wait already.
+        """
+        with self._lock:
+            self._check_open()
+            waiting = self.waiting
+            if waiting >= self._max_queue:
+                raise EngineClosedError(f"{waiting} requests are waiting already")
+            self._unread += 1
+            self._posted.put(job)  # before it can be closed: the loop reads no further
+        self._wake()
+
+    def call(self, call: Callable[[], T], method: str | None = None, *arguments: Any) -> T:
+        """Call something on the MLX thread, between two chunks, and return its result.
+
+        Args:
+            method, arguments: see `Call`.
+
+        Raises:
+            EngineClosedError: the inbox is closed.
+        """
+        done = Results[T]()
+        with self._lock:
+            self._check_open()
+            self._posted.put(Call(partial(done.fill, call), method, arguments))
+        self._wake()
+        return done.wait()
+
+    def take(self) -> Job | Call | None:
+        """Return the next job or call, on the MLX thread; None if there is none or the inbox was closed."""
+        try:
+            posted = self._posted.get_nowait()
+        except queue.Empty:
+            return None
+        if isinstance(posted, Job):
+            with self._lock:
+                self._scheduler.add(posted.uid)
+                self._unread -= 1
+        return posted
+
+    def drain(self) -> list[Job]:
+        """Return the jobs that were not taken from a closed inbox. May be called from any thread."""
+        jobs = []
+        while not self._posted.empty():
+            with suppress(queue.Empty):
+                posted = self._posted.get_nowait()
+                if isinstance(posted, Job):
+                    jobs.append(posted)
+        return jobs
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise EngineClosedError(self._why)

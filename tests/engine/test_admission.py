@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mlx_specprefill.engine.footprint import MOST_PAIRS, Admission, Footprint, physical_memory
-from mlx_specprefill.engine.stats import Need
+from mlx_specprefill.engine.sequence import Need
 
 
 class Cache:

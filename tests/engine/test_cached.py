@@ -28,8 +28,8 @@ from mlx_specprefill import (
     SpecPrefillPolicy,
 )
 from mlx_specprefill.cache.prefix.tree import PrefixCache
+from mlx_specprefill.engine.loop import Meter
 from mlx_specprefill.engine.speculation import AnswerDrafter
-from mlx_specprefill.engine.stats import Meter
 
 from ..tiny import generated, random_prompt, tiny_pair
 from ..waiting import eventually

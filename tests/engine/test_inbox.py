@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from mlx_specprefill import EngineClosedError, Progress, RequestCancelled, RequestHandle
-from mlx_specprefill.engine.inbox import Inbox, Results
 from mlx_specprefill.engine.scheduler import Scheduler
-from mlx_specprefill.engine.sequence import Job, noop, strip_traceback
+from mlx_specprefill.engine.sequence import Inbox, Job, Results, noop, strip_traceback
 
 
 def work(*events: Any) -> Generator[Any, None, str]:

@@ -22,7 +22,6 @@ from mlx_specprefill import (
 )
 from mlx_specprefill.cache.positioned import leaves
 from mlx_specprefill.engine import prefill as prefiller
-from mlx_specprefill.engine import scoring
 from tests import tiny
 
 
@@ -49,7 +48,7 @@ class Watch:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.left: list[weakref.ref[Any]] = []
         self.alive: list[int] = []
-        scorer_for, read = scoring.scorer_for, prefiller.prefill
+        scorer_for, read = prefiller.scorer_for, prefiller.prefill
 
         def watched_scorer(*args: Any) -> Any:
             scorer = scorer_for(*args)
@@ -66,7 +65,7 @@ class Watch:
             self.alive.append(sum(left() is not None for left in self.left))
             return (yield from read(*args, **kwargs))
 
-        monkeypatch.setattr(scoring, "scorer_for", watched_scorer)
+        monkeypatch.setattr(prefiller, "scorer_for", watched_scorer)
         monkeypatch.setattr(prefiller, "prefill", watched_read)
 
 
@@ -121,7 +120,7 @@ def test_a_long_prompt_is_refused_before_any_work(monkeypatch: pytest.MonkeyPatc
         assert engine.window == 1 << 19
         leave_room(engine, 1000)
         with monkeypatch.context() as patch:
-            for module, name in ((prefiller, "prefill"), (prefiller, "empty_cache"), (scoring, "scorer_for")):
+            for module, name in ((prefiller, "prefill"), (prefiller, "empty_cache"), (prefiller, "scorer_for")):
                 patch.setattr(module, name, lambda *_: pytest.fail("a model was asked to read"))
             patch.setattr(engine._inbox, "post", lambda _: pytest.fail("it was queued"))
             mx.reset_peak_memory()

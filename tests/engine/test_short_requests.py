@@ -17,7 +17,7 @@ from mlx_specprefill import (
     SpecPrefillPolicy,
 )
 from mlx_specprefill.engine.footprint import Admission
-from mlx_specprefill.engine.stats import Need
+from mlx_specprefill.engine.sequence import Need
 from tests.tiny import random_prompt, tiny_pair
 
 ROWS, LONG = 4, 12

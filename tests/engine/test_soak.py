@@ -44,7 +44,6 @@ from mlx_specprefill import (
 from mlx_specprefill.cache.positioned import make_positioned_cache
 from mlx_specprefill.engine import decode_batch
 from mlx_specprefill.engine import prefill as prefiller_module
-from mlx_specprefill.engine import scoring as scoring_module
 from mlx_specprefill.engine.decode_batch import DecodeBatch
 from mlx_specprefill.specprefill.sparse_prefill import prefill
 from tests.engine.held import unaccounted
@@ -86,7 +85,7 @@ class Faults:
     @contextmanager
     def everywhere(self) -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch:
-            for module, name in ((scoring_module, "scorer_for"), (prefiller_module, "select_tokens")):
+            for module, name in ((prefiller_module, "scorer_for"), (prefiller_module, "select_tokens")):
                 patch.setattr(module, name, self._before(name, getattr(module, name)))
             patch.setattr(prefiller_module, "prefill", self._during(prefiller_module.prefill))
             patch.setattr(decode_batch, "processors_of", self._processors(decode_batch.processors_of))

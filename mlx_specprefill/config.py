@@ -65,7 +65,6 @@ class ScoringConfig:
     """Turns the draft's attention into one importance per prompt token."""
 
     rows: int = 8  # paper: N, the last prompt token's row and look-ahead rows, which are averaged
-    include_last_prompt_query: bool = True  # paper: False leaves all N rows to generated tokens
     # The question is the last line or sentence of the last message, within these limits in tokens. Calibrated heads are
     # read there.
     question_rows: tuple[int, int] = (16, 48)

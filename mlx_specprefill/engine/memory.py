@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 
@@ -113,31 +113,6 @@ _SPARE_PART = 8  # of the limit: what MLX may keep of freed memory, which the li
 _PATIENCE_S = 10.0  # for memory that was asked for outside of the engines
 
 
-class MemoryClient(Protocol):
-    """Memory that one engine reports to the others.
-
-    Attributes:
-        parameters: bytes of each array of its models, by identity: two engines can share a draft.
-        pinned: its models are never unloaded.
-        last_use: when it last let a request in, by the monotonic clock.
-        reserved, cached: for requests, and kept for later ones.
-        held: bytes of caches and requests, measured.
-    """
-
-    parameters: Mapping[int, int]
-    pinned: bool
-    last_use: float
-
-    @property
-    def reserved(self) -> int: ...
-    @property
-    def cached(self) -> int: ...
-    @property
-    def held(self) -> int: ...
-    def stop_background(self) -> None: ...
-    def evict(self, nbytes: int) -> None: ...
-
-
 class SharedMemory:
     """Memory budget of all engines on a thread. MLX thread only, except `limit`.
 
@@ -153,18 +128,18 @@ class SharedMemory:
         self.limit = limit or default_limit()
         self.on_pressure: Callable[[int], None] | None = None
         self.loading = 0
-        self._sharers: list[MemoryClient] = []
+        self._sharers: list[Memory] = []
         self._spare_before: int | None = None  # MLX's own limit
-        self._asked: dict[MemoryClient, float] = {}  # when, by the monotonic clock
+        self._asked: dict[Memory, float] = {}  # when, by the monotonic clock
 
-    def join(self, sharer: MemoryClient) -> None:
+    def join(self, sharer: Memory) -> None:
         """Add an engine whose models are loaded. Their bytes no longer count as loading."""
         self.loading = max(0, self.loading - sum(sharer.parameters.values()))
         if not self._sharers and self.limit is not None:
             self._limit_spare(self.limit // _SPARE_PART)
         self._sharers.append(sharer)
 
-    def leave(self, sharer: MemoryClient) -> None:
+    def leave(self, sharer: Memory) -> None:
         """Remove an engine. The last one restores MLX's settings."""
         if sharer not in self._sharers:
             return
@@ -201,14 +176,14 @@ class SharedMemory:
                 arrays.update(sharer.parameters)
         return sum(arrays.values())
 
-    def others(self, sharer: MemoryClient) -> int:
+    def others(self, sharer: Memory) -> int:
         """Return the measured bytes of the other engines' models, requests and caches."""
         own = sum(sharer.parameters.values())
         return (
             self.weights(beside=sharer.parameters) - own + sum(one.held for one in self._others(sharer)) + self.loading
         )
 
-    def room(self, sharer: MemoryClient) -> int | None:
+    def room(self, sharer: Memory) -> int | None:
         """Return the bytes that an engine could use for requests if only pinned models were loaded; None: no limit."""
         return None if self.limit is None else self.limit - self.weights(pinned=True, beside=sharer.parameters)
 
@@ -221,7 +196,7 @@ class SharedMemory:
     def _taken(self) -> int:
         return sum(one.reserved + one.cached for one in self._sharers)
 
-    def reclaim(self, need: int, sharer: MemoryClient | None = None) -> None:
+    def reclaim(self, need: int, sharer: Memory | None = None) -> None:
         """Free memory from caches: background work first, then the least recently used engine's cache.
 
         Args:
@@ -234,7 +209,7 @@ class SharedMemory:
                 return
             one.evict(missing)
 
-    def may_come(self, need: int, sharer: MemoryClient) -> bool:
+    def may_come(self, need: int, sharer: Memory) -> bool:
         """Return whether missing memory may become free soon: other requests end, or `on_pressure` was called."""
         if any(one.reserved for one in self._others(sharer)):
             return True
@@ -245,11 +220,11 @@ class SharedMemory:
             self.on_pressure(need)
         return time.monotonic() - self._asked[sharer] < _PATIENCE_S
 
-    def came(self, sharer: MemoryClient) -> None:
+    def came(self, sharer: Memory) -> None:
         """Note that the engine's request for memory was met."""
         self._asked.pop(sharer, None)
 
-    def _others(self, sharer: MemoryClient | None) -> Iterable[MemoryClient]:
+    def _others(self, sharer: Memory | None) -> Iterable[Memory]:
         return sorted((one for one in self._sharers if one is not sharer), key=lambda one: one.last_use)
 
 
@@ -261,6 +236,9 @@ class Memory:
 
     Attributes:
         admission: which predictions fit, and what is reserved for which job.
+        parameters: bytes of each array of its models, by identity: two engines can share a draft.
+        pinned: its models are never unloaded.
+        last_use: when it last let a request in, by the monotonic clock.
         common: the budget that all engines of the thread share.
     """
 

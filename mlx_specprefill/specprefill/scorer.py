@@ -314,7 +314,7 @@ class PaperScorer:
     """Scores by the paper's rule.
 
     Args:
-        config: `rows`, `include_last_prompt_query` and `pool_width` are used.
+        config: `rows` and `pool_width` are used.
         ranks: over which the draft's heads are split.
     """
 
@@ -348,13 +348,10 @@ def _look_ahead(
     All steps are queued without waiting for a token's value. The end of the answer is found afterwards.
     """
     M = capture.prompt_len
-    if config.include_last_prompt_query:
-        with capture.row(M):
-            logits = draft(last, cache=cache)
-    else:
+    with capture.row(M):
         logits = draft(last, cache=cache)
     undo = Undo(cache)
-    fed = config.rows - len(capture.rows) if config.include_last_prompt_query else config.rows
+    fed = config.rows - len(capture.rows)
     generated = [_greedy(logits, ranks)]
     for step in range(1, fed + 1):
         with capture.row(M + step):
@@ -390,9 +387,7 @@ def _scores(
         raise SparseUnsupportedError("no attention layer of the draft sees the whole prompt")
     generated = [int(token) for token in np.array(looked_ahead)]
     ended = next((i for i, token in enumerate(generated) if token in task.stop_ids), len(generated))
-    # Row t reads the token before generated[t] if the last prompt token is row 0, else generated[t] itself.
-    usable = ended + 1 if config.include_last_prompt_query else max(1, ended)
-    rows = min(len(capture.rows), usable)
+    rows = min(len(capture.rows), ended + 1)  # row t reads the token before generated[t]
     attention = mx.stack(capture.rows[:rows])
     if ranks is not None:
         attention = ranks.all_max(attention)

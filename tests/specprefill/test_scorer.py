@@ -90,9 +90,8 @@ def brute_force(model, family, prompt, config):
     for _ in range(config.rows):
         tokens.append(int(np.argmax(attention_inputs(model, tokens)[1][-1])))
     calls = whole_prompt_calls(family, attention_inputs(model, tokens)[0])
-    first = M - 1 if config.include_last_prompt_query else M
     heads = [(call, head) for call in calls for head in range(call[0].shape[1])]
-    rows = range(first, first + config.rows)
+    rows = range(M - 1, M - 1 + config.rows)
     ahead = [np.max([smooth(attention_row(*at, row), config) for at in heads], axis=0) for row in rows]
     return np.mean(ahead, axis=0), tuple(tokens[M:])
 
@@ -122,11 +121,10 @@ def smooth(row, config):
     return np.convolve(row, np.ones(config.pool_width), "same") / config.pool_width
 
 
-@pytest.mark.parametrize("include_last", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_importance_equals_brute_force(family, include_last):
+def test_importance_equals_brute_force(family):
     model, prompt = tiny_model(family, seed=3), random_prompt(M)
-    config = ScoringConfig(rows=4, include_last_prompt_query=include_last, prefill_step=37)
+    config = ScoringConfig(rows=4, prefill_step=37)
     scores, _ = run(model, prompt, config)
     expected, lookahead = brute_force(model, family, prompt, config)
     assert_close(scores.importance, expected, rtol=1e-5, atol=1e-8)
@@ -311,12 +309,11 @@ class Counting:
         return self.model(tokens, cache=cache)
 
 
-@pytest.mark.parametrize(("include_last", "forwards"), [(True, 7), (False, 8)])
-def test_forwards_after_the_prompt(include_last, forwards):
+def test_forwards_after_the_prompt():
     draft = Counting(tiny_model("llama", seed=6))
-    config = ScoringConfig(include_last_prompt_query=include_last, prefill_step=40)
+    config = ScoringConfig(prefill_step=40)
     scores, yields = run(draft, random_prompt(M), config, cache=make_prompt_cache(draft.model))
-    assert draft.shapes == [40, 40, 9, 1] + [1] * forwards
+    assert draft.shapes == [40, 40, 9, 1] + [1] * 7
     assert scores.rows == 8
     assert yields == 4
 

@@ -464,10 +464,15 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The node that `wanted` reaches, and the number of tokens that match."""
+    """The node that `wanted` reaches, and the number of tokens that match.
+
+    Attributes:
+        fed: what the blocks up to the node hold; None: the match is dense, or not looked at yet.
+    """
 
     node: Node
     length: int
+    fed: Fed | None = None
 
 
 def longest_match(root: Node, wanted: Tokens, block_size: int, choice: str | None = None) -> Match | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -103,16 +103,10 @@ def _is_whole(match: Match) -> bool:
 
 def _held(match: Match) -> tuple[Tokens | None, int]:
     """Return the positions of a match (None: all), and the number of excess tokens in its blocks."""
-    if match.node.choice is None:
+    if match.fed is None:
         return None, match.node.end - match.length
-    stored = _stored_positions(match.node)
-    held = stored[: Fed(stored).slots(match.length)]
-    return held, stored.size - held.size
-
-
-def _stored_positions(node: Node) -> Tokens:
-    """Return the positions of all tokens on the path to a node, in the order of feeding."""
-    return np.concatenate([step.fed for step in node.path()])
+    count = match.fed.slots(match.length)
+    return match.fed.positions[:count], match.fed.positions.size - count
 
 
 def _hidden(loaded: Sequence[Arrays]) -> list[tuple[int, mx.array]]:
@@ -226,8 +220,11 @@ class PrefixCache:
             return None
         find = deepest_state if self._layout.stateful else longest_match
         match = find(root, wanted, self.block_size, choice)
-        if match is None or match.node.choice is None or Fed(_stored_positions(match.node)).run < match.length:
+        if match is None or match.node.choice is None:
             return match
+        fed = Fed(np.concatenate([step.fed for step in match.node.path()]))
+        if fed.run < match.length:
+            return replace(match, fed=fed)
         return find(root, wanted, self.block_size)  # nothing is thinned so far, so it is no turn of this conversation
 
     def _serve(self, match: Match, room: int, again: bool) -> CacheHit | None:
@@ -267,7 +264,6 @@ class PrefixCache:
         self,
         tokens: Sequence[int] | TokenIds,
         cache: Sequence[Any],
-        checkpoint: bool = True,
         label: CacheLabel = SHARED,
         system_prefix_len: int = 0,
         pin_system_prefix: bool = False,
@@ -282,8 +278,6 @@ class PrefixCache:
 
         Args:
             tokens: exactly those that the cache covers.
-            checkpoint: keep the state of layers that can't be trimmed. Without it a model with such layers stores
-                nothing: its blocks are useless before the next state, which is stored with them.
             label: needed to find it.
             system_prefix_len: number of leading tokens that many conversations share. Blocks within them are pinned:
                 once used a second time, they are evicted last, in memory and on disk.
@@ -301,7 +295,7 @@ class PrefixCache:
         ids = np.asarray(tokens, dtype=np.int32)
         if choice is None:
             self._layout.check(cache, ids.size, more=state is not None)
-        if ids.size == 0 or (self._layout.stateful and not checkpoint):
+        if ids.size == 0:
             return
         source = _Source(cache, None if choice is None else fed_of(cache), choice, hidden)
         self._budget.begin_store()

@@ -368,7 +368,6 @@ def test_a_state_is_served_at_its_own_length_only() -> None:
     tokens = tuple(range(40))
     prefixes.store(tokens[:11], filled(make, tokens[:11], 4))
     prefixes.store(tokens[:24], filled(make, tokens[:24], 4))
-    prefixes.store(tokens[:32], filled(make, tokens[:32], 4), checkpoint=False)
     lengths = [hit.length if (hit := prefixes.lookup(tokens, limit)) else 0 for limit in (10, 11, 23, 24, 39)]
     assert lengths == [0, 11, 11, 24, 24]
     hit = prefixes.lookup(tokens)

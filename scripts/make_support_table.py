@@ -1,7 +1,7 @@
 """Measure every architecture of the installed mlx-lm and record its support.
 
-Runs the oracle of tests/oracle.py on one or more tiny random models per architecture (two minutes on one core) and
-writes `mlx_specprefill/adapters/verified.json`, which the library trusts, and
+Runs the oracle of tests/support/oracle.py on one or more tiny random models per architecture (two minutes on one core)
+and writes `mlx_specprefill/adapters/verified.json`, which the library trusts, and
 `docs/reference/supported-models.md`, which people read.
 """
 

@@ -12,13 +12,12 @@ from hypothesis import HealthCheck, settings
 
 import mlx_specprefill  # noqa: F401
 from mlx_specprefill.adapters.patches import install_patches
-
-from . import precision
-from .device import choose_device, skip_other_processes
-from .oracle import tiny_models
-from .real_model import smollm2_file
-from .scripted import Flavour, save_scripted
-from .serving import Server, start
+from tests.support import precision
+from tests.support.device import choose_device, skip_other_processes
+from tests.support.oracle import tiny_models
+from tests.support.real_model import smollm2_file
+from tests.support.scripted import Flavour, save_scripted
+from tests.support.serving import Server, start
 
 # On a busy machine an example may take its time, and the same code tries the same ones again.
 settings.register_profile("steady", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])

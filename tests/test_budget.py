@@ -25,7 +25,7 @@ from mlx_specprefill import (
 )
 from mlx_specprefill.constraints import ReasoningBudgetState
 from tests.server.fakes import byte_tokenizer
-from tests.tiny import generated, tiny_model
+from tests.support.tiny import generated, tiny_model
 
 V = 9
 OPEN, SHUT, A = 7, 8, 6  # A begins the longer marks

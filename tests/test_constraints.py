@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from mlx_specprefill import Constraint, InvalidRequestError
 from mlx_specprefill.constraints import Grammars, GrammarState
 from tests.server.fakes import byte_tokenizer
-from tests.tiny import tokenizer
+from tests.support.tiny import tokenizer
 
 WORDS = ["".join(letters) for length in (1, 2, 3) for letters in itertools.product("ab", repeat=length)] + ["c"]
 EOS, MARK = len(WORDS), len(WORDS) + 1

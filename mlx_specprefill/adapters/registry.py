@@ -2,7 +2,7 @@
 
 An architecture is a file in `mlx_lm/models`. `verified.json` holds one row per file, measured by
 `scripts/make_support_table.py`, which compares sparse prefill with a masked dense run of the same model. The reasons of
-refusals are in `tests/refusals.py`. An architecture without a row is refused, never guessed.
+refusals are in `tests/support/refusals.py`. An architecture without a row is refused, never guessed.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "server")]
 
 from tests.clients.packages import PACKAGES, connect  # noqa: E402
-from tests.scripted import save_scripted  # noqa: E402
-from tests.serving import start  # noqa: E402
+from tests.support.scripted import save_scripted  # noqa: E402
+from tests.support.serving import start  # noqa: E402
 
 from .proxy import Recorder, running  # noqa: E402
 

@@ -23,7 +23,7 @@ from mlx.utils import tree_map_with_path
 from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 
 from mlx_specprefill.adapters.capture import HeadCapture, QueryCapture, pool, prompt_attention
-from tests.oracle import tiny_models
+from tests.support.oracle import tiny_models
 
 Rows = npt.NDArray[np.float64]
 M, LOOK_AHEAD = 41, 3

@@ -12,9 +12,9 @@ from mlx_lm.models.cache import KVCache
 
 from mlx_specprefill.adapters.mtp import MTPHead, record_hidden
 from mlx_specprefill.cache.positioned import PositionedKVCache, place
-from tests.oracle import build
-from tests.precision import assert_close
-from tests.tiny import VOCAB, random_prompt, tiny_head, tiny_model
+from tests.support.oracle import build
+from tests.support.precision import assert_close
+from tests.support.tiny import VOCAB, random_prompt, tiny_head, tiny_model
 
 Floats = npt.NDArray[np.float64]
 

@@ -14,8 +14,8 @@ from mlx.utils import tree_flatten
 from mlx_specprefill.adapters import rope
 from mlx_specprefill.adapters.probe import probe_sparse
 from mlx_specprefill.adapters.registry import adapter_for
-from tests.oracle import build, has_experts, on_the_cpu_unfused, tiny_models
-from tests.precision import float32_only, numbers
+from tests.support.oracle import build, has_experts, on_the_cpu_unfused, tiny_models
+from tests.support.precision import float32_only, numbers
 
 VERIFIED = [name for name, tiny in tiny_models().items() if adapter_for(tiny.architecture).sparse_refusal is None]
 FLAT = float32_only("its attention is so flat that gaps change its logits by less than half precision does")

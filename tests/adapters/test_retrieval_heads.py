@@ -31,8 +31,8 @@ from mlx_specprefill.adapters.retrieval_heads import RetrievalDraft, RetrievalHe
 from mlx_specprefill.cache.positioned import leaves
 from mlx_specprefill.cache.prefix.nodes import model_identity
 from mlx_specprefill.engine.footprint import measure_footprint, weight_bytes
-from tests.precision import assert_close, numbers
-from tests.tiny import VOCAB, generated, random_prompt, save_checkpoint, tiny_model, tokenizer
+from tests.support.precision import assert_close, numbers
+from tests.support.tiny import VOCAB, generated, random_prompt, save_checkpoint, tiny_model, tokenizer
 
 HIDDEN, HEADS, WIDTH, LAYERS = 48, 3, 8, 2
 PROMPT = mx.array(random_prompt(40, 5))[None]

@@ -18,8 +18,8 @@ from mlx_specprefill.adapters.gguf import load_gguf
 from mlx_specprefill.adapters.text_mapping import TextMapping, TokenBytes, map_text
 from mlx_specprefill.errors import SparseUnsupportedError
 from mlx_specprefill.specprefill.mapped import Overlap
-from tests.tiny import tokenizer as words
-from tests.tokenizers_of_all_kinds import KINDS, byte_level, kind, wrapped
+from tests.support.tiny import tokenizer as words
+from tests.support.tokenizers_of_all_kinds import KINDS, byte_level, kind, wrapped
 
 DEMO = Path(__file__).parents[2] / "models/demo/target"
 PAIRS = [

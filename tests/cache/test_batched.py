@@ -34,10 +34,10 @@ from mlx_specprefill.cache.rows import (
     merge_rows,
 )
 from mlx_specprefill.sampling import greedy
-from tests.oracle import build
-from tests.precision import assert_close, near_ties
-from tests.rows import alone, assert_same_contents, contents, make_rows, prefilled, tokens
-from tests.tiny import VOCAB, tiny_model
+from tests.support.oracle import build
+from tests.support.precision import assert_close, near_ties
+from tests.support.rows import alone, assert_same_contents, contents, make_rows, prefilled, tokens
+from tests.support.tiny import VOCAB, tiny_model
 
 WINDOW = 6
 

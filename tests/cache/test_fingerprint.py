@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mlx_specprefill.cache.prefix.nodes import block_digest, model_identity, root_digest, token_bytes
-from tests.tiny import CONFIGS, tiny_model
+from tests.support.tiny import CONFIGS, tiny_model
 
 
 def test_one_checkpoint_has_one_identity() -> None:

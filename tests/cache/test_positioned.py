@@ -38,7 +38,7 @@ from mlx_specprefill.cache.positioned import (
     shift_of,
 )
 from mlx_specprefill.errors import SparseUnsupportedError
-from tests.oracle import build, cache_arrays, feed, make_case
+from tests.support.oracle import build, cache_arrays, feed, make_case
 
 ascending = st.lists(st.integers(0, 60), unique=True, max_size=25).map(sorted)
 fed = st.lists(st.integers(0, 60), unique=True, max_size=25) | ascending  # recalled positions are not in order

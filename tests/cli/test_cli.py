@@ -19,7 +19,7 @@ from mlx_specprefill_server.cli import common, run_server
 from mlx_specprefill_server.cli.options import PairOptions
 from mlx_specprefill_server.models.models import Models
 from mlx_specprefill_server.pairs import MissingPairError, Pair
-from tests import tiny
+from tests.support import tiny
 
 PROMPT = "w" + " w".join(str(n) for n in tiny.random_prompt(400))
 

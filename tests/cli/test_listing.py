@@ -22,7 +22,7 @@ from mlx_specprefill import blueprint
 from mlx_specprefill.cache.positioned import leaves
 from mlx_specprefill_server import cli
 from mlx_specprefill_server.cli.listing import TABLE
-from tests.tiny import save_checkpoint
+from tests.support.tiny import save_checkpoint
 
 PAIRS = """
 [a.target]

@@ -16,7 +16,7 @@ from mlx_specprefill_server.cli.common import OptionError, choose
 from mlx_specprefill_server.cli.options import PairOptions
 from mlx_specprefill_server.pair_loading import load, make_settings
 from mlx_specprefill_server.pairs import Pair
-from tests.tiny import generated, random_prompt, save_checkpoint
+from tests.support.tiny import generated, random_prompt, save_checkpoint
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 PROMPT = random_prompt(200)

@@ -14,7 +14,7 @@ from mlx_specprefill_server.cli.common import OptionError, choose
 from mlx_specprefill_server.cli.options import PairOptions
 from mlx_specprefill_server.cli.pull import load
 from mlx_specprefill_server.pairs import MissingPairError, PairsError, find_pair, find_row, read_pairs
-from tests.gguf_files import tiny
+from tests.support.gguf_files import tiny
 
 
 def write(folder: Path, text: str) -> Path:

@@ -23,10 +23,10 @@ from mlx_specprefill_server import cli
 from mlx_specprefill_server.cli.common import OptionError
 from mlx_specprefill_server.cli.pull import load
 from mlx_specprefill_server.pairs import Pair
-from tests.gguf_files import tiny
-from tests.hub import COMMIT, LARGE, Hub, hub_of, used_by_this_process
-from tests.serving import heeds_ctrl_c
-from tests.tiny import CONFIGS, save_checkpoint
+from tests.support.gguf_files import tiny
+from tests.support.hub import COMMIT, LARGE, Hub, hub_of, used_by_this_process
+from tests.support.serving import heeds_ctrl_c
+from tests.support.tiny import CONFIGS, save_checkpoint
 
 WEIGHTS = "model.safetensors"
 

@@ -15,10 +15,11 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.scripted import COMMAND, DONE, TEXT, Flavour, save_scripted
+from tests.support.serving import Server, start
+from tests.support.waiting import eventually
+
 from ..connecting.test_connect import BEFORE, FILES, JSON
-from ..scripted import COMMAND, DONE, TEXT, Flavour, save_scripted
-from ..serving import Server, start
-from ..waiting import eventually
 from .packages import PACKAGES, connect
 
 KEY = "geheim"

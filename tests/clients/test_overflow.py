@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from ..scripted import save_scripted
-from ..serving import Server, start
+from tests.support.scripted import save_scripted
+from tests.support.serving import Server, start
+
 from .packages import PACKAGES, connect
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(900)]

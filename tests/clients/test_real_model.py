@@ -11,7 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from ..serving import start_named
+from tests.support.serving import start_named
+
 from .packages import PACKAGES, connect
 
 FILES = {"codex": ".codex/config.toml", "opencode": ".config/opencode/opencode.json"}

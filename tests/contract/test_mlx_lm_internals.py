@@ -26,8 +26,8 @@ from mlx_lm.models.cache import (
 from mlx_lm.utils import MODEL_REMAPPING
 
 import mlx_specprefill
-from tests.oracle import UNBUILDABLE, build, tiny_models
-from tests.refusals import BATCH_REFUSALS, DRAFT_REFUSALS, SPARSE_REFUSALS
+from tests.support.oracle import UNBUILDABLE, build, tiny_models
+from tests.support.refusals import BATCH_REFUSALS, DRAFT_REFUSALS, SPARSE_REFUSALS
 
 MODELS = Path(mlx_lm.__file__).parent / "models"
 

@@ -19,7 +19,7 @@ from mlx_specprefill.adapters.capture import QueryCapture, record_attention, wra
 from mlx_specprefill.adapters.mtp import record_hidden
 from mlx_specprefill.adapters.patches import PATCHES, install_patches
 from mlx_specprefill.adapters.recurrence import record_recurrence
-from tests.oracle import build, on_the_cpu_unfused
+from tests.support.oracle import build, on_the_cpu_unfused
 
 ROOT = Path(__file__).parents[2]
 NAMES = list(PATCHES)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mlx_specprefill.reading import sharding_of
-from tests.oracle import build
+from tests.support.oracle import build
 
 from .ranks import logs, started
 from .worker import MORE_NAMES, NAMES, SPLIT_KINDS, SPLIT_NAMES

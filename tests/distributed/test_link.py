@@ -12,8 +12,7 @@ from multiprocessing.connection import Client
 import pytest
 
 from mlx_specprefill.distributed.link import RankInfo, connect
-
-from ..waiting import eventually
+from tests.support.waiting import eventually
 
 TIMEOUT_S = 2.0
 

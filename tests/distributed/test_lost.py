@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.waiting import eventually
+from tests.support.waiting import eventually
 
 from .ranks import logs, started
 

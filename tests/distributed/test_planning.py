@@ -10,8 +10,7 @@ from typing import Any
 from mlx_specprefill import EngineConfig, GenerationRequest, SpecPrefillPolicy
 from mlx_specprefill.engine.costs import CostModel
 from mlx_specprefill.engine.ranked import RankedCaches, RankedPrefiller
-
-from ..tiny import random_prompt, tiny_pair
+from tests.support.tiny import random_prompt, tiny_pair
 
 CONFIG = EngineConfig(policy=SpecPrefillPolicy(threshold=None, min_saving_ms=1.0))
 

@@ -17,8 +17,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.serving import start_named
-from tests.waiting import eventually
+from tests.support.serving import start_named
+from tests.support.waiting import eventually
 
 from .ranks import ROOT, free_ports
 

@@ -49,9 +49,9 @@ from mlx_specprefill.adapters.depth import layers_of
 from mlx_specprefill.engine import loop
 from mlx_specprefill.reading import shard
 from mlx_specprefill.specprefill.head_calibration import _eligible_calls
-from tests.oracle import build, tiny_models
-from tests.tiny import tokenizer
-from tests.waiting import eventually
+from tests.support.oracle import build, tiny_models
+from tests.support.tiny import tokenizer
+from tests.support.waiting import eventually
 
 TIMEOUT_S = 20.0
 VOCABULARY = 128

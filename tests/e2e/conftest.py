@@ -9,7 +9,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from ..serving import Server, start
+from tests.support.serving import Server, start
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 PAIR = (DEMO / "target", DEMO / "draft")

@@ -10,8 +10,8 @@ import anthropic
 import openai
 import pytest
 
-from ..scripted import SCRIPTS, Flavour, Turn
-from ..serving import Server
+from tests.support.scripted import SCRIPTS, Flavour, Turn
+from tests.support.serving import Server
 
 TOOL = {
     "name": "get_weather",

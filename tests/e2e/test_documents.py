@@ -26,8 +26,7 @@ from typer.core import TyperGroup
 from typer.testing import CliRunner
 
 from mlx_specprefill_server.cli import app
-
-from ..serving import Server
+from tests.support.serving import Server
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

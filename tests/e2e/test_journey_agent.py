@@ -16,9 +16,8 @@ import pytest
 from typer.testing import CliRunner
 
 from mlx_specprefill_server.cli import app
-
-from ..scripted import DONE, Flavour
-from ..serving import Server
+from tests.support.scripted import DONE, Flavour
+from tests.support.serving import Server
 
 BASH: Any = {
     "type": "function",

@@ -7,7 +7,8 @@ import os
 import subprocess
 from pathlib import Path
 
-from ..serving import start
+from tests.support.serving import start
+
 from .conftest import PAIR
 from .test_start import KNOWN, wait_for
 

@@ -6,8 +6,7 @@ import httpx
 from typer.testing import CliRunner
 
 from mlx_specprefill_server.cli import app
-
-from ..serving import Server
+from tests.support.serving import Server
 
 TOOL = {"type": "function", "function": {"name": "search", "parameters": {"type": "object", "properties": {}}}}
 

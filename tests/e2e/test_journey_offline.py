@@ -10,9 +10,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.hub import hub_of
-from tests.serving import start
-from tests.tiny import save_checkpoint
+from tests.support.hub import hub_of
+from tests.support.serving import start
+from tests.support.tiny import save_checkpoint
 
 pytestmark = pytest.mark.extended
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ..serving import Server
+from tests.support.serving import Server
+
 from ..web.conftest import Page
 from ..web.conftest import driver as driver
 from ..web.conftest import engine as engine

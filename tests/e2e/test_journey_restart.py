@@ -10,7 +10,8 @@ import httpx
 import orjson
 import pytest
 
-from ..serving import start
+from tests.support.serving import start
+
 from .conftest import PAIR
 
 HI: Any = [{"role": "user", "content": "Hello"}]

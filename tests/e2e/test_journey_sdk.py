@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.server.body_strategies import CHAT, COMPLETION
+from tests.support.serving import Server
 
-from ..serving import Server
 from .conftest import haystack
 
 NEEDLES = [

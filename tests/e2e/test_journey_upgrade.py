@@ -8,7 +8,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from ..serving import Server, start
+from tests.support.serving import Server, start
+
 from .conftest import PAIR, haystack
 from .test_start import KNOWN
 

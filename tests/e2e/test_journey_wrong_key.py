@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from mlx_specprefill_server.cli import app
+from tests.support.serving import start
 
-from ..serving import start
 from .conftest import PAIR
 from .test_start import KNOWN
 

@@ -13,8 +13,8 @@ from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import status_code_conformance
 
-from ..scripted import SCRIPTS, Flavour
-from ..serving import Server
+from tests.support.scripted import SCRIPTS, Flavour
+from tests.support.serving import Server
 
 pytestmark = pytest.mark.extended
 

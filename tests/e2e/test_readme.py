@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.serving import Server, start_named
+from tests.support.serving import Server, start_named
 
 README = Path(__file__).parents[2] / "README.md"
 START = README.parent / "docs" / "index.md"

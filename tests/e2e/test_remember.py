@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from mlx_specprefill_server.cli import app
+from tests.support.serving import Server, start
 
-from ..serving import Server, start
 from .conftest import PAIR, filler
 
 pytestmark = pytest.mark.extended

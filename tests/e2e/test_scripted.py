@@ -9,8 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from ..scripted import SCRIPTS, TEXT, Flavour, save_scripted, written
-from ..serving import Server, start
+from tests.support.scripted import SCRIPTS, TEXT, Flavour, save_scripted, written
+from tests.support.serving import Server, start
 
 UNMEASURED = ("--specprefill-threshold", "8192")
 WHOLE = [name for name, script in SCRIPTS.items() if not script.endless]

@@ -30,8 +30,8 @@ from mlx_specprefill_server.pair_loading import load, make_settings
 from mlx_specprefill_server.pairs import find_pair
 from mlx_specprefill_server.serving import ServerState
 from mlx_specprefill_server.settings import Settings
-from tests.tiny import save_checkpoint
-from tests.waiting import eventually
+from tests.support.tiny import save_checkpoint
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.extended
 

@@ -16,7 +16,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from ..serving import start
+from tests.support.serving import start
+
 from .conftest import PAIR
 
 OPTIONS = ("--target", str(PAIR[0]), "--draft", str(PAIR[1]))

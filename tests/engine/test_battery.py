@@ -20,8 +20,8 @@ from mlx_specprefill import (
 )
 from mlx_specprefill.engine import densify, loop
 from mlx_specprefill.engine.densify import Battery
-from tests.tiny import random_prompt, tiny_pair
-from tests.waiting import eventually
+from tests.support.tiny import random_prompt, tiny_pair
+from tests.support.waiting import eventually
 
 POLICY = SpecPrefillPolicy(threshold=200, keep_pct=Fraction(3, 10))
 

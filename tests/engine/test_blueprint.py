@@ -8,9 +8,9 @@ import pytest
 
 from mlx_specprefill import blueprint, loaded_bytes
 from mlx_specprefill.engine.footprint import measure_footprint
-from tests import precision
-from tests.oracle import METAL_ONLY, build, tiny_models
-from tests.tiny import CONFIGS, tiny_model
+from tests.support import precision
+from tests.support.oracle import METAL_ONLY, build, tiny_models
+from tests.support.tiny import CONFIGS, tiny_model
 
 STORED = {"float32": "F32", "bfloat16": "BF16"}
 UNKNOWN = {"dbrx"}  # it looks at values

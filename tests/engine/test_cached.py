@@ -30,9 +30,8 @@ from mlx_specprefill import (
 from mlx_specprefill.cache.prefix.tree import PrefixCache
 from mlx_specprefill.engine.loop import Meter
 from mlx_specprefill.engine.speculation import AnswerDrafter
-
-from ..tiny import generated, random_prompt, tiny_pair
-from ..waiting import eventually
+from tests.support.tiny import generated, random_prompt, tiny_pair
+from tests.support.waiting import eventually
 
 POLICY = SpecPrefillPolicy(threshold=100, keep_pct=Fraction(1, 5), densify=False)
 PROMPT = random_prompt(600)

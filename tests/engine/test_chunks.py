@@ -12,8 +12,8 @@ from mlx_specprefill.engine.costs import ChunkSizer, ForwardCost, LearntCost
 from mlx_specprefill.engine.scheduler import Scheduler
 from mlx_specprefill.engine.sequence import Job, RequestHandle, noop
 from mlx_specprefill.request import Progress
+from tests.support.tiny import tiny_pair
 
-from ..tiny import tiny_pair
 from .test_costs import MACHINES
 
 DENSE = {"27B dense, M2 Max": MACHINES["27B dense, M2 Max"], "2B draft, M2 Ultra": ForwardCost(10, 0.33, 5e-6)}

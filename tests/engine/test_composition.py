@@ -23,8 +23,8 @@ from mlx_specprefill import (
     TokenEvent,
 )
 from mlx_specprefill.engine.footprint import weight_bytes
-from tests.tiny import FAMILIES, VOCAB, generated, greedy, random_prompt, tiny_pair
-from tests.waiting import eventually
+from tests.support.tiny import FAMILIES, VOCAB, generated, greedy, random_prompt, tiny_pair
+from tests.support.waiting import eventually
 
 POLICY = SpecPrefillPolicy(threshold=200, keep_pct=Fraction(3, 10), densify=False)
 CONFIG = EngineConfig(policy=POLICY, prefill_step=128, prefix_cache_bytes=64 << 20)

@@ -25,7 +25,7 @@ from mlx_specprefill import (
     make_pair,
 )
 from tests.server.fakes import byte_tokenizer
-from tests.tiny import generated, tiny_model
+from tests.support.tiny import generated, tiny_model
 
 TOKENIZER = byte_tokenizer()
 COLUMNS = len(TOKENIZER) + 9  # more than the tokenizer has tokens

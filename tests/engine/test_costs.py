@@ -12,8 +12,7 @@ import pytest
 
 from mlx_specprefill import Engine, EngineConfig, Finished, GenerationRequest, SpecPrefillPolicy
 from mlx_specprefill.engine.costs import CostModel, ForwardCost, LearntCost, prior_cost
-
-from .. import tiny
+from tests.support import tiny
 
 # Fitted to published prefill times, milliseconds; how attention grows with depth is a guess. See docs/decisions/0009.
 MACHINES = {

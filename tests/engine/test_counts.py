@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from mlx_specprefill import Engine, EngineConfig, GenerationRequest, ModelPair, SpecPrefillOptions
+from tests.support.tiny import tiny_pair
 
-from ..tiny import tiny_pair
 from .test_staged import own_pair
 
 

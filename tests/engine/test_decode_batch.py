@@ -22,9 +22,9 @@ from mlx_specprefill.engine import decode_batch
 from mlx_specprefill.engine.decode_batch import DecodeBatch, DecodeRow, RowFailed
 from mlx_specprefill.request import SamplingParams, TokenEvent
 from mlx_specprefill.sampling import greedy
-from tests.autoregressive import decode
-from tests.oracle import build, vocabulary
-from tests.rows import (
+from tests.support.autoregressive import decode
+from tests.support.oracle import build, vocabulary
+from tests.support.rows import (
     ROUNDED,
     Row,
     alone,
@@ -37,7 +37,7 @@ from tests.rows import (
     together,
     tokens,
 )
-from tests.tiny import FAMILIES, VOCAB, tiny_model
+from tests.support.tiny import FAMILIES, VOCAB, tiny_model
 
 CLOSE = 1e-4
 

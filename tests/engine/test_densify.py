@@ -24,8 +24,8 @@ from mlx_specprefill import (
 )
 from mlx_specprefill.engine import loop
 from mlx_specprefill.engine.densify import BackgroundQueue, IdleTurn
-from tests.tiny import VOCAB, generated, random_prompt, tiny_pair
-from tests.waiting import eventually
+from tests.support.tiny import VOCAB, generated, random_prompt, tiny_pair
+from tests.support.waiting import eventually
 
 CONFIG = EngineConfig(
     policy=SpecPrefillPolicy(threshold=200, keep_pct=Fraction(3, 10)), prefill_step=128, prefix_cache_bytes=64 << 20

@@ -26,8 +26,8 @@ from mlx_specprefill import (
 )
 from mlx_specprefill.cache.prefix.tree import PrefixCache
 from mlx_specprefill.errors import device_error
-from tests.tiny import generated, random_prompt, tiny_pair
-from tests.waiting import eventually
+from tests.support.tiny import generated, random_prompt, tiny_pair
+from tests.support.waiting import eventually
 
 SAID = "[METAL] Command buffer execution failed: "
 MEMORY = f"{SAID}Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)"

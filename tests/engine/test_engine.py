@@ -28,8 +28,8 @@ from mlx_specprefill import (
     TokenEvent,
     make_pair,
 )
-from tests.tiny import EOS, FAMILIES, VOCAB, generated, greedy, random_prompt, tiny_model, tiny_pair, tokenizer
-from tests.waiting import eventually
+from tests.support.tiny import EOS, FAMILIES, VOCAB, generated, greedy, random_prompt, tiny_model, tiny_pair, tokenizer
+from tests.support.waiting import eventually
 
 M = 300
 CONFIG = EngineConfig(policy=SpecPrefillPolicy(threshold=100), prefill_step=64)

@@ -22,7 +22,7 @@ from mlx_specprefill import (
 from mlx_specprefill.specprefill.scorer import HeadScorer
 from mlx_specprefill_server.prompt.conversation import conversation
 from mlx_specprefill_server.prompt.prompt import PromptBuilder
-from tests.tiny import generated
+from tests.support.tiny import generated
 
 MODELS = Path(__file__).resolve().parents[2] / "models"
 CONFIG = EngineConfig(policy=SpecPrefillPolicy(threshold=100, densify=False))

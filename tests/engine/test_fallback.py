@@ -26,7 +26,7 @@ from mlx_specprefill.cache.positioned import PositionedKVCache
 from mlx_specprefill.engine import caches as caches_module
 from mlx_specprefill.engine import loop as loop_module
 from mlx_specprefill.engine import prefill as runner_module
-from tests.tiny import FAMILIES, generated, random_prompt, tiny_pair
+from tests.support.tiny import FAMILIES, generated, random_prompt, tiny_pair
 
 M = 900
 CONFIG = EngineConfig(policy=SpecPrefillPolicy(threshold=100), prefill_step=1024)

@@ -13,8 +13,8 @@ from mlx_specprefill.engine import footprint
 from mlx_specprefill.engine.caches import empty_cache
 from mlx_specprefill.engine.footprint import default_limit, measure_footprint
 from mlx_specprefill.specprefill.sparse_prefill import prefill
-from tests.slices import finish
-from tests.tiny import CONFIGS, random_prompt, tiny_model, tiny_pair
+from tests.support.slices import finish
+from tests.support.tiny import CONFIGS, random_prompt, tiny_model, tiny_pair
 
 HEADS = 8
 FACTOR = 0.8, 1.5  # of predicted to measured

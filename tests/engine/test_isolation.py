@@ -27,8 +27,8 @@ from mlx_specprefill import (
     SpecPrefillPolicy,
 )
 from mlx_specprefill.engine import loop
-from tests.tiny import generated, random_prompt, tiny_pair
-from tests.waiting import eventually
+from tests.support.tiny import generated, random_prompt, tiny_pair
+from tests.support.waiting import eventually
 
 ANN, BOB = CacheLabel("ann"), CacheLabel("bob")
 LENGTH = 600

@@ -16,12 +16,12 @@ from mlx_specprefill import Engine, EngineConfig, GenerationRequest, ModelPair, 
 from mlx_specprefill.engine.decode_batch import DecodeBatch, DecodeRow
 from mlx_specprefill.engine.memory import cache_bytes
 from mlx_specprefill.sampling import greedy
-from tests.autoregressive import decode
 from tests.engine.held import unaccounted
-from tests.oracle import build, vocabulary
-from tests.precision import bound, numbers
-from tests.rows import ROUNDED, Row, logprob_error, make_rows, quantised_row, together, tokens
-from tests.tiny import generated, random_prompt, tiny_model, tiny_pair
+from tests.support.autoregressive import decode
+from tests.support.oracle import build, vocabulary
+from tests.support.precision import bound, numbers
+from tests.support.rows import ROUNDED, Row, logprob_error, make_rows, quantised_row, together, tokens
+from tests.support.tiny import generated, random_prompt, tiny_model, tiny_pair
 
 GROUP, COUNT, ROWS = 32, 24, 8
 FAMILIES: dict[str, dict[str, Any]] = {"llama": {"head_dim": 64, "hidden_size": 64}, "qwen3": {"head_dim": 32}}

@@ -24,11 +24,11 @@ from mlx_specprefill import (
 from mlx_specprefill.cache.positioned import make_positioned_cache, quantize_kv
 from mlx_specprefill.config import SpecPrefillPolicy
 from mlx_specprefill.specprefill.sparse_prefill import prefill
-from tests.autoregressive import decode
-from tests.oracle import Case, build, masked_dense
-from tests.rows import ROUNDED, logprob_error, tokens
-from tests.slices import finish
-from tests.tiny import greedy, random_prompt, tiny_pair, tokenizer
+from tests.support.autoregressive import decode
+from tests.support.oracle import Case, build, masked_dense
+from tests.support.rows import ROUNDED, logprob_error, tokens
+from tests.support.slices import finish
+from tests.support.tiny import greedy, random_prompt, tiny_pair, tokenizer
 
 GROUP, COUNT = 32, 24
 FAMILIES = {"llama": {"head_dim": 64, "hidden_size": 64}, "qwen3": {"head_dim": 32}}

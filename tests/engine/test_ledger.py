@@ -29,8 +29,8 @@ from mlx_specprefill import (
 from mlx_specprefill.engine import memory
 from mlx_specprefill.engine.memory import TOLERATED, LeakDetector
 from tests.engine.held import unaccounted
-from tests.tiny import random_prompt, tiny_pair
-from tests.waiting import eventually
+from tests.support.tiny import random_prompt, tiny_pair
+from tests.support.waiting import eventually
 
 # Bytes. MLX reuses freed memory for arrays that are up to two pages smaller, which nobody accounts for. The chats below
 # would leak at least ten times as much.

@@ -22,7 +22,7 @@ from mlx_specprefill import (
 )
 from mlx_specprefill.cache.positioned import leaves
 from mlx_specprefill.engine import prefill as prefiller
-from tests import tiny
+from tests.support import tiny
 
 
 @pytest.mark.parametrize("wired", ["off", "auto", "on"])

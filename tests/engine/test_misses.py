@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from mlx_specprefill import CacheLabel, Engine, EngineConfig, Finished, GenerationRequest, PrefillReport, PromptSpan
-
-from ..tiny import generated, random_prompt, tiny_pair
+from tests.support.tiny import generated, random_prompt, tiny_pair
 
 PROMPT = random_prompt(2600)
 PLACE = 700

@@ -29,8 +29,8 @@ from mlx_specprefill import (
 from mlx_specprefill.engine import mlx_thread
 from mlx_specprefill.engine.memory import SharedMemory
 from mlx_specprefill.engine.mlx_thread import _Member
-from tests.tiny import generated, random_prompt, tiny_pair
-from tests.waiting import eventually
+from tests.support.tiny import generated, random_prompt, tiny_pair
+from tests.support.waiting import eventually
 
 CONFIG = EngineConfig(policy=SpecPrefillPolicy(threshold=10_000, densify=False), prefill_step=64)
 

@@ -21,8 +21,8 @@ from mlx_specprefill import (
 )
 from mlx_specprefill.adapters.capture import DraftHeads, Head
 from mlx_specprefill.engine.sequence import Sequence
-from tests.precision import assert_close
-from tests.tiny import FAMILIES, generated, random_prompt, tiny_pair
+from tests.support.precision import assert_close
+from tests.support.tiny import FAMILIES, generated, random_prompt, tiny_pair
 
 M, T = 300, 12
 CONFIG = EngineConfig(policy=SpecPrefillPolicy(threshold=100), prefill_step=64)

@@ -26,7 +26,7 @@ from mlx_specprefill import (
 from mlx_specprefill.adapters.capture import DraftHeads, Head
 from mlx_specprefill.adapters.depth import FirstLayers, full_draft_model
 from mlx_specprefill.loading import with_heads
-from tests.tiny import generated, random_prompt, tiny_pair
+from tests.support.tiny import generated, random_prompt, tiny_pair
 
 CONFIG = EngineConfig(
     policy=SpecPrefillPolicy(threshold=0, keep_pct=Fraction(1, 5), densify=False),

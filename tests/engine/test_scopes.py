@@ -22,8 +22,7 @@ from mlx_specprefill import (
 )
 from mlx_specprefill_server.prompt.conversation import conversation
 from mlx_specprefill_server.prompt.prompt import PromptBuilder
-
-from ..tiny import FAMILIES, generated, random_prompt, tiny_pair
+from tests.support.tiny import FAMILIES, generated, random_prompt, tiny_pair
 
 CONFIG = EngineConfig(policy=SpecPrefillPolicy(threshold=100, densify=False), prefill_step=256)
 SYSTEM = 900

@@ -30,8 +30,8 @@ from mlx_specprefill import (
 from mlx_specprefill.adapters.capture import DraftHeads, Head, QueryCapture
 from tests.engine.test_composition import masked_greedy
 from tests.engine.test_staged import own_pair
-from tests.tiny import FAMILIES, generated, greedy, random_prompt, tiny_pair
-from tests.waiting import eventually
+from tests.support.tiny import FAMILIES, generated, greedy, random_prompt, tiny_pair
+from tests.support.waiting import eventually
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 POLICY = SpecPrefillPolicy(threshold=300, keep_pct=Fraction(3, 10), densify=False)

@@ -18,7 +18,7 @@ from mlx_specprefill import (
 )
 from mlx_specprefill.engine.footprint import Admission
 from mlx_specprefill.engine.sequence import Need
-from tests.tiny import random_prompt, tiny_pair
+from tests.support.tiny import random_prompt, tiny_pair
 
 ROWS, LONG = 4, 12
 DENSE = SpecPrefillOptions(False)

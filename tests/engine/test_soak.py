@@ -47,9 +47,9 @@ from mlx_specprefill.engine import prefill as prefiller_module
 from mlx_specprefill.engine.decode_batch import DecodeBatch
 from mlx_specprefill.specprefill.sparse_prefill import prefill
 from tests.engine.held import unaccounted
-from tests.slices import finish
-from tests.tiny import random_prompt, tiny_pair
-from tests.waiting import eventually
+from tests.support.slices import finish
+from tests.support.tiny import random_prompt, tiny_pair
+from tests.support.waiting import eventually
 
 REQUESTS = int(os.environ.get("SOAK_REQUESTS", "200"))
 FAMILIES = ("llama", "qwen3_5", "gpt_oss")

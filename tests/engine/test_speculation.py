@@ -32,10 +32,10 @@ from mlx_specprefill import (
     make_pair,
 )
 from mlx_specprefill.engine import speculation as module
-from tests import precision
-from tests.precision import near_ties
 from tests.server.fakes import byte_tokenizer
-from tests.tiny import EOS, generated, random_prompt, tiny_head, tiny_model, tiny_pair
+from tests.support import precision
+from tests.support.precision import near_ties
+from tests.support.tiny import EOS, generated, random_prompt, tiny_head, tiny_model, tiny_pair
 
 SMALL = SpeculationConfig(budget=64, chunk=4, sinks=4, window=16, ngram_match=1)
 NAMES: tuple[SpeculationName, ...] = ("draft", "triforce", "mtp", "ngram")

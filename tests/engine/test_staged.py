@@ -31,16 +31,25 @@ from mlx_specprefill.engine.decode_batch import DecodeBatch, DecodeRow
 from mlx_specprefill.errors import SparseUnsupportedError
 from mlx_specprefill.sampling import greedy
 from mlx_specprefill.specprefill.sparse_prefill import HiddenStates, prefill_upper
-from tests import precision
-from tests.oracle import Case, build, make_case, vocabulary
-from tests.precision import assert_close
-from tests.rows import alone, logprob_error, make_rows, prefilled
-from tests.rows import tokens as tokens_of
-from tests.slices import finish
-from tests.staged_oracle import deep_enough, masked_from, splits
-from tests.tiny import FAMILIES, VOCAB, generated, on_own_layers, random_prompt, tiny_head, tiny_model, tokenizer
-from tests.tiny import greedy as greedy_tokens
-from tests.waiting import eventually
+from tests.support import precision
+from tests.support.oracle import Case, build, make_case, vocabulary
+from tests.support.precision import assert_close
+from tests.support.rows import alone, logprob_error, make_rows, prefilled
+from tests.support.rows import tokens as tokens_of
+from tests.support.slices import finish
+from tests.support.staged_oracle import deep_enough, masked_from, splits
+from tests.support.tiny import (
+    FAMILIES,
+    VOCAB,
+    generated,
+    on_own_layers,
+    random_prompt,
+    tiny_head,
+    tiny_model,
+    tokenizer,
+)
+from tests.support.tiny import greedy as greedy_tokens
+from tests.support.waiting import eventually
 
 CONFIG = EngineConfig(policy=SpecPrefillPolicy(threshold=0, densify=False), prefill_step=32, prefix_cache_bytes=0)
 COUNT = 12

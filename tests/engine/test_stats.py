@@ -11,10 +11,9 @@ import mlx.nn as nn
 from mlx_specprefill import Engine, EngineConfig, EngineStats, Event, GenerationRequest, ModelPair, TokenEvent
 from mlx_specprefill.config import SpecPrefillPolicy
 from mlx_specprefill.request import SpecPrefillOptions
-from tests import precision
-from tests.waiting import eventually
-
-from ..tiny import random_prompt, tiny_pair
+from tests.support import precision
+from tests.support.tiny import random_prompt, tiny_pair
+from tests.support.waiting import eventually
 
 SPARSE = SpecPrefillOptions(enabled=True)
 

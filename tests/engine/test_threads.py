@@ -16,7 +16,7 @@ from mlx_specprefill.engine.engine import Engine
 from mlx_specprefill.engine.scheduler import Scheduler
 from mlx_specprefill.engine.sequence import Job, RequestHandle, noop
 from mlx_specprefill.request import Progress
-from tests.tiny import tiny_pair
+from tests.support.tiny import tiny_pair
 
 READS = 200_000
 

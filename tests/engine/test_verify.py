@@ -33,9 +33,9 @@ from mlx_specprefill import (
     load_pair,
 )
 from mlx_specprefill.engine import loop
-from tests.tiny import VOCAB, on_own_layers, random_prompt, tiny_pair
-from tests.verdict_oracle import FullReading, read_in_full
-from tests.waiting import eventually
+from tests.support.tiny import VOCAB, on_own_layers, random_prompt, tiny_pair
+from tests.support.verdict_oracle import FullReading, read_in_full
+from tests.support.waiting import eventually
 
 MODELS = Path(__file__).resolve().parents[2] / "models"
 FAMILIES = ("demo", "demo-qwen3_5", "demo-nemotron_h", "demo-gpt_oss")

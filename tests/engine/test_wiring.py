@@ -11,7 +11,7 @@ from mlx_specprefill import Engine, EngineConfig
 from mlx_specprefill.config import WiredLimit
 from mlx_specprefill.engine import machine
 from mlx_specprefill.engine.machine import wired_bytes
-from tests.tiny import tiny_pair
+from tests.support.tiny import tiny_pair
 
 GB = 10**9
 

@@ -20,7 +20,7 @@ from mlx_specprefill_evals.prompted import Prompted
 from mlx_specprefill_evals.tasks import TASKS, Item, Space, make_item
 from mlx_specprefill_server.prompt.conversation import conversation
 from mlx_specprefill_server.prompt.prompt import PromptBuilder
-from tests.tiny import on_own_layers
+from tests.support.tiny import on_own_layers
 
 pytestmark = pytest.mark.extended
 

@@ -17,8 +17,8 @@ from mlx_specprefill import ModelPair, load_pair
 from mlx_specprefill.adapters.gguf import describe_gguf, load_gguf
 from mlx_specprefill.adapters.patches import install_patches
 from mlx_specprefill.cache.positioned import make_positioned_cache
-from tests.oracle import Case, feed, masked_dense
-from tests.real_model import coder_files
+from tests.support.oracle import Case, feed, masked_dense
+from tests.support.real_model import coder_files
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(3600)]
 LENGTH, DECODED, CHUNK, KEPT = 512, 3, 32, 0.2

@@ -19,7 +19,7 @@ from mlx_specprefill.adapters.gguf.header import TensorInfo
 from mlx_specprefill.adapters.gguf.weights import EXACT_BITS, GROUP, packed_bits, read_arrays
 from mlx_specprefill.adapters.probe import largest_hidden
 from mlx_specprefill.cache.prefix.nodes import model_identity
-from tests.gguf_files import CONFIGS, F32, contents, from_safetensors, random_weights, rounded, tiny
+from tests.support.gguf_files import CONFIGS, F32, contents, from_safetensors, random_weights, rounded, tiny
 
 PROMPT = mx.array(np.random.default_rng(3).integers(3, 250, (1, 24)))
 PACKED = (Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0)

@@ -8,7 +8,7 @@ from mlx_lm.generate import generate_step
 from mlx_specprefill import load_pair
 from mlx_specprefill.adapters.gguf.header import read_header
 from mlx_specprefill.adapters.gguf.weights import EXACT_BITS, read_arrays
-from tests.real_model import smollm2_file
+from tests.support.real_model import smollm2_file
 
 
 def test_packed_arrays_are_those_of_mlx():

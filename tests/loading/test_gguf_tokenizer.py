@@ -18,7 +18,7 @@ from tokenizers.models import BPE
 
 from mlx_specprefill import LoadError
 from mlx_specprefill.adapters.gguf.tokens import build_tokenizer
-from tests.gguf_files import CONTROL, NORMAL, SPECIAL, TEMPLATE, USER_DEFINED
+from tests.support.gguf_files import CONTROL, NORMAL, SPECIAL, TEMPLATE, USER_DEFINED
 
 CORPUS = [
     *inspect.getsource(argparse).splitlines(keepends=True),

@@ -15,8 +15,8 @@ from mlx_lm.models.cache import KVCache
 
 from mlx_specprefill import load_pair
 from mlx_specprefill.adapters.mtp import MTPHead, normalise
-from tests.oracle import build
-from tests.tiny import save_checkpoint, tiny_head, tiny_model
+from tests.support.oracle import build
+from tests.support.tiny import save_checkpoint, tiny_head, tiny_model
 
 Tensors = dict[str, mx.array]
 

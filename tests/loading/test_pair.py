@@ -12,8 +12,8 @@ import pytest
 
 from mlx_specprefill import LoadError, PairMismatchError, check_same_tokenizer, load_pair
 from mlx_specprefill.reading import context_length, stated_sampling
-from tests.tiny import VOCAB, random_prompt, save_checkpoint, tokenizer
-from tests.tokenizers_of_all_kinds import kind
+from tests.support.tiny import VOCAB, random_prompt, save_checkpoint, tokenizer
+from tests.support.tokenizers_of_all_kinds import kind
 
 
 def test_a_pair_from_disk(tmp_path):

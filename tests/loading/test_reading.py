@@ -21,7 +21,7 @@ from mlx_specprefill import (
     reading,
 )
 from mlx_specprefill.config import keep_pct
-from tests.tiny import generated, random_prompt, save_checkpoint
+from tests.support.tiny import generated, random_prompt, save_checkpoint
 
 
 @pytest.fixture

@@ -21,8 +21,8 @@ from mlx_specprefill import (
     resolve_model_path,
 )
 from mlx_specprefill.adapters.gguf import describe_gguf, load_gguf
-from tests.gguf_files import CONFIGS, contents, random_weights, tiny
-from tests.tiny import save_checkpoint
+from tests.support.gguf_files import CONFIGS, contents, random_weights, tiny
+from tests.support.tiny import save_checkpoint
 
 COMMIT = "c" * 40
 

@@ -33,9 +33,9 @@ from mlx_specprefill.adapters.capture import DraftHeads, Head
 from mlx_specprefill.adapters.mtp import MTPHead
 from mlx_specprefill.config import keep_pct
 from mlx_specprefill_server import open_pair, pair_loading
-from tests.gguf_files import tiny as tiny_gguf
-from tests.oracle import build, on_the_cpu_unfused, runnable, tiny_models
-from tests.tiny import CONFIGS, generated, random_prompt, save_checkpoint, tiny_head, tiny_model, tokenizer
+from tests.support.gguf_files import tiny as tiny_gguf
+from tests.support.oracle import build, on_the_cpu_unfused, runnable, tiny_models
+from tests.support.tiny import CONFIGS, generated, random_prompt, save_checkpoint, tiny_head, tiny_model, tokenizer
 
 T = TypeVar("T")
 

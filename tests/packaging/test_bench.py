@@ -17,7 +17,7 @@ from benchmarks import agents, decode, long
 from benchmarks.agents import FULL, OURS, Played, Turn, row
 from benchmarks.harness.command import FOLDER, benchmark, main, parsed
 
-from tests.tiny import save_checkpoint
+from tests.support.tiny import save_checkpoint
 
 pytestmark = pytest.mark.extended
 

@@ -16,8 +16,8 @@ import httpx
 import pytest
 
 from tests.distributed.ranks import free_ports
-from tests.serving import Server, start_named
-from tests.waiting import eventually
+from tests.support.serving import Server, start_named
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.extended
 

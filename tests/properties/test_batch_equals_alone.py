@@ -1,7 +1,7 @@
 """P6: every row of a batch answers what it answers alone.
 
 Rows are sparse and dense, shorter and longer than the windows, join and leave at different steps. The reference is
-`tests.autoregressive` on the row's own cache, float32.
+`tests.support.autoregressive` on the row's own cache, float32.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from mlx_specprefill.cache.rows import batch_key
 from mlx_specprefill.engine.caches import empty_cache
 from mlx_specprefill.engine.decode_batch import DecodeBatch, DecodeRow
 from mlx_specprefill.sampling import greedy
-from tests import oracle
-from tests.autoregressive import decode
-from tests.oracle import build, tiny_models, vocabulary
-from tests.refusals import BATCH_REFUSALS
-from tests.rows import ROUNDED, Row, alone, logprob_error, make_rows, quantised_row, together, tokens
-from tests.tiny import FAMILIES, tiny_model
+from tests.support import oracle
+from tests.support.autoregressive import decode
+from tests.support.oracle import build, tiny_models, vocabulary
+from tests.support.refusals import BATCH_REFUSALS
+from tests.support.rows import ROUNDED, Row, alone, logprob_error, make_rows, quantised_row, together, tokens
+from tests.support.tiny import FAMILIES, tiny_model
 
 CLOSE = 1e-4
 COUNT = 64

@@ -1,6 +1,7 @@
 """The first layers alone do what they do in the whole model, bit for bit, and nothing else.
 
-Every architecture whose attention can be read takes part, as a tiny random model; `tests/oracle.py` watches both.
+Every architecture whose attention can be read takes part, as a tiny random model; `tests/support/oracle.py`
+watches both.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from mlx_specprefill.adapters.depth import FirstLayers, first_layers, layers_of,
 from mlx_specprefill.adapters.registry import adapter_for, architecture_of, support_table
 from mlx_specprefill.cache.prefix.nodes import model_identity
 from mlx_specprefill.errors import SparseUnsupportedError
-from tests import oracle
-from tests.oracle import build, make_case, measure_depths, tiny_models
-from tests.refusals import DRAFT_REFUSALS
+from tests.support import oracle
+from tests.support.oracle import build, make_case, measure_depths, tiny_models
+from tests.support.refusals import DRAFT_REFUSALS
 
 DRAFTS = [name for name, tiny in tiny_models().items() if tiny.architecture not in DRAFT_REFUSALS]
 # In as many layers as the other properties need, only the last one sees the whole prompt.

@@ -14,9 +14,9 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_specprefill.adapters.capture import HeadCapture
-from tests import oracle
-from tests.oracle import build, captured_layers, make_case, tiny_models
-from tests.refusals import DRAFT_REFUSALS
+from tests.support import oracle
+from tests.support.oracle import build, captured_layers, make_case, tiny_models
+from tests.support.refusals import DRAFT_REFUSALS
 
 DRAFTS = [name for name, tiny in tiny_models().items() if tiny.architecture not in DRAFT_REFUSALS]
 M, CUTS, PASSAGE = 50, (23, 29), (33, 41)  # windows are 20 tokens

@@ -30,14 +30,14 @@ from mlx_specprefill.engine.decode_batch import DecodeBatch, DecodeRow
 from mlx_specprefill.sampling import greedy
 from mlx_specprefill.specprefill.sparse_prefill import UpperLayersModel, can_recall, recall
 from mlx_specprefill.speculative.rollback import Rollback
-from tests import oracle
-from tests.autoregressive import decode
-from tests.oracle import EXACT, Case, build, can_recall_into, make_case, masked_dense, relative_error
-from tests.precision import bound
 from tests.properties.test_sparse_equals_masked import DISCRIMINATION, NAMED, VERIFIED
-from tests.rows import assert_same_contents, logprob_error, tokens
-from tests.slices import finish
-from tests.staged_oracle import deep_enough, masked_from, splits
+from tests.support import oracle
+from tests.support.autoregressive import decode
+from tests.support.oracle import EXACT, Case, build, can_recall_into, make_case, masked_dense, relative_error
+from tests.support.precision import bound
+from tests.support.rows import assert_same_contents, logprob_error, tokens
+from tests.support.slices import finish
+from tests.support.staged_oracle import deep_enough, masked_from, splits
 
 RECALLING = [name for name in VERIFIED if can_recall_into(name)]
 NAMED_RECALLING = [name for name in NAMED if name in RECALLING]

@@ -1,7 +1,7 @@
 """Sparse prefill is exact: kept tokens at their original positions give what the masked dense run gives.
 
-Every architecture of the installed mlx-lm takes part, as a tiny random model in float32. `tests/oracle.py` is the
-truth and shares no code with what is tested.
+Every architecture of the installed mlx-lm takes part, as a tiny random model in float32. `tests/support/oracle.py` is
+the truth and shares no code with what is tested.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_specprefill.adapters.registry import adapter_for, support_table
 from mlx_specprefill.cache.positioned import leaves, make_positioned_cache
 from mlx_specprefill.specprefill.sparse_prefill import prefill
-from tests import oracle
-from tests.oracle import EXACT, build, make_case, masked_dense, measure, relative_error, sparse, tiny_models
-from tests.refusals import DRAFT_REFUSALS, SPARSE_REFUSALS
-from tests.slices import finish
+from tests.support import oracle
+from tests.support.oracle import EXACT, build, make_case, masked_dense, measure, relative_error, sparse, tiny_models
+from tests.support.refusals import DRAFT_REFUSALS, SPARSE_REFUSALS
+from tests.support.slices import finish
 
 NAMED = (
     "llama",

@@ -25,11 +25,11 @@ from mlx_specprefill.speculative.mtp_proposer import PromptReader
 from mlx_specprefill.speculative.row import Limits, SpeculativeRow
 from mlx_specprefill.speculative.strategies import STRATEGIES, StrategyName, make_proposer, refusal
 from mlx_specprefill.speculative.verification import Rng, TokenSampler
-from tests.oracle import build, on_the_cpu_unfused, vocabulary
-from tests.rows import Row, alone, assert_same_contents, logprob_error, make_rows, tokens
-from tests.slices import finish
 from tests.speculative.probabilities import enumerate_distribution, total_variation
-from tests.tiny import CONFIGS, FAMILIES, VOCAB, tiny_head, tiny_model
+from tests.support.oracle import build, on_the_cpu_unfused, vocabulary
+from tests.support.rows import Row, alone, assert_same_contents, logprob_error, make_rows, tokens
+from tests.support.slices import finish
+from tests.support.tiny import CONFIGS, FAMILIES, VOCAB, tiny_head, tiny_model
 
 CLOSE = 1e-4
 COUNT = 24

@@ -1,7 +1,7 @@
 """Staged prefill is exact: what a dense run gives in which dropped tokens are masked from one layer on.
 
 Every architecture that the table allows takes part, at several depths, as a tiny random model in float32.
-`tests/staged_oracle.py` is the truth.
+`tests/support/staged_oracle.py` is the truth.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from mlx_specprefill.adapters.registry import adapter_for, support_table
 from mlx_specprefill.adapters.staged import StagedModel
 from mlx_specprefill.cache.positioned import make_positioned_cache
 from mlx_specprefill.errors import SparseUnsupportedError
-from tests import oracle
-from tests.oracle import EXACT, Case, build, make_case, masked_dense, relative_error, tiny_models, vocabulary
-from tests.refusals import STAGED_REFUSALS
-from tests.staged_oracle import can_be_staged, deep_enough, masked_from, splits, staged, staged_errors
+from tests.support import oracle
+from tests.support.oracle import EXACT, Case, build, make_case, masked_dense, relative_error, tiny_models, vocabulary
+from tests.support.refusals import STAGED_REFUSALS
+from tests.support.staged_oracle import can_be_staged, deep_enough, masked_from, splits, staged, staged_errors
 
 STAGED = [name for name, tiny in tiny_models().items() if adapter_for(tiny.architecture).staged_refusal is None]
 # What people run: all of them have a split.

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from recording.proxy import LEFT_OUT, Recorder, running
 
-from ..waiting import eventually
+from tests.support.waiting import eventually
 
 KEY = "geheim-471128"
 WAIT_S = 60

@@ -22,7 +22,7 @@ from mlx_specprefill.speculative import row as speculative_row
 from mlx_specprefill.speculative import strategies, verification
 from mlx_specprefill.speculative.strategies import STRATEGIES
 from mlx_specprefill.speculative.verification import Verdict
-from tests.tiny import save_checkpoint as save_tiny
+from tests.support.tiny import save_checkpoint as save_tiny
 
 Patch = pytest.MonkeyPatch
 

@@ -15,7 +15,7 @@ from mlx_specprefill_server.models.loader import Entry, LoadProgress, MissingMod
 from mlx_specprefill_server.models.models import Models
 from mlx_specprefill_server.serving import ServerState
 from mlx_specprefill_server.settings import Settings
-from tests.waiting import eventually
+from tests.support.waiting import eventually
 
 from .fakes import FakeEngine, FakePair
 

@@ -18,8 +18,8 @@ from mlx_specprefill_server import app as application
 from mlx_specprefill_server.app import create_app
 from mlx_specprefill_server.monitoring.access_log import configure_logging
 from mlx_specprefill_server.settings import Settings
+from tests.support.waiting import eventually
 
-from ..waiting import eventually
 from .conftest import client_of
 from .fakes import FakeEngine, says_and_waits
 

@@ -9,8 +9,7 @@ import pytest
 
 from mlx_specprefill_server import app
 from mlx_specprefill_server.app import Awake
-
-from ..waiting import eventually
+from tests.support.waiting import eventually
 
 PROGRAM = """#!/bin/sh
 echo "$@" >> "{log}"

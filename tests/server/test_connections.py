@@ -15,8 +15,8 @@ import pytest
 from mlx_specprefill_server import connections
 from mlx_specprefill_server.connections import RESERVED, DescriptorsError, raise_open_files_limit
 from mlx_specprefill_server.generation import generation
+from tests.support.waiting import eventually
 
-from ..waiting import eventually
 from .fakes import FakeEngine
 
 CHAT = "/v1/chat/completions"

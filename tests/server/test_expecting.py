@@ -11,8 +11,7 @@ from starlette.testclient import TestClient
 from mlx_specprefill import Engine, EngineConfig, RequestHandle, load_pair
 from mlx_specprefill_server.app import create_app
 from mlx_specprefill_server.settings import Settings
-
-from ..scripted import save_scripted
+from tests.support.scripted import save_scripted
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 FUNCTION = {"name": "get_weather", "parameters": SCHEMA}

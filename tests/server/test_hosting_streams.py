@@ -16,7 +16,7 @@ import pytest
 from mlx_specprefill_server import dependencies
 from mlx_specprefill_server.models.models import Models
 from mlx_specprefill_server.settings import Settings
-from tests.waiting import eventually
+from tests.support.waiting import eventually
 
 from .hosting import FakeHost, entry, models_of, running
 from .hosting import host as host

@@ -13,7 +13,7 @@ from mlx_specprefill import CacheLabel, Engine, EngineConfig
 from mlx_specprefill_server.app import create_app
 from mlx_specprefill_server.middleware import Identity, identities_by_key
 from mlx_specprefill_server.settings import Settings
-from tests.tiny import random_prompt, tiny_pair
+from tests.support.tiny import random_prompt, tiny_pair
 
 from .conftest import client_of
 from .fakes import FakeEngine

@@ -27,8 +27,8 @@ from mlx_specprefill.request import Prediction
 from mlx_specprefill.specprefill.plan import plan_prefill
 from mlx_specprefill_server.generation.generation import AnswerResult
 from mlx_specprefill_server.monitoring.metrics import Metrics, reason_label
+from tests.support.waiting import eventually
 
-from ..waiting import eventually
 from .fakes import FakeEngine, says_and_waits
 
 MODEL = 'model_name="demo/target"'

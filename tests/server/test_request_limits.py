@@ -17,8 +17,8 @@ from mlx_specprefill_server.app import Server
 from mlx_specprefill_server.connections import bound_sockets
 from mlx_specprefill_server.generation import generation
 from mlx_specprefill_server.settings import Settings
+from tests.support.waiting import eventually
 
-from ..waiting import eventually
 from .conftest import client_of, events
 from .fakes import FakeEngine
 

@@ -21,7 +21,7 @@ from mlx_specprefill_server.pair_loading import load, make_settings
 from mlx_specprefill_server.pairs import find_pair
 from mlx_specprefill_server.promise import Promises
 from mlx_specprefill_server.settings import Settings
-from tests.waiting import eventually
+from tests.support.waiting import eventually
 
 from .conftest import client_of
 from .fakes import FakeEngine

@@ -12,8 +12,8 @@ import pytest
 
 from mlx_specprefill_server.prompt.prompt import WORKERS, PromptBuilder, Workers
 from mlx_specprefill_server.routes import status
+from tests.support.waiting import eventually
 
-from ..waiting import eventually
 from .conftest import client_of
 from .fakes import FakeEngine, byte_tokenizer
 

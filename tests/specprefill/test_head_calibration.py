@@ -35,7 +35,7 @@ from mlx_specprefill.specprefill.head_calibration import (
     find_heads,
 )
 from mlx_specprefill.specprefill.selector import PromptText
-from tests.tiny import CONFIGS, FAMILIES, tiny_model
+from tests.support.tiny import CONFIGS, FAMILIES, tiny_model
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 SCORING, SELECTION = ScoringConfig(), SelectionConfig()

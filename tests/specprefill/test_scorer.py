@@ -24,8 +24,8 @@ from mlx_specprefill.specprefill.scorer import (
     repeated_question_spans,
     scorer_for,
 )
-from tests.precision import assert_close, numbers
-from tests.tiny import FAMILIES, WINDOW, random_prompt, tiny_model
+from tests.support.precision import assert_close, numbers
+from tests.support.tiny import FAMILIES, WINDOW, random_prompt, tiny_model
 
 M = 90
 # Attention calls, in the order of a forward, that see the whole prompt: the first and the second of them.

@@ -10,10 +10,10 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_specprefill import SparseUnsupportedError
 from mlx_specprefill.cache.positioned import leaves, make_positioned_cache, next_position, quantize_kv, shift_of
 from mlx_specprefill.specprefill.sparse_prefill import prefill
-from tests.autoregressive import decode
-from tests.precision import assert_close, near_ties, numbers
-from tests.slices import finish
-from tests.tiny import FAMILIES, greedy, random_prompt, tiny_model
+from tests.support.autoregressive import decode
+from tests.support.precision import assert_close, near_ties, numbers
+from tests.support.slices import finish
+from tests.support.tiny import FAMILIES, greedy, random_prompt, tiny_model
 
 M = 100
 KEPT = np.r_[0:20, 33:41, 60:70, 90:100].astype(np.int32)

@@ -18,10 +18,10 @@ from mlx_specprefill.specprefill.sparse_prefill import prefill
 from mlx_specprefill.speculative.mtp_proposer import MTPProposer, PromptReader
 from mlx_specprefill.speculative.row import Limits, SpeculativeRow
 from mlx_specprefill.speculative.verification import TokenSampler
-from tests.oracle import on_the_cpu_unfused
-from tests.rows import Row, alone, assert_same_contents, tokens
-from tests.slices import finish
-from tests.tiny import VOCAB, random_prompt, tiny_head, tiny_model
+from tests.support.oracle import on_the_cpu_unfused
+from tests.support.rows import Row, alone, assert_same_contents, tokens
+from tests.support.slices import finish
+from tests.support.tiny import VOCAB, random_prompt, tiny_head, tiny_model
 
 COUNT = 20
 

@@ -16,11 +16,11 @@ from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 
 from mlx_specprefill.cache.positioned import leaves, quantize_kv
 from mlx_specprefill.speculative.rollback import Rollback, Snapshot, rollback_refusal
-from tests.oracle import build, runnable, tiny_models, vocabulary
-from tests.precision import assert_close, numbers
-from tests.refusals import SPECULATION_REFUSALS
-from tests.rows import Row, assert_same_contents, make_rows, prefilled
-from tests.tiny import FAMILIES, VOCAB, WINDOW, tiny_model
+from tests.support.oracle import build, runnable, tiny_models, vocabulary
+from tests.support.precision import assert_close, numbers
+from tests.support.refusals import SPECULATION_REFUSALS
+from tests.support.rows import Row, assert_same_contents, make_rows, prefilled
+from tests.support.tiny import FAMILIES, VOCAB, WINDOW, tiny_model
 
 REFUSED = {"baichuan_m1", "deepseek_v41", "llama4", "longcat_flash_ngram", "mamba", "mamba2", "rwkv7"}
 RUNNABLE = runnable()

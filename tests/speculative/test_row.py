@@ -14,9 +14,9 @@ from mlx_specprefill.request import SamplingParams
 from mlx_specprefill.speculative.proposers import NgramProposer
 from mlx_specprefill.speculative.row import Limits, SpeculativeRow
 from mlx_specprefill.speculative.verification import Distribution, TokenSampler
-from tests.autoregressive import decode
-from tests.rows import Row, alone, assert_same_contents, logprob_error, prefilled, tokens
-from tests.tiny import VOCAB, random_prompt, tiny_model
+from tests.support.autoregressive import decode
+from tests.support.rows import Row, alone, assert_same_contents, logprob_error, prefilled, tokens
+from tests.support.tiny import VOCAB, random_prompt, tiny_model
 
 COUNT = 24
 

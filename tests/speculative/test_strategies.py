@@ -6,9 +6,9 @@ import mlx.core as mx
 import pytest
 
 from mlx_specprefill.speculative.strategies import read_ends
-from tests.precision import assert_close
-from tests.slices import finish
-from tests.tiny import random_prompt, tiny_model
+from tests.support.precision import assert_close
+from tests.support.slices import finish
+from tests.support.tiny import random_prompt, tiny_model
 
 
 @pytest.mark.parametrize("length", [3, 10, 16, 300, 700])

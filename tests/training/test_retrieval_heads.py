@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from mlx_specprefill import load_pair
 from mlx_specprefill.adapters.depth import first_layers, layers_of
 from mlx_specprefill.adapters.retrieval_heads import RetrievalDraft
-from tests.tiny import save_checkpoint
+from tests.support.tiny import save_checkpoint
 
 torch = pytest.importorskip("torch", reason="needs the extra `train`")
 

@@ -17,7 +17,8 @@ from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 
-from ..browser import NO_BROWSER, browser
+from tests.support.browser import NO_BROWSER, browser
+
 from ..e2e.conftest import server as server  # the bundled pair, one server for all tests
 from ..server.conftest import live as live  # the fixtures of the server's tests
 from ..server.fakes import FakeEngine, FakePair

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ..serving import Server, start_named
+from tests.support.serving import Server, start_named
+
 from .conftest import Page
 
 pytestmark = pytest.mark.extended

@@ -11,8 +11,9 @@ import pytest
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
 
+from tests.support.serving import Server
+
 from ..e2e.conftest import haystack
-from ..serving import Server
 from .conftest import Page
 
 pytestmark = pytest.mark.extended

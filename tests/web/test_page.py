@@ -13,11 +13,11 @@ import pytest
 from selenium.webdriver.common.keys import Keys
 
 from mlx_specprefill import Prediction, Progress, Timings
+from tests.support.serving import Server
 
 from ..e2e.conftest import haystack
 from ..server import fakes
 from ..server.fakes import FakeEngine
-from ..serving import Server
 from .conftest import Page
 
 AXE = Path(__file__).parent / "axe.min.js"  # axe-core 4.14.1, MPL-2.0, as published

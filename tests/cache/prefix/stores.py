@@ -14,7 +14,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 from mlx_specprefill.cache.positioned import leaves
 from mlx_specprefill.cache.prefix.nodes import nbytes_of
 from mlx_specprefill.cache.prefix.tree import PrefixCache
-from tests.precision import numbers
+from tests.support.precision import numbers
 
 BLOCK = 8
 

@@ -23,10 +23,10 @@ from mlx_specprefill.cache.prefix.disk import DiskTier, encode
 from mlx_specprefill.cache.prefix.nodes import Node, Record, longest_match
 from mlx_specprefill.cache.prefix.tree import PrefixCache
 from mlx_specprefill.request import SHARED
-from tests import precision
 from tests.cache.prefix.stores import BLOCK, contents, decode, fake_caches, feed, filled, held_bytes, overwrite, same
-from tests.precision import numbers
-from tests.tiny import WINDOW, random_prompt, tiny_model
+from tests.support import precision
+from tests.support.precision import numbers
+from tests.support.tiny import WINDOW, random_prompt, tiny_model
 
 FAMILIES = ("llama", "qwen3_5", "nemotron_h", "gpt_oss")
 STATEFUL = {"llama": False, "qwen3_5": True, "nemotron_h": True, "gpt_oss": True}

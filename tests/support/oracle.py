@@ -39,8 +39,8 @@ from mlx_specprefill.adapters.depth import FirstLayers
 from mlx_specprefill.adapters.patches import install_patches
 from mlx_specprefill.cache.positioned import make_positioned_cache, place
 from mlx_specprefill.specprefill.sparse_prefill import can_recall
-from tests import precision
-from tests.refusals import (
+from tests.support import precision
+from tests.support.refusals import (
     ABSOLUTE,
     BATCH_REFUSALS,
     DEPTH_DIFFERS,
@@ -112,7 +112,7 @@ class Tiny:
 @cache
 def tiny_models() -> dict[str, Tiny]:
     """Every configuration by name; `llama+window` is a variant of `llama`."""
-    path = Path(__file__).parent / "data" / "tiny_model_configs.json"
+    path = Path(__file__).parents[1] / "data" / "tiny_model_configs.json"
     entries = json.loads(path.read_text(encoding="utf-8"))
     return {name: Tiny(name, entry["architecture"], entry["config"]) for name, entry in entries.items()}
 

@@ -40,7 +40,7 @@ __all__ = [
 Flavour = Literal["hermes", "xml"]  # the format in which tools are called
 Tokens = npt.NDArray[np.int64]
 
-BASE = Path(__file__).parents[1] / "models" / "demo" / "target"  # its tokenizer is extended
+BASE = Path(__file__).parents[2] / "models" / "demo" / "target"  # its tokenizer is extended
 CONTEXT = 131_072
 HIDDEN = 128
 SHARPNESS = 30.0  # the logit of the right token; wrong ones stay below half of it

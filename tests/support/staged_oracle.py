@@ -1,7 +1,7 @@
 """The truth about staged prefill: a dense run in which dropped tokens are masked in the layers from one on only.
 
-As `tests/oracle.py`, with mlx-lm's own caches, masks and rotation, and without the code under test. The layers below
-see everything; in the others a dropped token is seen by itself alone, and recurrent modules skip it.
+As `tests/support/oracle.py`, with mlx-lm's own caches, masks and rotation, and without the code under test. The layers
+below see everything; in the others a dropped token is seen by itself alone, and recurrent modules skip it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mlx_specprefill.adapters.depth import layers_of, smallest_depth
 from mlx_specprefill.adapters.staged import StagedModel
 from mlx_specprefill.cache.positioned import make_positioned_cache, place
 from mlx_specprefill.errors import SparseUnsupportedError
-from tests.oracle import (
+from tests.support.oracle import (
     CHUNKS,
     EXACT,
     Case,
@@ -32,7 +32,7 @@ from tests.oracle import (
     variants,
     vocabulary,
 )
-from tests.refusals import STAGED_REFUSALS
+from tests.support.refusals import STAGED_REFUSALS
 
 
 def masked_from(model: nn.Module, case: Case, first: int) -> Logits:

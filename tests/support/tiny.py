@@ -24,7 +24,7 @@ from mlx_specprefill import Event, ModelPair, TokenEvent, make_pair
 from mlx_specprefill.adapters.depth import first_layers
 from mlx_specprefill.adapters.mtp import MTPHead, MTPLayers
 from mlx_specprefill.adapters.patches import install_patches
-from tests import precision
+from tests.support import precision
 
 VOCAB, EOS = 96, 1
 WINDOW = 24

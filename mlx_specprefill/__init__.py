@@ -217,7 +217,7 @@ def __getattr__(name: str) -> Any:
     if name in __all__:
         for module in _MODULES:
             source = import_module(module, __name__)
-            if name in source.__all__:
+            if hasattr(source, name):
                 return getattr(source, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -16,8 +16,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["BlasStatus", "preload"]
-
 ENV = "MLX_SPECPREFILL_BLAS"
 BlasState = Literal["loaded", "not-needed", "off", "missing", "too-late", "failed"]
 

@@ -7,8 +7,6 @@ import resource
 import sys
 from pathlib import Path
 
-__all__ = ["keep_limit", "replace_text"]
-
 _OF_MLX_LM = (2048, 4096)
 _WANTED = 2048  # open files: checkpoints have many shards, and the usual limit of macOS is 256
 

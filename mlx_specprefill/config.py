@@ -11,24 +11,6 @@ import mlx.core as mx
 
 from .errors import InvalidRequestError
 
-__all__ = [
-    "RULE_NAMES",
-    "SPECULATION_NAMES",
-    "DraftPlacement",
-    "DtypeName",
-    "EngineConfig",
-    "ForcedRule",
-    "RuleName",
-    "Scope",
-    "ScoringConfig",
-    "SelectionConfig",
-    "SpecPrefillPolicy",
-    "SpeculationConfig",
-    "SpeculationName",
-    "WiredLimit",
-    "keep_pct",
-]
-
 _LONG_PROMPT = 8192  # tokens
 
 SpeculationName = Literal["off", "ngram", "draft", "triforce", "mtp"]

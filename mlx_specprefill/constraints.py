@@ -20,8 +20,6 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .errors import InvalidRequestError
 from .request import Constraint, ReasoningBudget
 
-__all__ = ["GrammarState", "Grammars", "LLGuidanceState", "Mask", "ReasoningBudgetState"]
-
 Mask = npt.NDArray[np.bool_]
 
 _LARGEST = 1 << 20  # characters of a grammar

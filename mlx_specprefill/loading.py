@@ -40,8 +40,6 @@ from .reading import (
     vocab_size,
 )
 
-__all__ = ["ModelPair", "load_pair", "make_pair", "with_heads"]
-
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")

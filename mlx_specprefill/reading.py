@@ -33,27 +33,6 @@ from .config import DraftPlacement, DtypeName
 from .distributed.ranks import Ranks
 from .errors import LoadError
 
-__all__ = [
-    "LOADED_FILES",
-    "LoadedModels",
-    "OnProgress",
-    "Sharding",
-    "cast_model",
-    "context_length",
-    "describe_stored",
-    "dtype_name",
-    "find_model",
-    "is_repository_id",
-    "read_model",
-    "read_part",
-    "read_placed",
-    "resolve_model_path",
-    "shard",
-    "sharding_of",
-    "stated_sampling",
-    "vocab_size",
-]
-
 
 def _text_config(config: dict[str, Any]) -> dict[str, Any]:
     return {**config, **(config.get("text_config") or {})}

@@ -20,39 +20,6 @@ import numpy.typing as npt
 from .config import RuleName, Scope, SpecPrefillPolicy, SpeculationName
 from .errors import InvalidRequestError
 
-__all__ = [
-    "SHARED",
-    "CacheLabel",
-    "Constraint",
-    "Event",
-    "Failed",
-    "FinishReason",
-    "Finished",
-    "GenerationRequest",
-    "Logprob",
-    "Mode",
-    "Prediction",
-    "PrefillReport",
-    "PrefixMiss",
-    "Progress",
-    "PromptLogprobs",
-    "PromptSpan",
-    "ReasoningBudget",
-    "SamplingParams",
-    "ScorerKind",
-    "SpecPrefillOptions",
-    "SpeculationReport",
-    "Stage",
-    "Timings",
-    "TokenEvent",
-    "TokenIds",
-    "Verdict",
-    "Verify",
-    "as_token_ids",
-    "concat_tokens",
-    "system_prefix_length",
-]
-
 Mode = Literal["sparse", "full"]
 # The draft; a draft with another tokenizer; the target's own first layers; the request's own scores.
 ScorerKind = Literal["draft", "mapped-draft", "self", "request"]

@@ -13,22 +13,6 @@ from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc
 from .errors import InvalidRequestError
 from .request import GenerationRequest, Logprob, SamplingParams, TokenEvent
 
-__all__ = [
-    "LogitsProcessor",
-    "Sampler",
-    "apply_typical_p",
-    "check_sampling",
-    "choose",
-    "filtered_logits",
-    "greedy",
-    "held_back",
-    "logits_processors",
-    "make_sampler",
-    "processors_of",
-    "token_event",
-    "top_logprobs",
-]
-
 Sampler = Callable[[mx.array], mx.array]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 

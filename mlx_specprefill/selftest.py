@@ -44,20 +44,6 @@ from .specprefill.sparse_prefill import UpperLayersModel
 from .speculative.strategies import STRATEGIES, StrategyName
 from .speculative.verification import TokenSampler
 
-__all__ = [
-    "FAMILIES",
-    "VOCAB",
-    "Case",
-    "Check",
-    "Dtype",
-    "ForwardTimes",
-    "check_device",
-    "forward_times",
-    "sampler_errors",
-    "save_checkpoint",
-    "sync_ms",
-]
-
 Dtype = Literal["float32", "bfloat16", "float16"]
 Tokens = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.floating[Any]]

@@ -26,24 +26,6 @@ from mlx.utils import tree_flatten
 
 from ..errors import LoadError
 
-__all__ = [
-    "Active",
-    "AttentionObserver",
-    "AttentionRecord",
-    "DraftHeads",
-    "Head",
-    "HeadCapture",
-    "QueryCapture",
-    "fingerprint",
-    "pool",
-    "prompt_attention",
-    "read_heads",
-    "record_attention",
-    "shipped_heads",
-    "wrap_attention",
-    "wrap_softmax",
-]
-
 SHIPPED_HEADS = Path(__file__).with_name("shipped_heads.json")
 """Heads by their model's fingerprint, measured by `scripts/calibrate_drafts.py`."""
 

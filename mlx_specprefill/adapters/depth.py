@@ -19,17 +19,6 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from ..cache.positioned import leaves
 from ..errors import SparseUnsupportedError
 
-__all__ = [
-    "FirstLayers",
-    "Observed",
-    "StandIn",
-    "first_layers",
-    "full_draft_model",
-    "layers_of",
-    "replace_layers",
-    "smallest_depth",
-]
-
 
 class FirstLayers(nn.Module):  # type: ignore[misc]
     """The first `count` layers of `whole`: tokens (B, L) to the hidden states (B, L, ...) for the next layer.

@@ -32,8 +32,6 @@ from ..errors import LoadError
 from .capture import Active
 from .registry import architecture_of
 
-__all__ = ["MTPHead", "MTPLayers", "load_mtp_head", "normalise", "record_hidden", "wrap_hidden"]
-
 _states: Active[list[mx.array]] = Active()
 
 

@@ -20,8 +20,6 @@ from .mtp import wrap_hidden
 from .recurrence import RECURRENT, wrap_recurrence
 from .rope import wrap_attention_scale, wrap_dynamic_ntk, wrap_rope
 
-__all__ = ["PATCHES", "install_patches"]
-
 Function = Callable[..., Any]
 _MARK = "mlx_specprefill_patch"
 

@@ -23,16 +23,6 @@ from .depth import FirstLayers, Observed, layers_of, replace_layers
 from .registry import adapter_for, architecture_of
 from .staged import StagedModel
 
-__all__ = [
-    "FLOAT16_MAX",
-    "largest_hidden",
-    "probe_quantized",
-    "probe_sparse",
-    "probe_staged",
-    "sparse_refusal",
-    "staged_model",
-]
-
 Positions = npt.NDArray[np.int32]
 
 _COUNT = 12

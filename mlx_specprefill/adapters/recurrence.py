@@ -21,8 +21,6 @@ from mlx_lm.models.cache import ArraysCache
 from ..cache.positioned import leaves
 from .capture import Active
 
-__all__ = ["RECURRENT", "RecurrentCall", "record_recurrence", "replay_refusal", "wrap_recurrence"]
-
 # Classes of mlx-lm that hold a recurrent state, as `file:class`.
 RECURRENT = (
     "bailing_hybrid:LinearAttention",

@@ -19,8 +19,6 @@ from mlx_lm.utils import MODEL_REMAPPING
 
 from .depth import full_draft_model
 
-__all__ = ["Adapter", "adapter_for", "architecture_of", "support_table"]
-
 
 @dataclass(frozen=True, slots=True)
 class Adapter:

@@ -23,15 +23,6 @@ from .capture import DraftHeads, Head, record_attention
 from .depth import FirstLayers, full_draft_model, layers_of
 from .registry import adapter_for, architecture_of
 
-__all__ = [
-    "RetrievalDraft",
-    "RetrievalHeads",
-    "attach_heads",
-    "known_heads",
-    "with_retrieval_heads",
-    "write_heads",
-]
-
 FORMAT = "mlx-specprefill retrieval heads 1"
 _WITNESS = "post_attention_layernorm.weight"  # of the last first layer; never quantised
 _ALIKE = 0.02  # of the witness's largest value: tolerance for half precision

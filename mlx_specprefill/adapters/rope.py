@@ -26,15 +26,6 @@ import numpy as np
 
 from .capture import Active
 
-__all__ = [
-    "OffsetAdjustedRoPE",
-    "PositionMappedRoPE",
-    "adjust_offsets",
-    "wrap_attention_scale",
-    "wrap_dynamic_ntk",
-    "wrap_rope",
-]
-
 
 def wrap_dynamic_ntk(stock: Callable[..., mx.array]) -> Callable[..., mx.array]:
     """Wrap `DynamicNTKScalingRoPE.__call__` to take positions. Integer offsets go through mlx-lm's own code."""

@@ -24,8 +24,6 @@ from ..errors import SparseUnsupportedError
 from .capture import Active
 from .depth import FirstLayers, Observed, StandIn, layers_of, replace_layers
 
-__all__ = ["StagedModel", "UpperLayers"]
-
 _hidden: Active[mx.array] = Active()
 
 

@@ -26,8 +26,6 @@ from tokenizers import Encoding, Tokenizer
 from ..errors import PairMismatchError, SparseUnsupportedError
 from ..request import TokenIds
 
-__all__ = ["TextMapping", "TokenBytes", "check_same_tokenizer", "map_text", "mapping_between"]
-
 Piece = Callable[[str], bytes]
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 

@@ -27,8 +27,6 @@ from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache, _BaseCache
 
 from .positioned import Positioned, PositionedKVCache, PositionedRotatingKVCache, Positions, Runs
 
-__all__ = ["PositionedBatch", "PositionedBatchKVCache", "PositionedBatchRotatingKVCache", "QuantizedBatchKVCache"]
-
 
 class BatchRow:
     """Slots of one row's tokens: those it joined with, and one more per step since."""

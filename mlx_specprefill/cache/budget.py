@@ -10,8 +10,6 @@ import itertools
 import math
 import time
 
-__all__ = ["ByteBudget", "Evictable"]
-
 # The clock counts look-ups. A store moves it by much less: enough to order entries, not to age them.
 _LOOKUP, _STORE = 1.0, 2.0**-10
 # Look-ups without a use after which a shared entry loses its priority. A request looks up once for the target, once for

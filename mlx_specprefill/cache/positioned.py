@@ -31,22 +31,6 @@ from mlx_lm.models.cache import (
 
 from ..errors import SparseUnsupportedError
 
-__all__ = [
-    "Positioned",
-    "PositionedKVCache",
-    "PositionedRotatingKVCache",
-    "Runs",
-    "can_cut",
-    "cut",
-    "fill",
-    "leaves",
-    "make_positioned_cache",
-    "next_position",
-    "place",
-    "quantize_kv",
-    "shift_of",
-]
-
 Positions = npt.NDArray[np.int32]
 _SMALLEST_GROUP = 32  # values that share a scale in MLX
 

@@ -13,8 +13,6 @@ from mlx_lm.models.cache import ArraysCache, CacheList, QuantizedKVCache
 from .batched import PositionedBatch, PositionedBatchKVCache, PositionedBatchRotatingKVCache, QuantizedBatchKVCache
 from .positioned import Positioned, PositionedKVCache, PositionedRotatingKVCache, leaves
 
-__all__ = ["batch_key", "extend_batch", "extract_row", "filter_batch", "give_back", "make_room", "merge_rows"]
-
 
 def batch_key(cache: Sequence[Any]) -> Hashable | None:
     """Return a key that is equal for prompt caches of one model that can share a batch; None if this one can't be

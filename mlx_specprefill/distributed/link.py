@@ -26,8 +26,6 @@ from typing import Any
 
 from ..errors import LoadError, PeerLost, PeerLostError, SettingsError
 
-__all__ = ["Link", "RankInfo", "connect", "rank_info"]
-
 CONTROL_VARIABLE = "MLX_SPECPREFILL_CONTROL"
 KEY_VARIABLE = "MLX_SPECPREFILL_RANK_KEY"
 _NO_CONTROL = f"rank 0's address is not known: set {CONTROL_VARIABLE} to HOST:PORT on all machines (mlx.launch --env)"

@@ -19,8 +19,6 @@ import numpy.typing as npt
 from ..errors import LoadError, PeerLost, PeerLostError
 from .link import Link, RankInfo, connect, rank_info
 
-__all__ = ["Ranks", "broadcast", "join_ranks"]
-
 T = TypeVar("T")
 
 

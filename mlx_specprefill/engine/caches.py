@@ -24,8 +24,6 @@ from ..request import CacheLabel, GenerationRequest, PrefixMiss, TokenIds
 from ..specprefill.sparse_prefill import HiddenStates
 from .misses import WORTH_TELLING, Decode, explain_miss
 
-__all__ = ["EngineCaches", "empty_cache", "empty_draft_cache"]
-
 log = logging.getLogger(__name__)
 
 

@@ -38,8 +38,6 @@ from .footprint import MOST_PAIRS
 from .scheduler import Scheduler
 from .sequence import Job
 
-__all__ = ["ChunkSizer", "CostModel", "ForwardCost", "LearntCost", "prior_cost"]
-
 log = logging.getLogger(__name__)
 
 ForwardKind = Literal["draft", "target", "upper", "select"]

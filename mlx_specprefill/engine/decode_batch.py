@@ -43,8 +43,6 @@ from .memory import cache_bytes
 from .sequence import Sequence, log_failure
 from .speculation import AnswerDrafter
 
-__all__ = ["DecodeBatch", "DecodeRow", "Removed", "RowFailed", "Rows"]
-
 # Seconds of a step for copying caches when rows join or leave. Copying all at once took half a second where a step
 # takes 60 ms (a dozen rows, the longest 6 000 tokens, 2 cores).
 COPYING_S = 0.02

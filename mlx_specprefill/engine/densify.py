@@ -18,8 +18,6 @@ from .prefill import Prefiller
 from .sequence import Job, RequestHandle, Sequence, noop
 from .verify import Guide, Quantize, verify
 
-__all__ = ["BackgroundPrefill", "BackgroundQueue", "Battery", "IdleTurn"]
-
 log = logging.getLogger(__name__)
 _LIMIT = 8  # turns
 _OVERTAKEN = "later turns came before there was time to read the prompt in full"

@@ -40,8 +40,6 @@ from .scheduler import Scheduler
 from .sequence import Inbox, Job, OnEvent, RequestHandle, Results, Sequence, Work, noop
 from .speculation import AnswerDrafter, Speculator
 
-__all__ = ["Engine", "EngineHealth", "EngineStats", "check_request"]
-
 _PATIENCE = 4  # times `target_itl_ms`: how long a prefill may wait while others are served
 
 

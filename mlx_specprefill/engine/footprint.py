@@ -22,22 +22,6 @@ from ..cache.positioned import fill, leaves
 from ..reading import context_length
 from .sequence import Need
 
-__all__ = [
-    "MOST_PAIRS",
-    "Admission",
-    "Blueprint",
-    "Footprint",
-    "blueprint",
-    "default_limit",
-    "hidden_bytes",
-    "loaded_bytes",
-    "measure_footprint",
-    "measure_head_footprint",
-    "physical_memory",
-    "weight_bytes",
-    "weights_by_array",
-]
-
 _SHORT = 128  # tokens of the first measuring forward
 _FAR, _DEPTH = 32, 2048  # tokens of the second one, and cached tokens before them
 _SHARE_OF_WORKING_SET = 0.9  # of the device's recommendation: MLX frees its cached memory above .95 of it

@@ -17,8 +17,6 @@ from ..specprefill.selector import kept_spans
 from .prefill import Prefiller
 from .sequence import Sequence
 
-__all__ = ["ChunkInfo", "Inspection", "Replay", "inspect_prompt", "replay_continuation"]
-
 
 @dataclass(frozen=True, slots=True)
 class ChunkInfo:

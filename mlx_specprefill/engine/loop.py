@@ -26,8 +26,6 @@ from .memory import Memory
 from .scheduler import Scheduler
 from .sequence import Call, Inbox, Job, Need, RequestHandle, Sequence, log_failure, strip_traceback
 
-__all__ = ["IDLE_BEAT_S", "DeviceErrors", "Loop", "Meter"]
-
 log = logging.getLogger(__name__)
 
 _MOST = 3  # errors without a token between them after which the device is given up

@@ -12,8 +12,6 @@ import mlx.core as mx
 from ..config import WiredLimit
 from .footprint import default_limit, physical_memory
 
-__all__ = ["Machine", "machine", "wire", "wired_bytes"]
-
 
 @dataclass(frozen=True, slots=True)
 class Machine:

@@ -31,8 +31,6 @@ from .footprint import (
 from .sequence import Job, Need, Sequence
 from .speculation import AnswerDrafter
 
-__all__ = ["TOLERATED", "LeakDetector", "Memory", "MemoryUse", "SharedMemory", "cache_bytes", "check_limit"]
-
 log = logging.getLogger(__name__)
 TOLERATED = 32 << 20  # bytes that need no owner: tables, masks, logits, rounding in MLX
 _AGAIN = 2  # factor of growth since the last warning that causes the next one

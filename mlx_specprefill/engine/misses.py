@@ -12,8 +12,6 @@ import numpy.typing as npt
 
 from ..request import GenerationRequest, MissKind, PrefixMiss, TokenIds
 
-__all__ = ["WORTH_TELLING", "Decode", "explain_miss"]
-
 Decode = Callable[[Sequence[int]], str]
 
 WORTH_TELLING = 1024  # tokens

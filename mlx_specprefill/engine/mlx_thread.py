@@ -23,8 +23,6 @@ from .loop import IDLE_BEAT_S, Loop
 from .memory import SharedMemory
 from .sequence import Results
 
-__all__ = ["MLXThread"]
-
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 _STUCK_BEAT_S = 0.02  # between two looks of a loop whose requests wait for memory that another engine holds

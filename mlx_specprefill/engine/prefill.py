@@ -43,8 +43,6 @@ from .caches import EngineCaches, empty_cache, empty_draft_cache
 from .costs import ChunkSizer, CostModel
 from .sequence import Sequence
 
-__all__ = ["Prefiller", "PromptScorer", "Scoring"]
-
 Kept = npt.NDArray[np.int32]
 Model = Callable[..., mx.array]
 

@@ -37,8 +37,6 @@ from .prefill import Prefiller, PromptScorer, Scoring
 from .sequence import Call, Job, Need, Work
 from .sequence import Sequence as Request
 
-__all__ = ["RankedEngine"]
-
 _MOST = (1 << 30) - 1  # the largest value that `Ranks.min_max` compares
 _Lookup = Callable[[Sequence[int] | TokenIds, bool], CacheHit | None]
 

@@ -42,21 +42,6 @@ from .caches import EngineCaches
 from .scheduler import Scheduler
 from .speculation import AnswerDrafter
 
-__all__ = [
-    "Call",
-    "Inbox",
-    "Job",
-    "Need",
-    "OnEvent",
-    "RequestHandle",
-    "Results",
-    "Sequence",
-    "Work",
-    "log_failure",
-    "noop",
-    "strip_traceback",
-]
-
 
 def log_failure(log: logging.Logger, what: str, error: BaseException | None) -> None:
     """Log a failure with its traceback, or without it if the request was invalid: the client gets the reason."""

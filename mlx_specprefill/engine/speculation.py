@@ -28,8 +28,6 @@ from ..speculative.strategies import StrategyName, make_proposer, refusal
 from ..speculative.verification import TokenSampler
 from .scheduler import Scheduler
 
-__all__ = ["AnswerDrafter", "Speculator"]
-
 log = logging.getLogger(__name__)
 _PLAIN = "autoregressive"
 _SHARED = "other answers are running, and a shared forward is cheaper"

@@ -17,8 +17,6 @@ from ..request import GenerationRequest, Progress, PromptLogprobs, Verdict, conc
 from ..sampling import filtered_logits, processors_of
 from .prefill import Prefiller
 
-__all__ = ["Guide", "Quantize", "verify"]
-
 Guide = Callable[[GenerationRequest], GrammarState | None]
 Quantize = Callable[[list[Any]], tuple[list[Any], int]]
 _ROWS = 128  # of logits at a time: each has the size of the vocabulary

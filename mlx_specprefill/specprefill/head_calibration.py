@@ -43,8 +43,6 @@ from ..loading import ModelPair
 from .scorer import ScoringInput, importance_of, question_span, read_prompt
 from .selector import PromptText, TextReader, select_tokens
 
-__all__ = ["KINDS", "CalibrationItem", "calibrated_heads", "calibration_items", "find_heads"]
-
 KINDS = ("copy", "needle", "paraphrase")
 _MODULES = (
     "argparse threading subprocess logging difflib textwrap shutil zipfile tarfile socket ssl pathlib random".split()

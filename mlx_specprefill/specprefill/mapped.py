@@ -17,8 +17,6 @@ from ..adapters.text_mapping import TextMapping
 from ..request import Progress
 from .scorer import Scorer, Scores, ScoringInput
 
-__all__ = ["MappedScorer", "MappedTask", "Overlap", "map_task"]
-
 Bools = npt.NDArray[np.bool_]
 Ends = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]

@@ -20,16 +20,6 @@ from ..config import EngineConfig, RuleName, Scope, SelectionConfig
 from ..request import GenerationRequest, Mode, Prediction, PromptSpan
 from .selector import selection_by
 
-__all__ = [
-    "READ_ALL",
-    "PrefillPlan",
-    "about_everything",
-    "forced_mask",
-    "forced_ranges",
-    "plan_prefill",
-    "template_mask",
-]
-
 _WHOLE = re.compile(
     r"""\bhow\ (?:many|often)\b
     | \b(?:count|tally|enumerate|summari[sz]e|summary|overview|outline|gist|tl;?dr|proofread|paraphrase|rephrase)\b

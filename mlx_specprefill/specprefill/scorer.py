@@ -33,21 +33,6 @@ from ..distributed.ranks import Ranks
 from ..errors import SparseUnsupportedError, SpecPrefillError
 from ..request import Progress, PromptSpan, ScorerKind
 
-__all__ = [
-    "HeadScorer",
-    "PaperScorer",
-    "Scorer",
-    "Scores",
-    "ScoringInput",
-    "Undo",
-    "checked",
-    "importance_of",
-    "question_span",
-    "read_prompt",
-    "repeated_question_spans",
-    "scorer_for",
-]
-
 Bools = npt.NDArray[np.bool_]
 
 

@@ -12,21 +12,6 @@ import numpy.typing as npt
 from ..config import RuleName, SelectionConfig
 from ..request import TokenIds
 
-__all__ = [
-    "PromptText",
-    "Selection",
-    "TextReader",
-    "baseline_score",
-    "by_sentence",
-    "chunk_means",
-    "kept_spans",
-    "missing_of",
-    "select_chunks",
-    "select_tokens",
-    "selection_by",
-    "strongest",
-]
-
 Floats = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
 Indices = npt.NDArray[np.int32]

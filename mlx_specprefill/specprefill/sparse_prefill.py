@@ -22,8 +22,6 @@ from ..cache.positioned import Positioned, PositionedKVCache, PositionedRotating
 from ..errors import SparseUnsupportedError
 from ..request import Progress, TokenIds
 
-__all__ = ["TAIL", "HiddenStates", "UpperLayersModel", "can_recall", "prefill", "prefill_upper", "recall"]
-
 # Tokens of the last forward. One alone would cost a whole pass over the weights. A few rows add little to the output
 # projection, which runs over all of them. Up to twice as many are not worth a second pass.
 TAIL = 32

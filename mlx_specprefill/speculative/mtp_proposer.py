@@ -20,8 +20,6 @@ from ..request import TokenIds
 from .proposers import Proposal, Proposer, Verified
 from .verification import TokenSampler, draw
 
-__all__ = ["MTPProposer", "PromptReader"]
-
 Indices = npt.NDArray[np.int32]
 
 

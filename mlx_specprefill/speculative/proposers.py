@@ -18,8 +18,6 @@ from ..request import TokenIds
 from .rollback import Snapshot
 from .verification import Distribution, TokenSampler, draw
 
-__all__ = ["AcceptanceCounts", "Drafter", "NgramProposer", "Proposal", "Proposer", "Verified", "continuation_of"]
-
 
 @dataclass(frozen=True)
 class Proposal:

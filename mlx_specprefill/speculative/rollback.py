@@ -20,8 +20,6 @@ from ..adapters.rope import adjust_offsets
 from ..cache.positioned import Positioned, PositionedKVCache, PositionedRotatingKVCache, leaves
 from ..errors import SparseUnsupportedError
 
-__all__ = ["Rollback", "Snapshot", "rollback_refusal"]
-
 _RINGS = (RotatingKVCache, PositionedRotatingKVCache)
 
 

@@ -21,8 +21,6 @@ from .proposers import AcceptanceCounts, Proposal, Proposer, Verified
 from .rollback import Rollback
 from .verification import TokenSampler, draw, verify
 
-__all__ = ["Limits", "SpeculativeRow"]
-
 
 @dataclass(frozen=True)
 class Limits:

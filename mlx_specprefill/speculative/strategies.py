@@ -20,8 +20,6 @@ from .proposers import Drafter, NgramProposer, Proposer
 from .rollback import rollback_refusal
 from .triforce import TriForceProposer
 
-__all__ = ["STRATEGIES", "StrategyName", "make_proposer", "read_ends", "refusal"]
-
 StrategyName = Literal["ngram", "draft", "triforce", "mtp"]
 STRATEGIES: tuple[StrategyName, ...] = get_args(StrategyName)
 _READ_STEP = 256  # tokens per forward while the small model reads

@@ -27,8 +27,6 @@ from .proposers import AcceptanceCounts, Drafter, Proposal, Proposer, Verified
 from .rollback import Rollback
 from .verification import TokenSampler, verify
 
-__all__ = ["RetrievalKVCache", "TriForceProposer", "attention_shares", "best_chunks"]
-
 _MAX_RING = 512
 _SHORTLIST = 4  # factor of chunks chosen by their mean keys, then compared by their own keys
 _CARRY = 0.25  # part of a chunk's score that the next one gets at least: copied text continues there

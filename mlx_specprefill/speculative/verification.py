@@ -18,8 +18,6 @@ from ..constraints import GrammarState
 from ..request import SamplingParams
 from ..sampling import LogitsProcessor, choose, filtered_logits, make_sampler
 
-__all__ = ["Distribution", "Rng", "TokenSampler", "Verdict", "acceptance", "draw", "residual", "verify"]
-
 Probabilities = npt.NDArray[np.float64]
 # Probabilities (V,), or the only possible token.
 Distribution = Probabilities | int

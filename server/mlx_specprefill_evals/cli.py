@@ -23,8 +23,6 @@ from mlx_specprefill_server.cli.pull import load
 from mlx_specprefill_server.pair_loading import make_settings
 from mlx_specprefill_server.settings import default_text
 
-__all__ = ["app"]
-
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 

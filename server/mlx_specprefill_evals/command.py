@@ -17,8 +17,6 @@ from .records import Cell, Record, Records
 from .report import markdown, summarise
 from .tasks import CALLS, CODE_QA, REAL, TASKS, Item
 
-__all__ = ["Options", "Predict", "announced", "evaluate"]
-
 Tell = Callable[[str], None]
 Predict = Callable[[int, Arm], float]
 """Seconds that an arm's prefill of so many tokens takes."""

@@ -24,8 +24,6 @@ try:
 except ImportError:  # some distributions leave it out
     topics = {}  # type: ignore[misc]
 
-__all__ = ["Module", "Paragraph", "described", "modules", "paragraphs", "sentences", "tree_of"]
-
 LEFT_OUT = frozenset(
     "test tests idlelib lib2to3 site-packages dist-packages encodings turtledemo pydoc_data ensurepip".split()
 )

@@ -9,8 +9,6 @@ EvaluationError
 
 from mlx_specprefill import SpecPrefillError
 
-__all__ = ["EvaluationError", "NotMeasuredError", "NothingToDoError", "OtherRunError", "UnreachableError"]
-
 
 class EvaluationError(SpecPrefillError):
     pass

@@ -17,8 +17,6 @@ from typing import Literal
 
 from . import words
 
-__all__ = ["FACTS", "RECORD_IDS", "Fact", "Turn", "email", "needle", "order", "record", "six_digits", "tool", "uuid"]
-
 
 @dataclass(frozen=True)
 class Turn:

@@ -15,8 +15,6 @@ from .errors import NotMeasuredError
 from .model_under_test import Reply
 from .prompted import Prompted
 
-__all__ = ["Forced", "check_mode", "divergence", "forced_replies", "together"]
-
 
 @dataclass(frozen=True)
 class Forced:

@@ -14,8 +14,6 @@ from pathlib import Path
 
 from . import words
 
-__all__ = ["FILLERS", "NOISE", "Count", "around", "document", "python_lines"]
-
 Count = Callable[[str], int]
 
 PYTHON_MODULES = (

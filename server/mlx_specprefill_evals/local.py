@@ -46,8 +46,6 @@ from .prompted import CHUNK, OWNER, Prompted, Span
 from .statistics import rank_agreement
 from .tasks import Item, Known
 
-__all__ = ["LocalModel", "examination"]
-
 PROBED_TOKENS = 64  # of the dense answer, teacher-forced
 CONTINUED_TOKENS = 256  # of the document, for perplexity
 CACHE_BYTES = 4 << 30  # of one item's arms; they are kept apart by label and forgotten after the item

@@ -19,17 +19,6 @@ from typing import Any
 from .facts import Turn
 from .tasks import Item
 
-__all__ = [
-    "Example",
-    "classification",
-    "code_similarity",
-    "count_score",
-    "load",
-    "paragraph_retrieval",
-    "qa_f1",
-    "rouge_l",
-]
-
 Metric = Callable[[str, str, Sequence[str]], float]
 
 

@@ -9,8 +9,6 @@ from typing import Protocol
 from .arms import Arm
 from .tasks import Item
 
-__all__ = ["ModelUnderTest", "Reply"]
-
 
 @dataclass(frozen=True)
 class Reply:

@@ -12,8 +12,6 @@ from .arms import FULL, Arm
 from .records import Cell, Record
 from .statistics import interval, paired_difference
 
-__all__ = ["is_known", "paired_cells", "paired_markdown", "right_in_full"]
-
 AGAINST_FULL = ("score", "nll", "right")  # that full prefill has as well: differences
 OF_FULL = ("kl", "top1", "same")  # that are about full prefill: means
 PLAIN = ("mentioned", "recall", "kept")

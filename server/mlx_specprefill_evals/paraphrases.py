@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["FACTS", "content_words"]
-
 # What is said of somebody, and a question that only one of them answers.
 FACTS: tuple[tuple[str, str], ...] = (
     ("owns a bakery on the corner of Mill Street", "Who sells fresh bread?"),

@@ -16,8 +16,6 @@ try:
 except ImportError:
     figures = None  # type: ignore[assignment]
 
-__all__ = ["CAN_PLOT", "plot_depths", "plot_keeps"]
-
 CAN_PLOT = figures is not None
 COLOURS = {"sparse": "#1f77b4", "paper": "#d62728", "random": "#888888", "recency": "#bcbd22", "lexical": "#2ca02c",
            "renumbered": "#ff7f0e", "oracle": "#9467bd"}  # fmt: skip

@@ -15,8 +15,6 @@ from mlx_specprefill_server.prompt.prompt import Prompt
 from . import rankings
 from .arms import FULL, Arm
 
-__all__ = ["CHUNK", "OWNER", "Prompted", "Span"]
-
 OWNER = "evaluation"  # of all that is cached meanwhile
 QUESTION_TOKENS = 64  # at the end of the last message, at most: the query of the lexical arm
 _IN_A_LABEL = str.maketrans("@.", "-_")

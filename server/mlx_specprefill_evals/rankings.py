@@ -12,8 +12,6 @@ import numpy.typing as npt
 
 from . import bm25
 
-__all__ = ["by_recency", "by_words", "gold_first", "random_chunks"]
-
 Floats = npt.NDArray[np.float32]
 
 

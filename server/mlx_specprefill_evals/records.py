@@ -11,8 +11,6 @@ from typing import Any
 
 from .errors import OtherRunError
 
-__all__ = ["Cell", "Record", "Records"]
-
 log = logging.getLogger(__name__)
 
 

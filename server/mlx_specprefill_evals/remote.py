@@ -19,8 +19,6 @@ from .haystack import NOISE
 from .model_under_test import Reply
 from .tasks import Item
 
-__all__ = ["REMOTE_ARMS", "RemoteModel"]
-
 REMOTE_ARMS = ("full", "sparse")
 RULER_TEXT = NOISE * 40  # to learn how many characters a token has
 

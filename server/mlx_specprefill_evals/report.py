@@ -14,8 +14,6 @@ from .paired import paired_cells, paired_markdown, right_in_full
 from .records import Cell, Record
 from .statistics import DENSE_FLOOR, paired_difference
 
-__all__ = ["markdown", "summarise"]
-
 MEASURES = ("kept", "recall", "mass", "agreement", "kl", "top1", "ppl_ratio")
 HEADINGS = {
     "kept": "kept",

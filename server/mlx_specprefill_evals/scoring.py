@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 from . import words
 
-__all__ = ["all_values", "any_value", "every_value", "last_number", "list_f1"]
-
 
 def all_values(prediction: str, values: Sequence[str]) -> float:
     """Return the share of the values that occur, in any case (RULER: string_match_all)."""

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["DENSE_FLOOR", "interval", "paired_difference", "rank_agreement"]
-
 DENSE_FLOOR = 0.8  # below it the full prefill can't do the task, and what sparse prefill loses can't be told
 RESAMPLES = 4000
 

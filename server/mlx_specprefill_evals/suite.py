@@ -12,8 +12,6 @@ from .model_under_test import ModelUnderTest, Reply
 from .records import Cell, Record, Records
 from .tasks import GROUPS, TASKS, Item, Space, make_item
 
-__all__ = ["Plan", "Source", "choose_tasks", "run", "synthetic", "work"]
-
 log = logging.getLogger(__name__)
 GIVE_UP_AFTER = 3  # items in a row that nobody answered
 

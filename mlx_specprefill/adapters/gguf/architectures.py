@@ -12,8 +12,6 @@ from gguf import MODEL_ARCH
 from ...errors import LoadError
 from .header import Header, shorten
 
-__all__ = ["ARCHITECTURES", "ROPE_FACTORS", "Architecture", "architecture_in", "config_in"]
-
 ROPE_FACTORS = "rope_freqs.weight"  # divisor of every RoPE frequency: Llama 3.1's scaling, precomputed
 _MAX_SIZE = 2**31 - 1
 _GEMMA3_PATTERN = 6  # every sixth layer has full attention, the others a window

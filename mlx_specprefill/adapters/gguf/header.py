@@ -19,8 +19,6 @@ from gguf.quants import dequantize
 
 from ...errors import LoadError
 
-__all__ = ["Header", "TensorInfo", "read_header", "shorten"]
-
 MAX_HEADER = 1 << 26  # bytes; a vocabulary of 262 144 tokens with scores takes 7 MB
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _NUMBERS = {kind: np.dtype(each).newbyteorder("<") for kind, each in GGUFReader.gguf_scalar_to_np.items()}

@@ -24,8 +24,6 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKEN
 from ...errors import LoadError
 from .header import shorten
 
-__all__ = ["PRE_TOKENIZERS", "build_tokenizer"]
-
 log = logging.getLogger(__name__)
 
 MAX_TOKEN = 1024  # characters

@@ -19,8 +19,6 @@ from ...errors import LoadError
 from .architectures import ROPE_FACTORS, Architecture
 from .header import Header, TensorInfo, shorten
 
-__all__ = ["EXACT_BITS", "GROUP", "load_model", "packed_bits", "read_arrays"]
-
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 GROUP = 32  # weights that share a scale and a bias in MLX

@@ -34,8 +34,6 @@ from ...request import SHARED, CacheLabel
 from .index import DiskRow, RecordIndex, create_private, file_name
 from .nodes import LABEL_MARK, Arrays, Node, Record, RecordKind, block_digest, make_root, token_bytes
 
-__all__ = ["DiskTier", "StoredTree", "encode", "read_into"]
-
 VERSION = 1
 _FORMAT = "mlx-specprefill-prefix"
 _BITS: dict[int, Any] = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}

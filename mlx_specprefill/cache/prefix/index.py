@@ -13,8 +13,6 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["DiskRow", "RecordIndex", "create_private", "file_name"]
-
 FOLDER, FILE = 0o700, 0o600
 
 

@@ -30,30 +30,6 @@ from ...request import SHARED, CacheLabel, TokenIds
 from ..budget import Evictable
 from ..positioned import Positioned, PositionedKVCache, PositionedRotatingKVCache, Runs, leaves
 
-__all__ = [
-    "ANY_CHOICE",
-    "LABEL_MARK",
-    "Arrays",
-    "CacheEntry",
-    "CacheHit",
-    "Fed",
-    "Layout",
-    "Match",
-    "Node",
-    "Record",
-    "RecordKind",
-    "block_digest",
-    "common_length",
-    "deepest_state",
-    "longest_match",
-    "make_root",
-    "model_identity",
-    "nbytes_of",
-    "others_ends",
-    "root_digest",
-    "token_bytes",
-]
-
 CacheKind = Literal["target", "draft", "session"]
 
 

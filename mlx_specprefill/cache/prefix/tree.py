@@ -40,8 +40,6 @@ from .nodes import (
     others_ends,
 )
 
-__all__ = ["PrefixCache", "fed_of"]
-
 log = logging.getLogger(__name__)
 HiddenOf = Callable[[int, int], tuple[int, mx.array] | None]
 _WORTH_KEEPING = 128  # tokens of a sparse prefix before its first gap

@@ -12,8 +12,6 @@ from .. import facts, haystack, scoring, words
 from ..facts import Fact, Turn
 from .base import Item, Space, Task, asked_about, within_prose
 
-__all__ = ["ADVERSARIAL"]
-
 RECORDS, ORDERS, FUNCTIONS = 80, 60, 400  # of the published tests; shorter documents hold as many as fit
 RULE_AT, EXCEPTION_AT = 0.05, 0.6
 

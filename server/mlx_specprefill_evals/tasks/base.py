@@ -11,8 +11,6 @@ from ..aggregates import Whole
 from ..facts import Fact, Turn
 from ..haystack import Count
 
-__all__ = ["Item", "Known", "Space", "Task", "asked_about", "make_item", "within", "within_prose"]
-
 OVERHEAD = 24  # tokens that a chat template and the line between document and question take
 
 

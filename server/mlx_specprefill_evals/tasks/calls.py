@@ -14,8 +14,6 @@ from .. import corpus, scoring
 from .base import Item, Space, Task
 from .real import JOINED, answered
 
-__all__ = ["CALLS"]
-
 ASK = "Call read_file to open the definition of {}."
 SEARCHED = "The tool search found these lines:\n"
 GROUP = 6  # lines of one file at most

@@ -16,8 +16,6 @@ from ..facts import Turn
 from .base import Item, Space, Task
 from .real import JOINED
 
-__all__ = ["CODE_QA", "QUESTIONS"]
-
 ASK = "Question about the code above: {} Answer with the name alone."
 DEPTHS = (0.1, 0.8)  # of the line with the answer: what lies behind is kept anyway
 

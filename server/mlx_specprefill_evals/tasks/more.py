@@ -9,8 +9,6 @@ from .. import aggregates, facts, haystack, scoring
 from ..facts import Turn
 from .base import Item, Space, Task, asked_about, within, within_prose
 
-__all__ = ["MORE"]
-
 TOOLS, REPEATED = 40, 4
 
 

@@ -21,8 +21,6 @@ from ..facts import Turn
 from ..words import GIVEN_NAMES
 from .base import Item, Known, Space, Task
 
-__all__ = ["JOINED", "REAL", "answered"]
-
 WORDS = range(14, 41)  # of a sentence that is asked for
 DEPTHS = (0.05, 0.85)  # of what is asked for: what lies behind is kept anyway
 LED_BY, COPIED = 7, 8  # words of a sentence that are given, and of its rest that are asked for

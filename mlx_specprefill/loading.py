@@ -249,7 +249,7 @@ def _with_heads(pair: ModelPair, heads: DraftHeads, exit_early: bool) -> ModelPa
     if exit_early and heads.depth < runs and adapter_for(architecture_of(whole)).depth_refusal is None:
         draft, draft_id = first_layers(whole, heads.depth), f"{draft_id} ({heads.depth} of {total} layers)"
     refusal = pair.sparse_refusal or heads.refusal
-    staged = pair.staged if draft is pair.draft else _staged(pair.target, draft, pair.split)
+    staged = pair.staged if draft is pair.draft else _split_target(pair.target, draft, pair.split)
     return replace(pair, draft=draft, draft_id=draft_id, heads=heads, sparse_refusal=refusal, staged=staged)
 
 
@@ -319,7 +319,7 @@ def make_pair(
         draft_config=draft_config,
         mtp=mtp,
         heads=known_heads(draft) if isinstance(draft, RetrievalDraft) else None,
-        staged=_staged(target, draft, ranks) if refusal is None else refusal,
+        staged=_split_target(target, draft, ranks) if refusal is None else refusal,
         mapping=mapping,
         ranks=ranks,
         sharding=sharding,
@@ -340,7 +340,7 @@ def _share_draft_facts(pair: ModelPair, ranks: Ranks) -> ModelPair:
     return pair if ranks.leads else replace(pair, **shared)
 
 
-def _staged(target: nn.Module, draft: nn.Module | None, ranks: Ranks | None) -> StagedModel | str:
+def _split_target(target: nn.Module, draft: nn.Module | None, ranks: Ranks | None) -> StagedModel | str:
     """Split the target in two parts, on all ranks or on none."""
     model = staged_model(target, draft)
     refusal = None if isinstance(model, StagedModel) else model

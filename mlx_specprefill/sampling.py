@@ -168,11 +168,11 @@ def processors_of(request: GenerationRequest) -> list[LogitsProcessor]:
     """Return a request's penalties, biases and least length. A constraint handles `min_tokens` itself."""
     processors = logits_processors(request.sampling)
     if request.min_tokens and request.constraint is None:
-        processors.append(held_back(request.stop_token_ids, request.min_tokens))
+        processors.append(forbid_until(request.stop_token_ids, request.min_tokens))
     return processors
 
 
-def held_back(tokens: frozenset[int], until: int) -> LogitsProcessor:
+def forbid_until(tokens: frozenset[int], until: int) -> LogitsProcessor:
     """Forbid `tokens` (stop ids) before `until` tokens have been generated."""
     ids = mx.array(sorted(tokens), dtype=mx.int32)
 

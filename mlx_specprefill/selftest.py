@@ -215,7 +215,7 @@ def _draw_error(logits: mx.array, params: SamplingParams, truth: Floats) -> floa
 def _definitions(logits: Floats) -> dict[str, tuple[SamplingParams, Floats]]:
     """Return each sampler's parameters and distribution (V,)."""
 
-    def changed(tokens: Any, values: Any) -> Floats:
+    def change(tokens: Any, values: Any) -> Floats:
         given = logits.copy()
         given[tokens] = values
         weights: Floats = np.exp((given - given.max()) / _TEMPERATURE)
@@ -229,7 +229,7 @@ def _definitions(logits: Floats) -> dict[str, tuple[SamplingParams, Floats]]:
     def first(mass: float, order: Any) -> Floats:
         return only(order[np.cumsum(probs[order]) - probs[order] < mass])
 
-    probs = changed([], [])
+    probs = change([], [])
     order, surprise = np.argsort(-probs), -np.log(probs)
     best, frequent = int(order[0]), order[: int((probs > 0.1).sum()) - 1]
     seen, counts = np.unique(_SEEN, return_counts=True)
@@ -244,11 +244,11 @@ def _definitions(logits: Floats) -> dict[str, tuple[SamplingParams, Floats]]:
             {"xtc_probability": 0.5, "xtc_threshold": 0.1},
             (probs + only(np.setdiff1d(order, frequent))) / 2,
         ),
-        "repetition penalty": ({"repetition_penalty": 1.5}, changed(seen, np.where(own < 0, own * 1.5, own / 1.5))),
-        "presence penalty": ({"presence_penalty": 1.5}, changed(seen, own - 1.5)),
-        "frequency penalty": ({"frequency_penalty": 1.5}, changed(seen, own - 1.5 * counts)),
-        "logit bias": ({"logit_bias": {4: 5.0}}, changed(4, logits[4] + 5)),
-        "bad words": ({"bad_words": ((3, 9, best), (4, 5))}, changed(best, -np.inf)),
+        "repetition penalty": ({"repetition_penalty": 1.5}, change(seen, np.where(own < 0, own * 1.5, own / 1.5))),
+        "presence penalty": ({"presence_penalty": 1.5}, change(seen, own - 1.5)),
+        "frequency penalty": ({"frequency_penalty": 1.5}, change(seen, own - 1.5 * counts)),
+        "logit bias": ({"logit_bias": {4: 5.0}}, change(4, logits[4] + 5)),
+        "bad words": ({"bad_words": ((3, 9, best), (4, 5))}, change(best, -np.inf)),
         "allowed tokens": ({"allowed_token_ids": frozenset(range(40))}, only(np.arange(40))),
     }
     base = SamplingParams(temperature=_TEMPERATURE, seed=4)

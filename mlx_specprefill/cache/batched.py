@@ -65,7 +65,7 @@ def last_tokens(cache: Any, count: int) -> list[mx.array]:
     return [array[..., -count:, :] for array in arrays]
 
 
-def stacked(parts: Sequence[tuple[Sequence[mx.array], int]], spare: int, size: int, room: int) -> list[mx.array]:
+def stack_rows(parts: Sequence[tuple[Sequence[mx.array], int]], spare: int, size: int, room: int) -> list[mx.array]:
     """Stack arrays (B_i, H, S_i, D) into (sum of B_i + spare, H, size + room, D), aligned so that all end at slot
     `size`.
 
@@ -198,7 +198,7 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
         if not self.arrays:
             self._lay([([array[:, :, :0] for array in new], count)], 0)
         else:
-            used = self._used()
+            used = self._used_slots()
             self._lay([(self._in_order(slice(count)), count)], used, *self._spare(count, used))
 
     # --- rows --------------------------------------------------------------------------------------------------------
@@ -228,14 +228,14 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
         count, more = len(self._rows), len(other._rows)
         theirs = other._in_order(slice(more))
         if not self.arrays:
-            self._lay([((), count), (theirs, more)], other._used())
+            self._lay([((), count), (theirs, more)], other._used_slots())
         else:
-            if not self.fits(more, other._used()):
-                self.make_room(more, other._used())
+            if not self.fits(more, other._used_slots()):
+                self.make_room(more, other._used_slots())
             self._place(count, more, theirs)
         later = self._steps - other._steps
         self._rows += [BatchRow(row.runs, row.slots, row.start, row.joined_at + later) for row in other._rows]
-        self._first = self._unused(self._rows)
+        self._first = self._unused_slots(self._rows)
         self._offset = None
 
     def filter(self, batch_indices: Sequence[int], lifted: Sequence[mx.array] | None = None) -> None:
@@ -259,7 +259,7 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
             for (to, array), row in zip(targets, lifted, strict=True):
                 array[to : to + 1, :, : self._end] = row
             self._rows = [self._rows[index] for index in keep]
-            self._first = self._unused(self._rows)
+            self._first = self._unused_slots(self._rows)
         self._offset = None
 
     def lift(self, keep: Sequence[int]) -> list[mx.array]:
@@ -292,10 +292,10 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
 
     def make_room(self, rows: int, slots: int) -> None:
         """Copy the rows to arrays with room for new ones."""
-        count, used = len(self._rows), max(self._used(), slots)
+        count, used = len(self._rows), max(self._used_slots(), slots)
         spare, front = self._spare(count + rows, used)
         self._lay([(self._in_order(slice(count)), count)], used, rows + spare, front)
-        self._first = self._unused(self._rows)
+        self._first = self._unused_slots(self._rows)
 
     def _compact(self, keep: Sequence[int]) -> None:
         self._rows = [self._rows[index] for index in keep]
@@ -316,14 +316,14 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
         if self.max_size is not None:
             cache.runs.keep_last(self.max_size)
         count = cache.runs.size
-        arrays = self._copied(idx, count)
+        arrays = self._copy_tail(idx, count)
         if arrays and self.max_size is None:
             cache.inner.state = *arrays, count
         elif arrays:
             cache.inner.state = *arrays, row.slots + generated, 0, self.max_size, count
         return cache
 
-    def _copied(self, idx: int, count: int) -> list[mx.array]:
+    def _copy_tail(self, idx: int, count: int) -> list[mx.array]:
         """Copy the last `count` tokens of one row. Plain slices would keep the whole batch alive."""
         arrays = self._in_order(slice(idx, idx + 1))
         return [mx.contiguous(array[..., array.shape[2] - count :, :]) for array in arrays]
@@ -331,24 +331,24 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
     def _next(self, row: BatchRow) -> int:
         return row.start + self._steps - row.joined_at
 
-    def _stored(self, row: BatchRow) -> int:
+    def _stored_tokens(self, row: BatchRow) -> int:
         count = row.runs.size + self._steps - row.joined_at
         return count if self.max_size is None else min(count, self.max_size)
 
     def _longest(self, rows: Sequence[BatchRow]) -> int:
-        return max((self._stored(row) for row in rows), default=0)
+        return max((self._stored_tokens(row) for row in rows), default=0)
 
-    def _unused(self, rows: Sequence[BatchRow]) -> int:
+    def _unused_slots(self, rows: Sequence[BatchRow]) -> int:
         """Return the number of slots in front that none of these rows uses."""
         return self._write - self._longest(rows) if self.max_size is None else 0
 
-    def _used(self) -> int:
+    def _used_slots(self) -> int:
         """Return the number of slots in use."""
         return self._end - self._first
 
     def _visible(self, row: BatchRow, window: int | None, size: int) -> int:
         """Return the number of last tokens that the row's next token sees, itself included."""
-        held = min(self._stored(row) + 1, size)
+        held = min(self._stored_tokens(row) + 1, size)
         if self.max_size is not None:  # a dense ring holds no more, whatever the window
             window = min(window or self.max_size, self.max_size)
         if window is None:
@@ -391,7 +391,7 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
         if self.max_size is not None:
             room = min(room, self.max_size - size)
         size += front
-        self.arrays = stacked(parts, spare, size, room)
+        self.arrays = stack_rows(parts, spare, size, room)
         self._first, self._write, self._wrapped = front, size, False
 
     def _spare(self, rows: int, slots: int) -> tuple[int, int]:
@@ -430,7 +430,7 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
         return self._halves(self.arrays) if self.arrays else (None, None)
 
     def size(self) -> int:
-        return self._used()
+        return self._used_slots()
 
     def empty(self) -> bool:
         return not self.arrays
@@ -481,7 +481,7 @@ class QuantizedBatchKVCache(PositionedBatch):
 
     def extract(self, idx: int) -> QuantizedKVCache:
         cache = QuantizedKVCache(self.group_size, self.bits)
-        cache.offset = self._stored(self._rows[idx])
-        if arrays := self._copied(idx, cache.offset):
+        cache.offset = self._stored_tokens(self._rows[idx])
+        if arrays := self._copy_tail(idx, cache.offset):
             cache.keys, cache.values = self._halves(arrays)
         return cache

@@ -312,13 +312,13 @@ def _mask(stored: Positions, coming: Positions, window: int | None) -> mx.array:
     return mask if coming.size > 1 else mask[None, None]  # deepseek_v32 slices one token's mask along 4 axes
 
 
-def _positioned(cache: Any) -> Any:
+def _make_positioned(cache: Any) -> Any:
     if type(cache) is KVCache:
         return PositionedKVCache()
     if type(cache) is RotatingKVCache and cache.keep == 0:
         return PositionedRotatingKVCache(cache.max_size)
     if type(cache) is CacheList:
-        return CacheList(*(_positioned(part) for part in cache.caches))
+        return CacheList(*(_make_positioned(part) for part in cache.caches))
     if isinstance(cache, ArraysCache):
         return cache  # recurrent state has no positions
     raise SparseUnsupportedError(f"its cache type {type(cache).__name__} can't hold original positions")
@@ -330,7 +330,7 @@ def make_positioned_cache(model: nn.Module) -> list[Any]:
     Raises:
         SparseUnsupportedError: a cache class that can't separate positions and storage.
     """
-    return [_positioned(cache) for cache in make_prompt_cache(model)]
+    return [_make_positioned(cache) for cache in make_prompt_cache(model)]
 
 
 def leaves(cache: Sequence[Any]) -> Iterator[Any]:
@@ -405,12 +405,12 @@ def quantize_kv(cache: Sequence[Any], group_size: int, bits: int) -> tuple[list[
             part = part.inner
         elif not isinstance(part, (ArraysCache, KVCache)):
             raise SparseUnsupportedError(f"{type(part).__name__} can't be quantised")
-        quantized.append(_quantized(part, group_size, bits) if type(part) is KVCache else part)
+        quantized.append(_quantize(part, group_size, bits) if type(part) is KVCache else part)
     assert all(isinstance(part, (QuantizedKVCache, ArraysCache)) for part in quantized)
     return quantized, shift
 
 
-def _quantized(part: KVCache, group_size: int, bits: int) -> QuantizedKVCache:
+def _quantize(part: KVCache, group_size: int, bits: int) -> QuantizedKVCache:
     sizes = [] if part.keys is None else [part.keys.shape[-1], part.values.shape[-1]]
     for group in (group_size, _SMALLEST_GROUP):
         if all(size % group == 0 for size in sizes):

@@ -36,7 +36,7 @@ def _kind(leaf: Any) -> Hashable | None:
 def merge_rows(caches: Sequence[Sequence[Any]]) -> list[Any]:
     """Merge prefilled prompt caches with one row each into one batch cache per layer."""
     batch = [_merge(layer) for layer in zip(*caches, strict=True)]
-    parts = _positioned(batch)
+    parts = _positioned_batches(batch)
     for index, part in enumerate(parts):
         part.part = index, len(parts)
     return batch
@@ -65,7 +65,7 @@ def make_room(batch: Sequence[Any], rows: int, longest: Sequence[Any], until: fl
         until: by `time.monotonic`, after which no further layer starts; the first one always does.
     """
     slots = {id(ours): _tokens(theirs) for ours, theirs in zip(leaves(batch), leaves(longest), strict=True)}
-    return _copied(
+    return _copy_rings(
         batch,
         lambda part: not part.fits(rows, slots[id(part)]),
         lambda part: part.make_room(rows, slots[id(part)]),
@@ -79,7 +79,7 @@ def give_back(batch: Sequence[Any], until: float = math.inf) -> bool:
     Args:
         until: as in `make_room`.
     """
-    return _copied(batch, lambda part: part.oversized, lambda part: part.compact(), until)
+    return _copy_rings(batch, lambda part: part.oversized, lambda part: part.compact(), until)
 
 
 def _tokens(leaf: Any) -> int:
@@ -87,18 +87,18 @@ def _tokens(leaf: Any) -> int:
     return int(leaf.offset if isinstance(leaf, QuantizedKVCache) else leaf.size())
 
 
-def _positioned(batch: Sequence[Any]) -> list[PositionedBatch]:
+def _positioned_batches(batch: Sequence[Any]) -> list[PositionedBatch]:
     return [part for part in leaves(batch) if isinstance(part, PositionedBatch)]
 
 
-def _copied(
+def _copy_rings(
     batch: Sequence[Any],
     wanted: Callable[[PositionedBatch], bool],
     copy: Callable[[PositionedBatch], None],
     until: float,
 ) -> bool:
     """Copy all rings or none: the slots in use depend on the layout, and layers share a mask."""
-    parts = _positioned(batch)
+    parts = _positioned_batches(batch)
     rings = [part for part in parts if part.max_size is not None]
     units = [rings, *([part] for part in parts if part.max_size is None)]
     for done, unit in enumerate([unit for unit in units if any(wanted(part) for part in unit)]):

@@ -134,7 +134,7 @@ class EngineCaches:
             again: the same request looks up a second time; it is not counted.
             choice: `PrefillPlan.choice` of sparse prefixes that will do, too.
         """
-        return self._lookup(self._target, tokens, label, again, self._named(choice))
+        return self._lookup(self._target, tokens, label, again, self._choice_name(choice))
 
     def draft_prefix(self, tokens: Sequence[int] | TokenIds, label: CacheLabel) -> CacheHit | None:
         """Return the longest prefix that the draft has read."""
@@ -147,7 +147,7 @@ class EngineCaches:
             choice: as in `target_prefix`.
         """
         try:
-            return 0 if self._target is None else self._target.covers(tokens, label, self._named(choice))
+            return 0 if self._target is None else self._target.covers(tokens, label, self._choice_name(choice))
         except Exception:
             log.exception("looking up what is cached of a prompt failed")
             return 0
@@ -195,7 +195,7 @@ class EngineCaches:
     def keep_draft(self, tokens: Sequence[int] | TokenIds, cache: list[Any], request: GenerationRequest) -> None:
         self._store(self._draft, tokens, cache, request)
 
-    def _named(self, choice: str | None) -> str | None:
+    def _choice_name(self, choice: str | None) -> str | None:
         """Return a choice's name, unique per draft and rule."""
         return None if choice is None else f"{self._choosing}:{choice}"
 
@@ -259,7 +259,7 @@ class EngineCaches:
                 system_prefix_len=min(request.system_prefix_len, len(tokens)),
                 pin_system_prefix=request.pin_system_prefix,
                 state=state,
-                choice=self._named(choice),
+                choice=self._choice_name(choice),
                 hidden=None if hidden is None else hidden.between,
             )
         except Exception as error:

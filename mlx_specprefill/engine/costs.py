@@ -93,7 +93,7 @@ class ForwardCost:
         """Return the fewest tokens of a forward whose fixed part takes at most this share."""
         return math.ceil(self.fixed * (1 - share) / share / max(self.token + self.pair * depth, 1e-9))
 
-    def scaled(self, factor: float) -> ForwardCost:
+    def scale(self, factor: float) -> ForwardCost:
         return ForwardCost(*(factor * part for part in (self.fixed, self.token, self.pair)))
 
 
@@ -147,7 +147,7 @@ class LearntCost:
     def _fit(self) -> ForwardCost:
         newest = len(self._seen) - 1
         weighted = [(seen, 2 ** ((index - newest) / _HALF_LIFE)) for index, seen in enumerate(self._seen)]
-        prior = self._prior.scaled(self.speed or 1.0)
+        prior = self._prior.scale(self.speed or 1.0)
         weighted += [(_Forward(n, s, prior.ms(n, s)), _PRIOR_WEIGHT) for n, s in _PRIOR_POINTS if prior.ms(n, s) > 0]
         columns = [(1.0, f.tokens, f.tokens * (f.depth + f.tokens / 2)) for f, _ in weighted]
         relative = np.array(columns) / np.array([f.ms for f, _ in weighted])[:, None]
@@ -213,7 +213,7 @@ class CostModel:
         speeds = [
             speed for other in self._learnt.values() if (speed := other.speed) is not None and other is not learnt
         ]
-        return learnt.cost.scaled(statistics.median(speeds)) if speeds else learnt.cost
+        return learnt.cost.scale(statistics.median(speeds)) if speeds else learnt.cost
 
     def observe(self, kind: ForwardKind, tokens: int, depth: int, ms: float) -> None:
         """Learn from a forward. MLX thread only."""
@@ -247,7 +247,7 @@ class CostModel:
             return
         stored = _read(self._file).get(self._key)
         for kind, learnt in self._learnt.items():
-            if (known := _known(stored, kind)) is not None:
+            if (known := _stored_cost(stored, kind)) is not None:
                 learnt.assume(known)
 
     def store(self) -> None:
@@ -338,7 +338,7 @@ def _read(file: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _known(stored: Any, kind: str) -> ForwardCost | None:
+def _stored_cost(stored: Any, kind: str) -> ForwardCost | None:
     """Return a stored cost; None if it is missing or malformed."""
     values = stored.get(kind) if isinstance(stored, dict) else None
     if not isinstance(values, list) or len(values) != 3 or not all(isinstance(value, int | float) for value in values):
@@ -397,7 +397,7 @@ class ChunkSizer:
         self._given = self._size(_kind(stage, job), depth, contended, job is not None and job.background)
         return self._given
 
-    def expected(self, stage: str) -> int:
+    def expected_tokens(self, stage: str) -> int:
         """Return the tokens of a forward at the start of another prompt; from any thread."""
         return self._size(_kind(stage, None), 0, bool(self._scheduler.decoding), False)
 
@@ -419,11 +419,11 @@ class ChunkSizer:
             return
         if event.cached is not None:
             job.cached = event.cached
-        ms, depth, stage = 1e3 * job.slice_s, job.depth(event.stage), event.stage
+        ms, depth, stage = 1e3 * job.step_s, job.depth(event.stage), event.stage
         tokens = max(0, event.done - job.done.get(stage, 0))
         job.done[stage] = event.done
         reads = stage in ("draft", "prefill")
-        self._scheduler.served(job.uid, event.total - event.done if reads else None, round(ms))
+        self._scheduler.record(job.uid, event.total - event.done if reads else None, round(ms))
         if job.sequence is not None:
             job.sequence.spend(stage, ms)
         if stage == "select":

@@ -154,7 +154,7 @@ class _Group:
         self.cache = spec.cache
         first = None if spec.grammar is None else spec.grammar.mask(spec.logits.shape[-1])
         tokens, scores = self.rows[0].choose(spec.logits, _stack_masks([first]))
-        self.next = _Choice(spec.logits, self._agreed(tokens), scores)
+        self.next = _Choice(spec.logits, self._broadcast(tokens), scores)
         self._queue()
 
     @cached_property
@@ -167,12 +167,12 @@ class _Group:
         fed = self.next
         with adjust_offsets([row.shift for row in self.rows]):
             logits = self._forward(fed.tokens[:, None])[:, -1, :]
-        chosen = self._choose(logits, fed.tokens, self._allowed(logits, fed.tokens))
-        self.next = chosen._replace(tokens=self._agreed(chosen.tokens))
+        chosen = self._choose(logits, fed.tokens, self._grammar_masks(logits, fed.tokens))
+        self.next = chosen._replace(tokens=self._broadcast(chosen.tokens))
         self._queue()
         return fed
 
-    def _agreed(self, tokens: mx.array) -> mx.array:
+    def _broadcast(self, tokens: mx.array) -> mx.array:
         """Return rank 0's choice: machines may round differently."""
         return tokens if self._ranks is None else self._ranks.broadcast_tokens(tokens)
 
@@ -257,7 +257,7 @@ class _Group:
             filter_batch(self.cache, rows)
         self.next = _Choice(*(part[mx.array(rows)] for part in self.next))
 
-    def _allowed(self, logits: mx.array, fed: mx.array) -> mx.array | None:
+    def _grammar_masks(self, logits: mx.array, fed: mx.array) -> mx.array | None:
         """Return the grammars' masks after the fed tokens, (B, V). Runs beside the forward."""
         if all(row.grammar is None for row in self.rows):
             return None
@@ -429,7 +429,7 @@ class Rows:
 
     def add(self, sequence: Sequence, logits: mx.array) -> TokenEvent:
         """Start decoding a prefilled sequence; return its first token, chosen from `logits` (1, V)."""
-        sequence.cache, sequence.shift = self.quantized(sequence.cache, sequence.shift)
+        sequence.cache, sequence.shift = self.quantize(sequence.cache, sequence.shift)
         if sequence.drafting is not None and (row := self._begin_drafted(sequence, sequence.drafting, logits)):
             return row.first
         self._add_plain(sequence, logits)
@@ -497,10 +497,10 @@ class Rows:
             self._batch.remove(uid)
             raise
 
-    def quantized(self, cache: list[Any], shift: int = 0) -> tuple[list[Any], int]:
+    def quantize(self, cache: list[Any], shift: int = 0) -> tuple[list[Any], int]:
         """Return a prefilled cache as answers read it, and the shift that it can't carry itself."""
         bits, group = self._config.kv_bits, self._config.kv_group_size
-        if bits is None or self._unquantized is not None:
+        if bits is None or self._quantization_refusal is not None:
             return cache, shift
         try:
             return quantize_kv(cache, group, bits)
@@ -509,7 +509,7 @@ class Rows:
             return cache, shift
 
     @cached_property
-    def _unquantized(self) -> str | None:
+    def _quantization_refusal(self) -> str | None:
         """Return why the target's KV cache can't be quantised. Checked and logged with the first row."""
         bits, target = self._config.kv_bits, self._pair.target
         assert bits is not None

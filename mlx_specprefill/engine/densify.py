@@ -148,7 +148,7 @@ class BackgroundPrefill:
     def __init__(self, prefiller: Prefiller, memory: Memory, guide: Guide, quantize: Quantize) -> None:
         """Args:
         guide: makes a request's grammar.
-        quantize: `Rows.quantized`.
+        quantize: `Rows.quantize`.
         """
         self._prefiller = prefiller
         self._memory = memory
@@ -187,11 +187,11 @@ class BackgroundPrefill:
                 old.tell(Verdict(_OVERTAKEN))
         return None
 
-    def awaited_job(self, turn: IdleTurn, uid: int) -> Job:
+    def make_awaited_job(self, turn: IdleTurn, uid: int) -> Job:
         """Return the job of a turn whose client waits for the verdict."""
         need = self._memory.need_idle(len(turn.tokens), dense=True)
-        end = partial(self._ended, turn)
-        return Job(uid, noop, RequestHandle(), self._slices(turn), on_end=end, need=need)
+        end = partial(self._finish, turn)
+        return Job(uid, noop, RequestHandle(), self._steps(turn), on_end=end, need=need)
 
     def close(self) -> None:
         """Report that the turns in the queue will not be verified."""
@@ -210,16 +210,16 @@ class BackgroundPrefill:
         if self._now is not None:
             now = self._now[0]
             if self.turns.is_expecting(turn) and not self.turns.is_expecting(now):
-                self._now[1].cancel()  # its finished slices stay in the cache, and its turn in the queue
+                self._now[1].cancel()  # its finished steps stay in the cache, and its turn in the queue
             return None
         if not self._memory.reserve_free(uid, self._memory.need_idle(len(turn.tokens), not turn.drafts)):
             log.info("no memory to read %d tokens in idle time", len(turn.tokens))
             self._give_up(turn, "there was no memory to read the prompt in full")
             return None
         self._now = turn, RequestHandle()
-        return Job(uid, noop, self._now[1], self._slices(turn), on_end=partial(self._ended, turn), background=True)
+        return Job(uid, noop, self._now[1], self._steps(turn), on_end=partial(self._finish, turn), background=True)
 
-    def _slices(self, turn: IdleTurn) -> Generator[Progress | PromptLogprobs, None, Verdict | None]:
+    def _steps(self, turn: IdleTurn) -> Generator[Progress | PromptLogprobs, None, Verdict | None]:
         """Read what is left of the turn. Return the verdict if one is wanted."""
         request = replace(turn.request, specprefill=SpecPrefillOptions(), prompt_logprobs=None)
         if not turn.drafts and turn.is_to_verify:
@@ -227,12 +227,12 @@ class BackgroundPrefill:
             return (yield from verify(self._prefiller, request, *parts))
         text = replace(request, prompt=turn.tokens)
         if turn.drafts:
-            yield from self._prefiller.drafted(text)
+            yield from self._prefiller.catch_up_draft(text)
         else:
             yield from self._prefiller.dense(text, turn.choice)
         return None
 
-    def _ended(self, turn: IdleTurn, result: Verdict | Exception | None) -> None:
+    def _finish(self, turn: IdleTurn, result: Verdict | Exception | None) -> None:
         if self._now is not None and self._now[0] is turn:
             self._now = None
         if isinstance(result, RequestCancelled) or (turn.drafts and turn.dense):

@@ -31,13 +31,13 @@ from .decode_batch import Rows
 from .densify import BackgroundPrefill
 from .footprint import weights_by_array
 from .inspection import Inspection, Replay, inspect_prompt, replay_continuation
-from .loop import DeviceErrors, Loop
+from .loop import DeviceErrors, EngineCore
 from .machine import wire
 from .memory import Memory, MemoryUse, check_limit
 from .mlx_thread import MLXThread
 from .prefill import Prefiller
 from .scheduler import Scheduler
-from .sequence import Inbox, Job, OnEvent, RequestHandle, Results, Sequence, Work, noop
+from .sequence import Inbox, Job, OnEvent, RequestHandle, Results, Sequence, TaskSpec, noop
 from .speculation import AnswerDrafter, Speculator
 
 _PATIENCE = 4  # times `target_itl_ms`: how long a prefill may wait while others are served
@@ -110,7 +110,7 @@ class Engine:
     _prefiller_type: type[Prefiller] = Prefiller
     _memory_type: type[Memory] = Memory
     _densifier_type: type[BackgroundPrefill] = BackgroundPrefill
-    _loop_type: type[Loop] = Loop
+    _loop_type: type[EngineCore] = EngineCore
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class Engine:
         self.memory = self._memory_type(pair, self.config, self.caches, self._thread.memory, pinned)
         self.rows = Rows(pair, self.config)
         self._grammars = Grammars(pair.tokenizer, pair.eos_token_ids)
-        self.densifier = self._densifier_type(self.prefiller, self.memory, self._guide, self.rows.quantized)
+        self.densifier = self._densifier_type(self.prefiller, self.memory, self._guide, self.rows.quantize)
         self._inbox = Inbox(self.scheduler, self.config.max_queue, self._thread.wake)
         device_errors = DeviceErrors(self.caches, self.memory, chunks.halve)
         self.caches.on_error = device_errors.note
@@ -287,9 +287,9 @@ class Engine:
         Raises:
             InvalidRequestError: names the field; ContextLengthError when the prompt leaves no room.
         """
-        self._checked(request)
+        self._check(request)
 
-    def _checked(self, request: GenerationRequest) -> PrefillPlan:
+    def _check(self, request: GenerationRequest) -> PrefillPlan:
         """Check a request and return its plan."""
         check_request(request, self.pair)
         if request.constraint is not None:
@@ -329,7 +329,7 @@ class Engine:
             InvalidRequestError: the request can never run.
             EngineClosedError: the engine is not running, or `max_queue` requests wait already.
         """
-        job = self._job(Work(self._inbox.next_uid(), "answer", request, self._checked(request)))
+        job = self._job(TaskSpec(self._inbox.next_uid(), "answer", request, self._check(request)))
         job.on_event, job.handle.on_verdict = on_event, on_verdict
         self._post(job)
         return job.handle
@@ -339,7 +339,7 @@ class Engine:
             raise DeviceError(self.loop.fatal)
         self._inbox.post(job)
 
-    def _job(self, work: Work) -> Job:
+    def _job(self, work: TaskSpec) -> Job:
         """Make a job from its description, on any rank. It is not queued yet."""
         request, plan = work.request, work.plan
         handle = RequestHandle()
@@ -347,8 +347,8 @@ class Engine:
             return Job(work.uid, noop, handle, inspect_prompt(self.prefiller, request), work=work)
         if work.what == "replay":
             continuation, attention, keep = work.args
-            slices = replay_continuation(self.prefiller, request, continuation, attention, keep)
-            return Job(work.uid, noop, handle, slices, work=work)
+            steps = replay_continuation(self.prefiller, request, continuation, attention, keep)
+            return Job(work.uid, noop, handle, steps, work=work)
         assert plan is not None
         need = self.memory.need(request, plan.mode)
         strategy = request.specprefill.speculative or self.config.speculation.strategy
@@ -382,7 +382,7 @@ class Engine:
             if on_progress is not None and isinstance(event, Progress):
                 on_progress(event)
 
-        found: Inspection = self._wait_for(Work(self._inbox.next_uid(), "inspect", request), report)
+        found: Inspection = self._wait_for(TaskSpec(self._inbox.next_uid(), "inspect", request), report)
         return found
 
     def submit_inspection(
@@ -394,7 +394,7 @@ class Engine:
             InvalidRequestError, EngineClosedError: as for `submit`.
         """
         self.check(request)
-        return self._start(Work(self._inbox.next_uid(), "inspect", request), on_event, on_end)
+        return self._start(TaskSpec(self._inbox.next_uid(), "inspect", request), on_event, on_end)
 
     def replay(
         self, request: GenerationRequest, continuation: Tokens[int], attention: bool = False, keep: bool = False
@@ -409,17 +409,17 @@ class Engine:
             InvalidRequestError: as for `submit`, the continuation counting as the answer.
         """
         self.check(replace(request, max_tokens=len(continuation)))
-        work = Work(self._inbox.next_uid(), "replay", request, args=(tuple(continuation), attention, keep))
+        work = TaskSpec(self._inbox.next_uid(), "replay", request, args=(tuple(continuation), attention, keep))
         found: Replay = self._wait_for(work, noop)
         return found
 
-    def _wait_for(self, work: Work, on_event: OnEvent) -> Any:
+    def _wait_for(self, work: TaskSpec, on_event: OnEvent) -> Any:
         """Run a job without answer on the MLX thread; return its result."""
         done = Results[Any]()
         self._start(work, on_event, done.put)
         return done.wait()
 
-    def _start(self, work: Work, on_event: OnEvent, on_end: Callable[[Any], None]) -> RequestHandle:
+    def _start(self, work: TaskSpec, on_event: OnEvent, on_end: Callable[[Any], None]) -> RequestHandle:
         job = self._job(work)
         job.on_event, job.on_end = on_event, on_end
         self._post(job)

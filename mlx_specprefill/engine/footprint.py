@@ -286,7 +286,7 @@ def blueprint(config: Mapping[str, Any], dtype: str = "bfloat16") -> Blueprint:
     known: tuple[int, int] | tuple[()] = ()
     if architecture not in _COMPUTES:
         with suppress(*_UNBUILDABLE):
-            known = _cache_sizes(_built(model_class(arguments.from_dict(text)), dtype))
+            known = _cache_sizes(_build(model_class(arguments.from_dict(text)), dtype))
     return Blueprint(None, context, *known)
 
 
@@ -294,7 +294,7 @@ class _Silent:
     """Tokenizer that logs nothing about lengths."""
 
 
-def _built(model: nn.Module, dtype: str) -> nn.Module:
+def _build(model: nn.Module, dtype: str) -> nn.Module:
     install_patches()
     model.set_dtype(_DTYPES.get(dtype, mx.bfloat16))
     model.eval()

@@ -52,7 +52,7 @@ class DeviceErrors:
         self._in_a_row = 0
         self.fatal: str | None = None
 
-    def explained(self, error: Exception) -> Exception:
+    def explain(self, error: Exception) -> Exception:
         """Return the error for the client of a failed request."""
         if device_error(error) is None:
             return error
@@ -73,7 +73,7 @@ class DeviceErrors:
         self._advice = self._act(kind)
         log.error("the device failed: %s. %s", error, self._advice)
 
-    def passed(self) -> None:
+    def note_token(self) -> None:
         """Note that a token was computed."""
         self._in_a_row = 0
 
@@ -127,7 +127,7 @@ class Meter:
         return sum(count for second, count in tuple(self._seconds) if now - _METER_S <= second < now) / _METER_S
 
 
-class Loop:
+class EngineCore:
     """Takes jobs out of the inbox and brings each to its end.
 
     Attributes:
@@ -277,7 +277,7 @@ class Loop:
         self._rows.clear()
 
     def _tick(self, background: bool) -> None:
-        for uid in self._cancelled():
+        for uid in self._cancelled_ids():
             self._cancel(self.jobs[uid])
         self._admit()
         self._decode()
@@ -300,7 +300,7 @@ class Loop:
     def _next_uid(self) -> int:
         return self._inbox.next_uid()
 
-    def _cancelled(self) -> list[int]:
+    def _cancelled_ids(self) -> list[int]:
         return [uid for uid, job in self.jobs.items() if job.handle.cancelled]
 
     def _look_at_memory(self) -> None:
@@ -373,9 +373,9 @@ class Loop:
         """
         begun, job = self._clock(), self._next_prefill()
         while job is not None:
-            self._slice(job)
+            self._run_step(job)
             spent = self._clock() - begun
-            if self._cancelled():
+            if self._cancelled_ids():
                 return
             self._read_inbox()
             self._admit()
@@ -387,23 +387,23 @@ class Loop:
         uid = self._scheduler.pick()
         return None if uid is None else self.jobs[uid]
 
-    def _slice(self, job: Job) -> None:
+    def _run_step(self, job: Job) -> None:
         begun = self._clock()
         self._chunks.begin(job)
         try:
             event = job.advance()
             if event is None:
-                self._prefilled(job)
+                self._finish_prefill(job)
         except Exception as error:  # noqa: BLE001 - one job must not end the others
             log_failure(log, "prefill failed", error)
             self._fail(job, error)
             return
-        job.slice_s = self._clock() - begun
+        job.step_s = self._clock() - begun
         if event is not None:
             self._chunks.observe(job, event)
             self._emit(job, event)
 
-    def _prefilled(self, job: Job) -> None:
+    def _finish_prefill(self, job: Job) -> None:
         """After the last prefill chunk, begin to decode; report the result of a job without an answer."""
         sequence = job.sequence
         if sequence is None:
@@ -423,19 +423,19 @@ class Loop:
             return
         sequence.stage = "decode"
         self._scheduler.to_decode(job.uid)
-        self._decoded(job, self._rows.add(sequence, logits))
+        self._report_token(job, self._rows.add(sequence, logits))
 
     def _decode(self) -> None:
         for uid, outcome in self._rows.step():
             if isinstance(outcome, Exception):
                 self._fail(self.jobs[uid], outcome)
             else:
-                self._decoded(self.jobs[uid], outcome)
+                self._report_token(self.jobs[uid], outcome)
 
-    def _decoded(self, job: Job, event: TokenEvent) -> None:
+    def _report_token(self, job: Job, event: TokenEvent) -> None:
         sequence = _answering(job)
         self.meter.add(1)
-        self._device_errors.passed()
+        self._device_errors.note_token()
         sequence.record(event)
         self._emit(job, event)
         if event.token in sequence.request.stop_token_ids:
@@ -461,7 +461,7 @@ class Loop:
         turn = self._densifier.follow(sequence, handle)
         if turn is not None and turn.is_awaited:
             uid = self._next_uid()
-            self.jobs[uid] = self._densifier.awaited_job(turn, uid)
+            self.jobs[uid] = self._densifier.make_awaited_job(turn, uid)
             self._scheduler.add(uid)
 
     def _cancel(self, job: Job) -> None:
@@ -478,7 +478,7 @@ class Loop:
             job.on_end(RequestCancelled() if job.handle.cancelled else EngineClosedError("the engine was closed"))
 
     def _fail(self, job: Job, error: Exception) -> None:
-        error = self._device_errors.explained(strip_traceback(error))
+        error = self._device_errors.explain(strip_traceback(error))
         if job.sequence is not None:
             self._end(job, Failed(error, job.sequence.report()))
         else:

@@ -48,7 +48,7 @@ class MemoryUse:
         prefix_disk: dense prefixes on disk.
         active: all arrays of this process, as MLX counts them.
         spare: freed memory that MLX keeps for new arrays.
-        unaccounted_bytes: of `active`, those that are not of weights, caches or requests, measured between two slices
+        unaccounted_bytes: of `active`, those that are not of weights, caches or requests, measured between two steps
             not more than a second ago. A prefill in work needs some.
         limit: for weights, requests and caches together; None: no limit is known.
     """
@@ -189,9 +189,9 @@ class SharedMemory:
         """Return the bytes of `need` that are not free now. Limits of single engines are not considered."""
         if self.limit is None or not (self.loading or len(self._sharers) > 1):
             return 0
-        return self.weights() + self._taken() + self.loading + need - self.limit
+        return self.weights() + self._taken_bytes() + self.loading + need - self.limit
 
-    def _taken(self) -> int:
+    def _taken_bytes(self) -> int:
         return sum(one.reserved + one.cached for one in self._sharers)
 
     def reclaim(self, need: int, sharer: Memory | None = None) -> None:
@@ -424,7 +424,7 @@ class Memory:
         return MemoryUse(
             target_weights=self._weights[0],
             draft_weights=self._weights[1],
-            requests=sum(self._held(job) for job in jobs),
+            requests=sum(self._cache_bytes(job) for job in jobs),
             reserved=self.admission.reserved,
             prefix_cache=self._caches.nbytes,
             prefix_disk=self._caches.disk_nbytes,
@@ -476,7 +476,7 @@ class Memory:
             total += self._target.per_token * self._config.speculation.budget
         return total
 
-    def _held(self, job: Job) -> int:
+    def _cache_bytes(self, job: Job) -> int:
         """Return the bytes of the request's target cache so far."""
         sequence = job.sequence
         if sequence is None or sequence.stage == "queued":

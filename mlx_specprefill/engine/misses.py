@@ -46,10 +46,10 @@ def explain_miss(request: GenerationRequest, others: tuple[int, list[TokenIds]],
     start, cached = others
     new = request.prompt[start:]
     grams = _Grams(new)
-    shared, old = max(((grams.shared(tokens[start:]), tokens) for tokens in cached), key=itemgetter(0))
+    shared, old = max(((grams.count_shared(tokens[start:]), tokens) for tokens in cached), key=itemgetter(0))
     if shared < WORTH_TELLING:
         return None
-    left_out, added = grams.resumed(old[start:])
+    left_out, added = grams.resume_point(old[start:])
     first = max(start - _WINDOW, 0)
     text = _Difference.between(
         decode(old[first : start + min(left_out + _GRAM, _WINDOW)].tolist()),
@@ -78,13 +78,13 @@ class _Grams:
         self._known = np.zeros(1 << _TABLE_BITS, dtype=np.bool_)
         self._known[_slots(self._hashes)] = True
 
-    def shared(self, tokens: TokenIds) -> int:
+    def count_shared(self, tokens: TokenIds) -> int:
         """Return how many tokens of another text stand in runs that this one has, too."""
         runs = self._runs(tokens)
         begun = np.count_nonzero(runs[:1]) + np.count_nonzero(runs[1:] & ~runs[:-1])
         return int(np.count_nonzero(runs) + begun * (_GRAM + 1))
 
-    def resumed(self, tokens: TokenIds) -> tuple[int, int]:
+    def resume_point(self, tokens: TokenIds) -> tuple[int, int]:
         """Return how many tokens of another text, and of this one, precede the first run that both have."""
         first = int(self._runs(tokens).argmax())
         return first, int((self._hashes == _hashes(tokens[first : first + _GRAM])).argmax())

@@ -19,7 +19,7 @@ from typing import TypeVar
 import mlx.core as mx
 
 from ..errors import EngineClosedError, PeerLost, RequestCancelled
-from .loop import IDLE_BEAT_S, Loop
+from .loop import IDLE_BEAT_S, EngineCore
 from .memory import SharedMemory
 from .sequence import Results
 
@@ -32,7 +32,7 @@ _THREAD_EXIT_LIMIT_S = 10.0  # where it does
 
 @dataclass(eq=False)
 class _Member:
-    loop: Loop
+    loop: EngineCore
     spent: float = 0.0  # seconds of work, corrected for idle time
     worked: bool = False  # in the latest round
     due: float = 0.0  # time of its next idle tick, by the monotonic clock
@@ -54,7 +54,7 @@ class MLXThread:
     def __init__(self, memory_limit: int | None = None) -> None:
         self.memory = SharedMemory(memory_limit)
         self._members: list[_Member] = []
-        self._loops = weakref.WeakSet[Loop]()
+        self._loops = weakref.WeakSet[EngineCore]()
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._wakened = threading.Event()
         self._lock = threading.Lock()
@@ -119,7 +119,7 @@ class MLXThread:
         self.wake()
         return done.wait()
 
-    def add(self, loop: Loop) -> None:
+    def add(self, loop: EngineCore) -> None:
         """Add a loop until its inbox is closed. Returns at once; `loop.ready` tells when it runs."""
         with self._lock:
             if not self._open:
@@ -177,7 +177,7 @@ class MLXThread:
             self._paused = time.perf_counter()
             call()
 
-    def _begin(self, loop: Loop) -> None:
+    def _begin(self, loop: EngineCore) -> None:
         self._loops.add(loop)
         try:
             loop.begin()

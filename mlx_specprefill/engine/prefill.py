@@ -48,7 +48,7 @@ Model = Callable[..., mx.array]
 
 
 log = logging.getLogger(__name__)
-Slices = Generator[Progress | PromptLogprobs, None, mx.array]
+PrefillSteps = Generator[Progress | PromptLogprobs, None, mx.array]
 _FORCED = ":forced"  # ends the choice of a request that forces a sparse prefill
 _OPENING = 32  # tokens of a message whose first line may be an instruction
 _LEAST_RECALL = 256  # tokens that may always be recalled
@@ -101,7 +101,7 @@ class PromptScorer:
     ) -> Scoring:
         task = self._task(request, plan, text)
         if self.pair.mapping is not None:
-            mapped = self._mapped(self.pair.mapping, task)
+            mapped = self._map_task(self.pair.mapping, task)
             return mapped.scores((yield from self._by_draft(request, plan, mapped.task, mapped.task.question[0])))
         known = task.prompt.size - 1 if task.again.size else task.question[0]
         if hidden is None:
@@ -109,7 +109,7 @@ class PromptScorer:
         task = replace(task, seen=hidden.keep)
         return (yield from self._by_draft(request, plan, task, min(known, hidden.known)))
 
-    def _mapped(self, mapping: TextMapping, task: ScoringInput) -> MappedTask:
+    def _map_task(self, mapping: TextMapping, task: ScoringInput) -> MappedTask:
         """Convert the task to the draft's own tokens.
 
         Raises:
@@ -217,10 +217,10 @@ class Prefiller:
 
         The draft's cache is assumed to hold the same prefix as the target's. May be called from any thread.
         """
-        sizes = self._chunks.expected("prefill"), self._chunks.expected("draft")
+        sizes = self._chunks.expected_tokens("prefill"), self._chunks.expected_tokens("draft")
         return self._costs.predict(tokens, kept, cached, sizes)
 
-    def run(self, sequence: Sequence) -> Slices:
+    def run(self, sequence: Sequence) -> PrefillSteps:
         """Prefill a request. If a sparse prefill fails, go on with a full one.
 
         Yield between prefill chunks; return the logits (1, V). Throw `RequestCancelled` into the generator to stop it.
@@ -349,7 +349,7 @@ class Prefiller:
         sequence.stage = "select"
         recalled, new = np.zeros(0, dtype=np.int32), np.arange(L, M, dtype=np.int32)
         if scores is not None and sequence.held is not None and _asks(request, L):
-            recalled = self._recalled(sequence.held, L, plan, scores, text)
+            recalled = self._select_recalled(sequence.held, L, plan, scores, text)
         if plan.mode == "full":
             sequence.plan = plan.behind_earlier(M - L)
         elif scores is not None:
@@ -359,7 +359,7 @@ class Prefiller:
             new = selection.kept[selection.kept >= L - first] + np.int32(first)
         return recalled, new
 
-    def _recalled(self, held: Kept, L: int, plan: PrefillPlan, scores: Scores, text: PromptText) -> Kept:
+    def _select_recalled(self, held: Kept, L: int, plan: PrefillPlan, scores: Scores, text: PromptText) -> Kept:
         """Return the dropped tokens among the first L that the question needs: their scores stand out."""
         is_held = np.zeros(L, dtype=np.bool_)
         is_held[held] = True
@@ -382,12 +382,12 @@ class Prefiller:
         """Return the plan, changed to full if the question is about everything, unless the request forces sparse."""
         if plan.choice is None or request.specprefill.enabled:
             return plan
-        words = about_everything(self._asked(request, text))
+        words = about_everything(self._question_text(request, text))
         if words is None:
             return plan
         return replace(plan.as_full(f'the question is about the whole prompt ("{words}")'), choice=None)
 
-    def _asked(self, request: GenerationRequest, text: PromptText) -> str:
+    def _question_text(self, request: GenerationRequest, text: PromptText) -> str:
         """Return the first line and the end of the last user message. Tool results behind it hold no question."""
         said = [(span.content_start, span.content_end) for span in request.spans if span.kind == "user"]
         first, end = said[-1] if said else (0, len(request.prompt))
@@ -404,7 +404,7 @@ class Prefiller:
         part = text.part(start, start + importance.size)
         return select_tokens(importance, forced, part, plan.keep, selection_by(plan.rule, self.config.selection))
 
-    def _read(self, sequence: Sequence, recalled: Kept, new: Kept) -> Slices:
+    def _read(self, sequence: Sequence, recalled: Kept, new: Kept) -> PrefillSteps:
         """Prefill recalled tokens behind the cached prefix, then the new ones. Progress covers both."""
         prompt, start = sequence.request.prompt, sequence.cached
         sequence.stage = "prefill"
@@ -480,7 +480,7 @@ class Prefiller:
 
     # --- full --------------------------------------------------------------------------------------------------------
 
-    def _read_all(self, sequence: Sequence) -> Slices:
+    def _read_all(self, sequence: Sequence) -> PrefillSteps:
         """Prefill the whole prompt behind a dense prefix. Cancelled, keep the chunks: a retry resumes from there."""
         request, S, done = sequence.request, sequence.cached, 0
         yield Progress("prefill", 0, len(request.prompt) - S, cached=S)
@@ -554,7 +554,7 @@ class Prefiller:
             self._keep(sequence, len(request.prompt))
         return sequence, logits
 
-    def drafted(self, request: GenerationRequest) -> Generator[Progress, None, None]:
+    def catch_up_draft(self, request: GenerationRequest) -> Generator[Progress, None, None]:
         """Let the draft read in the background what the target has read, for the next turn."""
         yield from self._read_with_draft(Sequence(-1, request, READ_ALL))
 
@@ -592,7 +592,7 @@ class Prefiller:
 
     def _with_prompt_logprobs(
         self, sequence: Sequence, count: int, forward: Callable[[], AbstractContextManager[None]]
-    ) -> Slices:
+    ) -> PrefillSteps:
         """Run a full prefill with every row's logits. One chunk's (L, V) float32 block is held at a time."""
         prompt, M = sequence.request.prompt, len(sequence.request.prompt)
         tokens, start = mx.array(prompt)[None], 0

@@ -30,11 +30,11 @@ from .caches import EngineCaches
 from .costs import ChunkSizer
 from .densify import BackgroundPrefill, BackgroundQueue, IdleTurn
 from .engine import Engine, EngineHealth
-from .loop import Loop
+from .loop import EngineCore
 from .memory import Memory
 from .mlx_thread import MLXThread
 from .prefill import Prefiller, PromptScorer, Scoring
-from .sequence import Call, Job, Need, Work
+from .sequence import Call, Job, Need, TaskSpec
 from .sequence import Sequence as Request
 
 _MOST = (1 << 30) - 1  # the largest value that `Ranks.min_max` compares
@@ -227,7 +227,7 @@ class RankedBackgroundPrefill(BackgroundPrefill):
         self.turns.ranks = _ranks(prefiller.pair)
 
 
-class RankedLoop(Loop):
+class RankedEngineCore(EngineCore):
     """Takes the same steps on all ranks: the same jobs in the same order, with the same number of ticks between them.
 
     Attributes:
@@ -236,7 +236,7 @@ class RankedLoop(Loop):
     """
 
     ranks: Ranks
-    make: Callable[[Work], Job]
+    make: Callable[[TaskSpec], Job]
     _has_ended = False  # rank 0 takes no more steps
 
     @property
@@ -277,7 +277,7 @@ class RankedLoop(Loop):
             self.ranks.broadcast("order", lambda: _order(taken))
             return taken
         order = self.ranks.broadcast("order", lambda: None)
-        if isinstance(order, Work):
+        if isinstance(order, TaskSpec):
             job = self.make(order)
             self._scheduler.add(job.uid)
             return job
@@ -298,8 +298,8 @@ class RankedLoop(Loop):
     def _next_uid(self) -> int:
         return self.ranks.broadcast("uid", super()._next_uid)
 
-    def _cancelled(self) -> list[int]:
-        return self.ranks.broadcast("cancelled", super()._cancelled)
+    def _cancelled_ids(self) -> list[int]:
+        return self.ranks.broadcast("cancelled", super()._cancelled_ids)
 
     def _start_over(self, error: Exception) -> None:
         self.ranks.fail_together(error)
@@ -327,12 +327,12 @@ class RankedEngine(Engine):
     _prefiller_type = RankedPrefiller
     _memory_type = RankedMemory
     _densifier_type = RankedBackgroundPrefill
-    _loop_type = RankedLoop
+    _loop_type = RankedEngineCore
 
     def __init__(self, pair: ModelPair, config: EngineConfig | None = None, *, thread: MLXThread | None = None) -> None:
         super().__init__(pair, config, thread=thread)
         self._ranks = _ranks(pair)
-        assert isinstance(self.loop, RankedLoop)
+        assert isinstance(self.loop, RankedEngineCore)
         self.loop.ranks, self.loop.make = self._ranks, self._job
         self._ranks.on_lost(self._lose)
 

@@ -129,7 +129,7 @@ class Scheduler:
         shortest = min(jobs, key=lambda job: job.left)
         return jobs[0].uid if self._waited >= self.patience and shortest.left > 0 else shortest.uid
 
-    def served(self, uid: int, left: int | None, ms: int) -> None:
+    def record(self, uid: int, left: int | None, ms: int) -> None:
         """Record the milliseconds of the chunk that `pick` chose, and the prompt's tokens left, if known."""
         job = self._prefilling[uid]
         if left is not None:

@@ -228,7 +228,7 @@ def noop(_: object) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class TaskSpec:
     """Description of a job, as sent to other ranks.
 
     Attributes:
@@ -249,13 +249,13 @@ class Job:
     """A job. Lives on the MLX thread once it was posted.
 
     Attributes:
-        slices: the work; yields events, returns the result.
+        steps: the work; yields events, returns the result.
         sequence: None for inspections and background tasks.
         cached: tokens that the target need not read, as a background task reports them.
         need: the predicted memory of a job without sequence.
         done: tokens per stage, as last reported.
         on_end: gets the result or the exception of a job without sequence.
-        slice_s: seconds that its latest slice took.
+        step_s: seconds that its latest slice took.
         result: of the work, once it is done.
         work: its description; None for background tasks, which every rank starts by itself.
     """
@@ -263,16 +263,16 @@ class Job:
     uid: int
     on_event: OnEvent
     handle: RequestHandle
-    slices: Generator[Any, None, Any]
+    steps: Generator[Any, None, Any]
     sequence: Sequence | None = None
     on_end: Callable[[Any], None] = noop
     background: bool = False
     cached: int = 0
     need: Need = field(default_factory=Need)
     done: dict[str, int] = field(default_factory=dict)
-    slice_s: float = 0.0
+    step_s: float = 0.0
     result: Any = None
-    work: Work | None = None
+    work: TaskSpec | None = None
 
     def depth(self, stage: str) -> int:
         """Return the number of tokens that the model of this stage has read."""
@@ -282,7 +282,7 @@ class Job:
     def advance(self) -> Event | None:
         """Run one step; return its event, or None if the work is done and `result` is set."""
         try:
-            event: Event = next(self.slices)
+            event: Event = next(self.steps)
         except StopIteration as finished:
             self.result = finished.value
             return None
@@ -293,12 +293,12 @@ class Job:
     def stop(self) -> None:
         """Cancel the work. It may keep what it has finished."""
         try:
-            self.slices.throw(RequestCancelled())
+            self.steps.throw(RequestCancelled())
         except (RequestCancelled, StopIteration):
             pass
         except Exception:
             log.exception("cleaning up a cancelled request failed")
-        self.slices.close()
+        self.steps.close()
 
     def lose(self, error: Exception) -> None:
         """Report a failure, and nothing afterwards. May be called from any thread."""

@@ -38,7 +38,7 @@ def verify(
     Args:
         request: the answered one; `choice`: `Sequence.choice` of the turn.
         answer: its tokens; `sparse`: their log-probabilities under sparse reading.
-        guide: makes the request's grammar; `quantize`: `Rows.quantized`.
+        guide: makes the request's grammar; `quantize`: `Rows.quantize`.
     """
     sequence, logits = yield from prefiller.dense(request, choice)
     cache, _ = quantize(sequence.cache)
@@ -76,10 +76,10 @@ class _Comparison:
             return
         raw = logits[: tokens.size].astype(mx.float32)
         scores = raw - mx.logsumexp(raw, axis=-1, keepdims=True)
-        wanted, counted = self._processed(raw), mx.ones(tokens.shape, mx.bool_)
-        allowed = self._allowed(tokens, raw.shape[-1])
+        wanted, counted = self._process(raw), mx.ones(tokens.shape, mx.bool_)
+        allowed = self._grammar_masks(tokens, raw.shape[-1])
         if allowed is not None:
-            free, wanted = mx.argmax(wanted, axis=-1), self._processed(mx.where(allowed, raw, -mx.inf))
+            free, wanted = mx.argmax(wanted, axis=-1), self._process(mx.where(allowed, raw, -mx.inf))
             counted = mx.logical_and(free == mx.argmax(wanted, axis=-1), allowed.sum(axis=-1) > 1)
         own = mx.argmax(wanted, axis=-1).astype(mx.int32)
         agrees = own == tokens if self._filtered is None else _of(self._filtered(wanted), tokens) > -mx.inf
@@ -94,7 +94,7 @@ class _Comparison:
         tokens, known = np.array(self._answer), np.array(sparse, dtype=np.float32)
         return Verdict("", self._filtered is not None, tokens, agrees, counted, own, full, own_full, known)
 
-    def _processed(self, raw: mx.array) -> mx.array:
+    def _process(self, raw: mx.array) -> mx.array:
         """Apply the request's penalties and biases to each row, behind the tokens before it."""
         if not self._processors:
             return raw
@@ -106,7 +106,7 @@ class _Comparison:
             rows.append(row)
         return mx.concatenate(rows)
 
-    def _allowed(self, tokens: mx.array, size: int) -> mx.array | None:
+    def _grammar_masks(self, tokens: mx.array, size: int) -> mx.array | None:
         """Return the tokens that the grammar allowed at each place, (R, V) bool."""
         if self._grammar is None:
             return None

@@ -122,15 +122,15 @@ def _copy(rng: random.Random, text: str) -> CalibrationItem:
 def _needle(rng: random.Random, text: str) -> CalibrationItem:
     name = "".join(rng.choices(_SYLLABLES, k=3)).capitalize()
     gold = f"The secret code for {name} is {rng.randrange(100000, 999999)}."
-    return CalibrationItem("needle", _inserted(rng, text, gold), f"What is the secret code for {name}?", gold)
+    return CalibrationItem("needle", _insert(rng, text, gold), f"What is the secret code for {name}?", gold)
 
 
 def _paraphrase(rng: random.Random, text: str) -> CalibrationItem:
     gold, question = rng.choice(_FACTS)
-    return CalibrationItem("paraphrase", _inserted(rng, text, gold), question, gold)
+    return CalibrationItem("paraphrase", _insert(rng, text, gold), question, gold)
 
 
-def _inserted(rng: random.Random, text: str, line: str) -> str:
+def _insert(rng: random.Random, text: str, line: str) -> str:
     """Insert the line anywhere but at the text's beginning."""
     lines = text.split("\n")
     lines.insert(rng.randint(1, max(1, len(lines) - 1)), line)
@@ -221,10 +221,10 @@ def calibrated_heads(
     Args:
         folder: where calibrations are kept, a file per draft; None: nowhere.
     """
-    return pair.broadcast("heads", lambda: _calibrated(pair, scoring, selection, folder, measure, on_progress))
+    return pair.broadcast("heads", lambda: _calibrate(pair, scoring, selection, folder, measure, on_progress))
 
 
-def _calibrated(
+def _calibrate(
     pair: ModelPair,
     scoring: ScoringConfig,
     selection: SelectionConfig,
@@ -273,7 +273,7 @@ def _choose_heads(
     draft: nn.Module, reads: Sequence[_Read], scoring: ScoringConfig, selection: SelectionConfig
 ) -> DraftHeads:
     """Choose heads for every depth, and return those of the fewest layers whose recall is the best or equal to it."""
-    ranked, layers = _ranked(reads), len(layers_of(draft))
+    ranked, layers = _rank_heads(reads), len(layers_of(draft))
     tried: list[DraftHeads] = []
     for depth, calls in _depths(draft):
         best = _best_number([head for head in ranked if head.call < calls], reads, scoring, selection)
@@ -294,7 +294,7 @@ def _best_number(
     return max(recalls, key=lambda entry: (round(_mean(entry[1]), 3), len(entry[0])), default=None)
 
 
-def _ranked(reads: Sequence[_Read]) -> list[Head]:
+def _rank_heads(reads: Sequence[_Read]) -> list[Head]:
     """Return heads with a positive mean gain over the kinds of items, by descending gain."""
     gains: dict[tuple[int, int], list[float]] = {}
     for kind in dict.fromkeys(read.kind for read in reads):
@@ -372,7 +372,7 @@ def _read(
     scoring: ScoringConfig,
     ranks: Ranks | None,
 ) -> _Read:
-    prompt, places = _rendered(tokenizer, item)
+    prompt, places = _render(tokenizer, item)
     units = reader.read(prompt.tolist())
     question = question_span(prompt.size, scoring, places["question"][1], units.units)
     task = ScoringInput.alone(draft, prompt, scoring, question=question)
@@ -397,7 +397,7 @@ def _of_all(capture: HeadCapture, ranks: Ranks | None) -> Rows:
     return dict(zip(numbers, np.array(ranks.all_gather(rows)), strict=True))
 
 
-def _rendered(
+def _render(
     tokenizer: TokenizerWrapper, item: CalibrationItem
 ) -> tuple[npt.NDArray[np.int32], dict[str, tuple[int, int]]]:
     """Return the prompt's tokens, and the ranges of "document", "question" and "gold"."""

@@ -48,7 +48,7 @@ class Overlap:
 
         No value is negative. A token without text takes the larger value of its two neighbours.
         """
-        first, stop = _overlapped(self.target, self.draft)
+        first, stop = _overlaps(self.target, self.draft)
         has_text = stop > first
         counted = np.where(_has_text(self.draft), found, np.float32(0))
         highest = np.maximum.reduceat(np.append(counted, np.float32(0)), _pairs(first, stop))[::2]
@@ -60,7 +60,7 @@ class Overlap:
 
         Also true for tokens without text.
         """
-        first, stop = _overlapped(self.draft, self.target)
+        first, stop = _overlaps(self.draft, self.target)
         counted = np.append(chosen | ~_has_text(self.target), True)
         every = np.logical_and.reduceat(counted, _pairs(first, stop))[::2]
         return np.asarray(every | (stop == first), dtype=np.bool_)
@@ -80,7 +80,7 @@ def _has_text(ends: Ends) -> Bools:
     return np.diff(ends, prepend=0) > 0
 
 
-def _overlapped(ends: Ends, others: Ends) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
+def _overlaps(ends: Ends, others: Ends) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
     """Return for every token the others [first, stop) that it overlaps; empty for a token without text."""
     starts = np.append(0, ends[:-1])
     first = np.searchsorted(others, starts, side="right")

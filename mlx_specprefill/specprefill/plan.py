@@ -98,11 +98,11 @@ def plan_prefill(
     ranges = tuple(forced_ranges(request.spans, M, selection_by(rule, config.selection), scope))
     forced = forced_mask(ranges, M)
     rest = np.zeros(M, dtype=np.bool_) if cached_tokens is None else forced[cached_tokens:]
-    predicted = None if predict is None else predict(_kept(keep, rest))
+    predicted = None if predict is None else predict(_estimate_kept(keep, rest))
     plan = PrefillPlan("sparse", "requested", keep, forced, ranges, rule, predicted, scope)
     if options.enabled is False:
         return plan.as_full("turned off by the request")
-    if (refusal := _refused(request, sparse_refusal)) is not None:
+    if (refusal := _refusal(request, sparse_refusal)) is not None:
         return plan.as_full(refusal)
     if (options.enabled or policy.enabled) and keep < 1 and options.importance is None:
         plan = replace(plan, choice=f"{keep}:{rule}:{scope}:")
@@ -125,13 +125,13 @@ def _by_policy(plan: PrefillPlan, config: EngineConfig, uncached: int) -> Prefil
     return replace(plan, reason=reason) if uncached > policy.long_prompt else plan.as_full(reason)
 
 
-def _kept(keep: Fraction, forced: Bools) -> int:
+def _estimate_kept(keep: Fraction, forced: Bools) -> int:
     """Estimate the number of selected tokens: the share, but at least half of it beside forced tokens."""
     share = float(keep) * forced.size
     return int(min(forced.size, max(share, forced.sum() + share / 2)))
 
 
-def _refused(request: GenerationRequest, sparse_refusal: str | None) -> str | None:
+def _refusal(request: GenerationRequest, sparse_refusal: str | None) -> str | None:
     if sparse_refusal is not None:
         return sparse_refusal
     if request.prompt_logprobs is not None:

@@ -211,7 +211,7 @@ class Undo:
                 part.state = state
 
 
-def checked(importance: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+def check_finite(importance: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     """Return the importance unchanged.
 
     Raises:
@@ -247,7 +247,9 @@ class HeadScorer:
             _ask_again(draft, task, capture)
         else:
             yield from read_prompt(draft, task, M, task.question, capture.of_passage)
-        importance = checked(self._importance({key: np.array(row)[:M] for key, row in capture.attention.items()}, task))
+        importance = check_finite(
+            self._importance({key: np.array(row)[:M] for key, row in capture.attention.items()}, task)
+        )
         asked = task.again.size or task.question[1] - task.question[0]
         words = f"{len(self.heads.heads)} calibrated heads, {self.heads.depth} of {self.heads.layers} layers"
         return Scores(importance, "draft", words, (), asked, task.cache)
@@ -376,7 +378,7 @@ def _scores(
     attention = mx.stack(capture.rows[:rows])
     if ranks is not None:
         attention = ranks.all_max(attention)
-    importance = checked(np.array(attention.mean(axis=0)))
+    importance = check_finite(np.array(attention.mean(axis=0)))
     words = f"{rows} look-ahead rows, maximum over the heads of {capture.layers[0]} layers"
     lookahead = tuple(generated[: ended + 1][: config.rows])
     return Scores(importance, "draft", words, lookahead, rows, task.cache)

@@ -179,7 +179,7 @@ class NgramProposer(Proposer):
         """Propose without a forward."""
         self._follow(text)
         ids = continuation_of(self._text[: self._size], self._least, min(count, self._trusted))
-        tokens: list[int] = ids[: sampler.permitted(text, ids.tolist())].tolist()
+        tokens: list[int] = ids[: sampler.count_permitted(text, ids.tolist())].tolist()
         return Proposal(tokens, list(tokens))
 
     def settle(self, verified: Verified) -> None:

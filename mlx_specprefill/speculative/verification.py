@@ -144,7 +144,7 @@ class TokenSampler:
         weights = np.exp(np.array(self._filtered(rows), dtype=np.float64))
         return list(weights / weights.sum(axis=-1, keepdims=True))
 
-    def permitted(self, before: Sequence[int], tokens: Sequence[int]) -> int:
+    def count_permitted(self, before: Sequence[int], tokens: Sequence[int]) -> int:
         """Return the number of leading `tokens` that the grammar permits after the generated tokens `before`.
 
         Raises:

@@ -189,7 +189,7 @@ def follow(ring: bool, window: int | None, chunk: int, schedule: list[Any]) -> N
             give_back(batch)
             assert not batch[0].oversized
         if model.rows:  # `oversized` relies on it at every step, without a look at the rows
-            assert batch[0]._first == batch[0]._unused(batch[0]._rows)
+            assert batch[0]._first == batch[0]._unused_slots(batch[0]._rows)
     while model.rows:
         leave(batch, model, 0)
 

@@ -208,7 +208,7 @@ def test_recurrent_layers_alone_have_no_positions() -> None:
 )
 def test_other_caches_are_refused(cache: Any) -> None:
     with pytest.raises(SparseUnsupportedError, match="can't hold original positions"):
-        positioned._positioned(cache)
+        positioned._make_positioned(cache)
 
 
 def test_the_kind_of_every_layer_is_kept() -> None:

@@ -38,7 +38,7 @@ def prefiller(ranks: Any, draft_ms: float, target_ms: float = 1.0) -> RankedPref
         for tokens in (64, 256):
             costs.observe("target", tokens, 0, target_ms * tokens)
             costs.observe("draft", tokens, 0, draft_ms * tokens)
-    chunks: Any = SimpleNamespace(size=lambda stage: 512, expected=lambda stage: 512)
+    chunks: Any = SimpleNamespace(size=lambda stage: 512, expected_tokens=lambda stage: 512)
     return RankedPrefiller(pair, CONFIG, RankedCaches(pair, replace(CONFIG, prefix_cache_bytes=0)), costs, chunks)
 
 

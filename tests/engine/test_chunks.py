@@ -28,7 +28,7 @@ class Costs:
     learnt: LearntCost = field(init=False)
 
     def __post_init__(self) -> None:
-        self.learnt = LearntCost(self.law.scaled(5))
+        self.learnt = LearntCost(self.law.scale(5))
 
     def cost(self, kind: str) -> ForwardCost:
         return self.learnt.cost
@@ -66,7 +66,7 @@ class Machine:
             size = min(self.sizer.size("prefill"), tokens - 32 - done) if done < tokens - 32 else 32
             ms = self.law.ms(size, cached + done)
             done += size
-            job.slice_s = ms / 1e3
+            job.step_s = ms / 1e3
             self.sizer.observe(job, Progress("prefill", done, tokens))
             chunks.append((size, ms))
         self.scheduler.remove(self.uid)
@@ -160,6 +160,6 @@ def test_what_came_from_a_cache_is_not_learnt_from(stage: Any, done: int, learns
     job = Job(1, noop, RequestHandle(), iter(()))  # type: ignore[arg-type]
     run.sizer.begin(job)
     run.sizer.size(stage)
-    job.slice_s = 0.1
+    job.step_s = 0.1
     run.sizer.observe(job, Progress(stage, done, 6000))
     assert (run.costs.learnt.count == 1) == learns

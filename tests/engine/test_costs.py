@@ -89,7 +89,7 @@ def test_ten_requests_after_a_change_predictions_are_within_a_fifth(machine, loa
 def test_a_busy_machine_does_not_move_the_fit(machine):
     """A third of the forwards takes three times as long: the others say what a forward costs."""
     law, rng = MACHINES[machine], random.Random(0)
-    learnt = LearntCost(law.scaled(0.2))
+    learnt = LearntCost(law.scale(0.2))
     for _ in range(30):
         for forward in forwards_of(rng.choice([300, 2000, 9000]), rng.choice([256, 2048])):
             learnt.observe(*forward, law.ms(*forward) * rng.choice([1.0, 1.0, 3.0]))

@@ -110,8 +110,8 @@ def ask(engine: Engine, prompt: tuple[int, ...]) -> RequestHandle:
 @pytest.fixture
 def release(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Background work waits until this is called, however long a test takes to get there."""
-    monkeypatch.setattr(loop.Loop, "_quiet_s", math.inf)
-    return lambda: monkeypatch.setattr(loop.Loop, "_quiet_s", 0.0)
+    monkeypatch.setattr(loop.EngineCore, "_quiet_s", math.inf)
+    return lambda: monkeypatch.setattr(loop.EngineCore, "_quiet_s", 0.0)
 
 
 def watch(engine: Engine, patch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], int]]:

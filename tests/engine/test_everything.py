@@ -83,7 +83,7 @@ def test_a_short_question_ends_where_its_message_begins(engine: Engine) -> None:
     """The last words of a system message are no question, though they stand just before it."""
     messages = [{"role": "system", "content": f"Be brief. {ALL}"}, {"role": "user", "content": "Why?"}]
     short = request(engine, messages)
-    words = engine.prefiller._asked(short, engine.prefiller.text.read(short.prompt))
+    words = engine.prefiller._question_text(short, engine.prefiller.text.read(short.prompt))
     assert words.split() == ["Why?", "Why?"]
 
 

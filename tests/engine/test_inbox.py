@@ -102,14 +102,14 @@ def test_a_job_gives_its_events_and_then_its_result() -> None:
 def test_a_stopped_job_may_clean_up_and_is_over() -> None:
     seen: list[str] = []
 
-    def slices() -> Generator[Any, None, None]:
+    def steps() -> Generator[Any, None, None]:
         try:
             yield 1
         except RequestCancelled:
             seen.append("cleaned up")
             raise
 
-    one = Job(1, noop, RequestHandle(), slices())
+    one = Job(1, noop, RequestHandle(), steps())
     one.advance()
     one.stop()
     assert seen == ["cleaned up"]

@@ -74,8 +74,8 @@ def look(engine: Engine, request: GenerationRequest, patch: pytest.MonkeyPatch) 
 @pytest.fixture
 def quiet(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """No background work until this is called."""
-    monkeypatch.setattr(loop.Loop, "_quiet_s", float("inf"))
-    return lambda: monkeypatch.setattr(loop.Loop, "_quiet_s", 0.0)
+    monkeypatch.setattr(loop.EngineCore, "_quiet_s", float("inf"))
+    return lambda: monkeypatch.setattr(loop.EngineCore, "_quiet_s", 0.0)
 
 
 @pytest.mark.parametrize("family", ["llama", pytest.param("qwen3_5", marks=pytest.mark.extended)])

@@ -27,7 +27,7 @@ from mlx_specprefill.specprefill.sparse_prefill import prefill
 from tests.support.autoregressive import decode
 from tests.support.oracle import Case, build, masked_dense
 from tests.support.rows import ROUNDED, logprob_error, tokens
-from tests.support.slices import finish
+from tests.support.steps import finish
 from tests.support.tiny import greedy, random_prompt, tiny_pair, tokenizer
 
 GROUP, COUNT = 32, 24

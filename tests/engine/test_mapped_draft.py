@@ -31,7 +31,7 @@ from mlx_specprefill.engine.costs import CostModel
 from mlx_specprefill.specprefill.mapped import MappedScorer
 from mlx_specprefill.specprefill.scorer import HeadScorer, PaperScorer, ScoringInput
 from tests.support.precision import assert_close, numbers
-from tests.support.slices import finish
+from tests.support.steps import finish
 from tests.support.tiny import generated, tiny_model
 from tests.support.tiny import tokenizer as words
 from tests.support.tokenizers_of_all_kinds import byte_level, kind, wrapped

@@ -35,7 +35,7 @@ from mlx_specprefill.engine.costs import CostModel
 from mlx_specprefill.engine.footprint import measure_footprint, weight_bytes
 from mlx_specprefill.errors import SparseUnsupportedError
 from mlx_specprefill.specprefill.scorer import PaperScorer, Scores, ScoringInput
-from tests.support.slices import finish
+from tests.support.steps import finish
 from tests.support.tiny import (
     CONFIGS,
     FAMILIES,

@@ -34,7 +34,7 @@ class Run:
         took = MS * min(CHUNK, self.left[uid]) // CHUNK if ms is None else ms
         self.left[uid] = max(0, self.left[uid] - CHUNK)
         self.spent[uid] = self.spent.get(uid, 0) + took
-        self.scheduler.served(uid, self.left[uid], took)
+        self.scheduler.record(uid, self.left[uid], took)
         if not self.left[uid]:
             self.scheduler.remove(uid)
         return uid
@@ -93,7 +93,7 @@ def test_a_prompt_that_was_read_waits_for_nobody():
     for uid in range(3):
         scheduler.add(uid, 1000)
         scheduler.admit(uid)
-    scheduler.served(1, 0, 500)
+    scheduler.record(1, 0, 500)
     assert scheduler.pick() == 1
 
 
@@ -102,7 +102,7 @@ def test_a_stage_without_tokens_keeps_what_was_left():
     for uid, left in ((0, 1000), (1, 500)):
         scheduler.add(uid, left)
         scheduler.admit(uid)
-    scheduler.served(1, None, 0)
+    scheduler.record(1, None, 0)
     assert scheduler.pick() == 1
 
 
@@ -274,7 +274,7 @@ def test_random_schedules_finish_everything_and_leak_nothing(seed):
                     ended.add(uid)
             if (uid := scheduler.pick()) is not None:
                 left[uid][0] -= 1
-                scheduler.served(uid, left[uid][0], 1)
+                scheduler.record(uid, left[uid][0], 1)
                 if left[uid][0] == 0:
                     scheduler.to_decode(uid)
             step += 1

@@ -30,7 +30,7 @@ class Watch:
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.told: list[tuple[str, int]] = []
         scheduler = engine.scheduler
-        add, served, to_decode = scheduler.add, scheduler.served, scheduler.to_decode
+        add, served, to_decode = scheduler.add, scheduler.record, scheduler.to_decode
 
         left: dict[int, int] = {}
 
@@ -41,7 +41,7 @@ class Watch:
             served(uid, now_left, ms)
 
         monkeypatch.setattr(scheduler, "add", lambda uid: (self.told.append(("joined", uid)), add(uid)))
-        monkeypatch.setattr(scheduler, "served", watched_served)
+        monkeypatch.setattr(scheduler, "record", watched_served)
         monkeypatch.setattr(scheduler, "to_decode", lambda uid: (self.told.append(("read", uid)), to_decode(uid)))
 
     def others_before(self, uid: int) -> int:

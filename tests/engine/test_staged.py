@@ -36,8 +36,8 @@ from tests.support.oracle import Case, build, make_case, vocabulary
 from tests.support.precision import assert_close
 from tests.support.rows import alone, logprob_error, make_rows, prefilled
 from tests.support.rows import tokens as tokens_of
-from tests.support.slices import finish
 from tests.support.staged_oracle import deep_enough, masked_from, splits
+from tests.support.steps import finish
 from tests.support.tiny import (
     FAMILIES,
     VOCAB,

@@ -105,7 +105,8 @@ def test_sizes_are_asked_for_while_chunks_are_timed() -> None:
     scheduler.admit(1)
     scheduler.to_decode(1)
     meanwhile(
-        lambda number: costs.observe("target", 64 + number % 64, number % 999, 50.0), lambda: sizer.expected("prefill")
+        lambda number: costs.observe("target", 64 + number % 64, number % 999, 50.0),
+        lambda: sizer.expected_tokens("prefill"),
     )
 
 
@@ -119,9 +120,9 @@ def test_a_plan_does_not_touch_the_chunk_that_runs() -> None:
     sizer = ChunkSizer(tiny_pair(), EngineConfig(prefill_step=2048), scheduler, costs)
     sizer.begin(job)
     given = sizer.size("draft")
-    before = sizer.expected("draft")
-    sizer.expected("prefill")
-    job.slice_s = 2.0
+    before = sizer.expected_tokens("draft")
+    sizer.expected_tokens("prefill")
+    job.step_s = 2.0
     sizer.observe(job, Progress("draft", given, 4096))
     assert costs.cost("draft").ms(given) == pytest.approx(2000.0, rel=0.01)
-    assert sizer.expected("draft") <= before  # the chunk was timed, and it was too slow
+    assert sizer.expected_tokens("draft") <= before  # the chunk was timed, and it was too slow

@@ -36,8 +36,8 @@ from tests.support.autoregressive import decode
 from tests.support.oracle import EXACT, Case, build, can_recall_into, make_case, masked_dense, relative_error
 from tests.support.precision import bound
 from tests.support.rows import assert_same_contents, logprob_error, tokens
-from tests.support.slices import finish
 from tests.support.staged_oracle import deep_enough, masked_from, splits
+from tests.support.steps import finish
 
 RECALLING = [name for name in VERIFIED if can_recall_into(name)]
 NAMED_RECALLING = [name for name in NAMED if name in RECALLING]

@@ -19,7 +19,7 @@ from mlx_specprefill.specprefill.sparse_prefill import prefill
 from tests.support import oracle
 from tests.support.oracle import EXACT, build, make_case, masked_dense, measure, relative_error, sparse, tiny_models
 from tests.support.refusals import DRAFT_REFUSALS, SPARSE_REFUSALS
-from tests.support.slices import finish
+from tests.support.steps import finish
 
 NAMED = (
     "llama",

@@ -28,7 +28,7 @@ from mlx_specprefill.speculative.verification import Rng, TokenSampler
 from tests.speculative.probabilities import enumerate_distribution, total_variation
 from tests.support.oracle import build, on_the_cpu_unfused, vocabulary
 from tests.support.rows import Row, alone, assert_same_contents, logprob_error, make_rows, tokens
-from tests.support.slices import finish
+from tests.support.steps import finish
 from tests.support.tiny import CONFIGS, FAMILIES, VOCAB, tiny_head, tiny_model
 
 CLOSE = 1e-4

@@ -29,7 +29,7 @@ from mlx_specprefill.specprefill.head_calibration import (
     _choose_heads,
     _depths,
     _eligible_calls,
-    _ranked,
+    _rank_heads,
     _Read,
     calibration_items,
     find_heads,
@@ -86,7 +86,7 @@ def test_gain_is_what_lies_on_gold_beyond_an_even_spread() -> None:
     """Outside the template, whatever the template draws."""
     (one,) = [read("copy", 1, {(0, 0): 0.5})]
     one.rows[0, 0][:4] = 30.0
-    ranked = _ranked([one])
+    ranked = _rank_heads([one])
     assert [(head.call, head.head) for head in ranked] == [(0, 0)]
     assert ranked[0].weight == pytest.approx(0.5 - GOLD / 376, abs=1e-6)
 
@@ -94,8 +94,8 @@ def test_gain_is_what_lies_on_gold_beyond_an_even_spread() -> None:
 def test_heads_are_ranked_by_their_mean_gain_over_the_kinds() -> None:
     """Not over the items: a kind with many items counts as one with few."""
     some = [read("copy", 1, {(0, 0): 0.9, (0, 1): 0.5})] * 9 + [read("needle", 2, {(0, 0): 0.1, (0, 1): 0.7})]
-    assert [head.head for head in _ranked(some)] == [1, 0]
-    assert _ranked(some)[0].weight == pytest.approx(0.6 - GOLD / 376, abs=1e-6)
+    assert [head.head for head in _rank_heads(some)] == [1, 0]
+    assert _rank_heads(some)[0].weight == pytest.approx(0.6 - GOLD / 376, abs=1e-6)
 
 
 def test_a_planted_head_is_found_and_those_without_gain_are_not_chosen() -> None:
@@ -288,7 +288,7 @@ def test_items_hold_their_gold_once_and_are_the_same_every_time() -> None:
 def test_places_in_the_rendered_prompt() -> None:
     tokenizer = load(DEMO / "draft")
     for item in items():
-        prompt, places = calibration._rendered(tokenizer, item)
+        prompt, places = calibration._render(tokenizer, item)
         said = {name: tokenizer.decode(prompt[start:end].tolist()) for name, (start, end) in places.items()}
         assert said["question"].strip() == item.question
         assert item.gold.strip() in said["gold"] or said["gold"].strip() in item.gold
@@ -313,5 +313,5 @@ def test_a_calibration_reads_each_item_once(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(type(model), "__call__", counting)
     with suppress(SparseUnsupportedError):  # random heads
         find_heads(model, tokenizer, replace(SCORING, prefill_step=40), SELECTION)
-    expected = sum(calibration._rendered(tokenizer, item)[0].size for item in calibration_items(1, 300))
+    expected = sum(calibration._render(tokenizer, item)[0].size for item in calibration_items(1, 300))
     assert sum(size for size in fed if size > 2) == expected

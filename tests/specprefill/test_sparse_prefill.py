@@ -12,7 +12,7 @@ from mlx_specprefill.cache.positioned import leaves, make_positioned_cache, next
 from mlx_specprefill.specprefill.sparse_prefill import prefill
 from tests.support.autoregressive import decode
 from tests.support.precision import assert_close, near_ties, numbers
-from tests.support.slices import finish
+from tests.support.steps import finish
 from tests.support.tiny import FAMILIES, greedy, random_prompt, tiny_model
 
 M = 100

@@ -20,7 +20,7 @@ from mlx_specprefill.speculative.row import Limits, SpeculativeRow
 from mlx_specprefill.speculative.verification import TokenSampler
 from tests.support.oracle import on_the_cpu_unfused
 from tests.support.rows import Row, alone, assert_same_contents, tokens
-from tests.support.slices import finish
+from tests.support.steps import finish
 from tests.support.tiny import VOCAB, random_prompt, tiny_head, tiny_model
 
 COUNT = 20

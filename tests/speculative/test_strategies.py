@@ -7,7 +7,7 @@ import pytest
 
 from mlx_specprefill.speculative.strategies import read_ends
 from tests.support.precision import assert_close
-from tests.support.slices import finish
+from tests.support.steps import finish
 from tests.support.tiny import random_prompt, tiny_model
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_specprefill import InvalidRequestError, SamplingParams
-from mlx_specprefill.sampling import check_sampling, held_back, logits_processors, make_sampler
+from mlx_specprefill.sampling import check_sampling, forbid_until, logits_processors, make_sampler
 from mlx_specprefill.speculative.verification import TokenSampler
 
 pytestmark = pytest.mark.extended
@@ -130,7 +130,7 @@ def test_words_are_not_completed() -> None:
 def test_what_is_forbidden_gives_way_where_nothing_is_left() -> None:
     everything = tuple((i,) for i in range(V))
     assert set(np.flatnonzero(distribution_of(replace(ONE, bad_words=everything), TABLE, []))) == set(range(V))
-    held = held_back(frozenset({3}), until=2)
+    held = forbid_until(frozenset({3}), until=2)
     params = replace(ONE, allowed_token_ids=frozenset({3}))
     (distribution,) = TokenSampler(params, V, [*logits_processors(params), held]).distributions(TABLE, [])
     assert set(np.flatnonzero(distribution)) == {3}

@@ -4,5 +4,5 @@
   `tokenizers_of_all_kinds`.
 - Right answers: `oracle` and `staged_oracle` (masked dense runs), `autoregressive`, `verdict_oracle`, `precision`
   (tolerances by dtype), `refusals` (the table of architectures).
-- Surroundings: `serving` (a server), `browser`, `hub`, `device`, `waiting`, `slices`, `rows`.
+- Surroundings: `serving` (a server), `browser`, `hub`, `device`, `waiting`, `steps`, `rows`.
 """

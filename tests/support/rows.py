@@ -19,7 +19,7 @@ from mlx_specprefill.sampling import logits_processors, make_sampler
 from mlx_specprefill.specprefill.sparse_prefill import prefill
 from tests.support.autoregressive import decode
 from tests.support.precision import assert_close
-from tests.support.slices import finish
+from tests.support.steps import finish
 
 # Log-probabilities over quantised caches: float noise makes a value now and then round the other way, which moved them
 # by 1e-3 and less where weights were off by 2e-7. A shift off by one, or a missing mask, moves them by .04 to .7.

@@ -257,9 +257,9 @@ class DiskTier:
             for key in keys:
                 waiting.append((key, readers.submit(self._bytes, key, buffers)))
                 if len(waiting) > _READERS:
-                    yield self._decoded(*waiting.popleft(), namespace, buffers)
+                    yield self._decode(*waiting.popleft(), namespace, buffers)
             while waiting:
-                yield self._decoded(*waiting.popleft(), namespace, buffers)
+                yield self._decode(*waiting.popleft(), namespace, buffers)
 
     def _bytes(self, key: str, buffers: queue.SimpleQueue[bytearray]) -> Data | None:
         """Return a record's file in one of the buffers, or its queued bytes. Runs on a thread of `read`.
@@ -284,7 +284,7 @@ class DiskTier:
             raise ValueError("its checksum is wrong")
         return data
 
-    def _decoded(
+    def _decode(
         self, key: str, read: Future[Data | None], namespace: str, buffers: queue.SimpleQueue[bytearray]
     ) -> dict[str, mx.array] | None:
         try:
@@ -353,11 +353,11 @@ class DiskTier:
                 log.log(level, "the disk cache could not %s: %s", type(job).__name__.strip("_").lower(), error)
                 failing = True
                 if isinstance(job, _Write):
-                    self._written(job, None)
+                    self._note_written(job, None)
             except Exception:
                 log.exception("the disk cache failed")
                 if isinstance(job, _Write):
-                    self._written(job, None)
+                    self._note_written(job, None)
             finally:
                 self._jobs.task_done()
         self._jobs.task_done()
@@ -375,7 +375,7 @@ class DiskTier:
             wanted = self._known.get(job.row.key) is job.known
         parts = job.known.parts
         if not wanted or parts is None or not self._make_room(job):
-            self._written(job, None)
+            self._note_written(job, None)
             return
         row, digest = job.row, checksum(parts)
         temporary = self.folder / f"{row.key}.{os.getpid()}-{next(self._temporary)}.tmp"
@@ -391,9 +391,9 @@ class DiskTier:
             temporary.unlink(missing_ok=True)
             raise
         self.nbytes = self._index.total()
-        self._written(job, digest)
+        self._note_written(job, digest)
 
-    def _written(self, job: _Write, digest: bytes | None) -> None:
+    def _note_written(self, job: _Write, digest: bytes | None) -> None:
         """Note that the record is in its file, or failed."""
         with self._lock:
             self._pending_bytes -= job.known.pending_bytes
@@ -446,7 +446,7 @@ class StoredTree:
         self._identity = identity
         self._block_size = block_size
         self._namespace = f"{identity}:{block_size}"
-        self._evictions = 0  # of the disk tier, at the last call of `evicted`
+        self._evictions = 0  # of the disk tier, at the last call of `has_evicted`
 
     def begin(self) -> None:
         """Start a new look-up or store, as `DiskTier.begin`."""
@@ -490,7 +490,7 @@ class StoredTree:
     def remove(self, record: Record) -> None:
         self.disk.remove([record.key])
 
-    def evicted(self) -> bool:
+    def has_evicted(self) -> bool:
         """Return whether the disk tier has evicted anything since the last call."""
         if self.disk.evictions == self._evictions:
             return False
@@ -541,19 +541,19 @@ def _attach(row: DiskRow, nodes: dict[str, Node], make_record: MakeRecord) -> bo
     if row.key != digest:
         if digest not in nodes:
             return False
-        nodes[digest].state = _stored(make_record(nodes[digest], "state", row.array_bytes), row)
+        nodes[digest].state = _mark_stored(make_record(nodes[digest], "state", row.array_bytes), row)
         return True
     parent, tokens = nodes.get(row.parent), np.frombuffer(row.tokens, dtype="<i4")
     positions = None if row.choice is None else np.frombuffer(row.positions, dtype="<i4")
     if parent is None or block_digest(parent.digest, tokens, row.choice, positions).hex() != digest:
         return False
     node = nodes[digest] = Node(parent, tokens, bytes.fromhex(digest), parent.label, row.choice, positions)
-    node.record = _stored(make_record(node, "tokens", row.array_bytes), row)
+    node.record = _mark_stored(make_record(node, "tokens", row.array_bytes), row)
     parent.children[node.digest] = node
     return True
 
 
-def _stored(record: Record, row: DiskRow) -> Record:
+def _mark_stored(record: Record, row: DiskRow) -> Record:
     """Set the fields of a stored record."""
     record.pinned = bool(row.pinned)
     record.hits = int(row.pinned)

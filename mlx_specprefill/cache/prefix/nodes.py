@@ -136,7 +136,7 @@ class Layout:
     def delta(self, cache: Sequence[Any], start: int, end: int, staged: bool = False) -> Arrays:
         """Copy the keys and values in slots [start, end), (1, H, end - start, D) each. The result is not evaluated."""
         arrays: Arrays = {}
-        for index, part in self._written(cache, "tokens", staged):
+        for index, part in self._layers_of(cache, "tokens", staged):
             # A plain slice would be a view that keeps the whole cache alive.
             arrays[f"{index}.keys"] = mx.contiguous(part.keys[..., start:end, :])
             arrays[f"{index}.values"] = mx.contiguous(part.values[..., start:end, :])
@@ -145,11 +145,11 @@ class Layout:
     def state(self, cache: Sequence[Any], staged: bool = False) -> Arrays:
         """Copy the state of layers that can't be trimmed. The result is not evaluated."""
         arrays: Arrays = {}
-        for index, part in self._written(cache, "recurrent", staged):
+        for index, part in self._layers_of(cache, "recurrent", staged):
             for slot, array in enumerate(part.cache):
                 if array is not None:
                     arrays[f"{index}.{slot}"] = mx.contiguous(array)
-        for index, part in self._written(cache, "window", staged):
+        for index, part in self._layers_of(cache, "window", staged):
             ring = part.inner if isinstance(part, Positioned) else part
             keys, values, write = _compact(ring)
             arrays[f"{index}.keys"], arrays[f"{index}.values"] = mx.contiguous(keys), mx.contiguous(values)
@@ -191,7 +191,7 @@ class Layout:
                 _restore_window(part, index, state, length)
         return cache
 
-    def _written(self, cache: Sequence[Any], kind: _Kind, staged: bool) -> list[tuple[int, Any]]:
+    def _layers_of(self, cache: Sequence[Any], kind: _Kind, staged: bool) -> list[tuple[int, Any]]:
         parts = zip(leaves(cache), self._kinds, strict=True)
         first = self._first if staged else 0
         wanted = [(i, part) for i, (part, its) in enumerate(parts) if its == kind and i >= first]
@@ -240,7 +240,7 @@ def _restore_tokens(
         return
     slots = length if held is None else held.size
     spare = -(slots + room) % KVCache.step + room if room else 0
-    keys, values = (_joined([arrays[name] for arrays in chain], excess, spare) for name in names)
+    keys, values = (_join([arrays[name] for arrays in chain], excess, spare) for name in names)
     inner = keys, values, slots
     if not isinstance(part, Positioned):
         part.state = inner
@@ -254,7 +254,7 @@ def _runs_of(positions: TokenIds) -> list[tuple[int, int]]:
     return runs.pairs()
 
 
-def _joined(parts: list[mx.array], excess: int, spare: int) -> mx.array:
+def _join(parts: list[mx.array], excess: int, spare: int) -> mx.array:
     """Concatenate parts (1, H, S, D) without the last `excess` tokens, and with `spare` slots behind them. Not
     evaluated.
     """

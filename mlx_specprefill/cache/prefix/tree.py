@@ -99,7 +99,7 @@ def _is_whole(match: Match) -> bool:
     return match.length == node.end and not node.children and max(others, default=0) < node.tokens.size
 
 
-def _held(match: Match) -> tuple[Tokens | None, int]:
+def _positions_of(match: Match) -> tuple[Tokens | None, int]:
     """Return the positions of a match (None: all), and the number of excess tokens in its blocks."""
     if match.fed is None:
         return None, match.node.end - match.length
@@ -244,7 +244,7 @@ class PrefixCache:
                 return None
             loaded.append(arrays)
         state = loaded[count] if len(loaded) > count else None
-        held, excess = _held(match)
+        held, excess = _positions_of(match)
         cache = self._layout.build(loaded[:count], excess, state, match.length, room, held)
         for record in records:
             self._budget.touch(record, hit=not again)
@@ -334,7 +334,7 @@ class PrefixCache:
 
     def _missing(self, root: Node, ids: Tokens, source: _Source, state: Arrays) -> Iterator[Record]:
         """Yield their records while there is room, in memory but not evaluated."""
-        node = self._known(root, ids, source)
+        node = self._last_stored(root, ids, source)
         self._touch_path(node)
         if self._layout.stateful and not self._room_for_all(node, ids.size, source, state):
             return
@@ -351,7 +351,7 @@ class PrefixCache:
 
     def _pin_system_prefix(self, root: Node, system_prefix: Tokens, at_once: bool) -> None:
         """Pin the stored blocks within the system prefix."""
-        for node in self._known(root, system_prefix).path():
+        for node in self._last_stored(root, system_prefix).path():
             for record in node.records():
                 if not record.pinned:
                     self._budget.pin(record)
@@ -360,7 +360,7 @@ class PrefixCache:
                 if self._stored is not None:
                     self._stored.write(record)
 
-    def _known(self, root: Node, ids: Tokens, source: _Source | None = None) -> Node:
+    def _last_stored(self, root: Node, ids: Tokens, source: _Source | None = None) -> Node:
         """Return the last stored node on the path of these tokens."""
         node = root
         while node.end < ids.size:
@@ -476,7 +476,7 @@ class PrefixCache:
 
     def _sweep(self, stored: StoredTree) -> None:
         """Remove nodes that the disk tier evicted and memory does not have."""
-        if not stored.evicted():
+        if not stored.has_evicted():
             return
         for node in list(self._nodes()):
             if not node.removed and not self._there(node.record):

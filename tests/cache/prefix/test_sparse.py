@@ -18,7 +18,7 @@ from mlx_specprefill.cache.prefix.tree import PrefixCache
 from mlx_specprefill.specprefill.sparse_prefill import recall
 from tests.cache.prefix.stores import BLOCK, decode, feed, held_bytes, same
 from tests.cache.prefix.test_tree import FAMILIES, STATEFUL, assert_close, dense, model_of, prefix_cache
-from tests.support.slices import finish
+from tests.support.steps import finish
 from tests.support.tiny import random_prompt
 
 PROMPT = random_prompt(90)

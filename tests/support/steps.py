@@ -1,4 +1,4 @@
-"""Work that is cut into slices, run without pauses."""
+"""Work that is cut into steps, run without pauses."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-def finish(slices: Generator[Any, None, T]) -> T:
+def finish(steps: Generator[Any, None, T]) -> T:
     """The result of a generator whose yields don't matter."""
     while True:
         try:
-            next(slices)
+            next(steps)
         except StopIteration as done:
             result: T = done.value
             return result

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -46,7 +47,7 @@ T = TypeVar("T")
 _PIPELINE = "each machine has some of the target's layers, so these can't score prompts: name a draft model"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelPair:
     """A target, its draft if there is one, and their common abilities.
 
@@ -89,17 +90,17 @@ class ModelPair:
     draft_placement: DraftPlacement | None = None
     sampling: Mapping[str, float] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def stages(self) -> StagedModel | None:
         """Return the target in two parts, if sparse prompts are prefilled in stages."""
         return None if isinstance(self.staged, str) else self.staged
 
-    @property
+    @cached_property
     def has_draft(self) -> bool:
         """Return whether there is a draft, here or on rank 0."""
         return self.draft is not None or self.draft_placement == "first"
 
-    @property
+    @cached_property
     def split(self) -> Ranks | None:
         """Return the processes over which the draft's attention heads are split; None if they are not."""
         return self.ranks if self.draft_placement == "sharded" else None
@@ -119,7 +120,7 @@ class ModelPair:
     def draft_tokenizer(self) -> TokenizerWrapper:
         return self.tokenizer if self.mapping is None else self.mapping.tokenizer
 
-    @property
+    @cached_property
     def draft_ratio(self) -> float:
         """Return the draft's tokens per token of the target, in English and code."""
         return 1.0 if self.mapping is None else self.mapping.ratio
@@ -133,7 +134,7 @@ class ModelPair:
             return "the draft has another tokenizer than the target: it can score prompts, not propose tokens"
         return self.draft
 
-    @property
+    @cached_property
     def eos_token_ids(self) -> frozenset[int]:
         return frozenset(int(i) for i in self.tokenizer.eos_token_ids)
 

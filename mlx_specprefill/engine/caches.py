@@ -38,8 +38,7 @@ def empty_cache(model: nn.Module) -> list[Any]:
 def empty_draft_cache(pair: ModelPair) -> list[Any]:
     """Return an empty prompt cache of the draft, with positions if it becomes a part of the target's."""
     assert pair.draft is not None
-    staged = not isinstance(pair.staged, str)
-    return make_positioned_cache(pair.draft) if staged else list(make_prompt_cache(pair.draft))
+    return list(make_prompt_cache(pair.draft)) if pair.stages is None else make_positioned_cache(pair.draft)
 
 
 def _first_layers(pair: ModelPair) -> int:

@@ -254,7 +254,6 @@ class Memory:
         self._target = self._draft = self._head = Footprint(0, 0)
         self._weights = (0, 0)  # bytes of target and draft
         self._window: int | None = None  # of the rank with the least room, if that is another rank
-        self._draft_ratio = pair.draft_ratio
         self._hidden_bytes = 0  # per token, passed on by the target's first layers
         self._ledger = LeakDetector()
         self._jobs: Callable[[], Collection[Job]] = tuple
@@ -382,7 +381,7 @@ class Memory:
             held, working = self._need(*parts)
             return Need(held + self._hidden_bytes * len(request.prompt), working)
         if mode == "sparse":
-            parts.append((self._draft, round(len(request.prompt) * self._draft_ratio)))
+            parts.append((self._draft, round(len(request.prompt) * self._pair.draft_ratio)))
         return self._need(*parts)
 
     def _answering(self, tokens: int, strategy: str | None) -> list[tuple[Footprint, int]]:

@@ -75,8 +75,6 @@ class PromptScorer:
         self.config = config
         self.caches = caches
         self.step = step
-        self._stop_ids = pair.eos_token_ids
-        self._ranks = pair.split
         self._whole = None if pair.draft is None else full_draft_model(pair.draft)
 
     def scores(
@@ -138,7 +136,7 @@ class PromptScorer:
             question=question,
             template=template,
             again=np.concatenate([none, *(request.prompt[start:end] for start, end in before)]),
-            stop_ids=request.stop_token_ids | self._stop_ids,
+            stop_ids=request.stop_token_ids | self.pair.eos_token_ids,
             cache=[],
             step=self.step,
         )
@@ -155,7 +153,7 @@ class PromptScorer:
         hit = self.caches.draft_prefix(prompt[: known + 1], label) if stored and known else None
         empty = empty_draft_cache(self.pair) if stored else list(make_prompt_cache(draft))
         task = replace(task, cache=empty if hit is None else hit.cache)
-        scorer = scorer_for(plan.rule, self.pair.heads, self.config.scoring, self._ranks)
+        scorer = scorer_for(plan.rule, self.pair.heads, self.config.scoring, self.pair.split)
         try:
             scores = yield from scorer.score(draft, task)
         except RequestCancelled:
@@ -188,7 +186,6 @@ class Prefiller:
         self.config = config
         self.caches = caches
         self._costs = costs
-        self._stages, self._has_draft = pair.stages, pair.has_draft
         self._chunks = chunks
         self._step = partial(chunks.size, "prefill")  # tokens of the target's next forward
         self.text = TextReader(pair.tokenizer)
@@ -209,7 +206,7 @@ class Prefiller:
             # The number of tokens for a draft with another tokenizer is known only after tokenizing.
             draft_context=pair.draft_context if pair.mapping is None else None,
             cached_tokens=cached,
-            predict=partial(self.predict, len(request.prompt), cached or 0) if self._has_draft else None,
+            predict=partial(self.predict, len(request.prompt), cached or 0) if self.pair.has_draft else None,
         )
 
     def predict(self, tokens: int, cached: int, kept: int) -> Prediction:
@@ -292,7 +289,7 @@ class Prefiller:
         The paper's rule looks ahead with all layers, and a request with its own scores needs no scoring.
         """
         own = sequence.request.specprefill.importance
-        return self._stages is not None and sequence.plan.rule != "paper" and own is None
+        return self.pair.stages is not None and sequence.plan.rule != "paper" and own is None
 
     def _fall_back(self, sequence: Sequence, error: Exception) -> None:
         """Reset the sequence with mlx-lm's own caches: nothing that may have failed is used again."""
@@ -339,7 +336,7 @@ class Prefiller:
 
     def _may_choose(self, sequence: Sequence) -> bool:
         """Return whether the draft scores the prompt: new text may be dropped, or dropped text recalled."""
-        if sequence.plan.mode == "sparse" or not self._has_draft:
+        if sequence.plan.mode == "sparse" or not self.pair.has_draft:
             return sequence.plan.mode == "sparse"
         return self._is_staged(sequence) or _asks(sequence.request, sequence.cached)
 
@@ -440,7 +437,7 @@ class Prefiller:
 
         In a staged prefill these are the upper layers, and from then on the sequence's cache is that of all layers.
         """
-        hidden, model = sequence.hidden, self._stages
+        hidden, model = sequence.hidden, self.pair.stages
         if hidden is None or model is None:
             return self.pair.target, self.pair.target, sequence.cache
         _, upper = model.split(sequence.cache)
@@ -563,7 +560,7 @@ class Prefiller:
 
         The sequence's cache and the exact cache then hold the text. Cancelled, nothing is kept.
         """
-        model, request, S = self._stages, sequence.request, sequence.cached
+        model, request, S = self.pair.stages, sequence.request, sequence.cached
         if model is None or choice is None or not can_cut(sequence.cache):  # windows and states need checkpoints
             return
         turn = self.caches.target_prefix(request.prompt, request.label, True, choice)

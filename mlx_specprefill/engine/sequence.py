@@ -255,7 +255,7 @@ class Job:
         need: the predicted memory of a job without sequence.
         done: tokens per stage, as last reported.
         on_end: gets the result or the exception of a job without sequence.
-        step_s: seconds that its latest slice took.
+        step_s: seconds that its latest step took.
         result: of the work, once it is done.
         work: its description; None for background tasks, which every rank starts by itself.
     """

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.serving import start_named
+from tests.support.serving import running, start_named
 from tests.support.waiting import eventually
 
 from .ranks import ROOT, free_ports
@@ -41,17 +41,10 @@ def served(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[bytes
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "server")]),
         "OPENBLAS_NUM_THREADS": "1",
     }
-    with log.open("wb") as out, subprocess.Popen(command, stdout=out, stderr=out, env=environment) as process:
-        try:
-            assert eventually(lambda: "running on" in log.read_text() or process.poll() is not None, 240)
-            assert process.poll() is None, log.read_text()
-            yield process, f"http://127.0.0.1:{ports}", log
-        finally:
-            process.send_signal(signal.SIGINT)
-            try:
-                process.wait(60)
-            finally:
-                process.kill()
+    with running(command, log, environment) as process:
+        assert eventually(lambda: "running on" in log.read_text() or process.poll() is not None, 240)
+        assert process.poll() is None, log.read_text()
+        yield process, f"http://127.0.0.1:{ports}", log
 
 
 def completed(base: str, prompt: str) -> dict[str, Any]:

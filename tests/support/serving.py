@@ -80,9 +80,16 @@ def _serve(
     costs = log.with_name("costs.json")  # beside it a server keeps other things, so each has a folder of its own
     environment["MLX_SPECPREFILL_CALIBRATION_FILE"] = str(costs)  # not the user's
     environment |= settings or {}
+    with running(command, log, environment) as process:
+        yield Server(_base(process, log), process)
+
+
+@contextmanager
+def running(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """A server's process, which Ctrl-C ends, and which is killed if that takes more than a minute."""
     with log.open("wb") as out, subprocess.Popen(command, stdout=out, stderr=out, env=environment) as process:
         try:
-            yield Server(_base(process, log), process)
+            yield process
         finally:
             process.send_signal(signal.SIGINT)
             try:

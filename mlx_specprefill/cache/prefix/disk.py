@@ -30,9 +30,9 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from ...request import SHARED, CacheLabel
+from ...request import CacheLabel
 from .index import DiskRow, RecordIndex, create_private, file_name
-from .nodes import LABEL_MARK, Arrays, Node, Record, RecordKind, block_digest, make_root, token_bytes
+from .nodes import LABEL_MARK, Arrays, Node, Record, RecordKind, block_digest, labelled, make_root, token_bytes
 
 VERSION = 1
 _FORMAT = "mlx-specprefill-prefix"
@@ -526,7 +526,7 @@ class StoredTree:
         )
 
     def _namespace_of(self, label: CacheLabel) -> str:
-        return self._namespace if label == SHARED else f"{self._namespace}{LABEL_MARK}{label.owner}/{label.salt}"
+        return labelled(self._namespace, label)
 
     def _label_of(self, namespace: str) -> CacheLabel | None:
         """Return the namespace's label; None for another model or block size."""

@@ -559,10 +559,14 @@ def root_digest(identity: str, block_size: int) -> bytes:
     return hashlib.blake2b(f"{identity}\0{block_size}".encode(), digest_size=DIGEST_BYTES).digest()
 
 
+def labelled(name: str, label: CacheLabel) -> str:
+    """Return a model's name with the label, which is unique per label."""
+    return name if label == SHARED else f"{name}{LABEL_MARK}{label.owner}/{label.salt}"
+
+
 def make_root(identity: str, block_size: int, label: CacheLabel) -> Node:
     """Return an empty tree of one model for a label."""
-    owned = identity if label == SHARED else f"{identity}{LABEL_MARK}{label.owner}/{label.salt}"
-    return Node(None, np.zeros(0, dtype=np.int32), root_digest(owned, block_size), label)
+    return Node(None, np.zeros(0, dtype=np.int32), root_digest(labelled(identity, label), block_size), label)
 
 
 def block_digest(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -213,7 +213,13 @@ def ahead(cursor: Cursor, at: int, marks: Sequence[str]) -> Waiting:
         yield
 
 
-def overlap(text: str, marks: Sequence[str]) -> int:
+def find_first(text: str, marks: Collection[str]) -> tuple[int, str]:
+    """Return the place of the first mark, and the mark; else how much of `text` certainly precedes one, and ""."""
+    places = [(at, mark) for mark in marks if (at := text.find(mark)) >= 0]
+    return min(places) if places else (len(text) - overlap(text, marks), "")
+
+
+def overlap(text: str, marks: Collection[str]) -> int:
     """Return how many characters at the end of `text` may begin a mark."""
     longest = min(len(text), max(map(len, marks), default=1) - 1)
     return next((n for n in range(longest, 0, -1) if any(mark.startswith(text[-n:]) for mark in marks)), 0)

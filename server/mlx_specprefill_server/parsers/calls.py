@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from ..deltas import CallDelta, CallEnd, CallStart, ContentDelta
-from .base import Cursor, MalformedError, Reading, Tools, ahead, overlap, peek, starts_with
+from .base import Cursor, MalformedError, Reading, Tools, ahead, find_first, peek, starts_with
 
 KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
 NOT_PYTHON = (ValueError, SyntaxError, TypeError, MemoryError, RecursionError)
@@ -208,7 +208,7 @@ class Value:
             at, mark = self._next()
             if at:
                 yield from _if_any(emit(self._cursor.take(at)))
-            if mark is None:
+            if not mark:
                 if self._cursor.ended:
                     raise MalformedError("the text ends inside a value")
                 yield None
@@ -217,11 +217,10 @@ class Value:
             else:
                 yield from _if_any(emit(self._cursor.take(1)))
 
-    def _next(self) -> tuple[int, str | None]:
-        """Return how many characters certainly belong to the value, and the tag that follows them."""
+    def _next(self) -> tuple[int, str]:
+        """Return how many characters certainly belong to the value, and the tag that follows them, or ""."""
         text = self._cursor.buffer
-        places = [(at, mark) for mark in self._marks if (at := text.find(mark)) >= 0]
-        at, mark = min(places) if places else (len(text) - overlap(text, list(self._marks)), None)
+        at, mark = find_first(text, self._marks)
         return at - (self._lines and text[:at].endswith("\n")), mark
 
     def _ends(self, mark: str) -> Reading[bool]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 
 from ..deltas import CallBroken, CallEnd, CallStart, ReasoningDelta, TextDelta
-from .base import Cursor, MalformedError, Reading, Tools, overlap, spaces, starts_with
+from .base import Cursor, MalformedError, Reading, Tools, find_first, spaces, starts_with
 from .calls import call
 from .json_text import JsonReader
 
@@ -78,8 +78,7 @@ class HarmonyText:
         """Yield a message's text up to its end."""
         self.thinking = reasoning
         while True:
-            places = [(at, mark) for mark in BREAKS if (at := cursor.buffer.find(mark)) >= 0]
-            at, mark = min(places) if places else (len(cursor.buffer) - overlap(cursor.buffer, BREAKS), "")
+            at, mark = find_first(cursor.buffer, BREAKS)
             if cursor.ended and not mark:
                 at = len(cursor.buffer)
             if at:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ..deltas import CallBroken, CallEnd, CallStart, ReasoningDelta, TextDelta
-from .base import Cursor, MalformedError, Reading, Tools, overlap, spaces, starts_with
+from .base import Cursor, MalformedError, Reading, Tools, find_first, spaces, starts_with
 from .calls import CallReader
 
 BARE = '{"name"'
@@ -161,5 +161,4 @@ class Marks:
         """
         if self._begins.isdisjoint(text):
             return len(text), ""
-        places = [(at, mark) for mark in self._marks if (at := text.find(mark)) >= 0]
-        return min(places) if places else (len(text) - overlap(text, self._marks), "")
+        return find_first(text, self._marks)

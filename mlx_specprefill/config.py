@@ -92,6 +92,9 @@ class SpecPrefillPolicy:
     min_saving_share: Fraction = Fraction(1, 5)  # of the full prefill's time: it is lossy, so it must pay off
     min_saving_ms: float = 1000.0
     keep_pct: Fraction = Fraction(1, 5)
+    # Tokens kept at least where the predicted saving decides: a fifth of a short prompt loses what is asked in other
+    # words (docs/results.md), and saves little time.
+    min_kept: int = 1024
     recall_share: Fraction = Fraction(1, 4)  # of the share kept of the old text: the most that is recalled
     densify: bool = True  # after a sparse turn, make its prompt dense in idle time
     on_battery: bool = False  # also while the machine runs on battery

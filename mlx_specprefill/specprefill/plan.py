@@ -93,7 +93,9 @@ def plan_prefill(
     """
     M = len(request.prompt)
     options, policy = request.specprefill, config.policy
-    keep = options.keep_pct if isinstance(options.keep_pct, Fraction) else policy.keep_pct
+    nominal = keep = options.keep_pct if isinstance(options.keep_pct, Fraction) else policy.keep_pct
+    if policy.enabled and policy.threshold is None and options.enabled is None and options.keep_pct is None:
+        keep = max(keep, min(Fraction(policy.min_kept, M), Fraction(1)))
     rule, scope = options.rule or config.rule, options.scope or policy.scope
     ranges = tuple(forced_ranges(request.spans, M, selection_by(rule, config.selection), scope))
     forced = forced_mask(ranges, M)
@@ -104,10 +106,12 @@ def plan_prefill(
         return plan.as_full("turned off by the request")
     if (refusal := _refusal(request, sparse_refusal)) is not None:
         return plan.as_full(refusal)
-    if (options.enabled or policy.enabled) and keep < 1 and options.importance is None:
-        plan = replace(plan, choice=f"{keep}:{rule}:{scope}:")
+    if (options.enabled or policy.enabled) and nominal < 1 and options.importance is None:
+        plan = replace(plan, choice=f"{nominal}:{rule}:{scope}:")
     if (refusal := _too_long(M, draft_context)) is not None:
         return plan.as_full(refusal)
+    if nominal < keep == 1:
+        return plan.as_full(f"{M} prompt tokens, at least {policy.min_kept} are kept")
     if options.enabled is None:
         plan = _by_policy(plan, config, rest.size)
     return _possible(plan, config, rest) if plan.mode == "sparse" else plan

@@ -8,16 +8,19 @@ from typing import Literal, get_args
 
 from mlx_specprefill import InvalidRequestError, RuleName, keep_pct
 
-ArmKind = Literal["full", "sparse", "paper", "random", "recency", "lexical", "renumbered", "oracle"]
+ShareKind = Literal["sparse", "paper", "random", "recency", "lexical", "renumbered", "oracle"]
+ServedKind = Literal["served", "auto"]
+ArmKind = Literal["full", ShareKind, ServedKind]
 ARM_KINDS: tuple[ArmKind, ...] = get_args(ArmKind)
+SERVED_KINDS: tuple[ServedKind, ...] = get_args(ServedKind)
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One kind of prefill at one share. `keep` is None for the full prefill only.
+    """One kind of prefill at one share. `keep` is None for the kinds without a share: full, served, auto.
 
     `sparse` chooses by the library's rule. `paper` chooses by the published one, and what others choose by other scores
-    is chosen in the published chunks.
+    is chosen in the published chunks. `served` leaves everything to the server, `auto` asks for its promised share.
     """
 
     kind: ArmKind
@@ -58,5 +61,6 @@ def arms(kinds: list[str], keeps: list[str]) -> tuple[Arm, ...]:
     for kind in kinds:
         if kind not in ARM_KINDS:
             raise InvalidRequestError(f"no arm {kind!r}; there are: {', '.join(ARM_KINDS)}")
-        chosen += [Arm(kind, share) for share in shares if kind != "full"]
+        bare = kind == "full" or kind in SERVED_KINDS
+        chosen += [Arm(kind)] if bare else [Arm(kind, share) for share in shares]
     return tuple(dict.fromkeys(chosen))

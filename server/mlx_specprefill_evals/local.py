@@ -38,7 +38,7 @@ from mlx_specprefill import (
 from mlx_specprefill_server.prompt.conversation import conversation
 from mlx_specprefill_server.prompt.prompt import Prompt, PromptBuilder
 
-from .arms import FULL, Arm
+from .arms import FULL, SERVED_KINDS, Arm
 from .errors import NotMeasuredError
 from .forced import Forced, check_mode, divergence, forced_replies, together
 from .model_under_test import Reply
@@ -87,6 +87,9 @@ class LocalModel:
         return len(self._encode(text))
 
     def ask(self, item: Item, arms: Sequence[Arm], answer_tokens: int, seed: int, probe: bool) -> dict[Arm, Reply]:
+        for arm in arms:
+            if arm.kind in SERVED_KINDS:
+                raise NotMeasuredError(f"arm {arm.kind} needs a server: --server URL")
         applicable = [arm for arm in arms if arm.kind != "oracle" or item.gold or item.mentions]
         try:
             self._engine.drop_cached(owner=OWNER)  # of the item before

@@ -16,7 +16,8 @@ class Reply:
 
     Attributes:
         kept: share of the prompt that the target read; None if unknown.
-        measures: further numbers by name: recall, mass, kl, top1, ppl_ratio, nll, right, same.
+        measures: further numbers by name: recall, mass, kl, top1, ppl_ratio, nll, right, same,
+            seconds.
         score: score from the measures; None: the text decides.
     """
 

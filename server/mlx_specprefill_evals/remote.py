@@ -1,25 +1,27 @@
 """An OpenAI-compatible server as the model under test.
 
-Full prefill alone needs nothing but /v1/chat/completions; the sparse arm sends this project's two request fields. Arms
-that choose chunks by other scores need the engine in the process.
+Full prefill alone needs nothing but /v1/chat/completions; other arms send this project's request fields. Arms that
+choose chunks by other scores need the engine in the process. The server's cache serves no arm with another's prompt.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from .arms import FULL, Arm
+from .arms import FULL, SERVED_KINDS, Arm
 from .errors import NotMeasuredError, UnreachableError
 from .haystack import NOISE
 from .model_under_test import Reply
 from .tasks import Item
 
-REMOTE_ARMS = ("full", "sparse")
+REMOTE_ARMS = ("full", "sparse", *SERVED_KINDS)
 RULER_TEXT = NOISE * 40  # to learn how many characters a token has
 
 
@@ -55,18 +57,28 @@ class RemoteModel:
         del seed, probe  # of arms and measures that need the engine
         if not item.values:
             raise NotMeasuredError("this task is judged by distributions; a server gives texts")
-        plain = list(arms) == [FULL]  # other servers may refuse fields that they don't know
-        return {arm: self._converse(item, {} if plain else _options(arm), answer_tokens) for arm in arms}
+        if list(arms) == [FULL]:  # other servers may refuse fields that they don't know
+            return {FULL: self._converse(item, {}, answer_tokens)}
+        replies = {arm: self._converse(item, _options(arm), answer_tokens) for arm in arms}
+        full = replies.get(FULL)
+        if full is None:
+            return replies
+        return {
+            arm: replace(reply, measures={**reply.measures, "same": float(reply.text == full.text)})
+            for arm, reply in replies.items()
+        }
 
     def _converse(self, item: Item, options: Mapping[str, Any], answer_tokens: int) -> Reply:
         """Run all turns with the server's own answers in between. The last one counts."""
         messages: list[dict[str, str]] = []
         for turn in item.turns:
+            began = time.monotonic()
             messages.append({"role": "user", "content": turn.question})
             body = self._chat(messages, answer_tokens, options)
             text = _text(body)
             messages.append({"role": "assistant", "content": text})
-        return Reply(text.rsplit("</think>", 1)[-1], _kept(body))
+        seconds = {"seconds": time.monotonic() - began}
+        return Reply(text.rsplit("</think>", 1)[-1], _kept(body), seconds)
 
     def _chat(self, messages: Sequence[Mapping[str, str]], answer_tokens: int, options: Mapping[str, Any]) -> Any:
         asked = {"model": self._model, "messages": list(messages), "max_tokens": answer_tokens, "temperature": 0}
@@ -103,10 +115,17 @@ class RemoteModel:
 
 def _options(arm: Arm) -> dict[str, Any]:
     if arm.kind not in REMOTE_ARMS:
-        raise NotMeasuredError(f"arm {arm.kind} needs the engine in this process; a server has: full, sparse")
-    if arm.keep is None:
-        return {"specprefill": False}
-    return {"specprefill": True, "specprefill_keep_pct": float(arm.keep)}
+        raise NotMeasuredError(
+            f"arm {arm.kind} needs the engine in this process; a server has: {', '.join(REMOTE_ARMS)}"
+        )
+    fields: dict[str, Any] = {"cache_salt": arm.name}
+    if arm.kind == "full":
+        fields["specprefill"] = False
+    elif arm.kind == "auto":
+        fields["specprefill_keep_pct"] = "auto"
+    elif arm.keep is not None:
+        fields |= {"specprefill": True, "specprefill_keep_pct": float(arm.keep)}
+    return fields
 
 
 def _text(body: Any) -> str:

@@ -14,7 +14,7 @@ from .paired import paired_cells, paired_markdown, right_in_full
 from .records import Cell, Record
 from .statistics import DENSE_FLOOR, paired_difference
 
-MEASURES = ("kept", "recall", "mass", "agreement", "kl", "top1", "ppl_ratio")
+MEASURES = ("kept", "recall", "mass", "agreement", "kl", "top1", "ppl_ratio", "same", "seconds")
 HEADINGS = {
     "kept": "kept",
     "recall": "gold recall",
@@ -23,6 +23,8 @@ HEADINGS = {
     "kl": "KL",
     "top1": "top-1",
     "ppl_ratio": "PPL ratio",
+    "same": "as in full",
+    "seconds": "seconds",
 }
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mlx_specprefill import Engine, GenerationRequest, load_pair
-from mlx_specprefill_evals.arms import ARM_KINDS, FULL, Arm, arms
+from mlx_specprefill_evals.arms import ARM_KINDS, FULL, SERVED_KINDS, Arm, arms
 from mlx_specprefill_evals.errors import NotMeasuredError
 from mlx_specprefill_evals.facts import Turn
 from mlx_specprefill_evals.forced import divergence
@@ -24,6 +24,7 @@ from tests.support.tiny import on_own_layers
 
 pytestmark = pytest.mark.extended
 
+LOCAL_KINDS = [kind for kind in ARM_KINDS if kind not in SERVED_KINDS]
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 
 
@@ -36,13 +37,13 @@ def model():
 @pytest.fixture(scope="module")
 def replies(model):
     item = make_item(TASKS["needle"], "needle", 2, Space(768, model.count, 0.4))
-    asked = model.ask(item, arms(list(ARM_KINDS), ["0.2"]), 40, 0, True)
+    asked = model.ask(item, arms(LOCAL_KINDS, ["0.2"]), 40, 0, True)
     return item, {arm.name: reply for arm, reply in asked.items()}
 
 
 def test_every_arm_answers(replies):
     item, found = replies
-    assert set(found) == {"full"} | {f"{kind}@0.2" for kind in ARM_KINDS if kind != "full"}
+    assert set(found) == {"full"} | {f"{kind}@0.2" for kind in LOCAL_KINDS if kind != "full"}
     for name in ("full", "sparse@0.2", "oracle@0.2"):
         assert item.values[0] in found[name].text
 
@@ -95,12 +96,12 @@ def test_too_long_a_prompt_is_not_measured(model):
 @pytest.fixture(scope="module")
 def forced(model):
     item = make_item(TASKS["copy"], "copy", 0, Space(700, model.count))
-    return item, model.ask(item, arms(list(ARM_KINDS), ["0.2"]), 16, 0, False)
+    return item, model.ask(item, arms(LOCAL_KINDS, ["0.2"]), 16, 0, False)
 
 
 def test_a_known_answer_is_judged_without_generating_it(forced):
     _, found = forced
-    assert {arm.kind for arm in found} == set(ARM_KINDS)
+    assert {arm.kind for arm in found} == set(LOCAL_KINDS)
     for arm, reply in found.items():
         assert reply.score == float(reply.measures["right"] == 1)
         assert reply.measures["nll"] > 0
@@ -181,3 +182,9 @@ def test_a_target_that_is_prefilled_in_stages_is_measured_so(model):
             prompt, gold, _ = asked._rendered(item)
             request = Prompted(asked._engine, prompt, gold, 1, 0).request(Arm("sparse", Fraction(1, 5)))
             assert asked._engine.replay(request, (5, 6)).report.scorer == scorer
+
+
+@pytest.mark.parametrize("kind", SERVED_KINDS)
+def test_arms_of_a_server_are_refused(model, replies, kind):
+    with pytest.raises(NotMeasuredError, match=f"arm {kind} needs a server"):
+        model.ask(replies[0], arms([kind], []), 8, 0, False)

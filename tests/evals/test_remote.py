@@ -80,6 +80,34 @@ def test_turns_follow_each_other_and_arms_send_their_fields():
     assert tested.count("x" * asked) == 1000
 
 
+def test_the_server_can_decide_alone_or_by_its_promise():
+    with serving(good) as (server, url):
+        replies = RemoteModel(url).ask(ITEM, arms(["served", "auto"], ["0.25"]), 9, 0, False)
+    fields = [{key: value for key, value in body.items() if "specprefill" in key} for body, _ in server.bodies[1::2]]
+    assert [arm.name for arm in replies] == ["full", "served", "auto"]
+    assert fields == [{"specprefill": False}, {}, {"specprefill_keep_pct": "auto"}]
+
+
+def test_no_arm_finds_what_another_left_in_the_cache():
+    with serving(good) as (server, url):
+        RemoteModel(url).ask(ITEM, arms(["sparse", "served"], ["0.25", "0.5"]), 9, 0, False)
+    salts = [body["cache_salt"] for body, _ in server.bodies[1:]]
+    assert salts == ["full"] * 2 + ["sparse@0.25"] * 2 + ["sparse@0.5"] * 2 + ["served"] * 2
+
+
+def test_answers_are_compared_with_those_of_a_full_prefill():
+    def other(body):
+        status, reply = good(body)
+        if body.get("specprefill_keep_pct") == 0.25:
+            reply["choices"][0]["message"]["content"] = "something else"
+        return status, reply
+
+    with serving(other) as (_, url):
+        replies = RemoteModel(url).ask(ITEM, arms(["sparse"], ["0.25", "0.5"]), 9, 0, False)
+    assert [reply.measures["same"] for reply in replies.values()] == [1.0, 0.0, 1.0]
+    assert all(reply.measures["seconds"] > 0 for reply in replies.values())
+
+
 def test_full_alone_sends_nothing_that_other_servers_do_not_know():
     with serving(good) as (server, url):
         RemoteModel(url).ask(ITEM, [FULL], 9, 0, False)

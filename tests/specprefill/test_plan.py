@@ -77,7 +77,7 @@ def test_mostly_forced_prompts_are_prefilled_fully():
     assert "limit 60%" in refused.reason
 
 
-GATED = EngineConfig(policy=SpecPrefillPolicy(threshold=None, min_saving_ms=100.0))
+GATED = EngineConfig(policy=SpecPrefillPolicy(threshold=None, min_saving_ms=100.0, min_kept=0))
 
 
 def test_with_measured_costs_the_predicted_saving_decides():
@@ -101,6 +101,36 @@ def test_a_threshold_overrides_measured_costs_and_a_request_overrides_both():
     assert plan(4000, predict=lambda kept: Prediction(1.0, 2.0)).mode == "sparse"
     forced = plan(400, enabled=True, config=GATED, predict=lambda kept: Prediction(1.0, 2.0))
     assert (forced.mode, forced.reason) == ("sparse", "requested")
+
+
+def test_of_a_short_prompt_the_policy_keeps_more_than_its_share():
+    def predict(kept: int) -> Prediction:
+        return Prediction(sparse_ms=kept, full_ms=10_000.0)
+
+    config = EngineConfig(policy=SpecPrefillPolicy(threshold=None, min_kept=1000))
+    assert plan(4000, config=config, predict=predict).keep == Fraction(1, 4)
+    assert plan(5000, config=config, predict=predict).keep == Fraction(1, 5)
+    assert plan(5001, config=config, predict=predict).keep == Fraction(1, 5)
+    whole = plan(1000, config=config, predict=predict)
+    assert (whole.mode, whole.reason) == ("full", "1000 prompt tokens, at least 1000 are kept")
+    assert plan(999, config=config, predict=predict).mode == "full"
+    assert plan(1001, config=config, predict=predict).mode == "sparse"
+
+
+@pytest.mark.parametrize("asked", [{"enabled": True}, {"keep": Fraction(1, 5)}])
+def test_a_request_that_asks_for_a_sparse_prefill_or_a_share_gets_it(asked):
+    config = EngineConfig(policy=SpecPrefillPolicy(threshold=None))
+    sparse = plan(2000, config=config, predict=lambda kept: Prediction(sparse_ms=1.0, full_ms=10_000.0), **asked)
+    assert (sparse.mode, sparse.keep) == ("sparse", Fraction(1, 5))
+
+
+def test_turns_of_a_conversation_that_grows_share_one_choice():
+    config = EngineConfig(policy=SpecPrefillPolicy(threshold=None))
+    choices = {
+        plan(M, config=config, predict=lambda kept: Prediction(sparse_ms=1.0, full_ms=10_000.0)).choice
+        for M in (500, 2000, 9000)
+    }
+    assert choices == {"1/5:default:user:"}
 
 
 def test_the_prediction_counts_the_kept_tokens_of_the_uncached_rest():

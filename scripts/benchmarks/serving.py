@@ -1,6 +1,7 @@
 """Waiting times of short requests under load, over HTTP, beside `mlx_lm.server`.
 
     behind    time to first token of a short request sent into a long prefill, over the same on an idle server
+    idle      the wait in the queue of tiny requests while the server reads a sparse prompt again, in full
     crowd     short requests under 64 clients with mixed lengths: p99 of the time to first token against idle
 
 Real processes, real HTTP. Both servers get the same float32 copy of the checkpoint whose end-of-answer token is one
@@ -22,15 +23,17 @@ from typing import Any
 
 from .harness import BenchError, servers
 from .harness.figures import machine, rounded, show_rows, timed
-from .harness.servers import DENSE, Server
+from .harness.servers import DENSE, SPARSE, Server
 from .harness.text import Text, user
 
 QUICK = {"long": 6000, "repeats": 1, "crowd_s": 45.0, "crowd_limit_s": 45.0}
+IDLE_LIMIT_S = 6  # after it, no idle work is left
 SHORT = 600  # tokens of the request that arrives late: what coding agents ask for a title with
 CLIENTS, SHORT_CLIENTS = 64, 8  # in the crowd, and those of them that send short requests
 SHORT_LENGTHS = (11, SHORT)  # tokens, in turn
 LONG_LENGTHS = (1000, 4000)  # tokens; of the other clients
-PARTS = ("behind", "crowd")
+TINY = 11  # tokens of a request during idle work
+PARTS = ("behind", "idle", "crowd")
 
 # --- measurements ----------------------------------------------------------------------------------------------------
 
@@ -55,6 +58,36 @@ def behind(server: Server, text: Text, long: int, repeats: int) -> dict[str, Any
         "long_ms": 1e3 * statistics.median(alone),
         "ratio": short / idle,
     }
+
+
+def during_idle_work(server: Server, text: Text, long: int, repeats: int) -> dict[str, Any]:
+    """Send tiny requests one after another while idle work runs behind a sparse answer."""
+    waits: list[float] = []
+    for _ in range(repeats):
+        server.ask(user(text.of(long)), 2, **SPARSE)
+        while works_idly(server):
+            waits.append(server.ask(user(text.of(TINY)), 2, **DENSE).report["timings"]["queue_ms"])
+    if not waits:
+        raise BenchError(f"{server.name} began no idle work within {IDLE_LIMIT_S} s")
+    waits.sort()
+    return {
+        "long_tokens": long,
+        "requests": len(waits),
+        "p50_ms": statistics.median(waits),
+        "p99_ms": waits[min(len(waits) - 1, int(0.99 * len(waits)))],
+        "worst_ms": waits[-1],
+    }
+
+
+def works_idly(server: Server) -> bool:
+    """Wait until idle work runs. Return False if none begins."""
+    end = time.monotonic() + IDLE_LIMIT_S
+    while time.monotonic() < end:
+        if server.client.get(f"{server.base}/health").json()["background"]:
+            time.sleep(random.uniform(0, 0.3))
+            return True
+        time.sleep(0.02)
+    return False
 
 
 @dataclass
@@ -173,10 +206,11 @@ def measured(server: Server, options: argparse.Namespace) -> dict[str, Any]:
     text.calibrate(server)
     steps = {
         "behind": lambda: behind(server, text, options.long, options.repeats),
+        "idle": lambda: during_idle_work(server, text, options.long, options.repeats),
         "crowd": lambda: crowd(server, text, options.crowd_s, options.crowd_limit_s),
     }
     for name in PARTS:
-        if name in options.parts:
+        if name in options.parts and (name != "idle" or server.name == "ours"):
             ms, results[name] = timed(steps[name])
             print(f"{name}, {server.name}: {ms / 1e3:.0f} s", file=sys.stderr, flush=True)
     return results

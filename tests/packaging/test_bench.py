@@ -26,6 +26,7 @@ NAMES = sorted(file.stem for file in FOLDER.glob("[a-z]*.py"))
 DECODE_ROW = """prefill task arm n ms_per_token vs_off low high mean cpu_vs_off cost_vs_off cost_mean acceptance
 engaged different""".split()
 BEHIND = "long_tokens idle_ms behind_ms long_ms ratio".split()
+IDLE = "long_tokens requests p50_ms p99_ms worst_ms".split()
 LONG = """benchmark device blas mlx shape layers draft_layers narrow repeats rest_share_max peak_ratio_max exponents
 rows""".split()
 LONG_ROW = """tokens full_ms sparse_ms draft_alone_ms target_kept_ms kept_tokens rest_ms rest_of_full full_peak_mib
@@ -129,9 +130,10 @@ def test_decode(report: Report) -> None:
 
 @pytest.mark.nightly
 def test_serving(report: Report) -> None:
-    found = report("serving --quick --alone --parts behind --long 4000")
+    found = report("serving --quick --alone --parts behind idle --long 4000")
     assert found.keys() == {"benchmark", "device", "blas", "mlx", "short_behind_long_ratio", "rows"}
     assert found["rows"]["mlx-specprefill"]["behind"].keys() == set(BEHIND)
+    assert found["rows"]["mlx-specprefill"]["idle"].keys() == set(IDLE)
 
 
 def test_long(report: Report) -> None:

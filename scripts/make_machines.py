@@ -31,8 +31,7 @@ mlx-specprefill bench --pair smollm2 --submit .      # says first how long it ta
 
 That writes one file, with the machine, the versions and the times, and nothing that names a person, a host or a
 folder. Put it into `docs/machines`, run `scripts/make_machines.py` and open a pull request, or attach it to an issue
-*A measurement*. Leave the machine alone while it measures. Nothing on this page is predicted; what is stands in
-[sizing](guides/sizing.md) and in [several machines](guides/several-machines.md#predicted).
+*A measurement*. Leave the machine alone while it measures. Nothing on this page is predicted.
 
 | machine | pair | keep | tokens | full, s | sparse, s | times sooner | mlx | date |
 |---|---|---|---|---|---|---|---|---|

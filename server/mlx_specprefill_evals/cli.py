@@ -18,10 +18,10 @@ from mlx_specprefill_evals.local import LocalModel, examination
 from mlx_specprefill_evals.remote import RemoteModel
 from mlx_specprefill_evals.tasks import GROUPS
 from mlx_specprefill_server.cli.common import OptionError, begin, choose, one_line_errors
-from mlx_specprefill_server.cli.options import Level, PairOptions, setting, takes_pair
+from mlx_specprefill_server.cli.options import Level, PairOptions, takes_pair
 from mlx_specprefill_server.cli.pull import load
 from mlx_specprefill_server.pair_loading import make_settings
-from mlx_specprefill_server.settings import default_text
+from mlx_specprefill_server.settings import default_text, description_of
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -44,7 +44,7 @@ def evaluate(
     ] = None,
     keeps: Annotated[
         list[str] | None,
-        setting("specprefill_keep_pct", "Share of chunks; repeat.", "--keep"),
+        typer.Option("--keep", help=f"{description_of('specprefill_keep_pct')} Repeat for more."),
     ] = None,
     chunk_size: Annotated[int | None, typer.Option(min=1, help="Tokens per chunk of the library's rule.")] = None,
     probes: Annotated[

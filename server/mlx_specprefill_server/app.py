@@ -28,9 +28,8 @@ from . import __version__, errors
 from .anthropic import messages
 from .connections import MAX_CONNECTIONS, Connections, LimitedProtocol, address, network_address, raise_open_files_limit
 from .dependencies import StillLoadingError, answer_when_loaded
-from .middleware import AuthMiddleware, HeadMiddleware, PathMiddleware, RequestLimitMiddleware
+from .middleware import AccessLogMiddleware, AuthMiddleware, HeadMiddleware, PathMiddleware, RequestLimitMiddleware
 from .models.models import Models
-from .monitoring.access_log import AccessLogMiddleware
 from .openai import chat, completions, responses
 from .openai import models as model_list
 from .routes import page, prompts, status

@@ -106,7 +106,6 @@ class LimitedProtocol(HttpToolsProtocol):
         self._reading: asyncio.TimerHandle | None = None  # the deadline of the client's next read
         self._in_head = True
         self._head_bytes = 0  # raw header bytes
-        self._parsed_bytes = 0  # as they were parsed, of a head that came in one piece with something else
         self._too_long = False
 
     @property
@@ -136,20 +135,15 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refuse(self._head_too_long())
 
     def on_message_begin(self) -> None:
-        self._parsed_bytes = 0
         if self._timer is None:
             self._await(HEADER_TIMEOUT_S)
         super().on_message_begin()
 
-    def on_url(self, url: bytes) -> None:
-        self._count(len(url))
-        super().on_url(url)
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self._count(len(name) + len(value))
-        super().on_header(name, value)
-
     def on_headers_complete(self) -> None:
+        # a head that came in one piece with something else
+        self._too_long = len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > HEADER_LIMIT
+        if self._too_long:
+            raise httptools.HttpParserError
         self._in_head = False
         super().on_headers_complete()
         # The body of a request that waits for another on the same connection is not read.
@@ -170,12 +164,6 @@ class LimitedProtocol(HttpToolsProtocol):
     def resume_writing(self) -> None:
         super().resume_writing()
         self._watch_reading(None)
-
-    def _count(self, nbytes: int) -> None:
-        self._parsed_bytes += nbytes
-        if self._parsed_bytes > HEADER_LIMIT:
-            self._too_long = True
-            raise httptools.HttpParserError
 
     def _head_too_long(self) -> ApiError:
         message = f"The headers are longer than {HEADER_LIMIT} bytes."

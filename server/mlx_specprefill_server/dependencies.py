@@ -99,17 +99,14 @@ def parse_json(raw: bytes | bytearray) -> dict[str, Any]:
         raise ApiError(400, f"The body is not valid JSON: {error}", code="invalid_json") from error
     if not isinstance(body, dict):
         raise ApiError(400, "The body must be a JSON object.", code="invalid_json")
-    _refuse_shapes(body)
+    if next(islice(_levels(body), DEEPEST, None), None):
+        raise ApiError(400, f"The body is nested too deeply: more than {DEEPEST} levels.", code="invalid_json")
     check_model_name(body.get("model"))
     return {name: value for name, value in body.items() if value is not None}
 
 
 def check_model_name(name: Any) -> None:
-    """Refuse a name that is too long to be repeated in messages.
-
-    Raises:
-        InvalidRequestError: it is too long to be repeated to anybody.
-    """
+    """Refuse a name that is too long to be repeated in messages, by an InvalidRequestError."""
     if isinstance(name, str) and len(name) > LONGEST_NAME:
         raise refusal("model", f"must have at most {LONGEST_NAME} characters")
 
@@ -133,11 +130,6 @@ def _refuse_many_values(raw: bytes | bytearray) -> None:
             raise ApiError(400, f"The body holds more than {limits}.", code="invalid_value")
         end = text.find(b'"', start + 1)
         at = end + 1 if end >= 0 else len(text)
-
-
-def _refuse_shapes(body: dict[str, Any]) -> None:
-    if next(islice(_levels(body), DEEPEST, None), None):
-        raise ApiError(400, f"The body is nested too deeply: more than {DEEPEST} levels.", code="invalid_json")
 
 
 def _levels(body: dict[str, Any]) -> Iterator[list[Any]]:
@@ -167,17 +159,13 @@ def validate(model: type[Model], body: dict[str, Any]) -> Model:
         field = _path(first["loc"])
         message = first["msg"].removeprefix("Value error, ").removeprefix(f"{field} ")
         is_shown = first["type"] == "missing" or isinstance(first["input"], dict | list) or ", got " in message
-        given = "" if is_shown else _shorten(first["input"])
+        given = "" if is_shown else f" (got {first['input']!r:.60})"
         raise refusal(field, f"{message}{given}") from error
 
 
 def _path(loc: Sequence[int | str]) -> str:
     """Return ('messages', 0, 'role') as messages[0].role."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
-
-
-def _shorten(value: Any) -> str:
-    return f" (got {value!r:.60})"
 
 
 RESPONSES_PATH = "/v1/responses"

@@ -89,14 +89,6 @@ class DeadlineError(ApiError):
         super().__init__(504, message, code="request_timeout")
 
 
-class QueueTimeoutError(ApiError):
-    """The engine did not begin the request in time."""
-
-    def __init__(self, seconds: float) -> None:
-        message = f"The request was not started within {seconds:g} s. Try again later."
-        super().__init__(503, message, code="queue_timeout", headers={"Retry-After": RETRY_AFTER_S})
-
-
 def refusal(field: str, why: str) -> InvalidRequestError:
     """Return the refusal of a body's field; `field` is its path, like `messages[0].content[1].type`."""
     return InvalidRequestError(f"{field}: {why}", field=field)

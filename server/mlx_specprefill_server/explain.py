@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from mlx_specprefill import ChunkInfo, Inspection, TokenIds
@@ -49,18 +49,8 @@ def explanation(inspection: Inspection, chunks: Sequence[ExplainedChunk]) -> dic
 
 
 def _chunk(chunk: ExplainedChunk) -> dict[str, Any]:
-    info = chunk.info
-    return {
-        "start": info.start,
-        "end": info.end,
-        "text": chunk.text,
-        "score": info.score,
-        "rank": chunk.rank,
-        "kept": info.kept,
-        "forced": info.forced,
-        "kept_tokens": info.kept_tokens,
-        "reason": chunk.reason,
-    }
+    info = {name: value for name, value in asdict(chunk.info).items() if name != "index"}
+    return info | {"text": chunk.text, "rank": chunk.rank, "reason": chunk.reason}
 
 
 def _texts(tokenizer: Any, tokens: TokenIds, chunks: Sequence[ChunkInfo]) -> list[str]:

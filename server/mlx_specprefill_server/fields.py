@@ -298,8 +298,8 @@ def first_limit(*limits: int | None) -> int | None:
 NO_PENALTY = "not supported; use repetition_penalty, presence_penalty or frequency_penalty"
 NO_GUIDED = "not supported; use structured_outputs, its name in vLLM today, or response_format"
 NO_FILTER = "not supported; use top_p, top_k, min_p, typical_p or xtc_probability"
-# field: (its neutral values, the reason to refuse others)
-REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+Refused = Mapping[str, tuple[tuple[Any, ...], str]]  # field: (its neutral values, the reason to refuse others)
+REFUSED: Refused = {
     "dry_multiplier": ((0,), NO_PENALTY),  # the other dry_ fields mean nothing without it
     "mirostat": ((0,), NO_FILTER),  # mirostat_tau and mirostat_eta mean nothing without it
     "top_n_sigma": ((0, -1), NO_FILTER),
@@ -314,12 +314,17 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
-def refuse_sampling(body: Mapping[str, Any]) -> None:
-    """Refuse unsupported fields that would change the answer, by an InvalidRequestError."""
-    for name, (neutral, why) in REFUSED.items():
+def refuse_fields(body: Mapping[str, Any], refused: Refused) -> None:
+    """Refuse unsupported fields with values that would change the answer, by an InvalidRequestError."""
+    for name, (neutral, why) in refused.items():
         given = body.get(name)
         if name in body and not any(type(given) in (type(value), float) and given == value for value in neutral):
             raise refusal(name, why)
+
+
+def refuse_sampling(body: Mapping[str, Any]) -> None:
+    """Refuse what no dialect supports, by an InvalidRequestError."""
+    refuse_fields(body, REFUSED)
     names = ("repetition_penalty", "repeat_penalty")
     if all(name in body for name in names) and body[names[0]] != body[names[1]]:
         raise refusal(names[1], f"differs from {names[0]}, which means the same")

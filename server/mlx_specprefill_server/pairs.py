@@ -8,13 +8,14 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import re
 import shutil
 import subprocess
 import sys
 import tomllib
 from difflib import get_close_matches
 from importlib.metadata import distributions
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
@@ -94,6 +95,12 @@ def _installer() -> list[str]:
 def size(count: int) -> str:
     """Return bytes in words."""
     return f"{count / 2**30:.1f} GB" if count >= 1 << 30 else f"{count / 2**20:.1f} MB"
+
+
+def short_name(model: str) -> str:
+    """Return a repository id unchanged, or the last part of a path of this machine."""
+    is_id = re.fullmatch(r"\w[\w.-]*/[\w.-]+", model) is not None and not Path(model).exists()
+    return model if is_id else PurePath(model).name
 
 
 # In a clone a link to models/pairs.toml, so that the folders beside that file are found; in a wheel a copy of it.

@@ -22,35 +22,21 @@ PROGRESS_S = 2.0  # seconds of prefill between two reports of a stream
 
 
 class Report:
-    """The ends of all answers of one response.
+    """The ends of all answers of one response."""
 
-    Args:
-        prompt_tokens: of all prompts together.
-        answers: how many ends will come.
-        copies: how many answers each prompt gets; they come one after the other in the order of prompts.
-        warnings: sentences about parts of the request that are not followed.
-        verdicts: fields about verdicts, complete when the last answer has ended.
-    """
-
-    def __init__(
-        self,
-        prompt_tokens: int,
-        answers: int = 1,
-        copies: int = 1,
-        warnings: Sequence[str] = (),
-        verdicts: dict[str, Any] | None = None,
-    ) -> None:
-        self._warnings = list(warnings)
-        self._verdicts = {} if verdicts is None else verdicts
-        self.prompt_tokens = prompt_tokens
-        self._open = answers
-        self._copies = copies
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
         self._ends: dict[int, AnswerDone] = {}
 
     def add(self, end: AnswerDone, index: int = 0) -> bool:
         """Add the end of answer `index`. Return whether it was the last one."""
         self._ends[index] = end
-        return len(self._ends) == self._open
+        return len(self._ends) == len(self._generation.prompts)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The number of tokens of all prompts together."""
+        return sum(map(len, self._generation.prompts[:: self._generation.copies]))
 
     @property
     def completion_tokens(self) -> int:
@@ -86,15 +72,16 @@ class Report:
 
     def specprefill(self) -> dict[str, Any]:
         """Return the report of the prefill, which clients get next to `usage`."""
-        return self._merged_report().to_dict() | self._verdicts
+        return _merge(self._reports()).to_dict() | self._generation.verdicts
 
     def prefill_fields(self) -> dict[str, Any]:
         """Return the report and, if there are some, the warnings, as fields of a response."""
-        return {"specprefill": self.specprefill()} | ({"warnings": self._warnings} if self._warnings else {})
+        warnings = self._generation.warnings
+        return {"specprefill": self.specprefill()} | ({"warnings": warnings} if warnings else {})
 
     def timings(self) -> dict[str, Any]:
         """Return llama.cpp's timings object."""
-        report = self._merged_report()
+        report = _merge(self._reports())
         times = report.timings
         prompt_ms = times.draft_ms + times.select_ms + times.prefill_ms
         return {
@@ -121,10 +108,8 @@ class Report:
     def _reports(self) -> list[PrefillReport]:
         """Return one report per prompt. Copies of an answer decode side by side after one prefill."""
         ends = [self._ends[index] for index in sorted(self._ends)]
-        return [_first(ends[i : i + self._copies]) for i in range(0, len(ends), self._copies)]
-
-    def _merged_report(self) -> PrefillReport:
-        return _merge(self._reports())
+        copies = self._generation.copies
+        return [_first(ends[i : i + copies]) for i in range(0, len(ends), copies)]
 
 
 def _first(ends: Sequence[AnswerDone]) -> PrefillReport:

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from pathlib import PurePath
 from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -24,7 +22,6 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from mlx_specprefill import (
-    CacheLabel,
     Constraint,
     ContextLengthError,
     Engine,
@@ -40,27 +37,25 @@ from mlx_specprefill import (
 
 from .constrained.output_format import constraint_of
 from .constrained.tool_choice import ToolChoice, resolve_tool_choice
-from .deltas import ContentDelta
-from .errors import DeadlineError, JsonResponse, QueueTimeoutError, refusal
+from .errors import DeadlineError, JsonResponse, refusal
 from .fields import AnswerFields, ChatFields, SamplingFields
 from .generation.generation import AnswerResult, AnswerSpec, Generation, ThreadsafeCalls
-from .generation.reader import AnswerReader, IncrementalDetokenizer, Mark, Stops, Vocabulary
-from .middleware import Identity
-from .monitoring.access_log import RecentAnswers, RunningRequest, current_trace
+from .generation.reader import AnswerReader, IncrementalDetokenizer, Mark, PlainText, Stops, Vocabulary
+from .middleware import Identity, current_trace
+from .monitoring.answers import AnswerVerdict, NewestAnswers, RunningRequest, Verdicts, recent_answer
 from .monitoring.metrics import Metrics
-from .monitoring.verdicts import AnswerVerdict, Verdicts
-from .parsers.base import Parser, PlainText
+from .pairs import short_name
+from .parsers.base import Parser
 from .parsers.formats import detect
 from .promise import Promise, Promises, kind_of
 from .prompt.conversation import Conversation
 from .prompt.prompt import Prompt, PromptBuilder
-from .prompt.stable import KeptReasoning, ToolOrders
+from .prompt.stable import ToolOrders
 from .report import EventStream
 from .settings import Settings
 
 CONVERTERS = 2  # threads; they compete with the event loop for the interpreter
 PATIENCE_S = 5.0  # seconds for the engine to end an answer itself, between two of its steps
-REPOSITORY = re.compile(r"\w[\w.-]*/[\w.-]+")
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -78,7 +73,7 @@ class ServerState:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.started = int(time.time())
-        self.recent = RecentAnswers()
+        self.recent: NewestAnswers[dict[str, Any]] = NewestAnswers()
         self.verdicts = Verdicts()
         self.promises = Promises(settings.promises_file, settings.max_differ)
         self.requests = 0
@@ -107,7 +102,7 @@ class ServerState:
             generation.end_at(*deadline)
 
     def running(self, identity: str | None) -> list[RunningRequest]:
-        """Return the running requests, oldest first, of one API key or of all, as `RecentAnswers.newest_first`."""
+        """Return the running requests, oldest first, of one API key or of all, as `NewestAnswers.newest_first`."""
         lines = [line for generation, line in self._generations.items() if generation.running]
         return sorted((line for line in lines if identity in (None, line.identity)), key=lambda line: line.begun)
 
@@ -144,12 +139,8 @@ class Service:
         self.settings = settings
         self.state = state or ServerState(settings)
         self.vocabulary = Vocabulary(engine.pair.tokenizer)
-        stable = settings.stable_prompts
-        self.prompts = PromptBuilder(
-            engine.pair.tokenizer, engine.window, settings.allow_special_tokens, keep_volatile_lines=stable == "off"
-        )
-        self.reasoning = KeptReasoning() if stable == "reasoning" else None
-        self._tool_orders = None if stable == "off" else ToolOrders()
+        self.prompts = PromptBuilder(engine.pair.tokenizer, engine.window, settings.allow_special_tokens)
+        self.tool_orders = ToolOrders()
         self.sampling = _default_sampling(engine.pair.sampling, settings)
         self.metrics = metrics or Metrics(engine, self.model_id)
         self.format = detect(engine.pair.tokenizer, settings.tool_parser, settings.reasoning_parser)
@@ -164,18 +155,13 @@ class Service:
     @property
     def model_id(self) -> str:
         """The model's id: an alias, never a path of this machine."""
-        return self.settings.model_alias or _short(self.engine.pair.target_id) or "default"
+        return self.settings.model_alias or short_name(self.engine.pair.target_id) or "default"
 
     @property
     def draft_id(self) -> str | None:
         """The draft's id; None if no draft is loaded."""
-        return _short(self.engine.pair.draft_id)
-
-    def stable(self, conversation: Conversation, label: CacheLabel) -> Conversation:
-        """Return the conversation as this label's earlier requests had it: order of tools, and reasoning if kept."""
-        if self._tool_orders is not None and conversation.tools:
-            conversation = replace(conversation, tools=self._tool_orders.in_known_order(conversation.tools, label))
-        return conversation if self.reasoning is None else self.reasoning.restore(conversation, label)
+        draft = self.engine.pair.draft_id
+        return None if draft is None else short_name(draft)
 
     async def compile(self, constraint: Constraint) -> None:
         """Compile a grammar before `submit` needs it, on the worker that has the tokenizer to itself.
@@ -211,8 +197,6 @@ class Service:
         observer = AnswerObserver(self, [spec.request for spec in specs for _ in range(copies)], identity, promise)
         generation = Generation(self.engine, specs, copies, self.state.calls(), observer, warnings, verdicts)
         self.state.add(generation, observer.line)
-        if (patience := self.settings.queue_timeout_s) is not None:
-            generation.begin_within(patience, QueueTimeoutError(patience))
         return generation
 
     async def inspect(self, request: GenerationRequest, identity: Identity, cache_salt: str | None) -> Inspection:
@@ -291,7 +275,7 @@ class AnswerObserver:
     def on_end(self, result: AnswerResult) -> None:
         """Take an answer's result, before its end is streamed."""
         self._service.metrics.record(result)
-        self._service.state.recent.add(result, self._request_id, self._identity)
+        self._service.state.recent.add(self._identity, recent_answer(result, self._request_id))
         if result.will_be_verified:
             self._verdict(result.index)
         if self._trace is not None:
@@ -333,13 +317,6 @@ def _default_sampling(stated: Mapping[str, Any], settings: Settings) -> dict[str
         sampling = {}
     own = {"temperature": settings.temperature}
     return sampling | own if "temperature" in settings.model_fields_set else own | sampling
-
-
-def _short(model: str | None) -> str | None:
-    """Return `org/name` and plain names unchanged, and the last part of a path."""
-    if model is None or REPOSITORY.fullmatch(model):
-        return model
-    return PurePath(model).name
 
 
 async def client_left(receive: Receive) -> None:
@@ -410,9 +387,8 @@ async def start_answers(service: Service, body: ChatFields, identity: Identity) 
     conversation, choice, output = body.conversation(), body.choice(), body.output()
     if conversation.tools or choice != "auto":
         tools, choice = resolve_tool_choice(conversation.tools, choice)
+        tools = service.tool_orders.in_known_order(tools, identity.cache_label(body.cache_salt))
         conversation = replace(conversation, tools=tools)
-    label = identity.cache_label(body.cache_salt)
-    conversation = service.stable(conversation, label)
     params = await sampling_params(service, body)
     prompt = await service.prompts.chat(conversation)
     forced = choice not in ("auto", "none")
@@ -444,14 +420,13 @@ async def start_answers(service: Service, body: ChatFields, identity: Identity) 
         reasoning=None if budget is None else service.format.budget(budget, prompt.ending),
         parallel=body.parallel(),
         forced=forced,
-        recorder=None if service.reasoning is None else partial(service.reasoning.recorder, label),
     )
     return service.submit([spec], identity, body.cache_salt, warnings, body.answers())
 
 
-def _parser(service: Service, conversation: Conversation, prompt: Prompt) -> Callable[[], Parser]:
+def _parser(service: Service, conversation: Conversation, prompt: Prompt) -> Callable[[], Parser | PlainText]:
     if service.format.is_plain and not conversation.tools:
-        return lambda: Parser(PlainText())
+        return PlainText
     return partial(service.format.parser, conversation.tools, prompt.ending)
 
 
@@ -484,7 +459,7 @@ def make_spec(
     body: AnswerFields,
     params: SamplingParams,
     prompt: Prompt,
-    parser: Callable[[], Parser],
+    parser: Callable[[], Parser | PlainText],
     *,
     field: str,
     prompt_logprobs: int | None = None,
@@ -493,14 +468,12 @@ def make_spec(
     parallel: bool = True,
     forced: bool = False,
     every_token: bool = False,
-    recorder: Callable[[], Callable[[ContentDelta], None]] | None = None,
 ) -> AnswerSpec:
     """Return the engine's request for one answer to `prompt`, at most as long as the remaining context, and its reader.
 
     Args:
         field: field of the body that holds the prompt.
         parallel, forced, every_token: as in AnswerReader.
-        recorder: makes the `on_delta` of one AnswerReader.
 
     Raises:
         InvalidRequestError: the prompt has no tokens.
@@ -534,7 +507,6 @@ def make_spec(
             forced=forced,
             with_tokens=body.with_ids() or request.logprobs is not None,
             every_token=every_token,
-            on_delta=None if recorder is None else recorder(),
         )
 
     return AnswerSpec(request, reader)

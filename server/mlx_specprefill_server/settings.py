@@ -34,7 +34,6 @@ _REMEMBERED_BYTES = 8 << 30  # bytes of disk space for the common beginnings of 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 Densify = Literal["on", "off", "auto"]
-StablePrompts = Literal["on", "off", "reasoning"]
 ToolParser = Literal["hermes", "xml", "harmony", "mistral", "gemma", "glm", "native"]
 ReasoningParser = Literal["think", "mistral", "gemma", "native"]
 
@@ -61,7 +60,8 @@ def _size(value: Any) -> Any:
 
 
 Size = Annotated[int, BeforeValidator(_size), Field(ge=0)]
-KeepShare = Annotated[Fraction, BeforeValidator(keep_pct)]
+Keys = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split_list)]
+Texts = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_list)]
 
 
 class Settings(BaseSettings):
@@ -69,36 +69,40 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="ignore", protected_namespaces=())
 
-    host: str = "127.0.0.1"
-    port: int = Field(default=8000, ge=0, le=65535)
-    model_alias: str | None = None  # the id that /v1/models shows; default: the last part of the target's name
-    api_keys: Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split_list)] = ()
-    # keys that see the data of all callers
-    admin_keys: Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split_list)] = ()
+    host: str = Field(default="127.0.0.1", description="Address to listen on.")
+    port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0: any free port.")
+    model_alias: str | None = Field(
+        default=None, description="Model id that clients see. Default: the last part of the target's name."
+    )
+    api_keys: Keys = Field(default=(), description="Require this API key; repeat for more.")
+    admin_keys: Keys = Field(
+        default=(), description="API key that also sees the cached prompts of the other keys; repeat for more."
+    )
     share_cache: bool = Field(
         default=False,
         description="All API keys share one prompt cache. A key can then learn from timing what others asked.",
     )
-    allowed_hosts: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_list)] = ()
-    cors_origins: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_list)] = Field(
-        default=(), description="Let pages of these origins call the server; *: any."
+    allowed_hosts: Texts = Field(default=(), description="Further allowed Host name; repeat for more; *: any.")
+    cors_origins: Texts = Field(default=(), description="Let pages of these origins call the server; *: any.")
+    max_models: int | None = Field(
+        default=None,
+        ge=1,
+        description="Largest number of the table's models in memory. Default: as many as fit.",
     )
-    max_models: int | None = Field(default=None, ge=1)  # of several models, the number in memory
     strict_model: bool = Field(default=False, description="Answer 404 to requests that name another model.")
-    draft_placement: DraftPlacement = "first"  # on several ranks: the draft on rank 0, or a part of it on each
+    draft_placement: DraftPlacement = Field(
+        default="first", description="Place of the draft: on the first machine, or a part of it on each."
+    )
     shutdown_grace_s: float = Field(
         default=30.0, ge=0, description="Seconds that running requests have to finish after SIGTERM."
     )
     request_timeout_s: float | None = Field(
         default=None, gt=0, description="Seconds after which a request is cancelled."
     )
-    queue_timeout_s: float | None = Field(
-        default=None, gt=0, description="Seconds that a request may wait in the queue."
-    )
     max_requests_per_key: int | None = Field(
         default=None, ge=1, description="Largest number of running requests per API key."
     )
-    log_level: LogLevel = "info"
+    log_level: LogLevel = Field(default="info", description="Lowest level that is logged.")
     log_format: LogFormat = Field(
         default="text", description="Format of the log. text: lines. json: one object per line."
     )
@@ -109,11 +113,8 @@ class Settings(BaseSettings):
     reasoning_parser: ReasoningParser | None = Field(
         default=None, description="Format of its reasoning. Default: detected from its vocabulary and chat template."
     )
-    allow_special_tokens: bool = False  # True: names of control tokens in messages are those tokens, not text
-    stable_prompts: StablePrompts = Field(
-        default="on",
-        description="Keep prompts as they were. on: without known lines that change with each session, tools in their "
-        "first order. reasoning: also with reasoning before tool calls that a client dropped. off: as they are sent.",
+    allow_special_tokens: bool = Field(
+        default=False, description="Read names of control tokens in messages as these tokens. Default: as text."
     )
     temperature: float = Field(
         default=0.0,
@@ -121,37 +122,78 @@ class Settings(BaseSettings):
         le=2,
         description="Temperature of requests that set none; if not set, as the model's generation_config.json says.",
     )
-    specprefill: bool = ENGINE.policy.enabled  # False: sparse only when a request asks for it
-    specprefill_threshold: int | None = Field(default=None, ge=0)  # tokens; None: measured, by predicted saving
+    specprefill: bool = Field(
+        default=ENGINE.policy.enabled, description="Prefill long prompts sparsely. Off: only on request."
+    )
+    specprefill_threshold: int | None = Field(
+        default=None,
+        ge=0,
+        description="Prefill prompts with more uncached tokens than this sparsely. Default: if it saves enough time, "
+        "by learnt costs.",
+    )
     calibration_file: Path | None = Field(
         default_factory=lambda: Path.home() / ".cache/mlx-specprefill/costs.json",
         description="File of the models' measured costs, per pair. Calibrated heads are in `heads` beside it.",
     )
-    specprefill_keep_pct: KeepShare = ENGINE.policy.keep_pct
-    max_differ: float = Field(default=0.05, gt=0, lt=1)  # of answers at keep_pct "auto"
-    specprefill_scope: Scope = ENGINE.policy.scope  # the default of a request's selection scope
-    rule: RuleName = ENGINE.rule  # the default of a request's rule
-    speculative: SpeculationName = ENGINE.speculation.strategy  # the default of a request's speculation
+    specprefill_keep_pct: Annotated[Fraction, BeforeValidator(keep_pct)] = Field(
+        default=ENGINE.policy.keep_pct, description="Share of chunks to keep, in (0, 1]."
+    )
+    max_differ: float = Field(
+        default=0.05,
+        gt=0,
+        lt=1,
+        description='With keep_pct "auto": largest part of answers that may differ from full reading.',
+    )
+    specprefill_scope: Scope = Field(
+        default=ENGINE.policy.scope,
+        description="Text that may be dropped. user: user text only. all: also the middle of a long system prompt.",
+    )
+    rule: RuleName = Field(
+        default=ENGINE.rule,
+        description="Rule that scores and selects tokens. default: calibrated heads. paper: as SpecPrefill was "
+        "published.",
+    )
+    speculative: SpeculationName = Field(
+        default=ENGINE.speculation.strategy, description="Strategy of speculative decoding."
+    )
     prefill_step: int = Field(
         default_factory=lambda: ENGINE.prefill_step,
         ge=1,
-        description="Tokens per prefill chunk: 2048 on a GPU, 128 on a CPU.",
+        description="Tokens per prefill chunk. Default: 2048 on a GPU, 128 on a CPU.",
     )
-    max_rows: int = Field(default=ENGINE.max_rows, ge=1)
+    max_rows: int = Field(
+        default=ENGINE.max_rows, ge=1, description="Largest number of requests that run at the same time."
+    )
     target_itl_ms: float = Field(
-        default=ENGINE.target_itl_ms, gt=0
-    )  # milliseconds by which a prefill may delay running answers
-    memory_limit: Annotated[int, BeforeValidator(_size), Field(gt=0)] | None = None
+        default=ENGINE.target_itl_ms,
+        gt=0,
+        description="Milliseconds by which a prefill may delay a running answer.",
+    )
+    memory_limit: Annotated[int | None, BeforeValidator(_size)] = Field(
+        default=None,
+        gt=0,
+        description="Memory for weights, requests and caches, like 48GB. Default: the recommendation of the device.",
+    )
     wired_limit: WiredLimit = Field(
         default=ENGINE.wired_limit,
         description="Memory that macOS keeps resident. auto: the models, if they take more than 60 % of it.",
     )
-    prefix_cache_size: Size = ENGINE.prefix_cache_bytes
-    prefix_cache_dir: Path | None = None
-    prefix_disk_size: Size = ENGINE.prefix_disk_bytes
-    remember: bool = True  # system prompts and tools of agents outlive the server
-    densify: Densify = "auto"
-    kv_bits: int | None = None
+    prefix_cache_size: Size = Field(
+        default=ENGINE.prefix_cache_bytes, description="Memory for reusable prompt prefixes; 0: none."
+    )
+    prefix_cache_dir: Path | None = Field(
+        default=None, description="Folder that keeps prefixes when the server stops. Default: none."
+    )
+    prefix_disk_size: Size = Field(default=ENGINE.prefix_disk_bytes, description="Disk space for that folder.")
+    remember: bool = Field(
+        default=True, description="Keep shared system prompts and tools on disk, readable by this user only."
+    )
+    densify: Densify = Field(
+        default="auto", description="Prefill sparse prompts in full in idle time. auto: not on battery."
+    )
+    kv_bits: int | None = Field(
+        default=None, description="Quantise the target's KV cache after prefill: 2, 3, 4, 5, 6 or 8."
+    )
 
     @property
     def heads_folder(self) -> Path | None:
@@ -227,6 +269,12 @@ def default_text(name: str) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
+def description_of(name: str) -> str:
+    """Return what setting `name` means, and its default."""
+    text = Settings.model_fields[name].description or ""
+    return text if "Default" in text else f"{text} Default {default_text(name)}."
+
+
 NOT_SETTINGS = ["BLAS", "CONTROL", "LAUNCHED", "RANK_KEY"]  # read by the library before the settings exist
 _FLAGS = {
     "admin_keys": "--admin-key",
@@ -234,19 +282,6 @@ _FLAGS = {
     "api_keys": "--api-key",
 }
 _SECRET = {"admin_keys", "api_keys"}
-_WORDS = {
-    "int_parsing": "is not a whole number",
-    "int_type": "is not a whole number",
-    "int_from_float": "is not a whole number",
-    "float_parsing": "is not a number",
-    "float_type": "is not a number",
-    "bool_parsing": "is neither true nor false",
-    "bool_type": "is neither true nor false",
-    "greater_than": "has to be above {gt}",
-    "greater_than_equal": "has to be {ge} or more",
-    "less_than_equal": "has to be {le} or less",
-    "literal_error": "has to be one of {expected}",
-}
 
 
 def variable(name: str) -> str:
@@ -260,27 +295,19 @@ def flag_of(name: str) -> str:
 
 
 def what_is_wrong(error: ValidationError, environ: Mapping[str, str] | None = None) -> str:
-    """Return the first mistake: the option or variable, its value, and the fault.
+    """Return the first mistake: the option or variable, the fault, and its value.
 
     What agrees with no single setting comes without a name, since its message has it.
     """
     first: Mapping[str, Any] = error.errors()[0]
     message = str(first["msg"]).removeprefix("Value error, ")
-    template = _WORDS.get(first["type"])
     if not first["loc"]:
         return message
     name, value = str(first["loc"][0]), first["input"]
-    given = dict(os.environ if environ is None else environ)
+    given = os.environ if environ is None else environ
     where = variable(name) if given.get(variable(name)) == value else flag_of(name)
-    if name in _SECRET:
-        return f"{where} {message}"
-    if template is None:
-        return f"{where}: {message}"
-    return f"{where}: {json.dumps(value, default=str)} {template.format(**_bounds(first.get('ctx', {})))}"
-
-
-def _bounds(context: Mapping[str, Any]) -> dict[str, str]:
-    return {name: f"{value:g}" if isinstance(value, float) else str(value) for name, value in context.items()}
+    is_shown = name not in _SECRET and first["type"] != "value_error"
+    return f"{where}: {message}" + (f" (got {json.dumps(value, default=str)})" if is_shown else "")
 
 
 def unknown_variables(environ: Mapping[str, str] | None = None) -> dict[str, str | None]:

@@ -21,7 +21,7 @@ from mlx_specprefill_server.app import create_app
 from mlx_specprefill_server.pair_loading import load, make_settings
 from mlx_specprefill_server.pairs import find_pair
 
-MOST_FILES = 44
+MOST_FILES = 40
 MOST_FRAMES = 10
 LIBRARY, SERVER = (Path(str(package.__file__)).parent for package in (mlx_specprefill, mlx_specprefill_server))
 LOG = "\n".join(f"On day {day} the ship sailed {day * 7 % 50} miles and met nobody." for day in range(60))

@@ -32,7 +32,8 @@ ACCOUNT = PrefillReport(
 class Given:
     """Stands in for a Generation."""
 
-    prompt_tokens = ACCOUNT.prompt_tokens
+    prompts = (range(ACCOUNT.prompt_tokens),)
+    copies = 1
     warnings = ()
     verdicts: ClassVar[dict[str, Any]] = {}
 

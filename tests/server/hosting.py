@@ -46,6 +46,9 @@ class FakeHost:
     def __post_init__(self) -> None:
         self.held_up.set()
 
+    def call_on_pressure(self, call: Callable[[int], None]) -> None:
+        self.on_pressure = call
+
     def need(self, entry: Entry) -> int:
         if entry.id in self.missing:
             raise MissingModelError(f"mlx-specprefill pull {entry.id} fetches it")

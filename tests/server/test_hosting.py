@@ -13,6 +13,7 @@ from mlx_specprefill import EngineClosedError
 from mlx_specprefill_server.errors import ApiError
 from mlx_specprefill_server.models.loader import Entry, NoRoomError
 from mlx_specprefill_server.models.models import Models
+from mlx_specprefill_server.monitoring.metrics import metrics_text
 
 from .hosting import WEIGHTS, FakeHost, entry, models_of
 from .hosting import host as host
@@ -308,10 +309,10 @@ def test_an_entry_that_goes_lets_go_of_its_service(host: FakeHost) -> None:
         models = models_of(host, entry("a"))
         a: Entry = models.default
         await use(models, "a")
-        assert b"vllm:num_requests_running" in a.metrics.text()
+        assert b"vllm:num_requests_running" in metrics_text([a.metrics])
         assert await models.unload(a)
         assert a.service is None
-        assert b"vllm:num_requests_running" not in a.metrics.text()
-        assert b"vllm:prompt_tokens" in a.metrics.text()
+        assert b"vllm:num_requests_running" not in metrics_text([a.metrics])
+        assert b"vllm:prompt_tokens" in metrics_text([a.metrics])
 
     run(work())

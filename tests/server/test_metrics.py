@@ -26,12 +26,11 @@ from mlx_specprefill.config import SpecPrefillPolicy
 from mlx_specprefill.request import Prediction
 from mlx_specprefill.specprefill.plan import plan_prefill
 from mlx_specprefill_server.generation.generation import AnswerResult
-from mlx_specprefill_server.monitoring.metrics import Metrics, reason_label
+from mlx_specprefill_server.monitoring.metrics import Metrics, metrics_text, reason_label
 from tests.support.waiting import eventually
 
 from .fakes import FakeEngine, says_and_waits
 
-MODEL = 'model_name="demo/target"'
 SPARSE = PrefillReport(
     "sparse", "requested", 1000, 200, 100, 0.2, "draft", 30, Timings(10, 400, 5, 600, 1005, 900), kept_spans=None
 )
@@ -39,10 +38,11 @@ FULL = PrefillReport("full", "turned off by the request", 50, 50, 0, None, None,
 
 
 def samples(text: str) -> dict[str, float]:
-    """`name{label="value",…}` to value."""
+    """`name{label="value",…}` to value, without the model's name, which every sample has."""
     found = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
+            assert sample.labels.pop("model_name") == "demo/target"
             labels = ",".join(f'{name}="{value}"' for name, value in sorted(sample.labels.items()))
             found[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
     return found
@@ -52,7 +52,7 @@ def counted(engine: FakeEngine, *ends: AnswerResult) -> dict[str, float]:
     metrics = Metrics(engine, "demo/target")
     for end in ends:
         metrics.record(end)
-    return samples(metrics.text().decode())
+    return samples(metrics_text([metrics]).decode())
 
 
 def ended(report: PrefillReport, tokens: int, reason: Any = "stop", stopped: bool = False) -> AnswerResult:
@@ -61,10 +61,10 @@ def ended(report: PrefillReport, tokens: int, reason: Any = "stop", stopped: boo
 
 def test_tokens_are_summed(engine: FakeEngine) -> None:
     found = counted(engine, ended(SPARSE, 10), ended(FULL, 1, "length"))
-    assert found[f"vllm:prompt_tokens_total{{{MODEL}}}"] == 1050
-    assert found[f"vllm:generation_tokens_total{{{MODEL}}}"] == 11
-    assert found[f"vllm:prefix_cache_queries_total{{{MODEL}}}"] == 1050
-    assert found[f"vllm:prefix_cache_hits_total{{{MODEL}}}"] == 100
+    assert found["vllm:prompt_tokens_total"] == 1050
+    assert found["vllm:generation_tokens_total"] == 11
+    assert found["vllm:prefix_cache_queries_total"] == 1050
+    assert found["vllm:prefix_cache_hits_total"] == 100
     assert found["specprefill_skipped_tokens_total"] == 800
     assert found["llamacpp:prompt_tokens_total"] == 950
     assert found["llamacpp:prompt_seconds_total"] == pytest.approx(1.045)
@@ -84,7 +84,7 @@ def test_answers_are_counted_by_how_they_ended(engine: FakeEngine) -> None:
         failed,
     )
     for reason, count in (("stop", 2), ("length", 1), ("abort", 1), ("error", 1)):
-        assert found[f'vllm:request_success_total{{finished_reason="{reason}",{MODEL}}}'] == count
+        assert found[f'vllm:request_success_total{{finished_reason="{reason}"}}'] == count
 
 
 def test_prefills_are_counted_by_mode_and_reason(engine: FakeEngine) -> None:
@@ -98,8 +98,8 @@ def test_prefills_are_counted_by_mode_and_reason(engine: FakeEngine) -> None:
 
 def test_times_are_in_seconds(engine: FakeEngine) -> None:
     found = counted(engine, ended(SPARSE, 10))
-    assert found[f"vllm:time_to_first_token_seconds_sum{{{MODEL}}}"] == pytest.approx(1.015)
-    assert found[f"vllm:e2e_request_latency_seconds_sum{{{MODEL}}}"] == pytest.approx(1.915)
+    assert found["vllm:time_to_first_token_seconds_sum"] == pytest.approx(1.015)
+    assert found["vllm:e2e_request_latency_seconds_sum"] == pytest.approx(1.915)
     for stage, seconds in (("queue", 0.01), ("draft", 0.4), ("select", 0.005), ("prefill", 0.6), ("decode", 0.9)):
         assert found[f'specprefill_stage_seconds_sum{{stage="{stage}"}}'] == pytest.approx(seconds)
 
@@ -107,26 +107,26 @@ def test_times_are_in_seconds(engine: FakeEngine) -> None:
 def test_every_token_after_the_first_is_a_gap(engine: FakeEngine) -> None:
     found = counted(engine, ended(SPARSE, 10), ended(FULL, 1))
     name = "vllm:inter_token_latency_seconds"
-    assert found[f"{name}_count{{{MODEL}}}"] == 9
-    assert found[f"{name}_sum{{{MODEL}}}"] == pytest.approx(0.9)
-    assert found[f'{name}_bucket{{le="0.1",{MODEL}}}'] == 9  # 100 ms each
-    assert found[f'{name}_bucket{{le="0.075",{MODEL}}}'] == 0
-    assert found[f'{name}_bucket{{le="+Inf",{MODEL}}}'] == 9
+    assert found[f"{name}_count"] == 9
+    assert found[f"{name}_sum"] == pytest.approx(0.9)
+    assert found[f'{name}_bucket{{le="0.1"}}'] == 9  # 100 ms each
+    assert found[f'{name}_bucket{{le="0.075"}}'] == 0
+    assert found[f'{name}_bucket{{le="+Inf"}}'] == 9
 
 
 def test_an_answer_without_tokens_has_no_times(engine: FakeEngine) -> None:
     found = counted(engine, ended(FULL, 0, "cancelled"))
-    assert found[f"vllm:time_to_first_token_seconds_count{{{MODEL}}}"] == 0
+    assert found["vllm:time_to_first_token_seconds_count"] == 0
     assert not math.isnan(found["llamacpp:predicted_tokens_seconds"])
 
 
 def test_the_engine_is_asked_at_the_scrape(engine: FakeEngine) -> None:
     metrics = Metrics(engine, "demo/target")
     engine._running, engine._waiting = 2, 3
-    found = samples(metrics.text().decode())
-    assert found[f"vllm:num_requests_running{{{MODEL}}}"] == 2 == found["llamacpp:requests_processing"]
-    assert found[f"vllm:num_requests_waiting{{{MODEL}}}"] == 3 == found["llamacpp:requests_deferred"]
-    assert found[f"vllm:kv_cache_usage_perc{{{MODEL}}}"] == pytest.approx(70 / 1400)
+    found = samples(metrics_text([metrics]).decode())
+    assert found["vllm:num_requests_running"] == 2 == found["llamacpp:requests_processing"]
+    assert found["vllm:num_requests_waiting"] == 3 == found["llamacpp:requests_deferred"]
+    assert found["vllm:kv_cache_usage_perc"] == pytest.approx(70 / 1400)
     assert found['specprefill_fallbacks_total{stage="draft"}'] == 1
     assert found["specprefill_densified_requests_total"] == 2
     assert found["specprefill_densified_tokens_total"] == 300
@@ -141,14 +141,14 @@ def test_the_engine_is_asked_at_the_scrape(engine: FakeEngine) -> None:
         assert found[f'specprefill_memory_bytes{{consumer="{consumer}"}}'] == count
     assert found["specprefill_engine_up"] == 1
     engine.alive = False
-    assert samples(metrics.text().decode())["specprefill_engine_up"] == 0
+    assert samples(metrics_text([metrics]).decode())["specprefill_engine_up"] == 0
 
 
 def test_two_applications_count_apart(engine: FakeEngine) -> None:
     first, second = Metrics(engine, "a"), Metrics(engine, "a")
     first.record(ended(FULL, 1))
-    assert 'vllm:generation_tokens_total{model_name="a"} 1.0' in first.text().decode()
-    assert 'vllm:generation_tokens_total{model_name="a"} 0.0' in second.text().decode()
+    assert 'vllm:generation_tokens_total{model_name="a"} 1.0' in metrics_text([first]).decode()
+    assert 'vllm:generation_tokens_total{model_name="a"} 0.0' in metrics_text([second]).decode()
 
 
 def test_the_endpoint(client: TestClient) -> None:
@@ -168,11 +168,11 @@ def test_an_answer_that_nobody_waited_for_is_counted(engine: FakeEngine, live: C
         next(stream)
         assert said.wait(60)
     assert engine.idle()
-    aborted = f'vllm:request_success_total{{finished_reason="abort",{MODEL}}}'
+    aborted = 'vllm:request_success_total{finished_reason="abort"}'
     assert eventually(lambda: aborted in samples(httpx.get(f"{base}/metrics", timeout=60).text))
     found = samples(httpx.get(f"{base}/metrics", timeout=60).text)
     assert found[aborted] == 1
-    assert found[f"vllm:generation_tokens_total{{{MODEL}}}"] == 5
+    assert found["vllm:generation_tokens_total"] == 5
 
 
 @pytest.mark.parametrize(
@@ -203,11 +203,11 @@ def test_a_prompt_with_several_answers_counts_once(engine: FakeEngine) -> None:
     first = ended(SPARSE, 10)
     copy = replace(ended(replace(SPARSE, cached_tokens=999), 5), copy=True)
     found = counted(engine, first, copy)
-    assert found[f"vllm:prompt_tokens_total{{{MODEL}}}"] == found[f"vllm:prefix_cache_queries_total{{{MODEL}}}"] == 1000
-    assert found[f"vllm:prefix_cache_hits_total{{{MODEL}}}"] == 100
-    assert found[f"vllm:time_to_first_token_seconds_count{{{MODEL}}}"] == 1
-    assert found[f"vllm:generation_tokens_total{{{MODEL}}}"] == 15
-    assert found[f"vllm:inter_token_latency_seconds_count{{{MODEL}}}"] == 9 + 4
+    assert found["vllm:prompt_tokens_total"] == found["vllm:prefix_cache_queries_total"] == 1000
+    assert found["vllm:prefix_cache_hits_total"] == 100
+    assert found["vllm:time_to_first_token_seconds_count"] == 1
+    assert found["vllm:generation_tokens_total"] == 15
+    assert found["vllm:inter_token_latency_seconds_count"] == 9 + 4
     assert found['specprefill_requests_total{mode="sparse",reason="requested"}'] == 1
     assert found["llamacpp:prompt_tokens_total"] == 900
     assert found["llamacpp:tokens_predicted_total"] == 15
@@ -217,5 +217,5 @@ def test_a_request_for_several_answers_counts_its_prompt_once(client: TestClient
     body = {"messages": [{"role": "user", "content": "Hi"}], "n": 3}
     usage = client.post("/v1/chat/completions", json=body).json()["usage"]
     found = samples(client.get("/metrics").text)
-    assert found[f"vllm:prompt_tokens_total{{{MODEL}}}"] == usage["prompt_tokens"]
-    assert found[f"vllm:generation_tokens_total{{{MODEL}}}"] == usage["completion_tokens"]
+    assert found["vllm:prompt_tokens_total"] == usage["prompt_tokens"]
+    assert found["vllm:generation_tokens_total"] == usage["completion_tokens"]

@@ -182,23 +182,9 @@ def test_a_wrong_timeout_is_refused(engine: FakeEngine, header: str) -> None:
 
 
 def test_time_enough_changes_nothing(engine: FakeEngine) -> None:
-    client = client_of(engine, request_timeout_s=100, queue_timeout_s=100, max_requests_per_key=1)
+    client = client_of(engine, request_timeout_s=100, max_requests_per_key=1)
     for _ in range(2):
         assert client.post(CHAT, json={"messages": HI}).json()["choices"][0]["message"]["content"] == "Hello"
-
-
-def test_a_request_waits_for_its_turn_as_long_as_it_may(live: Any, engine: FakeEngine) -> None:
-    release = hang(engine)
-    base, _ = live(queue_timeout_s=0.5)
-    first = Asking(base)
-    assert eventually(lambda: engine.health().running == 1)
-    whole, stream = Asking(base), Asking(base, stream=True)
-    refused = whole.result()
-    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "queue_timeout")
-    assert refused.headers["retry-after"]
-    assert events(stream.result().text)[-2]["engine_error"]["code"] == "queue_timeout"
-    release.set()
-    assert first.result().status_code == 200  # it had begun, so it may take as long as it likes
 
 
 # --- how many -------------------------------------------------------------------------------------------------------

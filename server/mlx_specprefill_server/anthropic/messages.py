@@ -167,7 +167,7 @@ class MessageAnswer:
         self._progress = ProgressReporter(body.return_progress)
         self._thinks = service.format.think is not None
         self._writer = BlockWriter()
-        self._report = Report(generation.prompt_tokens, warnings=generation.warnings, verdicts=generation.verdicts)
+        self._report = Report(generation)
         self._head = {
             "id": f"msg_{uuid4().hex}",
             "type": "message",

@@ -41,6 +41,7 @@ from mlx_specprefill import (
 )
 
 from ..pair_loading import ONE_SHOT, make_settings
+from ..pairs import short_name
 from .common import begin, choose, notes, one_line_errors
 from .options import Keep, Level, PairOptions, takes_pair
 from .pull import load
@@ -140,7 +141,7 @@ def record(engine: Engine, pair: str, plan: Plan, runs: Sequence[Run], load: flo
         "pair": {
             "name": short_name(pair),
             "target": short_name(engine.pair.target_id),
-            "draft": short_name(engine.pair.draft_id),
+            "draft": short_name(str(engine.pair.draft_id)),
             "dtype": engine.pair.dtype,
         },
         "keep": plan.keep if plan.keep == "auto" else float(plan.keep),
@@ -178,7 +179,7 @@ def measured_here(load: float | None) -> dict[str, Any]:
 
 
 def _row(runs: Sequence[Run]) -> dict[str, Any]:
-    full, sparse = ([_seconds(report.timings.ttft_ms) for report in arm] for arm in _arms(runs))
+    full, sparse = ([_seconds(getattr(run, arm).timings.ttft_ms) for run in runs] for arm in ("full", "sparse"))
     times = [run.sparse.timings for run in runs]
     return {
         "tokens": runs[0].tokens,
@@ -194,10 +195,6 @@ def _row(runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-def _arms(runs: Sequence[Run]) -> tuple[list[PrefillReport], list[PrefillReport]]:
-    return [run.full for run in runs], [run.sparse for run in runs]
-
-
 def _seconds(milliseconds: float) -> float:
     return round(milliseconds / 1e3, 4)
 
@@ -210,13 +207,6 @@ def load_before() -> float | None:
         return round(os.getloadavg()[0], 1)
     except (OSError, AttributeError):
         return None
-
-
-def short_name(model: str | None) -> str | None:
-    """Return a repository id unchanged, or the last part of a path."""
-    if model is None:
-        return None
-    return model if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not Path(model).exists() else PurePath(model).name
 
 
 def file_name(measured: dict[str, Any]) -> str:

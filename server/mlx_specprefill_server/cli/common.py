@@ -26,7 +26,7 @@ from mlx_specprefill import (
     machine,
 )
 
-from ..monitoring.access_log import configure_logging
+from ..monitoring.logs import configure_logging
 from ..pairs import MissingPairError, PackageError, Pair, PairsError, find_pair
 from ..prompt.conversation import conversation
 from ..prompt.prompt import Prompt, PromptBuilder

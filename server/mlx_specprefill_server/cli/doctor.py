@@ -8,7 +8,7 @@ import platform
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
@@ -23,10 +23,10 @@ from rich.table import Table
 from mlx_specprefill import BLAS, Check, check_device, forward_times, machine, sync_ms
 
 from .. import __version__
-from ..monitoring.access_log import configure_logging
-from ..pairs import NAMED_PAIRS, Pair, pair_state, read_pairs, size
+from ..monitoring.logs import configure_logging
+from ..pairs import NAMED_PAIRS, Pair, pair_state, read_pairs, short_name, size
 from ..settings import ENV_PREFIX, Settings, unknown_variables, what_is_wrong
-from .bench import load_before, measured_here, short_name
+from .bench import load_before, measured_here
 from .common import FAILED, OptionError, one_line_errors
 from .pull import load
 
@@ -147,7 +147,7 @@ def doctor(
 
 def _print_findings() -> bool:
     """Print the findings. Return whether there is a problem."""
-    findings = list(examine())
+    findings = examine()
     table = Table(show_edge=False, show_header=False, pad_edge=False, box=None)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
@@ -162,21 +162,10 @@ def _print_findings() -> bool:
     return bool(problems)
 
 
-def examine() -> Iterator[Finding]:
-    """Yield the finding of each part, one after the other."""
-    parts: tuple[Callable[[], Finding], ...] = (
-        _program,
-        _machine,
-        _memory,
-        _blas,
-        _versions,
-        _settings,
-        _cache,
-        _address,
-        _pairs,
-    )
-    for part in parts:
-        yield part()
+def examine() -> list[Finding]:
+    """Return the finding of each part."""
+    parts = (_program, _machine, _memory, _blas, _versions, _settings, _cache, _address, _pairs)
+    return [part() for part in parts]
 
 
 def _program() -> Finding:

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import inspect
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import wraps
 from inspect import Parameter
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_origin
 
 import typer
+from pydantic import BeforeValidator
 from typer.core import TyperCommand
 
 from mlx_specprefill import DtypeName, RuleName
 
-from ..settings import LogLevel, Settings, default_text, variable
+from ..settings import LogLevel, Settings, description_of, flag_of, variable
 
 
-def setting(name: str, help: str, *flags: str, **more: Any) -> Any:
-    """Return an option that fills setting `name`. Its help ends with the setting's default."""
-    return typer.Option(*flags, help=f"{help} Default {default_text(name)}.", **more)
+def setting(name: str, *flags: str) -> Any:
+    """Return an option that fills setting `name`."""
+    return typer.Option(*flags, help=description_of(name))
 
 
 PairsFile = Annotated[Path | None, typer.Option(help="File of your own named pairs for --pair.")]
@@ -57,31 +57,52 @@ class PairOptions:
 
 def takes_pair(command: Callable[..., None]) -> Callable[..., None]:
     """Return the command with the options of PairOptions in place of its keyword parameter `models`."""
+    return _with_options(command, "models", inspect.signature(PairOptions, eval_str=True).parameters, PairOptions)
 
+
+def takes_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """Return the command with an option for each setting of GROUPS in place of its keyword parameter `given`."""
+    names = [name for group in GROUPS.values() for name in group if name in Settings.model_fields]
+    return _with_options(command, "given", {name: _parameter(name) for name in names}, dict)
+
+
+def _with_options(
+    command: Callable[..., None], name: str, parameters: Mapping[str, Parameter], collect: Callable[..., Any]
+) -> Callable[..., None]:
     @wraps(command)
     def run(**given: Any) -> None:
-        options = {name: given.pop(name) for name in _PAIR}
-        command(**given, models=PairOptions(**options))
+        options = {option: given.pop(option) for option in parameters}
+        command(**given, **{name: collect(**options)})
 
     signature = inspect.signature(command, eval_str=True)
-    others = [parameter for parameter in signature.parameters.values() if parameter.name != "models"]
-    keywords = [parameter.replace(kind=Parameter.KEYWORD_ONLY) for parameter in (*others, *_PAIR.values())]
+    others = [parameter for parameter in signature.parameters.values() if parameter.name != name]
+    keywords = [parameter.replace(kind=Parameter.KEYWORD_ONLY) for parameter in (*others, *parameters.values())]
     run.__signature__ = signature.replace(parameters=keywords)  # type: ignore[attr-defined] # typer reads it
     return run
 
 
-_PAIR = inspect.signature(PairOptions, eval_str=True).parameters
+def _parameter(name: str) -> Parameter:
+    """Return the option of `serve` for a setting. The setting itself parses what is no plain number, word or path."""
+    field, flags = Settings.model_fields[name], [flag_of(name), *_MORE_FLAGS.get(name, ())]
+    kind: Any = field.annotation
+    if get_origin(kind) is tuple:
+        kind = list[str]
+    elif any(isinstance(step, BeforeValidator) for step in field.metadata):
+        kind = str
+    elif field.default is True:
+        flags = [f"{flags[0]}/--no-{flags[0].removeprefix('--')}"]
+    return Parameter(
+        name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, setting(name, *flags)]
+    )
 
-Rule = Annotated[
-    RuleName | None,
-    typer.Option(
-        help="Rule that scores and selects tokens. default: calibrated heads. paper: as SpecPrefill was published."
-    ),
-]
-PrefillStep = Annotated[int | None, typer.Option(help="Tokens per target forward.")]
-KvBits = Annotated[int | None, typer.Option(help="Quantise the target's KV cache after prefill: 2, 3, 4, 5, 6 or 8.")]
+
+_MORE_FLAGS = {"specprefill_keep_pct": ("--keep-pct",)}
+
+Rule = Annotated[RuleName | None, setting("rule")]
+PrefillStep = Annotated[int | None, setting("prefill_step")]
+KvBits = Annotated[int | None, setting("kv_bits")]
 Question = Annotated[str | None, typer.Option(help="Question to append to the file's text, in the same user message.")]
-Keep = Annotated[str | None, setting("specprefill_keep_pct", "Share of chunks to keep, in (0, 1].", "--keep-pct")]
+Keep = Annotated[str | None, setting("specprefill_keep_pct", "--keep-pct")]
 Raw = Annotated[bool, typer.Option("--raw", help="Use the text itself as the prompt, without a chat template.")]
 Level = Annotated[LogLevel, typer.Option("--log-level")]
 
@@ -134,20 +155,11 @@ class SettingsCommand(TyperCommand):
         with formatter.section("Other"):
             formatter.write_dl([_record(ctx, name, parameter) for name, parameter in parameters.items()])
         with formatter.section("Settings without an option"):
-            formatter.write_dl(list(_without_option({str(parameter.name) for parameter in self.params})))
+            options = {parameter.name for parameter in self.params}
+            others = [name for name in Settings.model_fields if name not in options]
+            formatter.write_dl([(variable(name), description_of(name)) for name in others])
 
 
 def _record(ctx: Any, name: str, parameter: Any) -> tuple[str, str]:
     spelled, text = parameter.get_help_record(ctx)
-    return spelled, _with_setting(name, text) if name in Settings.model_fields else text
-
-
-def _with_setting(name: str, text: str) -> str:
-    default = "" if re.search("Default[: ]", text) else f" Default {default_text(name)}."
-    return f"{text}{default} [{variable(name)}]"
-
-
-def _without_option(options: set[str]) -> Iterator[tuple[str, str]]:
-    for name, field in Settings.model_fields.items():
-        if name not in options:
-            yield variable(name), _with_setting(name, field.description or "").rpartition(" [")[0]
+    return spelled, f"{text} [{variable(name)}]" if name in Settings.model_fields else text

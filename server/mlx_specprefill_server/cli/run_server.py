@@ -29,7 +29,7 @@ from ..app import serve as serve_forever
 from ..connections import bound_sockets, is_exposed
 from ..models.loader import Loader, entries_of, models_file, read_table
 from ..models.models import Models
-from ..monitoring.access_log import configure_logging
+from ..monitoring.logs import configure_logging
 from ..pair_loading import drop_unset, make_settings
 from ..serving import ServerState
 from ..settings import ENV_PREFIX, Settings
@@ -177,7 +177,7 @@ def _end(lost: PeerLostError, after_s: float) -> None:
 
 def run_server(
     models: PairOptions,
-    named: Mapping[str, Any],
+    named: Sequence[str],
     given: Mapping[str, Any],
     config: Path | None,
     hosts: Path | None,
@@ -187,7 +187,7 @@ def run_server(
 
     Args:
         models: the pair, where the options name one.
-        named: the options given that name one model.
+        named: the given options that name one model.
         given: options by the settings' names.
         config: table of several models.
         hosts: MLX's hostfile, if the ranks are to be started.
@@ -227,14 +227,14 @@ def run_server(
                 ranks.close()
 
 
-def _table(config: Path | None, named: Mapping[str, Any]) -> Path | None:
+def _table(config: Path | None, named: Sequence[str]) -> Path | None:
     """Return the table of several models if the options name one.
 
     Raises:
         OptionError: options name one model, too.
     """
     if config is not None and named:
-        raise OptionError(f"--config and --{next(iter(named)).replace('_', '-')} exclude each other")
+        raise OptionError(f"--config and --{named[0].replace('_', '-')} exclude each other")
     return config or (models_file() if not named and models_file().is_file() else None)
 
 

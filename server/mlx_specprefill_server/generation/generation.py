@@ -27,7 +27,6 @@ from mlx_specprefill import (
     RequestHandle,
     SpecPrefillError,
     TokenEvent,
-    TokenIds,
     Verdict,
 )
 
@@ -109,6 +108,8 @@ class Generation:
     """The answers to one HTTP request. Its owner must `close` it in every case.
 
     Attributes:
+        prompts: token ids of each answer's prompt.
+        copies: number of answers to each prompt, one after the other.
         warnings: sentences about parts of the request that are not followed.
         verdicts: fields about verdicts, for the report of the response.
     """
@@ -135,8 +136,9 @@ class Generation:
         """
         self._engine = engine
         self._requests = [_with_seed(spec.request, i) for spec in specs for i in range(copies)]
+        self.prompts = [request.prompt for request in self._requests]
         self._new_readers = [spec.reader for spec in specs for _ in range(copies)]
-        self._copies = copies
+        self.copies = copies
         self._observer = observer
         self._calls = calls
         self._buffer = STREAM_BUFFER
@@ -148,8 +150,7 @@ class Generation:
         self._events: deque[tuple[int, Event] | None] = deque()  # None means a pause
         self._wanted: asyncio.Future[None] | None = None  # the future of a waiting reader
         self._handles: dict[int, RequestHandle] = {}
-        self._timers: list[asyncio.TimerHandle] = []
-        self._queue_timer: asyncio.TimerHandle | None = None  # None: begun, or no limit
+        self._deadline: asyncio.TimerHandle | None = None
         self._readers = [new_reader() for new_reader in self._new_readers]
         self._open = set(range(len(self._requests)))  # answers without an end
         self._followers = {i for i in self._open if i % copies}  # answers that wait for the prompt of another one
@@ -165,16 +166,6 @@ class Generation:
         """True while an answer is still to come and a client wants it."""
         return bool(self._open) and not self._closed
 
-    @property
-    def prompt(self) -> TokenIds:
-        """The token ids of the first prompt."""
-        return self._requests[0].prompt
-
-    @property
-    def prompt_tokens(self) -> int:
-        """The number of tokens in the prompt."""
-        return len(self.prompt)
-
     def take_ids(self, index: int) -> list[int]:
         """Return the token ids of answer `index` since the last call."""
         return self._readers[index].take_ids()
@@ -182,7 +173,7 @@ class Generation:
     def close(self) -> None:
         """Stop all running answers, within one step of the engine."""
         self._closed = True
-        self._cancel_timers()
+        self._cancel_deadline()
         for index in self._open & self._handles.keys():
             self._handles[index].cancel()
         for index in self._followers:
@@ -191,11 +182,7 @@ class Generation:
 
     def end_at(self, when: float, error: Exception) -> None:
         """Set a deadline by the event loop's clock. Every unfinished answer then ends with `error`."""
-        self._timers.append(self._loop.call_at(when, self._give_up, error))
-
-    def begin_within(self, seconds: float, error: Exception) -> None:
-        """Set a deadline for the start. It applies if the engine has begun none of the answers by then."""
-        self._queue_timer = self._loop.call_later(seconds, self._give_up, error)
+        self._deadline = self._loop.call_at(when, self._give_up, error)
 
     def stop(self, patience: float) -> None:
         """Close on the server's side. Every answer ends now, or after `patience` if the engine is in a long step."""
@@ -219,7 +206,7 @@ class Generation:
                     yield index, delta
         finally:
             idle.cancel()
-            self._cancel_timers()
+            self._cancel_deadline()
 
     def _give_up(self, error: Exception) -> None:
         for index in self._open:  # first: `close` would give the followers another reason
@@ -238,10 +225,9 @@ class Generation:
             await self._wanted
         return self._events.popleft()
 
-    def _cancel_timers(self) -> None:
-        for timer in (*self._timers, self._queue_timer):
-            if timer is not None:
-                timer.cancel()
+    def _cancel_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
 
     def _start(self, index: int) -> None:
         request, on_verdict = self._requests[index], partial(self._calls.post, partial(self._take_verdict, index))
@@ -251,7 +237,7 @@ class Generation:
 
     def _start_followers(self, leader: int) -> Iterator[tuple[int, AnswerDelta]]:
         """Start the answers that wait for the prompt of `leader`, which has been read, or will not be."""
-        for index in self._followers & set(range(leader + 1, leader + self._copies)):
+        for index in self._followers & set(range(leader + 1, leader + self.copies)):
             self._followers.discard(index)
             try:
                 self._start(index)
@@ -319,9 +305,6 @@ class Generation:
             self._deliver((index, Failed(error)))
 
     def _deliver(self, item: tuple[int, Event]) -> None:
-        if self._queue_timer is not None:
-            self._queue_timer.cancel()
-            self._queue_timer = None
         self._observer.on_event(item[1])
         if len(self._events) < self._buffer:
             self._put(item)
@@ -332,7 +315,7 @@ class Generation:
 
     def _report_end(self, index: int, event: Finished | Failed, reader: AnswerReader | None = None) -> None:
         stopped = index in self._open and (reader or self._readers[index]).over
-        copy = index % self._copies > 0
+        copy = index % self.copies > 0
         self._observer.on_end(AnswerResult(self._requests[index], event, stopped, index, copy))
 
     def _nothing_came(self) -> None:

@@ -191,6 +191,24 @@ class Vocabulary:
         return self._tokenizer.convert_ids_to_tokens([token])[0] or ""
 
 
+class PlainText:
+    """A parser of text without reasoning or calls: everything is visible."""
+
+    thinking = False
+
+    def __init__(self) -> None:
+        self._read = 0  # number of characters
+
+    def push(self, text: str) -> list[ContentDelta]:
+        """Return the text as it comes."""
+        start, self._read = self._read, self._read + len(text)
+        return [TextDelta(text, start=start)]
+
+    def finish(self, complete: bool) -> list[ContentDelta]:
+        """Return the rest, of which there is none."""
+        return []
+
+
 CallPart = CallStart | CallDelta | CallEnd | CallBroken
 
 
@@ -211,19 +229,17 @@ class AnswerReader:
             dropped.
         with_tokens: each delta carries the tokens that begin in its text.
         every_token: tokens at the very end that decode to nothing come with an empty text.
-        on_delta: called with each delta as it is parsed.
 
     Attributes:
         over: no further token is wanted; the engine can stop.
         completion_tokens: number of tokens, up to the one that completed a stop string.
-        read_tokens: number of tokens whose text has been read.
         marks: of the calls, in order.
     """
 
     def __init__(
         self,
         detokenizer: IncrementalDetokenizer,
-        parser: Parser,
+        parser: Parser | PlainText,
         stops: Stops = NO_STOPS,
         *,
         end_ids: frozenset[int] = frozenset(),
@@ -231,9 +247,7 @@ class AnswerReader:
         forced: bool = False,
         with_tokens: bool = False,
         every_token: bool = False,
-        on_delta: Callable[[ContentDelta], None] | None = None,
     ) -> None:
-        self._on_delta = on_delta
         self._detokenizer = detokenizer
         self._parser = parser
         self._stop = StopMatcher(stops)
@@ -312,8 +326,6 @@ class AnswerReader:
         """Return the parsed deltas that the request wants."""
         out: list[ContentDelta] = []
         for delta in parsed:
-            if self._on_delta is not None:
-                self._on_delta(delta)
             if self._as_parsed and isinstance(delta, (TextDelta, ReasoningDelta)):
                 out.append(delta)
                 continue

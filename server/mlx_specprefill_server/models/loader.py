@@ -28,7 +28,7 @@ from mlx_specprefill import (
 from ..errors import ApiError
 from ..monitoring.metrics import Metrics
 from ..pair_loading import load, make_settings
-from ..pairs import MissingPairError, Pair, PairsError, Row, read_pairs, resolve_pair, size
+from ..pairs import MissingPairError, Pair, PairsError, Row, read_pairs, resolve_pair
 from ..serving import Service
 from ..settings import Settings
 
@@ -136,16 +136,6 @@ def load_error(entry: Entry) -> ApiError:
     return ApiError(500, message, param="model", code="model_failed")
 
 
-def too_many(there: Sequence[Entry], most: int) -> str:
-    """Return the reason: these models can't be unloaded."""
-    return f"{ids_of(there)} can't be unloaded, and --max-models is {most}"
-
-
-def too_little(need: int, free: int) -> str:
-    """Return the reason: too few bytes of memory."""
-    return f"it needs {size(need)}, and what is in use leaves {size(max(0, free))}"
-
-
 def ids_of(entries: Sequence[Entry]) -> str:
     """Return the models' ids as text."""
     return ", ".join(entry.id for entry in entries)
@@ -174,13 +164,8 @@ class Loader:
         self._thread = MLXThread(memory_limit)
         self._thread.start()
 
-    @property
-    def on_pressure(self) -> Callable[[int], None]:
+    def call_on_pressure(self, call: Callable[[int], None]) -> None:
         """Set a function to call, from any thread, with the bytes that requests need and models take."""
-        return self._thread.memory.on_pressure or (lambda need: None)
-
-    @on_pressure.setter
-    def on_pressure(self, call: Callable[[int], None]) -> None:
         self._thread.memory.on_pressure = call
 
     def need(self, entry: Entry) -> int:

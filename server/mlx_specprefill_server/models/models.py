@@ -28,8 +28,6 @@ from .loader import (
     ids_of,
     load_error,
     reason_of,
-    too_little,
-    too_many,
 )
 
 logger = logging.getLogger(__name__)
@@ -62,7 +60,7 @@ class Models:
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         if host is not None:
-            host.on_pressure = self._make_room_for_requests
+            host.call_on_pressure(self._make_room_for_requests)
 
     @classmethod
     def of(cls, service: Service) -> Models:
@@ -295,15 +293,13 @@ class Models:
             logger.exception("%s can't be loaded", entry.id)
             entry.state, entry.error = "failed", reason_of(error)
             raise load_error(entry) from None
-        others = [
-            other for other in self if other is not entry and (other.service is not None or other.task is not None)
-        ]
+        others = [other for other in self if other is not entry and (other.service or other.task) is not None]
         stay = [other for other in others if not other.may_go]
-        if len(stay) >= self._max:
-            raise NoRoomError(entry, too_many(stay, self._max))
-        if free is not None and free + sum(other.weights for other in others if other.may_go) < need:
-            self._refuse_for_ever(entry, need)
-            raise NoRoomError(entry, too_little(need, free))
+        room = None if free is None else free + sum(other.weights for other in others if other.may_go)
+        if (why := self._short(need, stay, room)) is not None:
+            if room is not None and room < need:
+                self._refuse_for_ever(entry, need)
+            raise NoRoomError(entry, why)
 
     def _refuse_for_ever(self, entry: Entry, need: int) -> None:
         limit, pinned = self._the_host.limit(), [other for other in self if other.pin and other is not entry]
@@ -319,7 +315,7 @@ class Models:
     async def _make_room(self, entry: Entry) -> None:
         """Unload the least recently used models until there is room."""
         need, until = await asyncio.to_thread(self._the_host.need, entry), time.monotonic() + PATIENCE_S
-        while (why := self._short(entry, need)) is not None:
+        while (why := self._short(need, self._loaded_beside(entry), self._the_host.free())) is not None:
             self._freed.clear()
             if (victim := self._least_recent()) is not None:
                 await self._unload(victim)
@@ -331,14 +327,16 @@ class Models:
             else:
                 raise NoRoomError(entry, why)
 
-    def _short(self, entry: Entry, need: int) -> str | None:
-        others = [other for other in self if other.service is not None and other is not entry]
-        if len(others) >= self._max:
-            return too_many(others, self._max)
-        free = self._the_host.free()
-        if free is None or free >= need:
-            return None
-        return too_little(need, free)
+    def _short(self, need: int, there: Sequence[Entry], free: int | None) -> str | None:
+        """Return why a model can't come beside those that are there, None if it can."""
+        if len(there) >= self._max:
+            return f"{ids_of(there)} can't be unloaded, and --max-models is {self._max}"
+        if free is not None and free < need:
+            return f"it needs {size(need)}, and what is in use leaves {size(max(0, free))}"
+        return None
+
+    def _loaded_beside(self, entry: Entry) -> list[Entry]:
+        return [other for other in self if other.service is not None and other is not entry]
 
     def _least_recent(self) -> Entry | None:
         return min((entry for entry in self if entry.may_go), key=lambda entry: entry.last_use, default=None)

@@ -1,1 +1,1 @@
-"""Monitoring for operators: metrics, the access log, recent requests."""
+"""Monitoring for operators: metrics, logs, recent requests."""

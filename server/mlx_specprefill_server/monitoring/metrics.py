@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from prometheus_client.samples import Sample
 
 from mlx_specprefill import Engine, EngineStats, Finished, PrefillReport, Timings
 
@@ -20,6 +20,9 @@ SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 32
 GAPS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
 SHARES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
 GAPS_TEXT = "Time between tokens; every token with its answer's mean."
+CONSUMERS = (
+    "target_weights", "draft_weights", "requests", "reserved", "prefix_cache", "active", "spare", "limit",
+)  # fmt: skip
 STAGES = ("queue", "draft", "select", "prefill", "decode")
 
 # Beginnings of a report's reason. Free text would make a new series for every prompt length.
@@ -57,17 +60,14 @@ class Metrics(Collector):
         self.model = model
         self._read = self._made = 0  # running sums of tokens and seconds, for llama.cpp's averages
         self._read_s = self._made_s = 0.0
-        self._prompt = self._tokens("vllm:prompt_tokens", "Prompt tokens, cached and dropped ones included.")
-        self._generated = self._tokens("vllm:generation_tokens", "Generated tokens.")
-        self._queried = self._tokens("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
-        self._hit = self._tokens("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.")
-        self._success = self._counter(
-            "vllm:request_success", "Answers by the reason of their end.", MODEL, "finished_reason"
-        )
-        first = self._histogram("vllm:time_to_first_token_seconds", "Time from arrival to the first token.", MODEL)
-        whole = self._histogram("vllm:e2e_request_latency_seconds", "Time from arrival to the last token.", MODEL)
-        self._first, self._whole = first.labels(model), whole.labels(model)
-        self._gaps = self._histogram("vllm:inter_token_latency_seconds", GAPS_TEXT, MODEL, buckets=GAPS).labels(model)
+        self._prompt = self._counter("vllm:prompt_tokens", "Prompt tokens, cached and dropped ones included.")
+        self._generated = self._counter("vllm:generation_tokens", "Generated tokens.")
+        self._queried = self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+        self._hit = self._counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.")
+        self._success = self._counter("vllm:request_success", "Answers by the reason of their end.", "finished_reason")
+        self._first = self._histogram("vllm:time_to_first_token_seconds", "Time from arrival to the first token.")
+        self._whole = self._histogram("vllm:e2e_request_latency_seconds", "Time from arrival to the last token.")
+        self._gaps = self._histogram("vllm:inter_token_latency_seconds", GAPS_TEXT, buckets=GAPS)
         self._requests = self._counter(
             "specprefill_requests", "Prompts by mode of prefill and reason.", "mode", "reason"
         )
@@ -80,12 +80,9 @@ class Metrics(Collector):
             "specprefill_recalled_tokens", "Tokens that an earlier turn had dropped and a later one read."
         )
         self._verdicts = self._counter(
-            "specprefill_verdicts", "Sparse answers by what full reading says of them.", MODEL, "verdict"
+            "specprefill_verdicts", "Sparse answers by what full reading says of them.", "verdict"
         )
         self.registry.register(self)
-
-    def _tokens(self, name: str, text: str) -> Counter:
-        return self._counter(name, text, MODEL).labels(self.model)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, labels, registry=self.registry)
@@ -95,7 +92,7 @@ class Metrics(Collector):
 
     def record(self, result: AnswerResult) -> None:
         """Count one answer. The prompt of several answers, and its time in the queue, count once."""
-        self._success.labels(self.model, result.reason).inc()
+        self._success.labels(result.reason).inc()
         report = result.event.report
         if report is None:
             return
@@ -107,7 +104,7 @@ class Metrics(Collector):
                 self._time(report.timings)
 
     def record_verdict(self, word: str) -> None:
-        self._verdicts.labels(self.model, word).inc()
+        self._verdicts.labels(word).inc()
 
     def _count_answer(self, seconds: float, tokens: int) -> None:
         self._generated.inc(tokens)
@@ -140,50 +137,46 @@ class Metrics(Collector):
         if self.engine is None:
             return
         stats, health = self.engine.stats(), self.engine.health()
-        running = stats.prefilling + stats.decoding
-        yield _gauge("vllm:num_requests_running", "Requests in work.", running, self.model)
-        yield _gauge("vllm:num_requests_waiting", "Requests that wait.", stats.waiting, self.model)
-        yield _gauge("vllm:kv_cache_usage_perc", "Reserved share of KV memory, 0 to 1.", _usage(stats), self.model)
-        yield _gauge("llamacpp:requests_processing", "Requests in work.", running)
-        yield _gauge("llamacpp:requests_deferred", "Requests that wait.", stats.waiting)
+        memory, running = stats.memory, stats.prefilling + stats.decoding
+        yield GaugeMetricFamily("vllm:num_requests_running", "Requests in work.", running)
+        yield GaugeMetricFamily("vllm:num_requests_waiting", "Requests that wait.", stats.waiting)
+        yield GaugeMetricFamily("vllm:kv_cache_usage_perc", "Reserved share of KV memory, 0 to 1.", _usage(stats))
+        yield GaugeMetricFamily("llamacpp:requests_processing", "Requests in work.", running)
+        yield GaugeMetricFamily("llamacpp:requests_deferred", "Requests that wait.", stats.waiting)
         yield from self._sums()
-        yield _gauge("specprefill_engine_up", "1 while the engine's thread lives.", int(health.alive))
-        yield _gauge(
+        yield GaugeMetricFamily("specprefill_engine_up", "1 while the engine's thread lives.", int(health.alive))
+        yield GaugeMetricFamily(
             "specprefill_engine_heartbeat_age_seconds", "Seconds since the engine's last step.", health.heartbeat_age_s
         )
         yield from _engine_counts(stats)
-        yield _family(
-            GaugeMetricFamily, "specprefill_memory_bytes", "Memory by consumer.", "consumer", _memory_by_consumer(stats)
+        consumers = {name: value for name, value in asdict(memory).items() if name in CONSUMERS and value is not None}
+        yield _family(GaugeMetricFamily, "specprefill_memory_bytes", "Memory by consumer.", "consumer", consumers)
+        unaccounted = memory.unaccounted_bytes
+        yield GaugeMetricFamily(
+            "specprefill_unaccounted_bytes", "Memory in use beside weights, caches and requests.", unaccounted
         )
-        unaccounted = stats.memory.unaccounted_bytes
-        yield _gauge("specprefill_unaccounted_bytes", "Memory in use beside weights, caches and requests.", unaccounted)
+        caches = {"prefix": memory.prefix_cache, "disk": memory.prefix_disk}
         yield _family(
-            GaugeMetricFamily,
-            "specprefill_cache_bytes",
-            "Memory of prefixes for later requests.",
-            "kind",
-            _caches(stats),
+            GaugeMetricFamily, "specprefill_cache_bytes", "Memory of prefixes for later requests.", "kind", caches
         )
 
     def _sums(self) -> Iterator[Metric]:
-        yield _count("llamacpp:prompt_tokens", "Prompt tokens that were not cached.", self._read)
-        yield _count("llamacpp:prompt_seconds", "Time of draft, selection and prefill.", self._read_s)
-        yield _count("llamacpp:tokens_predicted", "Generated tokens.", self._made)
-        yield _count("llamacpp:tokens_predicted_seconds", "Time of decoding.", self._made_s)
-        yield _gauge("llamacpp:prompt_tokens_seconds", "Mean prefill tokens/s.", _rate(self._read, self._read_s))
-        yield _gauge("llamacpp:predicted_tokens_seconds", "Mean tokens/s.", _rate(self._made, self._made_s))
-
-    def text(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
-        return generate_latest(self.registry)
+        yield CounterMetricFamily("llamacpp:prompt_tokens", "Prompt tokens that were not cached.", self._read)
+        yield CounterMetricFamily("llamacpp:prompt_seconds", "Time of draft, selection and prefill.", self._read_s)
+        yield CounterMetricFamily("llamacpp:tokens_predicted", "Generated tokens.", self._made)
+        yield CounterMetricFamily("llamacpp:tokens_predicted_seconds", "Time of decoding.", self._made_s)
+        yield GaugeMetricFamily(
+            "llamacpp:prompt_tokens_seconds", "Mean prefill tokens/s.", _rate(self._read, self._read_s)
+        )
+        yield GaugeMetricFamily("llamacpp:predicted_tokens_seconds", "Mean tokens/s.", _rate(self._made, self._made_s))
 
 
-def text_of_several(models: Iterable[Metrics]) -> bytes:
-    """Return the metrics of several models as one text, with the model's name on each sample."""
-    return generate_latest(_Several(list(models)))
+def metrics_text(models: Iterable[Metrics]) -> bytes:
+    """Return the metrics of all models in Prometheus' text format, with the model's name on each sample."""
+    return generate_latest(_AllModels(list(models)))
 
 
-class _Several:
+class _AllModels:
     """A collector that joins families of the same name from one registry per model."""
 
     def __init__(self, models: Sequence[Metrics]) -> None:
@@ -194,39 +187,28 @@ class _Several:
         for model in self._models:
             for source in model.registry.collect():
                 family = families.setdefault(source.name, Metric(source.name, source.documentation, source.type))
-                family.samples += [_with_model(sample, model.model) for sample in source.samples]
+                family.samples += [
+                    sample._replace(labels={MODEL: model.model, **sample.labels}) for sample in source.samples
+                ]
         yield from families.values()
 
 
-def _with_model(sample: Sample, model: str) -> Sample:
-    return sample._replace(labels={MODEL: model, **sample.labels})
-
-
 def _engine_counts(stats: EngineStats) -> Iterator[Metric]:
-    fallbacks = sorted(stats.fallbacks.items())
-    evictions = [("memory", stats.evictions), ("disk", stats.disk_evictions)]
-    yield _family(CounterMetricFamily, "specprefill_fallbacks", "Sparse prefills that failed.", "stage", fallbacks)
+    evictions = {"memory": stats.evictions, "disk": stats.disk_evictions}
+    yield _family(
+        CounterMetricFamily, "specprefill_fallbacks", "Sparse prefills that failed.", "stage", stats.fallbacks
+    )
     yield _family(CounterMetricFamily, "specprefill_evictions", "Prefixes evicted for lack of room.", "tier", evictions)
-    yield _count("specprefill_densified_requests", "Sparse prompts prefilled in full in idle time.", stats.densified)
-    yield _count(
+    yield CounterMetricFamily(
+        "specprefill_densified_requests", "Sparse prompts prefilled in full in idle time.", stats.densified
+    )
+    yield CounterMetricFamily(
         "specprefill_densified_tokens",
         "Tokens of sparse prompts prefilled in full in idle time.",
         stats.densified_tokens,
     )
-    yield _count("specprefill_prefix_hits", "Requests that found a dense prefix.", stats.prefix_hits)
-    yield _count("specprefill_prefix_misses", "Requests that found no dense prefix.", stats.prefix_misses)
-
-
-def _memory_by_consumer(stats: EngineStats) -> list[tuple[str, float]]:
-    memory = stats.memory
-    names = ("target_weights", "draft_weights", "requests", "reserved", "prefix_cache", "active", "spare")
-    limit = [] if memory.limit is None else [("limit", float(memory.limit))]
-    return [(name, float(getattr(memory, name))) for name in names] + limit
-
-
-def _caches(stats: EngineStats) -> list[tuple[str, float]]:
-    memory = stats.memory
-    return [("prefix", memory.prefix_cache), ("disk", memory.prefix_disk)]
+    yield CounterMetricFamily("specprefill_prefix_hits", "Requests that found a dense prefix.", stats.prefix_hits)
+    yield CounterMetricFamily("specprefill_prefix_misses", "Requests that found no dense prefix.", stats.prefix_misses)
 
 
 def _usage(stats: EngineStats) -> float:
@@ -241,18 +223,8 @@ def _rate(count: int, seconds: float) -> float:
     return count / seconds if seconds else 0.0
 
 
-def _gauge(name: str, text: str, value: float, model: str | None = None) -> Metric:
-    family = GaugeMetricFamily(name, text, labels=[] if model is None else ["model_name"])
-    family.add_metric([] if model is None else [model], value)
-    return family
-
-
-def _count(name: str, text: str, value: float) -> Metric:
-    return CounterMetricFamily(name, text, value)
-
-
-def _family(kind: Any, name: str, text: str, label: str, values: Sequence[tuple[str, float]]) -> Metric:
+def _family(kind: Any, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
     family: Metric = kind(name, text, labels=[label])
-    for of, value in values:
+    for of, value in values.items():
         family.add_metric([of], value)  # type: ignore[attr-defined]
     return family

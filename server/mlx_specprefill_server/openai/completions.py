@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
+from pydantic import BeforeValidator, Field
 from starlette.responses import Response
 
 from mlx_specprefill import (
@@ -24,17 +25,18 @@ from ..constrained.output_format import constraint_of
 from ..deltas import AnswerDelta, AnswerDone, Idle, TextDelta
 from ..dependencies import ModelDep, body_of
 from ..errors import refusal
+from ..fields import Whole, first_limit, refuse_documents, refuse_sampling
 from ..generation.generation import AnswerSpec, Generation
-from ..generation.reader import Vocabulary
+from ..generation.reader import PlainText, Vocabulary
 from ..middleware import IdentityDep
-from ..parsers.base import Parser, PlainText
 from ..prompt.prompt import Prompt
 from ..report import DONE, KEEP_ALIVE, ProgressReporter, Report, data_event
 from ..serving import Service, make_spec, respond, sampling_params, while_connected
-from .protocol import LOWEST_LOGPROB, MAX_PROMPTS, CompletionRequest, Envelope, refuse_completion
+from .chat import LOWEST_LOGPROB, Envelope, GenerationFields, refuse_best_of
 
 router = APIRouter()
 
+MAX_PROMPTS = 128
 # (markers, their places): Qwen and others, StarCoder, DeepSeek, GLM; Codestral puts the end first
 _ORDER = "{0}{prompt}{1}{suffix}{2}"
 FILL_IN_THE_MIDDLE = (
@@ -47,6 +49,52 @@ FILL_IN_THE_MIDDLE = (
 
 Logprobs = dict[str, list[Any]]
 Scores = tuple[tuple[Logprob, tuple[Logprob, ...]], ...]
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int for item in value)
+
+
+def _read_prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
+    """Return every form of `prompt` as a tuple of texts and id lists."""
+    prompts = [value] if isinstance(value, str) or (value and _is_ids(value)) else value
+    if not isinstance(prompts, list) or not prompts or not all(isinstance(p, str) or _is_ids(p) for p in prompts):
+        raise ValueError("must be a string, an array of strings, an array of token ids, or an array of such arrays")
+    if len(prompts) > MAX_PROMPTS:
+        raise ValueError(f"at most {MAX_PROMPTS} prompts are supported in one request")
+    return tuple(prompt if isinstance(prompt, str) else tuple(prompt) for prompt in prompts)
+
+
+Prompts = str | list[str] | list[int] | list[list[int]]
+
+
+class CompletionRequest(GenerationFields):
+    """The body of POST /v1/completions."""
+
+    prompt: Annotated[tuple[str | tuple[int, ...], ...], BeforeValidator(_read_prompts, json_schema_input_type=Prompts)]
+    suffix: str = ""
+    echo: bool = False
+    logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
+
+    def limit(self) -> int | None:
+        """The limit in tokens, as for chat."""
+        return first_limit(self.max_tokens, self.n_predict)
+
+    def alternatives(self) -> int | None:
+        return self.logprobs
+
+    def with_ids(self) -> bool:
+        return self.return_token_ids
+
+
+def refuse_completion(body: Mapping[str, Any]) -> None:
+    """Refuse fields that completions don't support, by an InvalidRequestError."""
+    refuse_best_of(body)
+    refuse_sampling(body)
+    refuse_documents(body)
+    for name in ("max_tokens", "n_predict"):
+        if body.get(name) == 0 and not body.get("echo"):
+            raise refusal(name, "0 is only possible with echo")
 
 
 @router.post("/v1/completions")
@@ -68,8 +116,7 @@ async def create(
     prompts = await while_connected(request, _prompts(service, body))
     specs = [_spec(service, body, sampling, prompt, constraint) for prompt in prompts]
     generation = service.submit(specs, identity, body.cache_salt, warnings, body.n)
-    answer = CompletionAnswer(service, body, [prompt.tokens for prompt in prompts], generation)
-    return await respond(request, generation, answer, streamed=body.stream)
+    return await respond(request, generation, CompletionAnswer(service, body, generation), streamed=body.stream)
 
 
 async def _prompts(service: Service, body: CompletionRequest) -> list[Prompt]:
@@ -98,7 +145,7 @@ def _spec(
         body,
         sampling,
         prompt,
-        lambda: Parser(PlainText()),
+        PlainText,
         field="prompt",
         prompt_logprobs=prompt_logprobs,
         constraint=constraint,
@@ -138,20 +185,16 @@ Addition = tuple[_Choice, str, Logprobs | None, tuple[int, ...]]  # new text, it
 class CompletionAnswer:
     """The answers of one request, as a whole or as a stream."""
 
-    def __init__(
-        self, service: Service, body: CompletionRequest, prompts: Sequence[TokenIds], generation: Generation
-    ) -> None:
+    def __init__(self, service: Service, body: CompletionRequest, generation: Generation) -> None:
         self._generation = generation
         self._vocabulary = service.vocabulary
         self._progress = ProgressReporter(body.return_progress)
         self._body = body
         texts = [text if isinstance(text, str) else self._vocabulary.decode(text) for text in body.prompt]
         self._choices = [
-            _Choice(i, texts[i // body.n] if body.echo else None, prompts[i // body.n])
-            for i in range(len(prompts) * body.n)
+            _Choice(i, texts[i // body.n] if body.echo else None, prompt) for i, prompt in enumerate(generation.prompts)
         ]
-        prompt_tokens = sum(map(len, prompts))
-        self._report = Report(prompt_tokens, len(self._choices), body.n, generation.warnings, generation.verdicts)
+        self._report = Report(generation)
         self._envelope = Envelope.new("cmpl", "text_completion", body.model or service.model_id)
 
     async def collect(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from ..generation.generation import Generation
 from ..middleware import IdentityDep
 from ..report import ProgressReporter, Report, named_event
 from ..serving import Service, count_tokens, serve, while_connected
-from .protocol import logprob_entry
+from .chat import logprob_entry
 from .responses_protocol import ResponsesRequest, refuse
 
 Event = dict[str, Any]
@@ -152,7 +152,7 @@ class ResponsesAnswer:
         self._progress = ProgressReporter(body.return_progress)
         self._vocabulary = service.vocabulary
         self._writer = ItemWriter(self._logprobs_of, body.functions.namespaces)
-        self._report = Report(generation.prompt_tokens, warnings=generation.warnings, verdicts=generation.verdicts)
+        self._report = Report(generation)
         self._numbers = numbers()
         self._response = _fields(service, body)
 
@@ -190,10 +190,10 @@ class ResponsesAnswer:
         self._report.add(delta)
         status = _status(delta)
         yield from self._writer.close("completed" if status == "completed" else "incomplete")
-        self._response |= self._end(delta, status)
+        self._response |= self._end(status)
         yield {"type": f"response.{status}", "response": self._response}
 
-    def _end(self, end: AnswerDone, status: str) -> dict[str, Any]:
+    def _end(self, status: str) -> dict[str, Any]:
         fields: dict[str, Any] = {"status": status, "output": self._writer.items, "usage": self._usage()}
         if status == "completed":
             fields["completed_at"] = int(time.time())

@@ -24,7 +24,7 @@ from ..prompt.conversation import (
     string_of,
     text_of,
 )
-from .protocol import ConversationFields
+from .chat import ConversationFields
 
 LOGPROBS = "message.output_text.logprobs"
 STATELESS = "this server keeps no responses or conversations; send the whole conversation as input"

@@ -1,4 +1,4 @@
-"""The driver of a format's grammar, the known tools, and plain text, which has no grammar."""
+"""The driver of a format's grammar, and the known tools."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from ..deltas import ContentDelta, TextDelta
+from ..deltas import ContentDelta
 
 T = TypeVar("T")
 
@@ -79,22 +79,6 @@ class Machine(Protocol):
     @property
     def thinking(self) -> bool: ...
     def run(self, cursor: Cursor) -> Reading[None]: ...
-
-
-class PlainText:
-    """The grammar of text without reasoning or calls: everything is visible."""
-
-    thinking = False
-
-    def run(self, cursor: Cursor) -> Reading[None]:
-        while True:
-            if cursor.buffer:
-                start = cursor.offset
-                cursor.mark()
-                yield TextDelta(cursor.take(len(cursor.buffer)), start=start)
-            if cursor.ended:
-                return
-            yield None
 
 
 class Parser:

@@ -1,20 +1,21 @@
-"""JSON as models write it, checked character by character and passed on as it comes.
+"""JSON as models write it, checked character by character and passed on as it comes; also in Gemma's notation.
 
-A key is passed on when its value begins, so an object that is malformed at its first value has yielded nothing.
-Unambiguous mistakes are corrected: trailing commas, raw line breaks in strings, unknown escapes, Python's True, False
-and None, and missing closing brackets before the call's end tag.
+A key is passed on when its value begins, so an object that is malformed at its first value has yielded nothing. White
+space between the parts is that of `json.dumps`. Unambiguous mistakes are corrected: trailing commas, raw line breaks in
+strings, unknown escapes, Python's True, False and None, and missing closing brackets before the call's end tag.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import orjson
 
 from ..deltas import CallDelta
-from .base import Cursor, MalformedError, Reading, peek, spaces, starts_with
+from .base import Cursor, MalformedError, Reading, overlap, peek, spaces, starts_with
+from .calls import convert, expect, until
 
 DEEPEST = 64
 NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
@@ -30,11 +31,13 @@ class JsonReader:
 
     Args:
         closers: tags that end the call; brackets that are open before one of them are closed.
+        quote: Gemma's mark around strings, which then have no escapes. Keys need no quotes, and bare words are strings.
     """
 
-    def __init__(self, cursor: Cursor, closers: Sequence[str] = ()) -> None:
+    def __init__(self, cursor: Cursor, closers: Sequence[str] = (), quote: str = "") -> None:
         self._cursor = cursor
         self._closers = closers
+        self._quote = quote
         self._held = ""
 
     def object(self, depth: int = 0) -> Reading[None]:
@@ -43,16 +46,7 @@ class JsonReader:
         Raises:
             MalformedError: this is not an object.
         """
-        yield from self._expect("{")
-        comma = ""
-        while not (yield from self._over("}", comma)):
-            yield from self._string()
-            yield from self._space()
-            yield from self._expect(":")
-            yield from self._space()
-            yield from self.value(depth + 1)
-            comma = yield from self._comma("}")
-        yield from self._say("}")
+        yield from self._items("{", "}", self._member, depth)
 
     def text(self) -> Reading[str]:
         """Read a string and return its value.
@@ -64,52 +58,67 @@ class JsonReader:
         text, self._held = self._held, ""
         return str(orjson.loads(text))
 
-    def _array(self, depth: int) -> Reading[None]:
-        yield from self._expect("[")
-        comma = ""
-        while not (yield from self._over("]", comma)):
-            yield from self.value(depth + 1)
-            comma = yield from self._comma("]")
-        yield from self._say("]")
-
     def value(self, depth: int = 0) -> Reading[None]:
         """Yield the text of any value."""
-        if depth > DEEPEST:
-            raise MalformedError("nested too deeply")
+        if self._quote and (yield from starts_with(self._cursor, (self._quote,))):
+            yield from self._marked_string(live=True)
+            return
         match (yield from peek(self._cursor, 1)):
             case "{":
                 yield from self.object(depth)
             case "[":
-                yield from self._array(depth)
+                yield from self._items("[", "]", self.value, depth)
             case '"':
                 yield from self._string(live=True)
+            case _ if self._quote:
+                word = yield from until(self._cursor, ",}]", never="{[<")
+                yield from self._say(convert(word.strip(), {"type": ["number", "boolean", "null"]}))
             case _:
                 yield from self._word()
 
-    def _over(self, bracket: str, comma: str) -> Reading[bool]:
-        """Return whether the container ends here, by its bracket or the call's end tag. A value must follow a comma."""
-        space = yield from spaces(self._cursor)
-        if (yield from starts_with(self._cursor, (bracket,))):
-            self._cursor.take(1)
-        elif not (yield from starts_with(self._cursor, self._closers)):
-            self._held += comma + space
-            return False
-        self._held += space
+    def _items(self, opens: str, closes: str, item: Callable[[int], Reading[None]], depth: int) -> Reading[None]:
+        if depth > DEEPEST:
+            raise MalformedError("nested too deeply")
+        yield from expect(self._cursor, opens)
+        self._held += opens
+        comma = ""
+        while not (yield from self._over(closes)):
+            self._held += comma
+            comma = ", "
+            yield from item(depth + 1)
+            yield from spaces(self._cursor)
+            if (yield from starts_with(self._cursor, (",",))):
+                self._cursor.take(1)
+            elif not (yield from starts_with(self._cursor, (closes, *self._closers))):
+                raise MalformedError(f"',' or '{closes}' is expected")
+        yield from self._say(closes)
+
+    def _over(self, bracket: str) -> Reading[bool]:
+        """Return whether the container ends here, by its bracket or the call's end tag."""
+        yield from spaces(self._cursor)
+        if not (yield from starts_with(self._cursor, (bracket,))):
+            return bool((yield from starts_with(self._cursor, self._closers)))
+        self._cursor.take(1)
         return True
 
-    def _comma(self, bracket: str) -> Reading[str]:
-        """Read a comma, if there is one."""
-        space = yield from spaces(self._cursor)
-        if (yield from starts_with(self._cursor, (",",))):
-            return space + self._cursor.take(1)
-        self._held += space
-        if not (yield from starts_with(self._cursor, (bracket, *self._closers))):
-            raise MalformedError(f"',' or '{bracket}' is expected")
-        return ""
+    def _member(self, depth: int) -> Reading[None]:
+        if self._quote and (yield from starts_with(self._cursor, (self._quote,))):
+            yield from self._marked_string()
+        elif self._quote and (yield from peek(self._cursor, 1)) != '"':
+            key = yield from until(self._cursor, ":", never='{}[]",<')
+            self._held += orjson.dumps(key.strip()).decode()
+        else:
+            yield from self._string()
+        yield from spaces(self._cursor)
+        yield from expect(self._cursor, ":")
+        yield from spaces(self._cursor)
+        self._held += ": "
+        yield from self.value(depth)
 
     def _string(self, live: bool = False) -> Reading[None]:
         """Read a string. A `live` string is passed on as it comes."""
-        yield from self._expect('"')
+        yield from expect(self._cursor, '"')
+        self._held += '"'
         while True:
             special = NOT_PLAIN.search(self._cursor.buffer)
             self._held += self._cursor.take(special.start() if special else len(self._cursor.buffer))
@@ -124,6 +133,22 @@ class JsonReader:
                 self._held += yield from self._escape()
             else:
                 self._held += orjson.dumps(self._cursor.take(1)).decode()[1:-1]
+
+    def _marked_string(self, live: bool = False) -> Reading[None]:
+        """Read a string between two marks, as `_string`."""
+        yield from expect(self._cursor, self._quote)
+        self._held += '"'
+        while (at := self._cursor.buffer.find(self._quote)) < 0:
+            self._hold_text(len(self._cursor.buffer) - overlap(self._cursor.buffer, (self._quote,)))
+            if live:
+                yield from self._say("")
+            yield from self._more()
+        self._hold_text(at)
+        self._cursor.take(len(self._quote))
+        self._held += '"'
+
+    def _hold_text(self, size: int) -> None:
+        self._held += orjson.dumps(self._cursor.take(size)).decode()[1:-1]
 
     def _escape(self) -> Reading[str]:
         pair = yield from peek(self._cursor, 2)
@@ -173,14 +198,6 @@ class JsonReader:
         text, self._held = self._held + text, ""
         if text:
             yield CallDelta(text)
-
-    def _space(self) -> Reading[None]:
-        self._held += yield from spaces(self._cursor)
-
-    def _expect(self, char: str) -> Reading[None]:
-        if not (yield from starts_with(self._cursor, (char,))):
-            raise MalformedError(f"{char!r} is expected")
-        self._held += self._cursor.take(1)
 
     def _more(self) -> Reading[None]:
         if self._cursor.ended:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from ..deltas import CallBroken, CallEnd, CallStart, ReasoningDelta, TextDelta
 from .base import Cursor, MalformedError, Reading, Tools, find_first, spaces, starts_with
@@ -43,7 +43,7 @@ class TaggedText:
         self._bare = bare if tools else None
         self._readers = {**openers, **({BARE: bare} if bare else {})} if tools else {}
         closing = [mark for mark in self._readers if mark != BARE] + ([think[1]] if think else [])
-        self._marks = {False: Marks(list(self._readers)), True: Marks(closing)}  # by whether the text is reasoning
+        self._marks = {False: list(self._readers), True: closing}  # by whether the text is reasoning
         self._held: TextDelta | ReasoningDelta | None = None  # white space that may precede a tag
         self._trim = thinking and not begun  # white space at the start of the following text is dropped
         self._called = False
@@ -85,8 +85,7 @@ class TaggedText:
     def _text(self, cursor: Cursor) -> Reading[str]:
         """Yield everything up to a tag, which is not read; "" means the end."""
         while True:
-            marks = self._marks[self.thinking]
-            at, mark = marks.first(cursor.buffer)
+            at, mark = find_first(cursor.buffer, self._marks[self.thinking])
             if mark:
                 yield from self._say(cursor.offset, cursor.take(at))
                 return mark
@@ -146,19 +145,3 @@ class TaggedText:
         """Refuse an unknown name during reasoning. A model that reasons about calls may quote them."""
         if self.thinking and call.name not in self._tools.properties:
             raise MalformedError("no such tool")
-
-
-class Marks:
-    """A finder of tags. Most text has no character that begins one, which is the only check it needs."""
-
-    def __init__(self, marks: Sequence[str]) -> None:
-        self._marks = marks
-        self._begins = frozenset(mark[0] for mark in marks)
-
-    def first(self, text: str) -> tuple[int, str]:
-        """Return the place of the first tag and the tag. Without one, return where one may begin, or the end of the
-        text.
-        """
-        if self._begins.isdisjoint(text):
-            return len(text), ""
-        return find_first(text, self._marks)

@@ -73,7 +73,6 @@ class PromptBuilder:
         tokenizer: an mlx_lm TokenizerWrapper.
         context_length: tokens; texts that can't fit are refused before tokenization. None: no limit.
         allow_special_tokens: names of control tokens in a conversation's content are those tokens, not text.
-        keep_volatile_lines: nothing is left out of system messages.
 
     Attributes:
         workers: the threads that render and tokenize.
@@ -84,7 +83,6 @@ class PromptBuilder:
         tokenizer: Any,
         context_length: int | None = None,
         allow_special_tokens: bool = False,
-        keep_volatile_lines: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self.workers = Workers(WORKERS if getattr(tokenizer, "is_fast", False) else 1)
@@ -93,7 +91,6 @@ class PromptBuilder:
         self._controls = ControlTokens(tokenizer)
         self._encoder = Encoder(tokenizer, self._controls)
         self._allow_special = allow_special_tokens
-        self._keep_volatile = keep_volatile_lines
 
     @property
     def takes_tools(self) -> bool:
@@ -184,7 +181,7 @@ class PromptBuilder:
     def _fit(self, conversation: Conversation) -> _Fitted:
         """Return the conversation in the first form that the template takes, without volatile lines."""
         left_out: tuple[str, ...] = ()
-        if not self._keep_volatile and conversation.messages[0]["role"] == "system":
+        if conversation.messages[0]["role"] == "system":
             conversation, left_out = without_volatile_lines(conversation)
         if not self._tokenizer.has_chat_template:
             raise InvalidRequestError("This model has no chat template; use /v1/completions.", field=conversation.field)

@@ -1,4 +1,4 @@
-"""Prompts that stay as they were: without lines that change every time, with tools in their order and reasoning kept.
+"""Prompts that stay as they were: without lines that change every time, with tools in their first order.
 
 One changed token makes everything behind it be read again.
 """
@@ -7,21 +7,18 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import orjson
 
 from mlx_specprefill import CacheLabel
 
-from ..deltas import CallStart, ContentDelta, ReasoningDelta
-from .conversation import Conversation, Message
+from .conversation import Conversation
 
-T = TypeVar("T")
-
-_MOST = 256  # entries
+_MOST = 256  # sets of tools
 
 # Lines of system messages that say nothing to a model, by agent, as recorded from it.
 VOLATILE_LINES: Mapping[str, re.Pattern[str]] = {
@@ -44,27 +41,11 @@ def without_volatile_lines(conversation: Conversation) -> tuple[Conversation, tu
     return replace(conversation, messages=(*system, *conversation.messages[1:])), tuple(left_out)
 
 
-class _Recent(Generic[T]):
-    """The last `_MOST` values by key."""
-
-    def __init__(self) -> None:
-        self._values: OrderedDict[Hashable, T] = OrderedDict()
-
-    def put(self, key: Hashable, value: T) -> None:
-        self._values[key] = value
-        self._values.move_to_end(key)
-        if len(self._values) > _MOST:
-            self._values.popitem(last=False)
-
-    def get(self, key: Hashable) -> T | None:
-        return self._values.get(key)
-
-
 class ToolOrders:
     """The order in which each set of tools was first sent under a label. Used on the event loop."""
 
     def __init__(self) -> None:
-        self._orders: _Recent[tuple[bytes, ...]] = _Recent()
+        self._orders: OrderedDict[Any, tuple[bytes, ...]] = OrderedDict()  # by label and digests, least recent first
 
     def in_known_order(self, tools: Sequence[Mapping[str, Any]], label: CacheLabel) -> tuple[Mapping[str, Any], ...]:
         """Return the tools in the order of an earlier request with the same ones: it means nothing to a model."""
@@ -72,38 +53,8 @@ class ToolOrders:
         if len(named) < len(tools):
             return tuple(tools)
         key = label, frozenset(named)
-        order = self._orders.get(key) or tuple(named)
-        self._orders.put(key, order)
+        order = self._orders.setdefault(key, tuple(named))
+        self._orders.move_to_end(key)
+        if len(self._orders) > _MOST:
+            self._orders.popitem(last=False)
         return tuple(named[digest] for digest in order)
-
-
-class KeptReasoning:
-    """The reasoning that led to each tool call, by the call's id and the label. Used on the event loop."""
-
-    def __init__(self) -> None:
-        self._texts: _Recent[str] = _Recent()
-
-    def restore(self, conversation: Conversation, label: CacheLabel) -> Conversation:
-        """Return the conversation with the reasoning that the client dropped. The template may still leave it out."""
-        return replace(
-            conversation, messages=tuple(self._with_text(message, label) for message in conversation.messages)
-        )
-
-    def _with_text(self, message: Message, label: CacheLabel) -> Message:
-        if "reasoning" in message or not message.get("tool_calls"):
-            return message
-        text = self._texts.get((label, message["tool_calls"][0].get("id")))
-        return message if text is None else message | {"reasoning": text, "reasoning_content": text}
-
-    def recorder(self, label: CacheLabel) -> Callable[[ContentDelta], None]:
-        """Return a function that takes the deltas of one answer and keeps its reasoning."""
-        reasoning: list[str] = []
-
-        def note(delta: ContentDelta) -> None:
-            match delta:
-                case ReasoningDelta():
-                    reasoning.append(delta.text)
-                case CallStart() if reasoning:
-                    self._texts.put((label, delta.id), "".join(reasoning))
-
-        return note

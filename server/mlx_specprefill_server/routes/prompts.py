@@ -31,9 +31,9 @@ from ..errors import ApiError, JsonResponse, refusal
 from ..explain import explain_chunks, explanation
 from ..fields import Body, SpecPrefillFields, TokenIds
 from ..generation.generation import AnswerSpec, Generation
-from ..generation.reader import AnswerReader, IncrementalDetokenizer
+from ..generation.reader import AnswerReader, IncrementalDetokenizer, PlainText
 from ..middleware import IdentityDep
-from ..openai.protocol import ChatRequest
+from ..openai.chat import ChatRequest
 from ..openai.responses_protocol import ResponsesRequest
 from ..prompt.conversation import Conversation, conversation, ending_of
 from ..prompt.prompt import Prompt
@@ -197,7 +197,7 @@ async def warm(
     prompt = await while_connected(request, service.prompts.chat(_conversation(given)))
     opening = _opening(service, prompt)
     detokenizer = IncrementalDetokenizer(service.vocabulary.decode, opening.prompt)
-    spec = AnswerSpec(opening, lambda: AnswerReader(detokenizer, service.format.parser((), "")))
+    spec = AnswerSpec(opening, lambda: AnswerReader(detokenizer, PlainText()))
     generation = service.submit([spec], identity, body.cache_salt)
     try:
         report = await while_connected(request, _read(generation))
@@ -242,7 +242,7 @@ def _opening(service: Service, prompt: Prompt) -> GenerationRequest:
 
 
 async def _read(generation: Generation) -> Report:
-    report = Report(generation.prompt_tokens)
+    report = Report(generation)
     async for _, delta in generation.stream():
         if isinstance(delta, AnswerDone):
             report.add(delta)

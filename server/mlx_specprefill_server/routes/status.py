@@ -19,7 +19,7 @@ from ..dependencies import ModelsDep, ServiceDep
 from ..errors import RETRY_AFTER_S, ApiError, JsonResponse
 from ..middleware import Identity, IdentityDep
 from ..models.models import Models
-from ..monitoring.metrics import text_of_several
+from ..monitoring.metrics import metrics_text
 from ..report import EVENT_STREAM_HEADERS, data_event
 from ..serving import Service
 
@@ -81,10 +81,8 @@ def _trouble(models: Models) -> str | None:
 
 @router.get("/metrics")
 async def metrics(models: ModelsDep) -> Response:
-    """Return counts and times in Prometheus' text format, with each model's name if there are several."""
-    every = [entry.metrics for entry in models]
-    text = text_of_several(every) if models.several else every[0].text()
-    return Response(text, media_type=CONTENT_TYPE_PLAIN_1_0_0)
+    """Return counts and times in Prometheus' text format, with each model's name."""
+    return Response(metrics_text(entry.metrics for entry in models), media_type=CONTENT_TYPE_PLAIN_1_0_0)
 
 
 @router.get("/version")

@@ -1,4 +1,4 @@
-"""The verdicts on the last sparse answers of each API key. Numbers and token ids, never text."""
+"""The running requests, and the last answers of each API key with the verdicts on them. Never any text."""
 
 from __future__ import annotations
 
@@ -10,19 +10,100 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from heapq import merge
 from itertools import islice, pairwise
-from typing import Any
+from operator import itemgetter
+from typing import Any, Generic, TypeVar
 
-from mlx_specprefill import CacheLabel, GenerationRequest, TokenIds, Verdict
+from mlx_specprefill import CacheLabel, Event, Finished, GenerationRequest, Progress, TokenEvent, TokenIds, Verdict
 
 from ..deltas import CallDelta, CallStart
+from ..generation.generation import AnswerResult
 from ..generation.reader import Mark
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-HELD = 50  # answers per key
+HELD = 50  # answers per API key
 LOOKED_AT = 8  # newest answers that a prompt is compared with
 OPEN = "pending"
+
+
+class RunningRequest:
+    """One request from its submission to its end. Several answers to it count as one. Used on the event loop.
+
+    Attributes:
+        identity: name of the API key's identity.
+    """
+
+    def __init__(self, request_id: str | None, identity: str, prompt_tokens: int) -> None:
+        self.identity = identity
+        self.begun = time.time()
+        self._request_id = request_id
+        self._prompt_tokens = prompt_tokens
+        # each stage with its start, in seconds since the epoch
+        self._stages: list[tuple[str, float]] = [("queued", self.begun)]
+        self._done = self._total = self._made = 0
+        self._cached: int | None = None
+
+    def update(self, event: Event) -> None:
+        """Update the progress from an event of the engine."""
+        match event:
+            case Progress():
+                self._enter(event.stage)
+                self._done, self._total = event.done, event.total
+                self._cached = self._cached if event.cached is None else event.cached
+            case TokenEvent():
+                self._enter("decode")
+                self._made += 1
+                self._done = self._total = 0
+
+    def _enter(self, stage: str) -> None:
+        if stage != self._stages[-1][0] and stage != "queued":
+            self._stages.append((stage, time.time()))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the entry for the statistics. `done` of `total` tokens of the stage are 0 of 0 while unknown."""
+        return {
+            "request_id": self._request_id,
+            "prompt_tokens": self._prompt_tokens,
+            "cached_tokens": self._cached,
+            "stages": [{"stage": stage, "since": round(since, 3)} for stage, since in self._stages],
+            "done": self._done,
+            "total": self._total,
+            "completion_tokens": self._made,
+        }
+
+
+class NewestAnswers(Generic[T]):
+    """The last answers of each API key. Used on the event loop."""
+
+    def __init__(self) -> None:
+        # One queue per API key. A common one would reveal other keys' traffic by the time an answer stays in it.
+        self._answers: defaultdict[str, deque[tuple[float, T]]] = defaultdict(partial(deque, maxlen=HELD))
+
+    def add(self, identity: str, answer: T) -> None:
+        """Add an answer that ends now to those of an API key, given by its identity's name."""
+        self._answers[identity].appendleft((time.time(), answer))
+
+    def newest_first(self, identity: str | None) -> list[T]:
+        """Return the answers to one API key, or to all keys if it is None."""
+        shown = self._answers.values() if identity is None else [self._answers.get(identity, deque())]
+        newest = merge(*shown, key=itemgetter(0), reverse=True)
+        return [answer for _, answer in islice(newest, HELD)]
+
+
+def recent_answer(result: AnswerResult, request_id: str | None) -> dict[str, Any]:
+    """Return an answer's entry in the statistics."""
+    report = result.event.report
+    return {
+        "request_id": request_id,
+        "ended": round(time.time(), 3),
+        "finish": result.reason,
+        "completion_tokens": result.event.completion_tokens if isinstance(result.event, Finished) else 0,
+        "specprefill": None if report is None else report.to_dict(),
+    }
 
 
 class AnswerVerdict:
@@ -34,11 +115,11 @@ class AnswerVerdict:
 
     def __init__(self, request_id: str | None, index: int, model: str, request: GenerationRequest) -> None:
         self.request_id = request_id
-        self.ended = time.time()
         self._label = request.label
         self._length = len(request.prompt)
         self._digest = _digest(request.prompt)
-        self._fields: dict[str, Any] = {"model": model, "index": index, "verdict": OPEN}
+        ended = {"request_id": request_id, "ended": round(time.time(), 3)}
+        self._fields: dict[str, Any] = ended | {"model": model, "index": index, "verdict": OPEN}
 
     @property
     def word(self) -> str:
@@ -54,37 +135,27 @@ class AnswerVerdict:
         self._fields |= {"verdict": verdict.word} | _numbers(verdict)
         if verdict.word != "unknown":
             self._fields |= {"first": _first(verdict, decode), "calls": list(_calls(verdict, marks))}
-        names = ("model", "index", "verdict", "reason", "tokens", "agreeing")
+        names = ("request_id", "model", "index", "verdict", "reason", "tokens", "agreeing")
         shown = {name: self._fields[name] for name in names if name in self._fields}
-        logger.info("verdict %s", verdict.word, extra={"fields": {"request_id": self.request_id, **shown}})
+        logger.info("verdict %s", verdict.word, extra={"fields": shown})
 
     def is_before(self, label: CacheLabel, prompt: TokenIds) -> bool:
         """Return whether the prompt goes on from the answered one."""
         return self._label == label and self._length < len(prompt) and self._digest == _digest(prompt[: self._length])
 
     def to_dict(self) -> dict[str, Any]:
-        return {"request_id": self.request_id, "ended": round(self.ended, 3), **self._fields}
+        return dict(self._fields)
 
 
-class Verdicts:
+class Verdicts(NewestAnswers[AnswerVerdict]):
     """The last answers' verdicts by API key, and counts of all since the start."""
 
     def __init__(self) -> None:
-        self._answers: defaultdict[str, deque[AnswerVerdict]] = defaultdict(partial(deque, maxlen=HELD))
+        super().__init__()
         self._counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
-
-    def add(self, identity: str, answer: AnswerVerdict) -> None:
-        self._answers[identity].appendleft(answer)
 
     def count(self, identity: str, word: str) -> None:
         self._counts[identity][word] += 1
-
-    def newest_first(self, identity: str | None) -> list[AnswerVerdict]:
-        """Return the answers to one API key, given by its identity's name, or to all keys if it is None."""
-        shown = self._answers.values() if identity is None else [self._answers.get(identity, deque())]
-        return sorted(
-            (answer for answers in shown for answer in answers), key=lambda answer: answer.ended, reverse=True
-        )[:HELD]
 
     def counts(self, identity: str | None) -> dict[str, int]:
         """Return the verdicts since the start, and how many of the last answers have none yet."""
@@ -95,7 +166,7 @@ class Verdicts:
 
     def previous(self, identity: str, request: GenerationRequest) -> dict[str, Any] | None:
         """Return the verdict on the latest answer of the conversation that a request continues."""
-        newest = islice(self._answers.get(identity, ()), LOOKED_AT)
+        newest = self.newest_first(identity)[:LOOKED_AT]
         answer = next((candidate for candidate in newest if candidate.is_before(request.label, request.prompt)), None)
         return None if answer is None else answer.to_dict()
 

@@ -33,11 +33,7 @@ class ConfigurationError(SpecPrefillError):
 
 
 def write(files: Mapping[Path, Values], defaults: Values) -> list[tuple[Path, Path | None]]:
-    """Write all files, or none if one can't be written. Return each changed file with the copy of its old content.
-
-    Raises:
-        ConfigurationError: as `edit`.
-    """
+    """Write all files, or none if `edit` refuses one. Return each changed file with the copy of its old content."""
     old = {path: path.read_bytes() if path.exists() else b"" for path in files}
     new = {path: edit(old[path], path, files[path], defaults).encode() for path in files}
     changed = [path for path in files if new[path] != old[path]]
@@ -61,7 +57,7 @@ def edit(content: bytes, path: Path, values: Values, defaults: Values) -> str:
         data, dump = load(text := content.decode())
         if not isinstance(data, MutableMapping):
             raise ValueError("it is no table of settings")
-        if text.strip() and _letters(dump(data)) != _letters(text):
+        if text.strip() and "".join(dump(data).split()) != "".join(text.split()):  # white space may change
             raise ValueError("a part of it can't be written back unchanged")
         _merge(data, {name: value for name, value in defaults.items() if name not in data} | dict(values))
         is_read_again = load(dump(data))[0] == data  # tomlkit's tables have no `!=` of their own
@@ -70,11 +66,6 @@ def edit(content: bytes, path: Path, values: Values, defaults: Values) -> str:
     except (ValueError, TOMLKitError, YAMLError) as error:
         raise ConfigurationError(f"{path} is unchanged; add the lines printed above to it: {error}") from error
     return dump(data)
-
-
-def _letters(text: str) -> str:
-    """Return the text without white space, which may change."""
-    return "".join(text.split())
 
 
 def _unused_copy(path: Path) -> Path:

@@ -49,10 +49,7 @@ ENDING_S = 10  # seconds for connections to close after their answers have ended
 
 def create_app(engine: Engine, settings: Settings) -> FastAPI:
     """Return the ASGI application over a started engine. `app.state.models.state.stop()` ends all running answers."""
-    service = Service(engine, settings)
-    app = app_of(Models.of(service))
-    app.state.service = service
-    return app
+    return app_of(Models.of(Service(engine, settings)))
 
 
 def app_of(models: Models) -> FastAPI:
@@ -78,19 +75,8 @@ def app_of(models: Models) -> FastAPI:
         )
     app.add_middleware(AccessLogMiddleware)
     app.add_middleware(PathMiddleware)
-    routers = [
-        module.router
-        for module in (
-            page,
-            status,
-            prompts,
-            chat,
-            completions,
-            responses,
-            messages,
-            model_list,
-        )
-    ]
+    modules = (page, status, prompts, chat, completions, responses, messages, model_list)
+    routers = [module.router for module in modules]
     for router in routers:
         app.include_router(router)
     install_openapi(app, routers)

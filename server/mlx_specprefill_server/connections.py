@@ -180,13 +180,9 @@ class LimitedProtocol(HttpToolsProtocol):
         elif self._in_head and not self._head_bytes:
             self.transport.close()  # a browser's spare connection
         else:
-            self._refuse(self._incomplete())
-
-    def _incomplete(self) -> ApiError:
-        part = "header" if self._in_head else "body"
-        seconds = HEADER_TIMEOUT_S if self._in_head else BODY_TIMEOUT_S
-        message = f"The request's {part} did not arrive within {seconds:g} s."
-        return ApiError(408, message, code="request_incomplete")
+            part, seconds = ("header", HEADER_TIMEOUT_S) if self._in_head else ("body", BODY_TIMEOUT_S)
+            message = f"The request's {part} did not arrive within {seconds:g} s."
+            self._refuse(ApiError(408, message, code="request_incomplete"))
 
     def _watch_reading(self, seconds: float | None) -> None:
         if self._reading is not None:

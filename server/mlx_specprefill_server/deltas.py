@@ -37,16 +37,12 @@ class ReasoningDelta:
     start: int = 0
 
 
-def _call_id() -> str:
-    return f"call_{uuid4().hex[:24]}"
-
-
 @dataclass(frozen=True, slots=True)
 class CallStart:
     """The start of a tool call. Calls never overlap: the deltas up to CallEnd or CallBroken belong to this one."""
 
     name: str
-    id: str = field(default_factory=_call_id)
+    id: str = field(default_factory=lambda: f"call_{uuid4().hex[:24]}")
 
 
 @dataclass(frozen=True, slots=True)

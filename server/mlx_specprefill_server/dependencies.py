@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
 from itertools import islice
 from typing import Annotated, Any, TypeVar
@@ -247,7 +248,7 @@ class _LoadingStream(Response):
         """Return an event that every client of the dialect skips. Most clients reject other data before an answer's
         first event.
         """
-        progress = {"model": self._entry.id, "state": self._entry.state, **self._entry.progress.to_dict()}
+        progress = {"model": self._entry.id, "state": self._entry.state, **asdict(self._entry.progress)}
         if self._path == ANTHROPIC_PATH:
             return named_event({"type": "ping", "loading": progress})
         return comment("loading", progress)

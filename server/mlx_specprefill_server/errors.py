@@ -95,11 +95,7 @@ def refusal(field: str, why: str) -> InvalidRequestError:
 
 
 def require(condition: bool, field: str, rule: str) -> None:
-    """Refuse the field unless the condition holds.
-
-    Raises:
-        InvalidRequestError: it does not.
-    """
+    """Refuse the field unless the condition holds, by an InvalidRequestError."""
     if not condition:
         raise refusal(field, rule)
 

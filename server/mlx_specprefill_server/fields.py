@@ -151,6 +151,7 @@ class ThinkingFields(Body):
 
 
 UNLIMITED = -1  # tokens, as llama.cpp's clients write "no limit"
+MAX_STOPS = 64
 MAX_STOP_IDS = 1024
 MAX_BAD_WORDS = 256
 
@@ -174,6 +175,22 @@ def _words(value: Any) -> tuple[str, ...]:
     if len(value) > MAX_BAD_WORDS:
         raise ValueError(f"at most {MAX_BAD_WORDS} are supported")
     return tuple(value)
+
+
+def _stops(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(stop, str) and stop for stop in value):
+        raise ValueError("must be an array of non-empty strings")
+    if len(value) > MAX_STOPS:
+        raise ValueError(f"at most {MAX_STOPS} stop strings are supported")
+    return tuple(value)
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+StopStrings = Annotated[tuple[str, ...], BeforeValidator(_stops, json_schema_input_type=list[str])]
+OneOrMoreStops = Annotated[StopStrings, BeforeValidator(_listed, json_schema_input_type=str | list[str])]
 
 
 class SamplingFields(Body):

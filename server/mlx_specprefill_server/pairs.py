@@ -179,11 +179,7 @@ def find_pair(name: str, file: Path | None = None) -> Pair:
 
 
 def resolve_pair(name: str, row: Row, file: Path | None = None) -> Pair:
-    """Return the pair of a row with the paths of its packaged files.
-
-    Raises:
-        MissingPairError: as `find_pair`.
-    """
+    """Return the pair of a row with the paths of its packaged files; raises MissingPairError as `find_pair`."""
     try:
         target, draft = _model_path(row.target), None if row.draft is None else _model_path(row.draft)
     except PackageError as error:

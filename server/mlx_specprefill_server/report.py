@@ -62,11 +62,7 @@ class Report:
         return error
 
     def raise_error(self) -> None:
-        """Raise the first failure, for responses whose status is still open.
-
-        Raises:
-            SpecPrefillError, ApiError: the first failure among the answers.
-        """
+        """Raise the first failure, for responses whose status is still open."""
         if (error := self.error) is not None:
             raise error
 

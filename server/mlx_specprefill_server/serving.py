@@ -40,7 +40,7 @@ from .constrained.tool_choice import ToolChoice, resolve_tool_choice
 from .errors import DeadlineError, JsonResponse, refusal
 from .fields import AnswerFields, ChatFields, SamplingFields
 from .generation.generation import AnswerResult, AnswerSpec, Generation, ThreadsafeCalls
-from .generation.reader import AnswerReader, IncrementalDetokenizer, Mark, PlainText, Stops, Vocabulary
+from .generation.reader import AnswerReader, IncrementalDetokenizer, Mark, PlainText, StopMatcher, Vocabulary
 from .middleware import Identity, current_trace
 from .monitoring.answers import AnswerVerdict, NewestAnswers, RunningRequest, Verdicts, recent_answer
 from .monitoring.metrics import Metrics
@@ -107,11 +107,7 @@ class ServerState:
         return sorted((line for line in lines if identity in (None, line.identity)), key=lambda line: line.begun)
 
     def refuse_when_stopping(self) -> None:
-        """Refuse requests while the server stops.
-
-        Raises:
-            EngineClosedError: the server is shutting down.
-        """
+        """Refuse requests while the server stops, by an EngineClosedError."""
         if self.stopping:
             raise EngineClosedError("the server is shutting down")
 
@@ -353,7 +349,7 @@ class Answer(Protocol):
     """The answers to one request in a dialect."""
 
     def stream(self) -> AsyncIterator[bytes]:
-        """Yield the events of a stream."""
+        """Yield the events of a stream. The first ones go out before the engine has done anything."""
 
     def collect(self) -> Coroutine[Any, Any, dict[str, Any]]:
         """Return the whole response; raises SpecPrefillError."""
@@ -431,13 +427,7 @@ def _parser(service: Service, conversation: Conversation, prompt: Prompt) -> Cal
 
 
 async def sampling_params(service: Service, fields: SamplingFields) -> SamplingParams:
-    """Return the engine's sampling parameters.
-
-    A forbidden word is forbidden at the start of a text and inside one.
-
-    Raises:
-        InvalidRequestError: names the field.
-    """
+    """Return the engine's sampling parameters. A forbidden word is forbidden at the start of a text and inside one."""
     params = fields.sampling(service.sampling, service.vocabulary)
     words = [text for word in fields.bad_words for text in (word.lstrip(), f" {word.lstrip()}")]
     ids = [tuple(await service.prompts.tokens(word, special=False, field="bad_words")) for word in words]
@@ -445,11 +435,7 @@ async def sampling_params(service: Service, fields: SamplingFields) -> SamplingP
 
 
 async def count_tokens(service: Service, conversation: Conversation, choice: ToolChoice) -> int:
-    """Return the length of the prompt that `start_answers` would make.
-
-    Raises:
-        InvalidRequestError: the conversation or the tool choice is invalid.
-    """
+    """Return the length of the prompt that `start_answers` would make; raises as it does."""
     tools, _ = resolve_tool_choice(conversation.tools, choice)
     return len((await service.prompts.chat(replace(conversation, tools=tools))).tokens)
 
@@ -501,7 +487,7 @@ def make_spec(
         return AnswerReader(
             IncrementalDetokenizer(service.vocabulary.decode, request.prompt),
             parser(),
-            Stops(body.stops(), body.include_stop_str_in_output),
+            StopMatcher(body.stops(), body.include_stop_str_in_output),
             end_ids=request.stop_token_ids - shown_ids,
             parallel=parallel,
             forced=forced,

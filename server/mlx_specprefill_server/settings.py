@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 from fractions import Fraction
@@ -310,14 +310,13 @@ def what_is_wrong(error: ValidationError, environ: Mapping[str, str] | None = No
     return f"{where}: {message}" + (f" (got {json.dumps(value, default=str)})" if is_shown else "")
 
 
-def unknown_variables(environ: Mapping[str, str] | None = None) -> dict[str, str | None]:
-    """Return variables that look like settings and are none, each with the nearest name, if one is near."""
+def unknown_variables(environ: Mapping[str, str] | None = None) -> list[str]:
+    """Return a sentence for each variable that looks like a setting and is none, with the nearest name."""
     known = [name.upper() for name in Settings.model_fields] + NOT_SETTINGS
     given = {name: name.upper().removeprefix(ENV_PREFIX) for name in (os.environ if environ is None else environ)}
     strange = {name: end for name, end in sorted(given.items()) if end != name.upper() and end not in known}
-    return {name: _nearest(end, known) for name, end in strange.items()}
-
-
-def _nearest(end: str, known: Sequence[str]) -> str | None:
-    """Return the nearest whole name. Only the part after the common beginning is compared."""
-    return next((ENV_PREFIX + near for near in get_close_matches(end, known, 1)), None)
+    near = {name: "".join(get_close_matches(end, known, 1)) for name, end in strange.items()}
+    return [
+        f"the environment variable {name} is no setting" + (f"; did you mean {ENV_PREFIX}{other}?" if other else "")
+        for name, other in near.items()
+    ]

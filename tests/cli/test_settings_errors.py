@@ -66,8 +66,10 @@ def test_every_setting_with_an_option_is_spelled_as_serve_spells_it() -> None:
 
 def test_unknown_variables_come_with_the_nearest_name() -> None:
     given = {"MLX_SPECPREFILL_PROT": "1", "mlx_specprefill_host": "h", "MLX_SPECPREFILL_BLAS": "off", "PATH": "/"}
-    assert unknown_variables(given) == {"MLX_SPECPREFILL_PROT": "MLX_SPECPREFILL_PORT"}
-    assert unknown_variables({"MLX_SPECPREFILL_QQQQQQQQ": "1"}) == {"MLX_SPECPREFILL_QQQQQQQQ": None}
+    (sentence,) = unknown_variables(given)
+    assert sentence.endswith("MLX_SPECPREFILL_PROT is no setting; did you mean MLX_SPECPREFILL_PORT?")
+    (sentence,) = unknown_variables({"MLX_SPECPREFILL_QQQQQQQQ": "1"})
+    assert sentence.endswith("MLX_SPECPREFILL_QQQQQQQQ is no setting")
 
 
 def test_the_command_line_warns_of_them_and_goes_on() -> None:

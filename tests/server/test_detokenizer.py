@@ -6,7 +6,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_specprefill_server.generation.reader import IncrementalDetokenizer, StopMatcher, Stops, Vocabulary
+from mlx_specprefill_server.generation.reader import IncrementalDetokenizer, StopMatcher, Vocabulary
 
 from .fakes import byte_tokenizer
 
@@ -53,7 +53,7 @@ def test_endless_garbage_is_shown_instead_of_held_for_ever() -> None:
 def test_stop_strings_end_the_text_before_the_first_to_be_complete(
     text: str, stops: list[str], cuts: list[int]
 ) -> None:
-    matcher = StopMatcher(Stops(tuple(stops)))
+    matcher = StopMatcher(tuple(stops))
     borders = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
     shown = ""
     for start, end in pairwise(borders):
@@ -66,7 +66,7 @@ def test_stop_strings_end_the_text_before_the_first_to_be_complete(
 
 
 def test_what_may_be_a_stop_string_is_held_back_and_nothing_more() -> None:
-    matcher = StopMatcher(Stops(("END", "ENOUGH")))
+    matcher = StopMatcher(("END", "ENOUGH"))
     assert [matcher.push(part) for part in ("xE", "N", "a", "EN", "OUG")] == ["x", "", "ENa", "", ""]
     assert matcher.finish() == "ENOUG"
 

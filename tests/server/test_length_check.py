@@ -54,7 +54,7 @@ def test_thirty_megabytes_are_refused_at_once(
 ) -> None:
     client = demo_client(engine)
     tokenized: list[str] = []
-    monkeypatch.setattr(client.app.state.service.prompts, "_tokenize", tokenized.append)  # type: ignore[attr-defined]
+    monkeypatch.setattr(client.app.state.models.default.service.prompts, "_tokenize", tokenized.append)  # type: ignore[attr-defined]
     begun = time.monotonic()
     answer = client.post(path, json=body)
     assert time.monotonic() - begun < 15  # seconds of a busy machine; tokenizing takes a minute of an idle one

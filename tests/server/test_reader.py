@@ -20,7 +20,13 @@ from mlx_specprefill_server.deltas import (
     ReasoningDelta,
     TextDelta,
 )
-from mlx_specprefill_server.generation.reader import AnswerReader, IncrementalDetokenizer, PlainText, Stops, Vocabulary
+from mlx_specprefill_server.generation.reader import (
+    AnswerReader,
+    IncrementalDetokenizer,
+    PlainText,
+    StopMatcher,
+    Vocabulary,
+)
 from mlx_specprefill_server.parsers.formats import Format
 
 from .fakes import byte_tokenizer
@@ -34,7 +40,7 @@ def reader(words: Sequence[str], stops: tuple[str, ...] = (), **options: bool) -
     """Token `i` is `words[i]`."""
     detokenizer = IncrementalDetokenizer(lambda tokens: "".join(words[token] for token in tokens))
     parser = Format("hermes", THINK).parser(TOOLS, "")
-    return AnswerReader(detokenizer, parser, Stops(stops), with_tokens=True, **options)
+    return AnswerReader(detokenizer, parser, StopMatcher(stops), with_tokens=True, **options)
 
 
 def answer(words: Sequence[str], reason: Any = "stop", **options: Any) -> tuple[list[object], AnswerDone]:
@@ -59,7 +65,7 @@ def text_of(deltas: Sequence[object]) -> str:
 def test_text_that_nothing_has_to_be_looked_for_in_is_the_same(words: list[str]) -> None:
     def deltas(stops: tuple[str, ...]) -> list[object]:
         detokenizer = IncrementalDetokenizer(lambda tokens: "".join(words[token] for token in tokens))
-        one = AnswerReader(detokenizer, Format("hermes", THINK).parser(TOOLS, ""), Stops(stops))
+        one = AnswerReader(detokenizer, Format("hermes", THINK).parser(TOOLS, ""), StopMatcher(stops))
         read = [delta for number in range(len(words)) for delta in one.push(TokenEvent(number))]
         read += one.finish(Finished("stop", len(words), ACCOUNT), ACCOUNT)
         return [replace(delta, start=0) if isinstance(delta, TextDelta) else blank(delta) for delta in read]
@@ -216,7 +222,7 @@ def plain(stops: tuple[str, ...] = ()) -> AnswerReader:
     return AnswerReader(
         IncrementalDetokenizer(VOCABULARY.decode),
         PlainText(),
-        Stops(stops),
+        StopMatcher(stops),
         end_ids=frozenset({TOKENIZER.eos_token_id}),
         with_tokens=True,
         every_token=True,

@@ -176,11 +176,6 @@ class MessageAnswer:
         }
 
     async def collect(self) -> dict[str, Any]:
-        """Return the whole message.
-
-        Raises:
-            SpecPrefillError: the engine failed or was stopped.
-        """
         stop: dict[str, Any] = {}
         async for _, delta in self._generation.stream():
             for _ in self._events_of(delta):
@@ -191,7 +186,6 @@ class MessageAnswer:
         return {**self._head, "content": self._writer.blocks, **stop, "usage": self._usage(), **self._account()}
 
     async def stream(self) -> AsyncIterator[bytes]:
-        """Yield the events of the message. The first ones go out before the engine has done anything."""
         empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage()}
         yield named_event({"type": "message_start", "message": {**self._head, **empty}})
         yield PING

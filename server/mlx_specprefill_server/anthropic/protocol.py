@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from ..constrained.output_format import OutputFormat, response_format
 from ..constrained.tool_choice import NamedTool, ToolChoice
 from ..errors import refusal, require
-from ..fields import Body, ChatFields, Number, ThinkingFields, Whole, refuse_documents, refuse_sampling
+from ..fields import Body, ChatFields, Number, StopStrings, ThinkingFields, Whole, refuse_documents, refuse_sampling
 from ..prompt.conversation import (
     Conversation,
     Ending,
@@ -24,14 +24,6 @@ from ..prompt.conversation import (
     omission_note,
     string_of,
 )
-
-MAX_STOPS = 64
-
-
-def _stops(stops: list[str]) -> list[str]:
-    if not all(stops):
-        raise ValueError("must not contain empty strings")
-    return stops
 
 
 class Choice(Body):
@@ -64,13 +56,11 @@ class CountRequest(ThinkingFields):
         return "required" if self.tool_choice.type == "any" else self.tool_choice.type
 
     def conversation(self) -> Conversation:
-        """Return the normalised conversation."""
         messages = inline_system_messages(chat_messages(self.system, self.messages))
         kwargs = self.thinking_kwargs(self.output_config.effort)
         return conversation(messages, function_tools(self.tools), kwargs, _ending(messages))
 
     def output(self) -> OutputFormat | None:
-        """Return the JSON schema that the answer must follow, None if there is none."""
         return response_format(self.output_config.format, "output_config.format")
 
 
@@ -79,15 +69,13 @@ class MessagesRequest(CountRequest, ChatFields):
 
     max_tokens: Annotated[Whole, Field(ge=1)]
     temperature: Annotated[Number, Field(ge=0, le=1)] | None = None
-    stop_sequences: Annotated[list[str], Field(max_length=MAX_STOPS, fail_fast=True), AfterValidator(_stops)] = Field(
-        default_factory=list
-    )
+    stop_sequences: StopStrings = ()
 
     def limit(self) -> int | None:
         return self.max_tokens
 
     def stops(self) -> tuple[str, ...]:
-        return tuple(self.stop_sequences)
+        return self.stop_sequences
 
     def parallel(self) -> bool:
         return not self.tool_choice.disable_parallel_tool_use

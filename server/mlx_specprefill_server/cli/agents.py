@@ -46,17 +46,14 @@ def connect(
 
 def _find(base: str, key: str | None, wanted: str | None) -> RunningServer:
     """Return the server at this address with its model of this name, or its first; raises OptionError."""
+    models = ask_server(base, "/v1/models", key, "data")["data"]
     try:
-        models = [
-            (model["id"], model.get("aliases", []), model["context_length"], model.get("tools"))
-            for model in ask_server(base, "/v1/models", key, "data")["data"]
-        ]
+        named = [model for model in models if wanted in (None, model["id"], *model.get("aliases", ()))]
+        if not named:
+            raise OptionError(f"{base} has no model {wanted!r}; it has: {', '.join(model['id'] for model in models)}")
+        name, window, tools = named[0]["id"], named[0]["context_length"], named[0].get("tools")
     except (KeyError, TypeError, AttributeError) as error:
         raise OptionError(f"{base}/v1/models does not answer as this project's server does: {error!r}") from error
-    named = [(name, window, tools) for name, aliases, window, tools in models if wanted in (None, name, *aliases)]
-    if not named:
-        raise OptionError(f"{base} has no model {wanted!r}; it has: {', '.join(name for name, *_ in models)}")
-    name, window, tools = named[0]
     if window is None:
         raise OptionError(f"{base} does not know the window of {name}: its files are not on that machine")
     return RunningServer(base, name, window, key or "none", tools is not False)  # some clients insist on a key

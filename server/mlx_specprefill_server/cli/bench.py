@@ -131,11 +131,7 @@ def _prefill(engine: Engine, prompt: list[int], options: SpecPrefillOptions) -> 
 
 
 def record(engine: Engine, pair: str, plan: Plan, runs: Sequence[Run], load: float | None) -> dict[str, Any]:
-    """Return the figures that can be compared across machines. Nothing names a person, a host or a folder.
-
-    Args:
-        load: `load_before`.
-    """
+    """Return the figures that can be compared across machines. Nothing names a person, a host or a folder."""
     return {
         **measured_here(load),
         "pair": {
@@ -152,11 +148,7 @@ def record(engine: Engine, pair: str, plan: Plan, runs: Sequence[Run], load: flo
 
 
 def measured_here(load: float | None) -> dict[str, Any]:
-    """Return the fields at the start of every record: format, date, machine and software.
-
-    Args:
-        load: `load_before`.
-    """
+    """Return the fields at the start of every record: format, date, machine with its `load_before`, and software."""
     host = machine()
     return {
         "format": FORMAT,

@@ -104,9 +104,8 @@ def note_environment() -> None:
     """Say on standard error how this machine could be faster, and which variables are misspelled."""
     if BLAS.notice:
         typer.echo(f"note: {BLAS.notice}", err=True)
-    for name, nearest in unknown_variables().items():
-        hint = f"; did you mean {nearest}?" if nearest else ""
-        typer.echo(f"note: the environment variable {name} is no setting{hint}", err=True)
+    for sentence in unknown_variables():
+        typer.echo(f"note: {sentence}", err=True)
 
 
 def notes() -> Console:

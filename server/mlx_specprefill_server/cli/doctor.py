@@ -249,10 +249,7 @@ def _installed_version(name: str) -> str | None:
 def _settings() -> Finding:
     given = {name: value for name, value in sorted(os.environ.items()) if name.upper().startswith(ENV_PREFIX)}
     finding = Finding("settings", ", ".join(_assignments(given)) or "no variables are set")
-    finding.problems += [
-        f"the environment variable {name} is no setting{f'; did you mean {nearest}?' if nearest else ''}"
-        for name, nearest in unknown_variables().items()
-    ]
+    finding.problems += unknown_variables()
     try:
         Settings()
     except ValidationError as error:

@@ -150,11 +150,7 @@ def _look_up(name: str) -> _Remote:
 
 @contextmanager
 def _asking_for(repository: str) -> Iterator[None]:
-    """Turn every error of huggingface_hub into an OptionError. Errors of hf_xet are RuntimeErrors.
-
-    Raises:
-        OptionError: in place of everything that huggingface_hub raises; hf_xet's errors are RuntimeErrors.
-    """
+    """Turn every error of huggingface_hub into an OptionError. Errors of hf_xet are RuntimeErrors."""
     try:
         yield
     except (OSError, ValueError, TypeError, RuntimeError, httpx2.HTTPError) as error:
@@ -185,14 +181,7 @@ def _check_disk(missing: int) -> None:
 
 
 def load(pair: Pair, dtype: DtypeName, settings: Settings | None = None, *, calibrate: bool = False) -> ModelPair:
-    """Load a pair as `pair_loading.load` does, and announce each step on standard error.
-
-    A missing repository is fetched as `pull` does.
-
-    Raises:
-        OptionError: the disk or the memory has no room for the missing files.
-        HubError: it can't be fetched.
-    """
+    """Load a pair as `pair_loading.load` does, after `fetch_missing`, and announce each step on standard error."""
     fetch_missing(pair)
     return pair_loading.load(pair, dtype, settings, calibrate=calibrate, tell=_progress)
 
@@ -210,9 +199,6 @@ def load_engine(
 
     On several machines mlx-lm fetches missing files, because the memory that a model takes of each one is not known
     before.
-
-    Raises:
-        OptionError, HubError: as in `load`.
     """
     if ranks is None:
         fetch_missing(pair)

@@ -76,11 +76,7 @@ def launch(hosts: Path, arguments: Sequence[str], starting_port: int | None) -> 
 
 
 def _read_hosts(hosts: Path) -> list[str]:
-    """Return the hosts of a hostfile.
-
-    Raises:
-        SettingsError: the file is no hostfile.
-    """
+    """Return the hosts of a hostfile; raises SettingsError."""
     try:
         hostfile = json.loads(hosts.read_text(encoding="utf-8"))
         return [str(host["ssh"]) for host in (hostfile["hosts"] if isinstance(hostfile, dict) else hostfile)]
@@ -228,11 +224,7 @@ def run_server(
 
 
 def _table(config: Path | None, named: Sequence[str]) -> Path | None:
-    """Return the table of several models if the options name one.
-
-    Raises:
-        OptionError: options name one model, too.
-    """
+    """Return the table of several models if the options name one. Refuse options that name one model as well."""
     if config is not None and named:
         raise OptionError(f"--config and --{named[0].replace('_', '-')} exclude each other")
     return config or (models_file() if not named and models_file().is_file() else None)

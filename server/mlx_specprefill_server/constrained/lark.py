@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -12,6 +12,7 @@ import orjson
 from mlx_specprefill import InvalidRequestError
 
 from ..errors import refusal
+from ..parsers.base import resolve
 
 Schema = dict[str, Any]
 
@@ -96,40 +97,31 @@ class EnforceableSchema:
 
     def _exclusive(self, branches: Sequence[Any]) -> bool:
         """Return whether no value can match two of the branches."""
-        meant = [self._resolve(branch) for branch in branches]
+        meant = [mapping_of(resolve(branch, self._root)) for branch in branches]
         return all(_disjoint(one, other) for i, one in enumerate(meant) for other in meant[:i])
-
-    def _resolve(self, schema: Any) -> Schema:
-        """Return the schema that a local reference points to, or the schema itself."""
-        reference = schema.get("$ref") if isinstance(schema, dict) else None
-        if isinstance(reference, str) and reference.startswith("#/"):
-            schema = self._root
-            for step in reference.split("/")[1:]:
-                name = step.replace("~1", "/").replace("~0", "~")
-                schema = schema.get(name) if isinstance(schema, dict) else None
-        return schema if isinstance(schema, dict) else {}
 
 
 def _disjoint(one: Schema, other: Schema) -> bool:
-    if (types := _types(one)) and (others := _types(other)) and not types & others:
+    types, others = _types(one), _types(other)
+    if (types and others and not types & others) or _differ(one, other):
         return True
-    if (values := _values(one)) is not None and (others_values := _values(other)) is not None:
-        return not any(value in others_values for value in values)
-    if not (_types(one) == _types(other) == {"object"}):
+    if not (types == others == {"object"}):
         return False
-    return any(_differ_in(one, other, name) for name in _required_names(one) if name in _required_names(other))
+    members = [mapping_of(schema.get("properties")) for schema in (one, other)]
+    required = [name for name in items_of(one.get("required")) if name in items_of(other.get("required"))]
+    return any(_differ(*(member.get(name) for member in members)) for name in required if isinstance(name, str))
 
 
-def _differ_in(one: Schema, other: Schema, name: str) -> bool:
-    members = [schema.get("properties", {}) for schema in (one, other)]
-    mine, theirs = (_values(member.get(name)) if isinstance(member, dict) else None for member in members)
-    return mine is not None and theirs is not None and not any(value in theirs for value in mine)
+def _differ(one: Any, other: Any) -> bool:
+    """Return whether both schemas list their values and have none in common."""
+    values, others = _values(one), _values(other)
+    return values is not None and others is not None and not any(value in others for value in values)
 
 
 def _types(schema: Schema) -> set[str]:
     """Return the allowed JSON types; empty means any. A number may be an integer."""
     kind = schema.get("type")
-    named = {name for name in (kind if isinstance(kind, list) else [kind]) if isinstance(name, str)}
+    named = {name for name in [kind, *items_of(kind)] if isinstance(name, str)}
     return named | {"integer"} if "number" in named else named
 
 
@@ -142,9 +134,14 @@ def _values(schema: Any) -> list[Any] | None:
     return schema["enum"] if isinstance(schema.get("enum"), list) else None
 
 
-def _required_names(schema: Schema) -> Iterator[str]:
-    required = schema.get("required")
-    yield from (name for name in required if isinstance(name, str)) if isinstance(required, list) else ()
+def mapping_of(value: Any) -> Schema:
+    """Return an object of a schema, an empty one for anything else."""
+    return value if isinstance(value, dict) else {}
+
+
+def items_of(value: Any) -> list[Any]:
+    """Return an array of a schema, an empty one for anything else."""
+    return value if isinstance(value, list) else []
 
 
 # At most one space, where people write one. A model could fill its whole answer with free whitespace.

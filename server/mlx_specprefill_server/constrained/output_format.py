@@ -17,12 +17,6 @@ from .tool_choice import ToolChoice, calls_rule, forced_tools, has_grammar
 
 Kind = Literal["json_object", "json_schema", "regex", "grammar", "choice"]
 
-OUTPUT_FIELDS = (
-    "response_format",
-    "structured_outputs",
-    "json_schema",
-    "grammar",
-)
 _MOST_CHOICES = 10_000
 _GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 
@@ -52,7 +46,7 @@ def parse_response_format(body: Mapping[str, Any]) -> OutputFormat | None:
         InvalidRequestError: names the field; also when two fields ask for something.
     """
     asked = {
-        name: _READERS[name](body[name], name) for name in OUTPUT_FIELDS if body.get(name) not in (None, "", {}, [])
+        name: read(body[name], name) for name, read in _READERS.items() if body.get(name) not in (None, "", {}, [])
     }
     formats = {name: output for name, output in asked.items() if output is not None}
     if len(formats) > 1:
@@ -222,3 +216,4 @@ _READERS: Mapping[str, _Reader] = {
     "json_schema": _json_or_text,
     "grammar": _grammar,
 }
+OUTPUT_FIELDS = tuple(_READERS)

@@ -7,10 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import orjson
-
 from ..errors import refusal
-from .lark import Lark
+from .lark import Lark, items_of, mapping_of
 
 Tool = Mapping[str, Any]  # in the form of chat completions
 
@@ -57,11 +55,7 @@ def read_choice(given: str | dict[str, Any]) -> ToolChoice:
 
 
 def _allowed_tools(given: Mapping[str, Any]) -> AllowedTools:
-    """Read OpenAI's object with `mode` and `tools`. Tools other than functions are the provider's own and left out.
-
-    Raises:
-        InvalidRequestError: the value is no such object.
-    """
+    """Read OpenAI's object with `mode` and `tools`. Tools other than functions are the provider's own and left out."""
     mode, tools = given.get("mode"), given.get("tools")
     if mode not in ("auto", "required") or not isinstance(tools, list):
         raise refusal("tool_choice", "allowed_tools needs mode ('auto' or 'required') and tools (an array)")
@@ -149,14 +143,10 @@ def _check(tool: Tool) -> None:
     name = tool_name(tool)
     if not _NAME.fullmatch(name):
         raise refusal("tools", f"{name!r:.40} can't be forced: letters, digits and _-.:/ only")
-    try:
-        orjson.dumps(tool)
-    except TypeError as error:
-        raise refusal("tools", f"the parameters of {name} can't be read: {error}") from error
 
 
 def _parameters(tool: Tool) -> Schema:
-    return _mapping(tool["function"].get("parameters"))
+    return mapping_of(tool["function"].get("parameters"))
 
 
 def _arguments(lark: Lark, tool: Tool) -> str:
@@ -177,7 +167,7 @@ def _without_extra_members(schema: Schema) -> Schema:
         out["properties"] = {
             n: _without_extra_members(inner) if isinstance(inner, dict) else inner for n, inner in properties.items()
         }
-        if _OPEN.isdisjoint(schema) and set(_items(schema.get("required"))) <= set(properties):
+        if _OPEN.isdisjoint(schema) and set(items_of(schema.get("required"))) <= set(properties):
             out["additionalProperties"] = False
     return out
 
@@ -229,21 +219,13 @@ def _harmony(lark: Lark, tools: Sequence[Tool], parallel: bool) -> str:
 # --- notations with one field per argument ---------------------------------------------------------------------------
 
 
-def _mapping(value: Any) -> Schema:
-    return value if isinstance(value, dict) else {}
-
-
-def _items(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
 def _fields(schema: Schema) -> list[tuple[str, Schema, bool]]:
     """Yield name, schema and whether it is required, for each member of an object. References still resolve in each."""
     shared = _definitions(schema)
-    properties = _mapping(schema.get("properties"))
-    required = [name for name in _items(schema.get("required")) if isinstance(name, str)]
+    properties = mapping_of(schema.get("properties"))
+    required = [name for name in items_of(schema.get("required")) if isinstance(name, str)]
     names = dict.fromkeys([*properties, *required])
-    return [(name, {**shared, **_mapping(properties.get(name))}, name in required) for name in names]
+    return [(name, {**shared, **mapping_of(properties.get(name))}, name in required) for name in names]
 
 
 def _definitions(schema: Schema) -> Schema:
@@ -254,14 +236,14 @@ def _definitions(schema: Schema) -> Schema:
 def _types(schema: Schema) -> set[str]:
     """Return the JSON types that a schema names; empty means any."""
     kind = schema.get("type")
-    named = {name for name in [kind, *_items(kind)] if isinstance(name, str)}
-    branches = [*_items(schema.get("anyOf")), *_items(schema.get("oneOf"))]
-    return named.union(*(_types(_mapping(branch)) for branch in branches))
+    named = {name for name in [kind, *items_of(kind)] if isinstance(name, str)}
+    branches = [*items_of(schema.get("anyOf")), *items_of(schema.get("oneOf"))]
+    return named.union(*(_types(mapping_of(branch)) for branch in branches))
 
 
 def _texts(schema: Schema) -> list[str] | None:
     """Return the texts of an enumeration of texts, None for any other schema."""
-    values = _items([schema["const"]] if "const" in schema else schema.get("enum"))
+    values = items_of([schema["const"]] if "const" in schema else schema.get("enum"))
     return values if values and all(isinstance(value, str) for value in values) else None
 
 
@@ -351,7 +333,7 @@ def _gemma_value(lark: Lark, schema: Schema, quote: str) -> str:
         return f"{lark.literal(quote)} {lark.free_text(quote)}"
     if types == {"object"} and _fields(schema):
         return _gemma_object(lark, schema, quote)
-    if types == {"array"} and _mapping(schema.get("items")):
+    if types == {"array"} and mapping_of(schema.get("items")):
         return _gemma_array(lark, schema, quote)
     if (types and types <= _SCALARS) or "$ref" in schema:
         return lark.json(schema, strict=False, field="tools")

@@ -124,15 +124,12 @@ class Generation:
         warnings: Sequence[str],
         verdicts: dict[str, Any],
     ) -> None:
-        """Submit all specs, or none.
+        """Submit all specs, or none; raises as `Engine.submit`.
 
         Args:
             copies: answers to each spec, one after the other in the numbers of answers. The first one reads the prompt.
                 The others start when it has been read, and find it in the engine's cache.
             calls: to the running loop.
-
-        Raises:
-            InvalidRequestError, EngineClosedError: as `Engine.submit`.
         """
         self._engine = engine
         self._requests = [_with_seed(spec.request, i) for spec in specs for i in range(copies)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -74,23 +73,17 @@ class IncrementalDetokenizer:
         return next((n for n in cuts if self._decode(self._tokens[:-n]) + self._decode(self._tokens[-n:]) == text), 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Stops:
-    """Strings that end an answer. With `shown`, the stop string is part of the text."""
-
-    strings: tuple[str, ...] = ()
-    shown: bool = False
-
-
-NO_STOPS = Stops()
-
-
 class StopMatcher:
-    """A matcher that holds back a possible stop string and ends at the first complete one."""
+    """A matcher that holds back a possible stop string and ends at the first complete one.
 
-    def __init__(self, stops: Stops) -> None:
-        self._stops = stops.strings
-        self._shown = stops.shown
+    Args:
+        stops: strings that end an answer.
+        shown: the stop string is part of the text.
+    """
+
+    def __init__(self, stops: Sequence[str] = (), shown: bool = False) -> None:
+        self._stops = stops
+        self._shown = shown
         self._held = ""
         self.matched: str | None = None
 
@@ -240,7 +233,7 @@ class AnswerReader:
         self,
         detokenizer: IncrementalDetokenizer,
         parser: Parser | PlainText,
-        stops: Stops = NO_STOPS,
+        stop: StopMatcher | None = None,
         *,
         end_ids: frozenset[int] = frozenset(),
         parallel: bool = True,
@@ -250,12 +243,11 @@ class AnswerReader:
     ) -> None:
         self._detokenizer = detokenizer
         self._parser = parser
-        self._stop = StopMatcher(stops)
+        self._stop = stop or StopMatcher()
         self._end_ids = end_ids
         self._parallel = parallel
         self._distinct = _DistinctCalls() if forced else None
         self._tokens = _Tokens() if with_tokens else None
-        self._as_parsed = not (stops.strings or forced or with_tokens)  # text is shown as the parser gives it
         self._every_token = every_token
         self._new_ids: list[int] = []
         self._calls = 0  # number of calls that are not broken
@@ -326,9 +318,6 @@ class AnswerReader:
         """Return the parsed deltas that the request wants."""
         out: list[ContentDelta] = []
         for delta in parsed:
-            if self._as_parsed and isinstance(delta, (TextDelta, ReasoningDelta)):
-                out.append(delta)
-                continue
             for wanted in self._wanted(delta):
                 out += [wanted] if self._distinct is None else self._distinct.push(wanted)
             self.over = self.over or (self._distinct is not None and self._distinct.repeated)

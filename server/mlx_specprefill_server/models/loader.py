@@ -43,9 +43,6 @@ class LoadProgress:
     done: int = 0
     total: int = 0
 
-    def to_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "done": self.done, "total": self.total}
-
 
 @dataclass(eq=False)
 class Entry:

@@ -90,11 +90,7 @@ class Models:
     # --- which one ---------------------------------------------------------------------------------------------------
 
     def find(self, name: Any) -> Entry:
-        """Return the model that a request's `model` names. Any name will do, unless the settings forbid it.
-
-        Raises:
-            ApiError: 404.
-        """
+        """Return the model that a request's `model` names. Any name will do, unless the settings make it a 404."""
         if name is None or (isinstance(name, str) and name in self._names):
             return self.default if name is None else self._names[name]
         if self.state.settings.strict_model:
@@ -102,11 +98,7 @@ class Models:
         return self.default
 
     def get(self, name: str) -> Entry:
-        """Return the model of that id or alias.
-
-        Raises:
-            ApiError: 404.
-        """
+        """Return the model of that id or alias; an ApiError 404 without one."""
         if name not in self._names:
             raise self._not_found(name)
         return self._names[name]
@@ -167,11 +159,7 @@ class Models:
             entry.task = self._start(self._load(entry))
 
     async def load(self, entry: Entry) -> Service:
-        """Return the model in memory, and load it first if need be. All requests for it wait for one loading.
-
-        Raises:
-            ApiError: as `start_loading`.
-        """
+        """Return the model in memory. All requests for it wait for one loading; raises as `start_loading`."""
         while entry.service is None:
             await self.start_loading(entry)
             if (task := entry.task) is not None:
@@ -278,11 +266,7 @@ class Models:
         logger.info("%s is unloaded", entry.id)
 
     async def _check_room(self, entry: Entry) -> None:
-        """Refuse a model that would not fit even without all models that may be unloaded.
-
-        Raises:
-            ApiError: the model does not fit even after all unloads.
-        """
+        """Refuse a model that would not fit even without all models that may be unloaded, by an ApiError."""
         try:
             need, free = await asyncio.to_thread(self._the_host.need, entry), self._the_host.free()
         except MissingModelError as error:

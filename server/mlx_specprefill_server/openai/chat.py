@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from uuid import uuid4
 
 from fastapi import APIRouter, Depends, Request
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 from starlette.responses import Response
 
 from mlx_specprefill import Logprob, Progress, TokenEvent
@@ -29,6 +29,7 @@ from ..fields import (
     Body,
     ChatFields,
     MaxTokens,
+    OneOrMoreStops,
     Refused,
     Whole,
     first_limit,
@@ -42,17 +43,7 @@ from ..prompt.conversation import Conversation, conversation, ending_of
 from ..report import DONE, KEEP_ALIVE, ProgressReporter, Report, TextEvents, comment, data_event
 from ..serving import Service, count_tokens, serve, while_connected
 
-MAX_STOPS = 64
 MAX_ANSWERS = 32
-
-
-def _stops(value: Any) -> tuple[str, ...]:
-    stops = (value,) if isinstance(value, str) else value
-    if not isinstance(stops, list | tuple) or not all(isinstance(stop, str) and stop for stop in stops):
-        raise ValueError("must be a non-empty string or an array of them")
-    if len(stops) > MAX_STOPS:
-        raise ValueError(f"at most {MAX_STOPS} stop strings are supported")
-    return tuple(stops)
 
 
 class StreamOptions(Body):
@@ -70,7 +61,7 @@ class GenerationFields(AnswerFields):
     structured_outputs: Any = None
     json_schema: Any = None
     grammar: Any = None
-    stop: Annotated[tuple[str, ...], BeforeValidator(_stops, json_schema_input_type=str | list[str])] = ()
+    stop: OneOrMoreStops = ()
 
     def answers(self) -> int:
         return self.n
@@ -79,11 +70,6 @@ class GenerationFields(AnswerFields):
         return self.stop
 
     def output(self) -> OutputFormat | None:
-        """Return the text's required form, None for free text.
-
-        Raises:
-            InvalidRequestError: not understood, or asked for twice.
-        """
         given = {name: getattr(self, name) for name in OUTPUT_FIELDS if name in self.model_fields_set}
         return parse_response_format(given) if given else None
 
@@ -97,7 +83,6 @@ class ConversationFields(GenerationFields, ChatFields):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
     def choice(self) -> ToolChoice:
-        """Return the tool choice; raises as `read_choice`."""
         return "auto" if self.tool_choice == "auto" else read_choice(self.tool_choice)
 
     def parallel(self) -> bool:
@@ -117,7 +102,6 @@ class ChatRequest(ConversationFields):
     documents: list[Any] = Field(default_factory=list)
 
     def conversation(self) -> Conversation:
-        """Return the normalised messages with the tools."""
         ending = ending_of(self.add_generation_prompt, self.continue_final_message)
         kwargs = self.thinking_kwargs(self.reasoning_effort) | self.chat_template_kwargs
         given = conversation(self.messages, self.tools, kwargs, ending)
@@ -126,7 +110,6 @@ class ChatRequest(ConversationFields):
         return replace(given, template_kwargs={**given.template_kwargs, "documents": self.documents})
 
     def limit(self) -> int | None:
-        """The limit in tokens; None means the remaining context."""
         return first_limit(self.max_completion_tokens, self.max_tokens, self.n_predict)
 
     def alternatives(self) -> int | None:
@@ -249,11 +232,6 @@ class ChatAnswer:
         self._envelope = Envelope.new("chatcmpl", "chat.completion", body.model or service.model_id)
 
     async def collect(self) -> dict[str, Any]:
-        """Return all answers.
-
-        Raises:
-            SpecPrefillError: the engine failed on one of them or was stopped.
-        """
         choices = [_Choice(i, self._vocabulary) for i in range(self._body.n)]
         async for index, delta in self._generation.stream():
             choices[index].add(delta)
@@ -264,7 +242,6 @@ class ChatAnswer:
         return self._envelope.body(body, usage=self._report.usage(), **self._report.extras(), **self._prompt_ids())
 
     async def stream(self) -> AsyncIterator[bytes]:
-        """Yield the answers' events. The first one goes out before the engine has done anything."""
         self._envelope = replace(
             self._envelope, object="chat.completion.chunk", null_usage=self._body.stream_options.include_usage
         )

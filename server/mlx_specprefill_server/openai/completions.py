@@ -77,7 +77,6 @@ class CompletionRequest(GenerationFields):
     logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
 
     def limit(self) -> int | None:
-        """The limit in tokens, as for chat."""
         return first_limit(self.max_tokens, self.n_predict)
 
     def alternatives(self) -> int | None:
@@ -154,11 +153,7 @@ def _spec(
 
 
 def fill_in_the_middle(vocabulary: Vocabulary, prompt: str, suffix: str) -> str:
-    """Return a prompt for the text between `prompt` and `suffix`, with the model's own markers.
-
-    Raises:
-        InvalidRequestError: it has none.
-    """
+    """Return a prompt for the text between both, with the model's own markers. Refuse a model without them."""
     for markers, template in FILL_IN_THE_MIDDLE:
         if all(marker in vocabulary.special for marker in markers):
             return template.format(*markers, prompt=prompt, suffix=suffix)
@@ -198,11 +193,6 @@ class CompletionAnswer:
         self._envelope = Envelope.new("cmpl", "text_completion", body.model or service.model_id)
 
     async def collect(self) -> dict[str, Any]:
-        """Return all answers.
-
-        Raises:
-            SpecPrefillError: the engine failed on one of them or was stopped.
-        """
         async for index, delta in self._generation.stream():
             for choice, text, logprobs, tokens in self._additions(index, delta):
                 choice.text += text
@@ -220,7 +210,6 @@ class CompletionAnswer:
         return self._envelope.body(choices, usage=self._report.usage(), **self._report.extras())
 
     async def stream(self) -> AsyncIterator[bytes]:
-        """Yield the answers' events, interleaved."""
         self._envelope = replace(self._envelope, null_usage=self._body.stream_options.include_usage)
         for choice in self._choices:
             yield self._chunk(choice, "", None, (), choice.prompt)

@@ -4,6 +4,7 @@ unloading.
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
@@ -90,20 +91,25 @@ def _model(models: Models, entry: Entry) -> dict[str, Any]:
     }
     if models.several:
         fields |= {"aliases": list(entry.aliases), "default": entry is models.default, "pinned": entry.pin}
-        fields["loading"] = entry.progress.to_dict() if entry.state == "loading" else None
+        fields["loading"] = asdict(entry.progress) if entry.state == "loading" else None
     return fields | (_unknown_fields(entry) if entry.service is None else _in_memory(entry.service))
 
 
 def _in_memory(service: Service) -> dict[str, Any]:
-    length = service.context_length
+    length, pair, use = service.context_length, service.engine.pair, service.engine.stats().memory
+    weights = use.target_weights + use.draft_weights
     return {
         "max_input_tokens": length,
         "max_model_len": length,
         "context_length": length,
         "context_window": length,
-        "meta": {"n_ctx": length, "n_ctx_train": service.engine.pair.context_length},
-        "memory": _memory(service),
-        "ranks": _ranks(service),
+        "meta": {"n_ctx": length, "n_ctx_train": pair.context_length},
+        "memory": {"weights": weights, "requests": use.requests, "caches": use.prefix_cache},
+        "ranks": {
+            "count": 1 if pair.ranks is None else pair.ranks.size,
+            "sharding": pair.sharding,
+            "draft": pair.draft_placement,
+        },
         "tools": service.prompts.takes_tools,
         "sampling": service.sampling,
         "draft": service.draft_id,
@@ -118,23 +124,6 @@ def _unknown_fields(entry: Entry) -> dict[str, Any]:
     windows = ("max_input_tokens", "max_model_len", "context_length", "context_window")
     unknown = ("memory", "ranks", "tools", "sampling", "draft", "draft_tokenizer", "scorer", "specprefill")
     return dict.fromkeys(windows, entry.context) | dict.fromkeys(unknown, None)
-
-
-def _memory(service: Service) -> dict[str, int]:
-    """Return the sizes in bytes."""
-    use = service.engine.stats().memory
-    weights = use.target_weights + use.draft_weights
-    return {"weights": weights, "requests": use.requests, "caches": use.prefix_cache}
-
-
-def _ranks(service: Service) -> dict[str, Any]:
-    """Return the number of ranks, the sharding of the target, and the placement of the draft."""
-    pair = service.engine.pair
-    return {
-        "count": 1 if pair.ranks is None else pair.ranks.size,
-        "sharding": pair.sharding,
-        "draft": pair.draft_placement,
-    }
 
 
 def _scorer(service: Service) -> str | None:

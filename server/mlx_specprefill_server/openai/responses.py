@@ -157,11 +157,6 @@ class ResponsesAnswer:
         self._response = _fields(service, body)
 
     async def collect(self) -> dict[str, Any]:
-        """Return the whole response.
-
-        Raises:
-            SpecPrefillError: the engine failed or was stopped.
-        """
         async for _, delta in self._generation.stream():
             for _ in self._events_of(delta):
                 pass
@@ -169,7 +164,6 @@ class ResponsesAnswer:
         return self._response
 
     async def stream(self) -> AsyncIterator[bytes]:
-        """Yield the response's events. The first ones go out before the engine has done anything."""
         yield self._event({"type": "response.created", "response": self._response})
         yield self._in_progress()
         async for _, delta in self._generation.stream():

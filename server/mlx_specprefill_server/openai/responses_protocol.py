@@ -67,7 +67,6 @@ class ResponsesRequest(ConversationFields):
         return self.top_logprobs if self.top_logprobs or LOGPROBS in self.include else None
 
     def limit(self) -> int | None:
-        """The limit in tokens, by this dialect's name for it or another's; None means the remaining context."""
         return first_limit(self.max_output_tokens, self.max_tokens, self.n_predict)
 
     def output(self) -> OutputFormat | None:

@@ -19,7 +19,7 @@ Reading = Generator[ContentDelta | None, None, T]
 
 
 class MalformedError(Exception):
-    """The text at the cursor can't be part of a call."""
+    """The text at the cursor can't be part of a call, or not the part that a reading step is for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +60,10 @@ def _properties(parameters: Any) -> Mapping[str, Any]:
     properties = parameters.get("properties") if isinstance(parameters, dict) else None
     if not isinstance(properties, dict):
         return {}
-    return {name: _resolve(schema, parameters) for name, schema in properties.items()}
+    return {name: resolve(schema, parameters) for name, schema in properties.items()}
 
 
-def _resolve(schema: Any, root: Any) -> Any:
+def resolve(schema: Any, root: Any) -> Any:
     """Return the schema that a local reference points to, or the schema itself."""
     reference = schema.get("$ref") if isinstance(schema, dict) else None
     if not isinstance(reference, str) or not reference.startswith("#/"):

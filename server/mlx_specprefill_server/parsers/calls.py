@@ -137,11 +137,7 @@ def until(cursor: Cursor, ends: str, never: str = "") -> Reading[str]:
 
 
 def expect(cursor: Cursor, mark: str) -> Reading[None]:
-    """Read `mark`.
-
-    Raises:
-        MalformedError: something else comes.
-    """
+    """Read `mark`."""
     if not (yield from starts_with(cursor, (mark,))):
         raise MalformedError(f"{mark!r} is expected")
     cursor.take(len(mark))

@@ -41,19 +41,11 @@ class JsonReader:
         self._held = ""
 
     def object(self, depth: int = 0) -> Reading[None]:
-        """Yield the object's text.
-
-        Raises:
-            MalformedError: this is not an object.
-        """
+        """Yield the text of an object."""
         yield from self._items("{", "}", self._member, depth)
 
     def text(self) -> Reading[str]:
-        """Read a string and return its value.
-
-        Raises:
-            MalformedError: this is not a string.
-        """
+        """Read a string and return its value."""
         yield from self._string()
         text, self._held = self._held, ""
         return str(orjson.loads(text))

@@ -74,11 +74,7 @@ def conversation(
 
 
 def ending_of(add_generation_prompt: bool | None, continue_final_message: bool) -> Ending:
-    """Return the ending that vLLM's two fields ask for together.
-
-    Raises:
-        InvalidRequestError: both are asked for.
-    """
+    """Return the ending that vLLM's two fields ask for together. Refuse both at once by an InvalidRequestError."""
     if continue_final_message and add_generation_prompt:
         raise refusal("continue_final_message", "can't be combined with add_generation_prompt")
     if continue_final_message:
@@ -172,11 +168,7 @@ def _part(part: Any, where: str, of_a_tool: bool) -> str:
 
 
 def string_of(value: Mapping[str, Any], name: str, where: str) -> str:
-    """Return the string `name` of the object at the path `where`.
-
-    Raises:
-        InvalidRequestError: it is none.
-    """
+    """Return the string `name` of the object at the path `where`. Refuse others by an InvalidRequestError."""
     text = value.get(name)
     if not isinstance(text, str):
         raise refusal(f"{where}.{name}", "must be a string")

@@ -108,12 +108,13 @@ class PromptBuilder:
         return await self.run(partial(self._chat, conversation))
 
     async def raw(self, text: str) -> Prompt:
-        """Return an unrendered prompt, with the special tokens that the tokenizer adds.
+        """Return an unrendered prompt, with the special tokens that the tokenizer adds and the text has not.
 
         Raises:
             ContextLengthError: it can't fit the context.
         """
-        return await self.run(partial(self._raw, text))
+        starts_itself = bool(self._tokenizer.bos_token) and text.startswith(self._tokenizer.bos_token)
+        return Prompt(as_token_ids(await self.tokens(text, special=not starts_itself, field="prompt")))
 
     async def text(self, conversation: Conversation) -> str:
         """Return the rendered conversation as text; raises as `chat`."""
@@ -153,17 +154,9 @@ class PromptBuilder:
             return len(backend.encode_batch_fast([text], add_special_tokens=False)[0])
         return len(self._tokenizer.encode(text, add_special_tokens=False))
 
-    def _tokens(self, text: str, special: bool, field: str = "prompt") -> list[int]:
+    def _tokens(self, text: str, special: bool, field: str) -> list[int]:
         self.check_length(text, field)
         return list(self._tokenizer.encode(text, add_special_tokens=special))
-
-    def _raw(self, text: str) -> Prompt:
-        return Prompt(as_token_ids(self._tokens(text, special=not self._starts_itself(text))))
-
-    def _starts_itself(self, text: str) -> bool:
-        """Return whether the text already begins with the tokenizer's start token."""
-        start = self._tokenizer.bos_token
-        return bool(start) and text.startswith(start)
 
     def _chat(self, conversation: Conversation) -> Prompt:
         # Templates may omit the reasoning of the assistant's messages.

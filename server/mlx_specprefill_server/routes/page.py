@@ -6,6 +6,7 @@ The page's files are read once, and nothing else is ever served from the disk.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache, partial
 from importlib.resources import files
 from typing import Any
 
@@ -36,14 +37,7 @@ REFUSED = {
 
 def install_openapi(app: FastAPI, routers: Sequence[APIRouter]) -> None:
     """Make `app.openapi` describe all routers' endpoints."""
-    document: dict[str, Any] = {}
-
-    def openapi() -> dict[str, Any]:
-        if not document:
-            document.update(_document(app, routers))
-        return document
-
-    app.openapi = openapi  # type: ignore[method-assign]
+    app.openapi = cache(partial(_document, app, routers))  # type: ignore[method-assign]
 
 
 def _document(app: FastAPI, routers: Sequence[APIRouter]) -> dict[str, Any]:

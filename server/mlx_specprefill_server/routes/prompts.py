@@ -207,19 +207,17 @@ async def warm(
     return JsonResponse(answer | {"cached_tokens": report.cached_tokens, "specprefill": report.specprefill()})
 
 
-def _conversation(given: Mapping[str, Any]) -> Conversation:
+def _conversation(body: Mapping[str, Any]) -> Conversation:
     """Return the conversation. The dialect is told from fields that only one has."""
-    body = dict(given)
+    asked: ResponsesRequest | CountRequest | ChatRequest
     if "input" in body or "instructions" in body:
         asked = validate(ResponsesRequest, {"input": ASKS["content"], **body})
-        result, choice = asked.conversation(), asked.choice()
     elif "system" in body or any("input_schema" in tool for tool in body.get("tools", ()) if isinstance(tool, dict)):
-        counted = validate(CountRequest, {**body, "messages": body.get("messages") or [ASKS]})
-        result, choice = counted.conversation(), counted.choice()
+        asked = validate(CountRequest, {**body, "messages": body.get("messages") or [ASKS]})
     else:
-        chat = validate(ChatRequest, {**body, "messages": _with_a_user(body.get("messages"))})
-        result, choice = chat.conversation(), chat.choice()
-    return replace(result, tools=resolve_tool_choice(result.tools, choice)[0])
+        asked = validate(ChatRequest, {**body, "messages": _with_a_user(body.get("messages"))})
+    conversation = asked.conversation()
+    return replace(conversation, tools=resolve_tool_choice(conversation.tools, asked.choice())[0])
 
 
 def _with_a_user(messages: Any) -> Any:

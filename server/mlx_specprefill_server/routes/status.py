@@ -154,18 +154,14 @@ async def drop(service: ServiceDep, identity: IdentityDep, entry_id: str) -> Res
     return JsonResponse({"id": entry_id, "deleted": True})
 
 
-async def _snapshots(models: Models, model: str | None, identity: Identity, interval: float) -> AsyncIterator[bytes]:
+async def _snapshots(models: Models, name: str | None, identity: Identity, interval: float) -> AsyncIterator[bytes]:
+    """Look the model up for each event: a stream of hours must not keep a model in memory."""
     while not models.state.stopping:
-        yield data_event(_snapshot_of(models, model, identity))
+        try:
+            yield data_event(_snapshot(models.in_memory(name), identity))
+        except ApiError as error:
+            yield data_event({"object": "specprefill.stats", "time": round(time.time(), 3), **error.body()})
         await asyncio.sleep(interval)
-
-
-def _snapshot_of(models: Models, name: str | None, identity: Identity) -> dict[str, Any]:
-    """Look the model up and return its statistics. A stream of hours must not keep a model in memory."""
-    try:
-        return _snapshot(models.in_memory(name), identity)
-    except ApiError as error:
-        return {"object": "specprefill.stats", "time": round(time.time(), 3), **error.body()}
 
 
 def _snapshot(service: Service, identity: Identity) -> dict[str, Any]:

@@ -175,6 +175,9 @@ def test_an_answer_that_nobody_waited_for_is_counted(engine: FakeEngine, live: C
     assert found["vllm:generation_tokens_total"] == 5
 
 
+ESTIMATED = {"threshold": None, "min_kept": 0}
+
+
 @pytest.mark.parametrize(
     ("label", "options", "config", "more"),
     [
@@ -186,8 +189,9 @@ def test_an_answer_that_nobody_waited_for_is_counted(engine: FakeEngine, live: C
         ("keep-all", SpecPrefillOptions(True, Fraction(1)), {}, {}),
         ("no-draft", SpecPrefillOptions(True), {}, {"sparse_refusal": "no draft model is loaded"}),
         ("draft-context", SpecPrefillOptions(True), {}, {"draft_context": 100}),
-        ("predicted", SpecPrefillOptions(), {"threshold": None}, {"predict": lambda kept: Prediction(1.0, 5000.0)}),
-        ("predicted", SpecPrefillOptions(), {"threshold": None}, {"predict": lambda kept: Prediction(1.0, 2.0)}),
+        ("short", SpecPrefillOptions(), {"threshold": None}, {}),
+        ("predicted", SpecPrefillOptions(), ESTIMATED, {"predict": lambda kept: Prediction(1.0, 5000.0)}),
+        ("predicted", SpecPrefillOptions(), ESTIMATED, {"predict": lambda kept: Prediction(1.0, 2.0)}),
     ],
 )
 def test_what_the_planner_says_has_a_word(label: str, options: Any, config: Any, more: dict[str, Any]) -> None:

@@ -37,6 +37,7 @@ REASONS = {
     "draft-context": r"the prompt has \d+ tokens, the draft's context",
     "prompt-logprobs": r"prompt log-probabilities",
     "keep-all": r"keep is 100",
+    "short": r"\d+ prompt tokens, at least",
     "forced": r"forced tokens are",
     "not-started": r"not started",
 }

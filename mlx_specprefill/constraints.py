@@ -44,7 +44,7 @@ class GrammarState(Protocol):
         """Advance by a generated token.
 
         Raises:
-            InvalidRequestError: the answer can't be followed any further.
+            InvalidRequestError: the grammar has become too complex to follow.
         """
         ...
 
@@ -54,7 +54,7 @@ class GrammarState(Protocol):
 
 
 class LLGuidanceState:
-    """State of one answer's grammar: `accept` each token, call `mask` before the next.
+    """A grammar that llguidance follows.
 
     Args:
         stops: ids that end the answer; permitted where the grammar's text may end.
@@ -76,17 +76,11 @@ class LLGuidanceState:
         self._over = False
 
     def fork(self) -> LLGuidanceState:
-        """Return an independent copy, for tokens that may be taken back."""
         twin = copy.copy(self)
         twin._matcher = self._matcher.deep_copy()
         return twin
 
     def accept(self, token: int) -> None:
-        """Advance by a generated token.
-
-        Raises:
-            InvalidRequestError: the grammar has become too complex to follow.
-        """
         self._count += 1
         if self._trigger:
             self._recent = (*self._recent, token)[-len(self._trigger) :]
@@ -98,11 +92,6 @@ class LLGuidanceState:
                 raise self._error(_message(self._matcher))
 
     def mask(self, size: int) -> Mask | None:
-        """Return a mask of the permitted ids, (size,) bool; None permits all.
-
-        Raises:
-            InvalidRequestError: the grammar has become too complex to follow.
-        """
         if self._trigger:
             return None
         mask = self._by_grammar(size)
@@ -151,13 +140,11 @@ class ReasoningBudgetState:
         self._close_when_spent()
 
     def fork(self) -> ReasoningBudgetState:
-        """Return an independent copy, for tokens that may be taken back."""
         twin = copy.copy(self)
         twin._inner = None if self._inner is None else self._inner.fork()
         return twin
 
     def accept(self, token: int) -> None:
-        """Advance by a generated token; raises as the grammar."""
         if self._inner is not None:
             self._inner.accept(token)
         budget = self._budget

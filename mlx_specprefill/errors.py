@@ -18,21 +18,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-__all__ = [
-    "ContextLengthError",
-    "DeviceError",
-    "EngineClosedError",
-    "EngineError",
-    "InvalidRequestError",
-    "LoadError",
-    "PairMismatchError",
-    "PeerLostError",
-    "RequestCancelled",
-    "SettingsError",
-    "SparseUnsupportedError",
-    "SpecPrefillError",
-]
-
 DeviceErrorKind = Literal["memory", "timeout", "refused", "other"]
 _WORDS: dict[DeviceErrorKind, tuple[str, ...]] = {
     "memory": (

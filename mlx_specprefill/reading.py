@@ -66,16 +66,11 @@ def dtype_name(model: nn.Module) -> str:
     return max(sizes, key=lambda name: sizes[name]) if sizes else "none"
 
 
-Sharding = Literal["tensor", "pipeline"]
-""""first": on rank 0, which sends the importance to the others. Else each rank holds a part of every layer."""
-_PART = 4096  # bytes
-_PARTS = 64  # of every file
+Sharding = Literal["tensor", "pipeline"]  # every layer over all ranks, or some layers to each rank
 
 
 def sharding_of(model: nn.Module) -> Sharding | None:
-    """Return mlx-lm's way to spread the model: every layer over all ranks, else some layers to each rank; None if
-    neither.
-    """
+    """Return mlx-lm's way to spread the model; None if it has none."""
     if hasattr(model, "shard"):
         return "tensor"
     return "pipeline" if hasattr(getattr(model, "model", None), "pipeline") else None
@@ -117,6 +112,10 @@ def check_heads(name: str, config: dict[str, Any], size: int) -> None:
         # A latent cache (MLA) is whole on every rank, whatever this number.
         if isinstance(count, int) and count % size and not (key == "num_key_value_heads" and "kv_lora_rank" in text):
             raise LoadError(f"{name} can't be spread over {size} ranks: its {count} {key} can't be divided by that")
+
+
+_PART = 4096  # bytes
+_PARTS = 64  # of every file
 
 
 def files_digest(path: Path) -> str:

@@ -24,7 +24,7 @@ import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
 from mlx.utils import tree_flatten, tree_map
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
@@ -32,7 +32,7 @@ from transformers import PreTrainedTokenizerFast
 from .adapters.capture import DraftHeads, Head, HeadCapture, QueryCapture
 from .adapters.mtp import ARCHITECTURES, MTPLayers
 from .adapters.staged import StagedModel
-from .cache.positioned import leaves, make_positioned_cache, place
+from .cache.positioned import fill, make_positioned_cache, place
 from .config import EngineConfig, SpeculationConfig
 from .engine.costs import ForwardCost, LearntCost
 from .engine.engine import Engine
@@ -477,7 +477,9 @@ def forward_times(pair: ModelPair) -> ForwardTimes:
         if tokens >= _FITTED:
             for once in taken:
                 learnt.observe(tokens, 0, once)
-    cache = _behind(model)
+    cache = list(make_prompt_cache(model))
+    _forward(model, cache, 2)
+    fill(cache, _BEHIND)
     mx.reset_peak_memory()
     before = mx.get_active_memory()
     (behind_ms,) = _times(lambda: _forward(model, cache, _CHUNK), 1)
@@ -499,15 +501,3 @@ def _times(run: Callable[[], None], repeats: int) -> list[float]:
 def _forward(model: nn.Module, cache: list[Any], tokens: int) -> None:
     model(mx.zeros((1, tokens), dtype=mx.int32), cache=cache)
     mx.eval([part.state for part in cache])
-
-
-def _behind(model: nn.Module) -> list[Any]:
-    """Return a cache with many tokens, which are zeros, in full attention only."""
-    cache = list(make_prompt_cache(model))
-    _forward(model, cache, 2)
-    for part in leaves(cache):
-        if type(part) is KVCache and not part.empty():
-            held = [mx.zeros((*array.shape[:2], _BEHIND, array.shape[3]), array.dtype) for array in part.state[:2]]
-            part.state = (*held, _BEHIND)
-    mx.eval([part.state for part in cache])
-    return cache

@@ -18,13 +18,13 @@ from typing import Any
 from .capture import wrap_attention, wrap_softmax
 from .mtp import wrap_hidden
 from .recurrence import RECURRENT, wrap_recurrence
-from .rope import wrap_attention_scale, wrap_dynamic_ntk, wrap_rope
+from .rope import PositionMappedRoPE, wrap_attention_scale, wrap_dynamic_ntk
 
 Function = Callable[..., Any]
 _MARK = "mlx_specprefill_patch"
 
 PATCHES: Mapping[str, Callable[[Function], Function]] = {
-    "mlx.core:fast.rope": wrap_rope,
+    "mlx.core:fast.rope": PositionMappedRoPE,
     "mlx.core:fast.scaled_dot_product_attention": wrap_attention,
     "mlx.core:softmax": wrap_softmax,
     "mlx_lm.models.rope_utils:DynamicNTKScalingRoPE.__call__": wrap_dynamic_ntk,

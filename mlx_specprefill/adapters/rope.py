@@ -4,10 +4,10 @@ Every RoPE in mlx-lm ends in `mx.fast.rope`, whatever module or function builds 
 that primitive (`adapters/patches`) maps positions for all of them, without re-implementing a rotation. Calls with
 ordinary offsets pass through unchanged.
 
-- `PositionMappedRoPE` acts when the offset is a matrix (B, L): one position per token. Such offsets come only from a
-  positioned cache that was told where its next tokens lie (`cache/positioned.py`).
-- `OffsetAdjustedRoPE` adds a per-row shift to the offset for the duration of one call. It serves caches that can't
-  carry the shift themselves, because their `offset` is also their storage index (mlx-lm's `QuantizedKVCache`).
+- An offset that is a matrix (B, L) is one position per token. Such offsets come only from a positioned cache that was
+  told where its next tokens lie (`cache/positioned.py`).
+- Inside `adjust_offsets` a shift is added to each row's offset. It serves caches that can't carry the shift themselves,
+  because their `offset` is also their storage index (mlx-lm's `QuantizedKVCache`).
 
 Two models need more. mlx-lm computes the base of a dynamic NTK RoPE from the end of the sequence,
 `max(L + offset, limit)`, which needs one integer: with one position per token, the end is the position after the last
@@ -60,18 +60,15 @@ def wrap_attention_scale(stock: Callable[..., mx.array]) -> Callable[..., mx.arr
     return scale
 
 
-RopeFn = Callable[..., mx.array]
-
-
 class PositionMappedRoPE:
-    """Wraps `mx.fast.rope` to take one absolute position per token (SpecPrefill, section 3.2.4).
+    """Wraps `mx.fast.rope` to take one absolute position per token (SpecPrefill, section 3.2.4), and shifts.
 
     The kernel takes one offset per batch row. So tokens are folded into the batch axis, each as a sequence of length
     one with its own offset. The arithmetic is the kernel's: results are bit-identical to rotating the dense sequence
     and taking the same rows.
     """
 
-    def __init__(self, rope: RopeFn) -> None:
+    def __init__(self, rope: Callable[..., mx.array]) -> None:
         self.rope = rope
 
     def __call__(self, x: mx.array, dims: int, *args: Any, offset: Any = 0, **kwargs: Any) -> mx.array:
@@ -80,6 +77,8 @@ class PositionMappedRoPE:
         Raises:
             ValueError: fewer positions than tokens.
         """
+        if _shifts.value is not None:
+            offset = offset + _shifts.value
         if not (isinstance(offset, mx.array) and offset.ndim == 2):
             return self.rope(x, dims, *args, offset=offset, **kwargs)
         B, L = x.shape[0], x.shape[-2]
@@ -94,27 +93,7 @@ class PositionMappedRoPE:
         return mx.moveaxis(rotated.reshape(rows.shape), 1, -2)
 
 
-class OffsetAdjustedRoPE:
-    """Wraps `mx.fast.rope` to add a shift to the offset of the current call: position = slot + shift.
-
-    The shift belongs to a sequence, not to the model, so it is held per thread and only inside `adjust_offsets`.
-    """
-
-    def __init__(self, rope: RopeFn) -> None:
-        self.rope = rope
-
-    def __call__(self, x: mx.array, dims: int, *args: Any, offset: Any = 0, **kwargs: Any) -> mx.array:
-        if _shifts.value is not None:
-            offset = offset + _shifts.value
-        return self.rope(x, dims, *args, offset=offset, **kwargs)
-
-
 _shifts: Active[mx.array | int] = Active()
-
-
-def wrap_rope(rope: RopeFn) -> PositionMappedRoPE:
-    """Put both wrappers around `mx.fast.rope`."""
-    return PositionMappedRoPE(OffsetAdjustedRoPE(rope))
 
 
 @contextmanager

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import Encoding, Tokenizer
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from ..errors import PairMismatchError, SparseUnsupportedError
 from ..request import TokenIds
@@ -131,17 +132,7 @@ def _text_step(step: dict[str, Any]) -> Callable[[str], str]:
     return lambda piece: piece.replace(old, step["content"])
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """Return the byte of each character in byte-level vocabularies.
-
-    GPT-2 chose them: printable bytes as they are, the others from U+0100 on.
-    """
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
-
-
-_BYTES = _byte_alphabet()
+_BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
 
 
 def _of_byte_level(piece: str) -> bytes:
@@ -166,24 +157,19 @@ def mean(values: Sequence[float], default: float = 0.0) -> float:
     total = sum(value for value in values if value is not None)
     return total / len(values) if values else default
 
-{"name": "Zo\u00eb", "items": [1, 2.5, -3e7], "path": "/usr/local/lib/python3.11", "done": true, "next": null}
+{"name": "Zoë", "items": [1, 2.5, -3e7], "path": "/usr/local/lib/python3.11", "done": true, "next": null}
 """
 # Texts on which tokenizers differ: scripts, joined and decomposed characters, spaces, line ends, control characters.
 _SCRIPTS = """\
-D\u00e9j\u00e0 vu, na\u00efve, \u0141\u00f3d\u017a, stra\u00dfe, \u0130stanbul, ti\u1ebfng Vi\u1ec7t; decomposed\
-: e\u0301 n\u0303 A\u030a \u1100\u1161\u11a8.
-\u0412\u0441\u0435 \u0441\u0447\u0430\u0441\u0442\u043b\u0438\u0432\u044b\u0435 \u0441\u0435\u043c\u044c\u0438 \
-\u043f\u043e\u0445\u043e\u0436\u0438. \u038c\u03bb\u03bf\u03b9 \u03bf\u03b9 \u03ac\u03bd\u03b8\u03c1\u03c9\u03c0\
-\u03bf\u03b9. \u0540\u0561\u0575\u0565\u0580\u0565\u0576. \u10e5\u10d0\u10e0\u10d7\u10e3\u10da\u10d8.
-\u05d1\u05e8\u05d0\u05e9\u05d9\u05ea \u05d1\u05e8\u05d0. \u0628\u0650\u0633\u0652\u0645\u0650 \u0627\u0644\u0644\
-\u0647. \u0939\u093f\u0928\u094d\u0926\u0940 \u092d\u093e\u0937\u093e. \u09ac\u09be\u0982\u09b2\u09be. \u0ba4\
-\u0bae\u0bbf\u0bb4\u0bcd. \u0e20\u0e32\u0e29\u0e32\u0e44\u0e17\u0e22. \u1019\u103c\u1014\u103a\u1019\u102c.
-\u4e2d\u6587\u6587\u672c\uff0c\u7e41\u9ad4\u5b57\u3002\u65e5\u672c\u8a9e\u306e\u6587\u7ae0\u3067\u3059\u3002\
-\u30ab\u30bf\u30ab\u30ca\u3001\uff76\uff85\u3002\ud55c\uad6d\uc5b4 \ubb38\uc7a5\uc785\ub2c8\ub2e4.
-\U0001f642 \U0001f469\u200d\U0001f4bb \U0001f3f3\ufe0f\u200d\U0001f308 \U0001f1e9\U0001f1ea \U0001d49c \u222b\
-\u2202x \u2264 \ufb01 \u2122 \u00bd \u2460 \u20ac \u201cquoted\u201d \u2013 \u2014 \u2026
-\t  two  spaces,\ttab\r\n\r\nline ends\n\n\n   \u00a0\u3000wide spaces \u200b|\u2028|\u0085| 12345.67 x_y=(a+b)[\
-0]; <|im_start|> </s> <unk> [UNK] don't
+Déjà vu, naïve, Łódź, straße, İstanbul, tiếng Việt; decomposed: e\u0301 n\u0303 A\u030a \u1100\u1161\u11a8.
+Все счастливые семьи похожи. Όλοι οι άνθρωποι. Հայերեն. ქართული.
+בראשית ברא. بِسْمِ الله. हिन्दी भाषा. বাংলা. தமிழ். ภาษาไทย. မြန်မာ.
+中文文本，繁體字。日本語の文章です。カタカナ、ｶﾅ。한국어 문장입니다.
+🙂 👩\u200d💻 🏳\ufe0f\u200d🌈 🇩🇪 𝒜 ∫∂x ≤ ﬁ ™ ½ ① € “quoted” – — …
+\t  two  spaces,\ttab\r\n\r\nline ends
+
+
+   \u00a0\u3000wide spaces \u200b|\u2028|\u0085| 12345.67 x_y=(a+b)[0]; <|im_start|> </s> <unk> [UNK] don't
 """
 
 
@@ -263,7 +249,7 @@ class TextMapping:
             return encoding.ids, exact
         pieces = _pieces(text, encoding.offsets)
         ends = _divide_bytes(np.repeat(pieces.ends, np.diff(pieces.stops, prepend=0)))
-        for tokens, stands in pieces.of_several():
+        for tokens, stands in pieces:
             before = int(own_ends[tokens.start - 1]) if tokens.start else 0
             exact = _align_ends(own[before : own_ends[tokens.stop - 1]], own_ends[tokens] - before, data[stands])
             if exact is not None:
@@ -348,13 +334,6 @@ class _Pieces:
         stops, ends = [0, *self.stops.tolist()], [0, *self.ends.tolist()]
         return zip(starmap(slice, pairwise(stops)), starmap(slice, pairwise(ends)), strict=True)
 
-    def of_several(self) -> Iterator[tuple[slice, slice]]:
-        """Yield the pieces of more than one token."""
-        several = np.flatnonzero(np.diff(self.stops, prepend=0) > 1).tolist()
-        for at in several:
-            first, start = (int(self.stops[at - 1]), int(self.ends[at - 1])) if at else (0, 0)
-            yield slice(first, int(self.stops[at])), slice(start, int(self.ends[at]))
-
 
 def _pieces(text: str, offsets: list[tuple[int, int]]) -> _Pieces:
     """Build pieces from the characters [start, end) of each token.
@@ -397,20 +376,16 @@ def mapping_between(target: TokenizerWrapper, draft: TokenizerWrapper, draft_id:
     try:
         check_same_tokenizer(target, draft)
     except PairMismatchError as difference:
-        return _map_or_raise(target, draft, draft_id, difference)
+        try:
+            mapping = map_text(target, draft)
+        except PairMismatchError as refused:
+            raise PairMismatchError(
+                f"{difference}; the draft {draft_id} can't be mapped by text: {refused}"
+            ) from refused
+        log.info("draft %s: mapped by text, %.4f of the bytes aligned: %s", draft_id, mapping.aligned, difference)
+        return mapping
     log.info("draft %s: same tokenizer as the target's", draft_id)
     return None
-
-
-def _map_or_raise(
-    target: TokenizerWrapper, draft: TokenizerWrapper, draft_id: str, difference: PairMismatchError
-) -> TextMapping:
-    try:
-        mapping = map_text(target, draft)
-    except PairMismatchError as refused:
-        raise PairMismatchError(f"{difference}; the draft {draft_id} can't be mapped by text: {refused}") from refused
-    log.info("draft %s: mapped by text, %.4f of the bytes aligned: %s", draft_id, mapping.aligned, difference)
-    return mapping
 
 
 def check_same_tokenizer(target: TokenizerWrapper, draft: TokenizerWrapper) -> None:

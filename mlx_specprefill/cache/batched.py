@@ -18,6 +18,7 @@ cache with recalled tokens needs a mask by position.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -28,14 +29,14 @@ from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache, _BaseCache
 from .positioned import Positioned, PositionedKVCache, PositionedRotatingKVCache, Positions, Runs
 
 
+@dataclass(eq=False)
 class BatchRow:
     """Slots of one row's tokens: those it joined with, and one more per step since."""
 
-    def __init__(self, runs: Runs, slots: int, start: int, joined_at: int) -> None:
-        self.runs = runs  # positions of its stored tokens when it joined
-        self.slots = slots  # number of tokens fed before it joined
-        self.start = start  # position of the first token after joining
-        self.joined_at = joined_at  # step of the batch
+    runs: Runs  # positions of its stored tokens when it joined
+    slots: int  # number of tokens fed before it joined
+    start: int  # position of the first token after joining
+    joined_at: int = 0  # step of the batch
 
     @cached_property
     def positions(self) -> Positions:
@@ -65,12 +66,12 @@ def last_tokens(cache: Any, count: int) -> list[mx.array]:
     return [array[..., -count:, :] for array in arrays]
 
 
-def stack_rows(parts: Sequence[tuple[Sequence[mx.array], int]], spare: int, size: int, room: int) -> list[mx.array]:
+_Part = tuple[Sequence[mx.array], int]  # stored arrays of B rows, each (B, H, S, ...), and B; empty: no tokens
+
+
+def stack_rows(parts: Sequence[_Part], spare: int, size: int, room: int) -> list[mx.array]:
     """Stack arrays (B_i, H, S_i, D) into (sum of B_i + spare, H, size + room, D), aligned so that all end at slot
     `size`.
-
-    Args:
-        parts: their arrays, none for rows without tokens, and B_i.
     """
     rows = sum(count for _, count in parts)
     examples: Sequence[mx.array] = next((arrays for arrays, _ in parts if arrays), ())
@@ -88,9 +89,6 @@ _STEP = 256  # slots added at a time, averaged over layers, as in mlx-lm
 # forwards are faster than a copy of their caches. It is less than a row of large models, whose copies are cheap next to
 # a forward.
 _IDLE_BYTES = 512 << 20
-
-
-_Part = tuple[Sequence[mx.array], int]  # stored arrays of B rows, each (B, H, S, ...), and B; empty: no tokens
 
 
 class PositionedBatch(_BaseCache):  # type: ignore[misc]
@@ -221,7 +219,7 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
         runs = Runs(cache.runs.pairs())
         if self.max_size is not None:
             runs.keep_last(self.max_size)
-        return BatchRow(runs, cache.slots, cache.next, 0)
+        return BatchRow(runs, cache.slots, cache.next)
 
     def extend(self, other: PositionedBatch) -> None:
         """Add the rows of `other` after these."""
@@ -234,7 +232,7 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
                 self.make_room(more, other._used_slots())
             self._place(count, more, theirs)
         later = self._steps - other._steps
-        self._rows += [BatchRow(row.runs, row.slots, row.start, row.joined_at + later) for row in other._rows]
+        self._rows += [replace(row, joined_at=row.joined_at + later) for row in other._rows]
         self._first = self._unused_slots(self._rows)
         self._offset = None
 
@@ -440,14 +438,6 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
         return sum(int(array.nbytes) for array in self.arrays)
 
 
-class PositionedBatchKVCache(PositionedBatch):
-    """Full attention, for `PositionedKVCache` rows."""
-
-
-class PositionedBatchRotatingKVCache(PositionedBatch):
-    """Sliding windows over original positions, for `PositionedRotatingKVCache` rows of one size."""
-
-
 class QuantizedBatchKVCache(PositionedBatch):
     """Full attention, for mlx-lm's `QuantizedKVCache` rows with equal bits and group size.
 
@@ -470,7 +460,7 @@ class QuantizedBatchKVCache(PositionedBatch):
 
     def _joining(self, cache: QuantizedKVCache) -> BatchRow:
         count = int(cache.offset)
-        return BatchRow(Runs([(0, count)] if count else []), count, count, 0)
+        return BatchRow(Runs([(0, count)] if count else []), count, count)
 
     def _as_stored(self, keys: mx.array, values: mx.array) -> Sequence[mx.array]:
         return [part for array in (keys, values) for part in mx.quantize(array, self.group_size, self.bits)]

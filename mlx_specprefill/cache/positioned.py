@@ -11,6 +11,7 @@ positions and are stored behind the rest. A token sees stored tokens at position
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -300,6 +301,9 @@ for _kind in (PositionedKVCache, PositionedRotatingKVCache):
     setattr(mlx_lm_cache, _kind.__name__, _kind)
 
 
+_TRIMMABLE = (KVCache, PositionedKVCache, QuantizedKVCache)
+
+
 def _mask(stored: Positions, coming: Positions, window: int | None) -> mx.array:
     """Return a boolean mask (L, S + L), for one token (1, 1, 1, S + 1): causal by position, and within `window`
     positions.
@@ -376,9 +380,28 @@ def cut(cache: Sequence[Any], count: int) -> None:
         part.trim(count)
 
 
-def next_position(cache: Sequence[Any]) -> int:
-    """Return the position of the next token; 0 for a cache of recurrent layers only."""
-    return next((part.next for part in leaves(cache) if isinstance(part, Positioned)), 0)
+class Snapshot:
+    """A cache before tokens that may be taken back, after any number of forwards."""
+
+    def __init__(self, cache: Sequence[Any]) -> None:
+        self._trimmed = [part for part in leaves(cache) if isinstance(part, _TRIMMABLE)]
+        # Copies share memory with the cache until it is written.
+        copied = [part for part in leaves(cache) if not isinstance(part, _TRIMMABLE)]
+        self._restored = [(part, copy.deepcopy(part.state)) for part in copied]
+
+    def take_back(self, count: int, fed: int) -> int:
+        """Take back the last `count` of the `fed` tokens, or all of them if a part of the cache can't be trimmed.
+
+        Returns:
+            The number of tokens taken back.
+        """
+        count = fed if self._restored else count
+        for part in self._trimmed:
+            if not part.empty():
+                part.trim(count)
+        for part, state in self._restored:
+            part.state = copy.deepcopy(state)
+        return count
 
 
 def shift_of(cache: Sequence[Any]) -> int:

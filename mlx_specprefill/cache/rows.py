@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Callable, Hashable, Sequence
@@ -10,8 +11,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList, QuantizedKVCache
 
-from .batched import PositionedBatch, PositionedBatchKVCache, PositionedBatchRotatingKVCache, QuantizedBatchKVCache
-from .positioned import Positioned, PositionedKVCache, PositionedRotatingKVCache, leaves
+from .batched import PositionedBatch, QuantizedBatchKVCache
+from .positioned import Positioned, leaves
 
 
 def batch_key(cache: Sequence[Any]) -> Hashable | None:
@@ -119,26 +120,16 @@ def _merge(caches: Sequence[Any]) -> Any:
     first = caches[0]
     if isinstance(first, CacheList):
         return CacheList(*(_merge(parts) for parts in zip(*(cache.caches for cache in caches), strict=True)))
-    if isinstance(first, PositionedKVCache):
-        return PositionedBatchKVCache.merge(caches)
-    if isinstance(first, PositionedRotatingKVCache):
-        return PositionedBatchRotatingKVCache.merge(caches)
+    if isinstance(first, Positioned):
+        return PositionedBatch.merge(caches)
     if isinstance(first, QuantizedKVCache):
         return QuantizedBatchKVCache.merge(caches)
     if isinstance(first, ArraysCache):
-        return _merge_states(caches)
+        merged = copy.deepcopy(first)
+        for other in caches[1:]:  # mlx-lm's merge needs a row that has filled each slot
+            merged.extend(other)
+        return merged
     return type(first).merge(caches)
-
-
-def _merge_states(caches: Sequence[ArraysCache]) -> ArraysCache:
-    """Merge as mlx-lm does, which can't merge a slot that no row has filled."""
-    merged = ArraysCache(len(caches[0].cache))
-    for slot in range(len(merged.cache)):
-        rows = [cache[slot] for cache in caches]
-        example = next((row for row in rows if row is not None), None)
-        if example is not None:
-            merged[slot] = mx.concatenate([mx.zeros_like(example) if row is None else row for row in rows])
-    return merged
 
 
 def _extract(batch: Any, index: int) -> Any:

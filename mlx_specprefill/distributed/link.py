@@ -150,24 +150,32 @@ class Link:
     """Rank 0's connections to all others, or another rank's to rank 0.
 
     Args:
-        timeout: seconds of silence after which a process counts as lost.
+        timeout: seconds to wait for the others, and seconds of silence after which one counts as lost.
+
+    Attributes:
+        rank, size: this process among all.
+        lost: the error of the lost rank, if one is lost; nothing can be computed any more.
     """
 
-    def __init__(self, info: RankInfo, timeout: float, peers: list[_Peer]) -> None:
+    def __init__(self, info: RankInfo, timeout: float) -> None:
+        """
+        Raises:
+            LoadError: a rank did not come in time.
+        """
+        deadline = time.monotonic() + timeout
+        peers = [_call(info, deadline)] if info.rank else _receive(info, deadline)
         self.info = info
         self.rank = info.rank
         self.size = info.size
         self.timeout = timeout
+        self.lost: PeerLostError | None = None
         self._peers = {peer.rank: peer for peer in peers}
         self._calls: list[Callable[[PeerLostError], None]] = []
         self._losing = threading.Lock()
         self._gone = threading.Event()
         self._closed = False
         self._beat: Callable[[], float] | None = None
-        self.lost: PeerLostError | None = None
-
-    def start(self) -> None:
-        for peer in self._peers.values():
+        for peer in peers:
             self._thread(f"listen-{peer.rank}", self._listen, peer)
         self._thread("beat", self._send_beats)
         self._thread("watch", self._watch)
@@ -242,10 +250,15 @@ class Link:
     # -------------------------------------------------------------------------------------------------------
 
     def watch(self, beat: Callable[[], float] | None) -> None:
-        """Also watch the MLX thread."""
+        """Count a process as lost from now on if a step takes longer than the timeout.
+
+        Args:
+            beat: returns when the MLX thread last finished a step, by the monotonic clock; None: it has ended.
+        """
         self._beat = beat
 
     def on_lost(self, call: Callable[[PeerLostError], None]) -> None:
+        """Call the function once a process is lost, on its own thread."""
         self._calls.append(call)
 
     def lose_sync(self, why: str) -> PeerLost:
@@ -253,7 +266,7 @@ class Link:
         return self._lose(self.rank, why)
 
     def close(self) -> None:
-        """Close the connections and notify the others. Later errors are ignored."""
+        """Let the others end without an error. Later errors are ignored."""
         if self._closed:
             return
         self._closed = True
@@ -325,25 +338,6 @@ class Link:
 
 
 # --- connection setup -------------------------------------------------------------------------------------------------
-
-
-def connect(info: RankInfo, timeout: float, facts: dict[str, str]) -> Link:
-    """Wait for the other processes.
-
-    Args:
-        timeout: seconds, for this and for later messages.
-        facts: values, like versions, that have to be equal on all ranks.
-
-    Raises:
-        LoadError: a rank is missing, or differs from rank 0.
-    """
-    deadline = time.monotonic() + timeout
-    peers = [_call(info, deadline)] if info.rank else _receive(info, deadline)
-    link = Link(info, timeout, peers)
-    link.start()
-    for name, fact in facts.items():
-        link.assert_equal(name, fact)
-    return link
 
 
 def _call(info: RankInfo, deadline: float) -> _Peer:

@@ -16,40 +16,34 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import LoadError, PeerLost, PeerLostError
-from .link import Link, RankInfo, connect, rank_info
+from ..errors import LoadError
+from .link import Link, RankInfo, rank_info
 
 T = TypeVar("T")
 
 
-class Ranks:
+class Ranks(Link):
     """This process among those that run one model together.
 
     Everything except `assert_equal`, `on_lost` and `close` belongs to the MLX thread.
 
     Args:
-        link: to the other processes, beside MLX's connections.
-        group: MLX's, of all of them.
+        facts: values by name that have to be equal on all ranks.
 
     Attributes:
-        rank, size: this process among all.
+        group: MLX's, of all of them.
     """
 
-    def __init__(self, link: Link, group: mx.distributed.Group) -> None:
-        self._link = link
-        self.group = group
-        self.rank = link.rank
-        self.size = link.size
+    def __init__(self, info: RankInfo, timeout: float, facts: dict[str, str]) -> None:
+        super().__init__(info, timeout)
+        for name, fact in facts.items():
+            self.assert_equal(name, fact)
+        self.group = _mlx_group(info, timeout)
         self._own = int(self.leads)
 
     @property
     def leads(self) -> bool:
         return self.rank == 0
-
-    @property
-    def lost(self) -> PeerLostError | None:
-        """Return the error of the lost rank, if one is lost; nothing can be computed any more."""
-        return self._link.lost
 
     def broadcast(self, what: str, read: Callable[[], T]) -> T:
         """Return rank 0's value. The others don't call `read`.
@@ -62,11 +56,11 @@ class Ranks:
         """
         if self.leads:
             value = read()
-            self._link.send(what, value)
+            self.send(what, value)
             return value
-        question, value = self._link.receive()
+        question, value = self.receive()
         if question != what:
-            raise self._link.lose_sync(f"rank {self.rank} asks for {what!r} where rank 0 sends {question!r}")
+            raise self.lose_sync(f"rank {self.rank} asks for {what!r} where rank 0 sends {question!r}")
         return value
 
     def min_max(self, value: int) -> tuple[int, int]:
@@ -104,14 +98,6 @@ class Ranks:
         self._check()
         return mx.distributed.all_gather(values, group=self.group)
 
-    def assert_equal(self, what: str, value: str) -> None:
-        """Check that all ranks have the same value.
-
-        Raises:
-            LoadError: another rank has another value.
-        """
-        self._link.assert_equal(what, value)
-
     def fail_together(self, error: Exception) -> None:
         """Check that all ranks failed alike, if the work goes on without the failed part.
 
@@ -119,9 +105,9 @@ class Ranks:
             PeerLost: a process is gone, or has not failed.
         """
         try:
-            self._link.assert_equal("failure", type(error).__name__)
+            self.assert_equal("failure", type(error).__name__)
         except LoadError as difference:
-            raise self._link.lose_sync(f"{difference}; here: {error}") from error
+            raise self.lose_sync(f"{difference}; here: {error}") from error
 
     def fail(self, error: Exception) -> None:
         """End all ranks, because this one is out of sync.
@@ -129,27 +115,7 @@ class Ranks:
         Raises:
             PeerLost: always.
         """
-        raise self._link.lose_sync(f"{type(error).__name__}: {error}") from error
-
-    def _check(self) -> None:
-        if (lost := self.lost) is not None:
-            raise PeerLost(lost)
-
-    def on_lost(self, call: Callable[[PeerLostError], None]) -> None:
-        """Call the function once a process is lost, on its own thread."""
-        self._link.on_lost(call)
-
-    def watch(self, beat: Callable[[], float] | None) -> None:
-        """Count a process as lost from now on if a step takes longer than the peer timeout.
-
-        Args:
-            beat: returns when the MLX thread last finished a step, by the monotonic clock; None: it has ended.
-        """
-        self._link.watch(beat)
-
-    def close(self) -> None:
-        """Let the others end without an error."""
-        self._link.close()
+        raise self.lose_sync(f"{type(error).__name__}: {error}") from error
 
     def __getstate__(self) -> Any:
         raise TypeError("a group of processes can't be pickled")
@@ -177,8 +143,7 @@ def join_ranks(timeout: float = 60.0, facts: dict[str, str] | None = None) -> Ra
     info = rank_info()
     if info is None:
         return None
-    link = connect(info, timeout, {f"version of {name}": _version(name) for name in _PACKAGES} | (facts or {}))
-    return Ranks(link, _mlx_group(info, timeout))
+    return Ranks(info, timeout, {f"version of {name}": _version(name) for name in _PACKAGES} | (facts or {}))
 
 
 def _version(package: str) -> str:

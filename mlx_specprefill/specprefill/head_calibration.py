@@ -18,7 +18,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
 from importlib.util import find_spec
@@ -168,7 +168,6 @@ def find_heads(
     scoring: ScoringConfig,
     selection: SelectionConfig,
     on_progress: Callable[[int, int], None] | None = None,
-    seed: int = 0,
     limit_s: float = LIMIT_S,
     ranks: Ranks | None = None,
 ) -> DraftHeads:
@@ -177,7 +176,6 @@ def find_heads(
     Args:
         draft: the whole model.
         on_progress: called with the number of items read and of all items.
-        seed: of the items.
         limit_s: seconds after which reading stops, once there are four items of each kind.
         ranks: over which the draft's heads are split; None: they are all here.
 
@@ -186,14 +184,13 @@ def find_heads(
     """
     eligible = _eligible_calls(draft)
     reader = TextReader(tokenizer)
-    items, reads = list(calibration_items(_ITEMS, _CHARACTERS, seed)), list[_Read]()
+    items, reads = list(calibration_items(_ITEMS, _CHARACTERS)), list[_Read]()
     until = time.monotonic() + limit_s
     for item in items:
         if len(reads) >= _FEWEST * len(KINDS) and broadcast(ranks, "time is up", lambda: time.monotonic() > until):
             break
         read = _read(draft, tokenizer, reader, item, scoring, ranks)
-        rows = {key: row for key, row in read.rows.items() if key[0] in eligible}
-        reads.append(_Read(read.kind, rows, read.gold, read.template, read.text))
+        reads.append(replace(read, rows={key: row for key, row in read.rows.items() if key[0] in eligible}))
         if on_progress is not None:
             on_progress(len(reads), len(items))
         if len(reads) % len(KINDS) == 0:
@@ -375,7 +372,8 @@ def _read(
     prompt, places = _render(tokenizer, item)
     units = reader.read(prompt.tolist())
     question = question_span(prompt.size, scoring, places["question"][1], units.units)
-    task = ScoringInput.alone(draft, prompt, scoring, question=question)
+    cache = list(make_prompt_cache(draft))
+    task = ScoringInput(prompt, question, None, frozenset(), cache, lambda: scoring.prefill_step)
     capture = HeadCapture(prompt.size, None, 0 if ranks is None else ranks.rank)
     for _ in read_prompt(draft, task, prompt.size, question, capture.of_passage):
         pass

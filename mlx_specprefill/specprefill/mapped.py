@@ -6,16 +6,13 @@ they share a byte.
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from dataclasses import dataclass, replace
 
-import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
 
 from ..adapters.text_mapping import TextMapping
-from ..request import Progress
-from .scorer import Scorer, Scores, ScoringInput
+from .scorer import Scores, ScoringInput
 
 Bools = npt.NDArray[np.bool_]
 Ends = npt.NDArray[np.int64]
@@ -34,13 +31,6 @@ class Overlap:
 
     target: Ends
     draft: Ends
-
-    def __post_init__(self) -> None:
-        for ends in (self.target, self.draft):
-            if ends.size == 0 or ends[0] < 0 or (np.diff(ends) < 0).any():
-                raise ValueError("the ends of tokens must ascend")
-        if self.target[-1] != self.draft[-1] or self.draft[-1] < 1:
-            raise ValueError(f"the texts have {self.target[-1]} and {self.draft[-1]} bytes")
 
     def importance(self, found: Floats) -> Floats:
         """Return the importance of the target's tokens, (M,), from the draft's, (N,): the maximum over overlapping
@@ -134,16 +124,3 @@ def map_task(mapping: TextMapping, task: ScoringInput) -> MappedTask:
     none = np.zeros(0, dtype=np.int32)  # the draft has other ids for the question
     task = replace(task, again=none)
     return MappedTask(replace(task, prompt=text.tokens, question=question, template=template, stop_ids=stops), overlap)
-
-
-@dataclass(frozen=True)
-class MappedScorer:
-    """Scores the target's prompts with a draft that has another tokenizer. The task's cache is the draft's."""
-
-    inner: Scorer
-    mapping: TextMapping
-
-    def score(self, draft: nn.Module, task: ScoringInput) -> Generator[Progress, None, Scores]:
-        """See `Scorer`; progress counts the draft's tokens."""
-        mapped = map_task(self.mapping, task)
-        return mapped.scores((yield from self.inner.score(draft, mapped.task)))

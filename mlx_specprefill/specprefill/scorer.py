@@ -13,7 +13,6 @@ layers.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -23,11 +22,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
-from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from ..adapters.capture import DraftHeads, Head, HeadCapture, QueryCapture, pool
 from ..adapters.depth import FirstLayers
-from ..cache.positioned import leaves
+from ..cache.positioned import Snapshot, leaves
 from ..config import RuleName, ScoringConfig
 from ..distributed.ranks import Ranks
 from ..errors import SparseUnsupportedError, SpecPrefillError
@@ -61,20 +59,6 @@ class ScoringInput:
     step: Callable[[], int]
     again: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
     seen: Callable[[int, mx.array], None] | None = None
-
-    @classmethod
-    def alone(cls, draft: nn.Module, prompt: Any, config: ScoringConfig, **given: Any) -> ScoringInput:
-        """Return a prompt without messages as input, from its first token on."""
-        ids = np.asarray(prompt, dtype=np.int32)
-        defaults: dict[str, Any] = {
-            "question": question_span(ids.size, config),
-            "template": None,
-            "stop_ids": frozenset(),
-            "step": lambda: config.prefill_step,
-        }
-        if "cache" not in given:
-            given["cache"] = list(make_prompt_cache(draft))
-        return cls(ids, **(defaults | given))
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,24 +177,6 @@ def tokens_in(cache: list[Any]) -> int:
     return max((int(part.offset) for part in leaves(cache) if hasattr(part, "offset")), default=0)
 
 
-class Undo:
-    """Returns a cache to the end of the prompt: trims plain KV, and restores a copy of other state.
-
-    The copies share memory with the originals until those are written.
-    """
-
-    def __init__(self, cache: list[Any]) -> None:
-        self._parts = list(leaves(cache))
-        self._states = [None if type(part) is KVCache else copy.deepcopy(part.state) for part in self._parts]
-
-    def restore(self, fed: int) -> None:
-        for part, state in zip(self._parts, self._states, strict=True):
-            if state is None:
-                part.trim(fed)
-            else:
-                part.state = state
-
-
 def check_finite(importance: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     """Return the importance unchanged.
 
@@ -270,11 +236,11 @@ class HeadScorer:
 
 def _ask_again(draft: nn.Module, task: ScoringInput, capture: HeadCapture) -> None:
     """Feed the question again behind the prompt, capturing; then restore the cache."""
-    undo, Q = Undo(task.cache), task.again.size
+    snapshot, Q = Snapshot(task.cache), task.again.size
     with capture.of_passage(task.prompt.size + Q, Q, slice(0, Q)):
         draft(mx.array(task.again)[None], cache=task.cache)
     mx.eval([part.state for part in task.cache], list(capture.attention.values()))
-    undo.restore(Q)
+    snapshot.take_back(Q, Q)
 
 
 def importance_of(
@@ -337,7 +303,7 @@ def _look_ahead(
     M = capture.prompt_len
     with capture.row(M):
         logits = draft(last, cache=cache)
-    undo = Undo(cache)
+    snapshot = Snapshot(cache)
     fed = config.rows - len(capture.rows)
     generated = [_greedy(logits, ranks)]
     for step in range(1, fed + 1):
@@ -345,7 +311,7 @@ def _look_ahead(
             logits = draft(generated[-1][None], cache=cache)
         generated.append(_greedy(logits, ranks))
         mx.async_eval(generated[-1], capture.rows)  # type: ignore[no-untyped-call]
-    undo.restore(fed)
+    snapshot.take_back(fed, fed)
     looked_ahead = mx.concatenate(generated)
     mx.eval(looked_ahead, capture.rows, [part.state for part in cache])
     return looked_ahead

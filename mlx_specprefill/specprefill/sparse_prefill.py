@@ -15,10 +15,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
-from mlx_lm.models.cache import ArraysCache, RotatingKVCache
+from mlx_lm.models.cache import RotatingKVCache
 
 from ..adapters.staged import StagedModel, UpperLayers
-from ..cache.positioned import Positioned, PositionedKVCache, PositionedRotatingKVCache, leaves, place
+from ..cache.positioned import Positioned, PositionedRotatingKVCache, leaves, place
 from ..errors import SparseUnsupportedError
 from ..request import Progress, TokenIds
 
@@ -202,17 +202,6 @@ class UpperLayersModel:
         return self._upper(inputs, self._hidden[:, start : self._read], cache)
 
 
-_KINDS = (PositionedKVCache, PositionedRotatingKVCache, ArraysCache)
-
-
-def can_recall(cache: Sequence[Any]) -> bool:
-    """Return whether some layer keeps every token, and every layer's view of recalled tokens is known."""
-    parts = list(leaves(cache))
-    return all(isinstance(part, _KINDS) for part in parts) and any(
-        isinstance(part, PositionedKVCache) for part in parts
-    )
-
-
 def recall(
     model: Callable[..., mx.array],
     cache: list[Any],
@@ -235,7 +224,7 @@ def recall(
 
     Args:
         model: called as `model(tokens, cache=cache)` with tokens (1, L); its result is not used.
-        cache: one for which `can_recall` is true.
+        cache: of positioned and recurrent layers, one of which keeps every token.
         dropped: ascending prompt indices (N,) before the cache's next position, none of which it holds.
         step: returns the tokens of each forward.
     """

@@ -17,8 +17,8 @@ import numpy.typing as npt
 from ..adapters.mtp import MTPHead, record_hidden
 from ..cache.positioned import PositionedKVCache, place
 from ..request import TokenIds
-from .proposers import Proposal, Proposer, Verified
-from .verification import TokenSampler, draw
+from .proposers import Proposal, Proposer, Verified, draft_tokens
+from .verification import TokenSampler
 
 Indices = npt.NDArray[np.int32]
 
@@ -81,35 +81,27 @@ class MTPProposer(Proposer):
         self.cache = reader.cache
         self._hidden = reader.hidden  # of the tokens before the unread ones
         self._next = reader.length - 1  # position of its next entry
+        self._settled = self._next  # the same without entries from its own drafts
         self._read = 0  # tokens of the generated text that it has read
-        self._drafted = 0  # entries from its own drafts
 
     def recording(self) -> AbstractContextManager[list[mx.array]]:
         return record_hidden()
 
     def propose(self, text: Sequence[int], count: int, sampler: TokenSampler) -> Proposal:
         new = text[self._read :]
-        out = self._feed(self._hidden[:, : len(new)], new)
-        self._read = len(text)
-        proposal = Proposal()
-        while True:
-            (distribution,) = sampler.distributions(self.head.logits(out[:, -1:])[0], [*text, *proposal.tokens])
-            proposal.distributions.append(distribution)
-            proposal.tokens.append(draw(distribution, sampler.rng))
-            if len(proposal.tokens) >= count or proposal.tokens[-1] in sampler.stops:
-                return proposal
-            out = self._feed(out[:, -1:], proposal.tokens[-1:])
-            self._drafted += 1
+        logits = self._feed(self._hidden[:, : len(new)], new)
+        self._read, self._settled = len(text), self._next
+        return draft_tokens(logits, lambda token: self._feed(self._out, token), text, count, sampler)
 
     def settle(self, verified: Verified) -> None:
-        if self._drafted:
-            self.cache.trim(self._drafted)
-            self._next -= self._drafted
-            self._drafted = 0
+        self.cache.trim(self._next - self._settled)
+        self._next = self._settled
         (self._hidden,) = verified.recorded
 
     def _feed(self, hidden: mx.array, following: Sequence[int]) -> mx.array:
+        """Add entries; return the logits (1, V) of the last one."""
         count = len(following)
         place([self.cache], np.arange(self._next, self._next + count, dtype=np.int32))
         self._next += count
-        return self.head(hidden, mx.array([list(following)]), self.cache)
+        self._out = self.head(hidden, mx.array([list(following)]), self.cache)[:, -1:]
+        return self.head.logits(self._out)[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,9 +13,9 @@ import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
 
+from ..cache.positioned import Snapshot
 from ..config import SpeculationConfig
 from ..request import TokenIds
-from .rollback import Snapshot
 from .verification import Distribution, TokenSampler, draw
 
 
@@ -90,6 +90,29 @@ class Proposer(ABC):
         """Update from the target's verification."""
 
 
+def draft_tokens(
+    logits: mx.array,
+    feed: Callable[[Sequence[int]], mx.array],
+    text: Sequence[int],
+    count: int,
+    sampler: TokenSampler,
+) -> Proposal:
+    """Draw up to `count` tokens one at a time.
+
+    Args:
+        logits: after `text`, (1, V).
+        feed: feeds a token, and returns the logits after it.
+    """
+    proposal = Proposal()
+    while True:
+        (distribution,) = sampler.distributions(logits, [*text, *proposal.tokens])
+        proposal.distributions.append(distribution)
+        proposal.tokens.append(draw(distribution, sampler.rng))
+        if len(proposal.tokens) >= count or proposal.tokens[-1] in sampler.stops:
+            return proposal
+        logits = feed(proposal.tokens[-1:])
+
+
 class Drafter(Proposer):
     """A model that drafts on its own cache, one token at a time.
 
@@ -109,15 +132,7 @@ class Drafter(Proposer):
         self._settled = 0  # tokens that can't be taken back
 
     def propose(self, text: Sequence[int], count: int, sampler: TokenSampler) -> Proposal:
-        logits = self._catch_up(text)
-        proposal = Proposal()
-        while True:
-            (distribution,) = sampler.distributions(logits, [*text, *proposal.tokens])
-            proposal.distributions.append(distribution)
-            proposal.tokens.append(draw(distribution, sampler.rng))
-            if len(proposal.tokens) >= count or proposal.tokens[-1] in sampler.stops:
-                return proposal
-            logits = self._feed(proposal.tokens[-1:])
+        return draft_tokens(self._catch_up(text), self._feed, text, count, sampler)
 
     def settle(self, verified: Verified) -> None:
         self.keep(verified.length)

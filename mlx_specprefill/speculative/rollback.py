@@ -7,7 +7,6 @@ forwards, a copy is kept. Recurrent states are restored and replayed.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -87,27 +86,3 @@ def _cut(part: Any, count: int) -> None:
     if isinstance(part, Positioned):
         part.next -= count
         part.runs.drop_from(part.next)
-
-
-class Snapshot:
-    """A copy of a cache before tokens that may be taken back after any number of forwards."""
-
-    def __init__(self, cache: Sequence[Any]) -> None:
-        states: list[Any] = [part for part in leaves(cache) if isinstance(part, (ArraysCache, *_RINGS))]
-        self._trimmed = [part for part in leaves(cache) if not isinstance(part, (ArraysCache, *_RINGS))]
-        # Copies share memory with the ring until it is written.
-        self._restored = [(part, copy.deepcopy(part.state)) for part in states]
-
-    def take_back(self, count: int, fed: int) -> int:
-        """Take back the last `count` of the `fed` tokens, or all of them if a part of the cache can't be trimmed.
-
-        Returns:
-            The number of tokens taken back.
-        """
-        count = fed if self._restored else count
-        for part in self._trimmed:
-            if not part.empty():
-                part.trim(count)
-        for part, state in self._restored:
-            part.state = copy.deepcopy(state)
-        return count

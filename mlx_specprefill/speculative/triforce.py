@@ -17,10 +17,10 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, _BaseCache, create_attention_mask
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache
 
 from ..adapters.capture import AttentionRecord, record_attention
-from ..cache.positioned import PositionedKVCache, leaves
+from ..cache.positioned import PositionedKVCache, Runs, leaves
 from ..config import SpeculationConfig
 from ..errors import SparseUnsupportedError
 from .proposers import AcceptanceCounts, Drafter, Proposal, Proposer, Verified
@@ -60,10 +60,10 @@ def best_chunks(scores: mx.array, count: int) -> mx.array:
     return mx.sort(chosen, axis=-1)
 
 
-class RetrievalKVCache(_BaseCache):  # type: ignore[misc]
+class RetrievalKVCache(PositionedKVCache):
     """Chosen chunks, then a ring of exact recent tokens, then the draft's tokens; (1, H_kv, S, D).
 
-    Follows mlx-lm's cache protocol. Drafted tokens can be trimmed.
+    Its next position is that of the full cache. Positions of earlier tokens are not kept: keys keep their rotation.
 
     Args:
         source: the full cache; holds only committed tokens during `rebuild` and `follow`.
@@ -72,8 +72,7 @@ class RetrievalKVCache(_BaseCache):  # type: ignore[misc]
     """
 
     def __init__(self, source: PositionedKVCache | KVCache, budget: int, chunk: int) -> None:
-        self.keys: mx.array | None = None
-        self.values: mx.array | None = None
+        super().__init__()
         self.source = source
         self.chunk = chunk
         self.ring = max(2 * chunk, min(budget // 4, _MAX_RING))
@@ -81,68 +80,35 @@ class RetrievalKVCache(_BaseCache):  # type: ignore[misc]
         self.chosen: mx.array | None = None
         self._means: mx.array | None = None
         self._start = 0  # slot of the source at the ring's start
-        self._size = 0
-        self.offset: Any = source.offset
 
     @property
     def full(self) -> bool:
         """Return whether the ring has no room for the tokens generated since the last `rebuild`."""
-        return self.keys is None or _slots(self.source) - self._start > self.ring
+        return self.empty() or _slots(self.source) - self._start > self.ring
 
     def rebuild(self, queries: mx.array) -> None:
         """Choose chunks again. queries (H, D): of the last token in the source."""
-        slots, chunk = _slots(self.source), self.chunk
-        candidates = max(0, slots - self.ring // 2) // chunk
-        self._start = candidates * chunk
-        keys, values = self.source.keys, self.source.values
-        if candidates:
-            self.chosen = self._choice(queries, candidates)
-            picked = [self._gather(array, self.chosen) for array in (keys, values)]
-        else:
-            self.chosen, picked = None, [array[..., :0, :] for array in (keys, values)]
-        # Room for a full ring and a proposal, so that following and drafting write in place.
-        room = self.ring + 2 * chunk
-        self.keys, self.values = (mx.pad(array, [(0, 0), (0, 0), (0, room), (0, 0)]) for array in picked)
+        candidates = max(0, _slots(self.source) - self.ring // 2) // self.chunk
+        self._start = candidates * self.chunk
+        self.chosen = self._choice(queries, candidates) if candidates else None
+        self.inner = KVCache()
+        if self.chosen is not None:
+            keys, values = (self._gather(array, self.chosen) for array in (self.source.keys, self.source.values))
+            self.inner.update_and_fetch(keys, values)
         self.follow()
 
     def follow(self) -> None:
         """Drop drafted tokens, and copy the ring from the source."""
-        assert self.keys is not None
-        assert self.values is not None
-        begin, slots = self._picked, _slots(self.source)
-        end = begin + slots - self._start
-        self._reserve(end)
-        self.keys[..., begin:end, :] = self.source.keys[..., self._start : slots, :]
-        self.values[..., begin:end, :] = self.source.values[..., self._start : slots, :]
-        self._size = end
-        self.offset = self.source.offset
+        ring = slice(self._start, _slots(self.source))
+        self.inner.offset = self._picked
+        self.inner.update_and_fetch(self.source.keys[..., ring, :], self.source.values[..., ring, :])
+        self.next = int(self.source.offset)
+        self.runs = Runs([(self.next - self.slots, self.slots)])
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        begin, end = self._size, self._size + keys.shape[2]
-        self._reserve(end)
-        assert self.keys is not None
-        assert self.values is not None
-        self.keys[..., begin:end, :] = keys
-        self.values[..., begin:end, :] = values
-        self._size = end
-        self.offset += keys.shape[2]
-        return self.keys[..., :end, :], self.values[..., :end, :]
-
-    def trim(self, n: int) -> int:
-        self._size -= n
-        self.offset -= n
-        return n
-
-    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
+    def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Any:
         if window_size is not None:
             raise SparseUnsupportedError("a window over a full cache can't be kept when chunks are left out")
-        return create_attention_mask(N, self._size, return_array, None)
-
-    def size(self) -> int:
-        return self._size
-
-    def empty(self) -> bool:
-        return self.keys is None
+        return super().make_mask(N, return_array=return_array)
 
     @property
     def _picked(self) -> int:
@@ -169,14 +135,6 @@ class RetrievalKVCache(_BaseCache):  # type: ignore[misc]
         """Gather chunks (H_kv, n) of an array by token: gathering by chunk would copy the whole cache first."""
         slots = (chunks[..., None] * self.chunk + mx.arange(self.chunk)).reshape(1, array.shape[1], -1, 1)
         return mx.take_along_axis(array, slots, axis=2)
-
-    def _reserve(self, end: int) -> None:
-        assert self.keys is not None
-        assert self.values is not None
-        missing = end - self.keys.shape[2]
-        if missing > 0:
-            grow = [(0, 0), (0, 0), (0, missing + self.chunk), (0, 0)]
-            self.keys, self.values = mx.pad(self.keys, grow), mx.pad(self.values, grow)
 
 
 def _slots(source: PositionedKVCache | KVCache) -> int:

@@ -39,9 +39,9 @@ from mlx_specprefill import RULE_NAMES, EngineConfig, ModelPair, keep_pct
 from mlx_specprefill.adapters.depth import full_draft_model, layers_of
 from mlx_specprefill.cache.positioned import make_positioned_cache
 from mlx_specprefill.engine.caches import empty_draft_cache
-from mlx_specprefill.specprefill.mapped import MappedScorer
+from mlx_specprefill.specprefill.mapped import map_task
 from mlx_specprefill.specprefill.plan import forced_mask, forced_ranges
-from mlx_specprefill.specprefill.scorer import Scores, ScoringInput, scorer_for
+from mlx_specprefill.specprefill.scorer import Scores, ScoringInput, question_span, scorer_for
 from mlx_specprefill.specprefill.selector import TextReader, select_tokens, selection_by
 from mlx_specprefill.specprefill.sparse_prefill import HiddenStates, prefill, prefill_upper
 
@@ -82,17 +82,15 @@ def score(setup: Setup, prompt: list[int], hidden: HiddenStates | None) -> Score
     """Score as the engine does. `hidden` gets the first layers' output, if these are the draft."""
     pair, config = setup.pair, setup.config
     seen = None if hidden is None else hidden.keep
-    task = ScoringInput.alone(
-        pair.draft,
-        prompt,
-        config.scoring,
-        stop_ids=pair.eos_token_ids,
-        step=lambda: setup.step,
-        cache=empty_draft_cache(pair),
-        seen=seen,
-    )
+    question = question_span(len(prompt), config.scoring)
+    cache = empty_draft_cache(pair)
+    ids = np.asarray(prompt, dtype=np.int32)
+    task = ScoringInput(ids, question, None, pair.eos_token_ids, cache, lambda: setup.step, seen=seen)
     scorer = scorer_for(config.rule, pair.heads, config.scoring)
-    return finish((scorer if pair.mapping is None else MappedScorer(scorer, pair.mapping)).score(pair.draft, task))
+    if pair.mapping is None:
+        return finish(scorer.score(pair.draft, task))
+    mapped = map_task(pair.mapping, task)
+    return mapped.scores(finish(scorer.score(pair.draft, mapped.task)))
 
 
 def select(setup: Setup, prompt: list[int], importance: np.ndarray, keep: Fraction) -> np.ndarray:

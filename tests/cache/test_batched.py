@@ -22,7 +22,7 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_specprefill.cache import batched
-from mlx_specprefill.cache.batched import PositionedBatchKVCache, PositionedBatchRotatingKVCache
+from mlx_specprefill.cache.batched import PositionedBatch
 from mlx_specprefill.cache.positioned import Positioned, PositionedKVCache, PositionedRotatingKVCache, place
 from mlx_specprefill.cache.rows import (
     batch_key,
@@ -448,7 +448,7 @@ def test_composites_keep_their_shape() -> None:
 
     (batch,) = merge_rows([row(3), row(8)])
     kinds = [type(part) for part in batch.caches]
-    assert kinds == [PositionedBatchKVCache, ArraysCache, PositionedBatchRotatingKVCache]
+    assert kinds == [PositionedBatch, ArraysCache, PositionedBatch]
     extend_batch([batch], merge_rows([row(5)]))
     filter_batch([batch], [2, 0])
     assert_same_contents(extract_row([batch], 0), row(5), atol=0)

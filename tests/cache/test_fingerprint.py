@@ -7,7 +7,8 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from mlx_specprefill.cache.prefix.nodes import block_digest, model_identity, root_digest, token_bytes
+from mlx_specprefill.cache.prefix.nodes import block_digest, make_root, model_identity, token_bytes
+from mlx_specprefill.request import SHARED
 from tests.support.tiny import CONFIGS, tiny_model
 
 
@@ -61,7 +62,7 @@ def chain_of(parent: bytes, tokens: list[int], block_size: int) -> list[bytes]:
 
 
 def test_a_digest_covers_everything_before_it() -> None:
-    root = root_digest("model", 4)
+    root = make_root("model", 4, SHARED).digest
     tokens = list(range(14))
     chain = chain_of(root, tokens, 4)
     assert len(chain) == 4
@@ -73,7 +74,8 @@ def test_a_digest_covers_everything_before_it() -> None:
 
 
 def test_roots_tell_identities_and_block_sizes_apart() -> None:
-    assert len({root_digest("a", 4), root_digest("b", 4), root_digest("a", 8), root_digest("a:4", 4)}) == 4
+    roots = [make_root(*made, SHARED).digest for made in (("a", 4), ("b", 4), ("a", 8), ("a:4", 4))]
+    assert len(set(roots)) == 4
 
 
 def test_token_bytes_are_the_same_for_every_integer_type() -> None:

@@ -11,7 +11,7 @@ from multiprocessing.connection import Client
 
 import pytest
 
-from mlx_specprefill.distributed.link import RankInfo, connect
+from mlx_specprefill.distributed.link import Link, RankInfo
 from tests.support.waiting import eventually
 
 TIMEOUT_S = 2.0
@@ -51,7 +51,7 @@ def test_a_rank_that_hangs_is_named_though_the_step_has_taken_too_long_first(
 
     with ThreadPoolExecutor(1) as pool:
         done = pool.submit(call)
-        link = connect(info, TIMEOUT_S, {})
+        link = Link(info, TIMEOUT_S)
         try:
             time.sleep(0.6 * TIMEOUT_S)  # silent for more than two signs of life, and not yet for the whole time
             step = time.monotonic() - 1.2 * TIMEOUT_S

@@ -28,9 +28,10 @@ from mlx_specprefill import (
 from mlx_specprefill.adapters.capture import Head
 from mlx_specprefill.engine import prefill
 from mlx_specprefill.engine.costs import CostModel
-from mlx_specprefill.specprefill.mapped import MappedScorer
-from mlx_specprefill.specprefill.scorer import HeadScorer, PaperScorer, ScoringInput
+from mlx_specprefill.specprefill.mapped import map_task
+from mlx_specprefill.specprefill.scorer import HeadScorer, PaperScorer
 from tests.support.precision import assert_close, numbers
+from tests.support.scoring import scoring_input
 from tests.support.steps import finish
 from tests.support.tiny import generated, tiny_model
 from tests.support.tiny import tokenizer as words
@@ -128,14 +129,13 @@ def test_a_token_has_the_most_that_one_of_its_bytes_has(scorer):
     start = prompt.size - 5
     mapping = pair(tokenizer=without_merges()).mapping
     given = {"question": (start, prompt.size), "template": template}
-    found = finish(
-        MappedScorer(scorer, mapping).score(draft, ScoringInput.alone(draft, prompt, ScoringConfig(), **given))
-    )
+    mapped = map_task(mapping, scoring_input(draft, prompt, ScoringConfig(), **given))
+    found = mapped.scores(finish(scorer.score(draft, mapped.task)))
 
     asked = np.flatnonzero(owner == start)[0]
     in_bytes = {"question": (int(asked), len(data)), "template": template[owner]}
     stops = frozenset(kind("byte-level").eos_token_ids)
-    task = ScoringInput.alone(draft, tokens_of(tokenizer=without_merges()), ScoringConfig(), stop_ids=stops, **in_bytes)
+    task = scoring_input(draft, tokens_of(tokenizer=without_merges()), ScoringConfig(), stop_ids=stops, **in_bytes)
     direct = finish(scorer.score(draft, task)).importance
     assert direct.size == len(data) > prompt.size
     assert found.importance.tolist() == [direct[owner == token].max() for token in range(prompt.size)]

@@ -34,7 +34,8 @@ from mlx_specprefill.adapters.depth import FirstLayers, first_layers
 from mlx_specprefill.engine.costs import CostModel
 from mlx_specprefill.engine.footprint import measure_footprint, weight_bytes
 from mlx_specprefill.errors import SparseUnsupportedError
-from mlx_specprefill.specprefill.scorer import PaperScorer, Scores, ScoringInput
+from mlx_specprefill.specprefill.scorer import PaperScorer, Scores
+from tests.support.scoring import scoring_input
 from tests.support.steps import finish
 from tests.support.tiny import (
     CONFIGS,
@@ -68,7 +69,7 @@ def truncated(family: str, whole: nn.Module) -> nn.Module:
 
 def scored(draft: nn.Module, prompt: tuple[int, ...], config: ScoringConfig, cache: list[Any] | None = None) -> Scores:
     given = {} if cache is None else {"cache": cache}
-    task = ScoringInput.alone(draft, prompt, config, **given)
+    task = scoring_input(draft, prompt, config, **given)
     slices: Generator[Any, None, Scores] = PaperScorer(config).score(draft, task)
     return finish(slices)
 

@@ -15,27 +15,25 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache
 
 from mlx_specprefill.adapters.staged import StagedModel
 from mlx_specprefill.cache.positioned import (
-    PositionedKVCache,
     PositionedRotatingKVCache,
     leaves,
     make_positioned_cache,
-    next_position,
     place,
 )
 from mlx_specprefill.engine.decode_batch import DecodeBatch, DecodeRow
 from mlx_specprefill.sampling import greedy
-from mlx_specprefill.specprefill.sparse_prefill import UpperLayersModel, can_recall, recall
+from mlx_specprefill.specprefill.sparse_prefill import UpperLayersModel, recall
 from mlx_specprefill.speculative.rollback import Rollback
 from tests.properties.test_sparse_equals_masked import DISCRIMINATION, NAMED, VERIFIED
 from tests.support import oracle
 from tests.support.autoregressive import decode
 from tests.support.oracle import EXACT, Case, build, can_recall_into, make_case, masked_dense, relative_error
 from tests.support.precision import bound
-from tests.support.rows import assert_same_contents, logprob_error, tokens
+from tests.support.rows import assert_same_contents, logprob_error, next_position, tokens
 from tests.support.staged_oracle import deep_enough, masked_from, splits
 from tests.support.steps import finish
 
@@ -100,14 +98,6 @@ def test_families_of_all_kinds_take_part() -> None:
     assert len(RECALLING) >= 100
     for kind in (PositionedRotatingKVCache, ArraysCache):
         assert sum(has(name, kind) for name in NAMED) >= 3
-
-
-def test_other_caches_take_no_part() -> None:
-    assert can_recall([ArraysCache(2), PositionedKVCache(), PositionedRotatingKVCache(8)])
-    assert not can_recall([])
-    assert not can_recall([ArraysCache(2), PositionedRotatingKVCache(8)])
-    assert not can_recall([PositionedKVCache(), ChunkedKVCache(8)])
-    assert not can_recall(make_prompt_cache(build("llama")))
 
 
 @pytest.mark.parametrize("name", RECALLING)

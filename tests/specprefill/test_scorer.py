@@ -18,13 +18,13 @@ from mlx_specprefill.errors import SpecPrefillError
 from mlx_specprefill.specprefill.scorer import (
     HeadScorer,
     PaperScorer,
-    ScoringInput,
     importance_of,
     question_span,
     repeated_question_spans,
     scorer_for,
 )
 from tests.support.precision import assert_close, numbers
+from tests.support.scoring import scoring_input
 from tests.support.tiny import FAMILIES, WINDOW, random_prompt, tiny_model
 
 M = 90
@@ -42,15 +42,13 @@ def heads_of(family, depth=1, layers=1):
 def run(draft, prompt, config=None, stops=frozenset(), **given):
     """Return the scores of the paper's scorer, and the number of yields."""
     config = config or ScoringConfig()
-    return driven(PaperScorer(config), draft, ScoringInput.alone(draft, prompt, config, stop_ids=stops, **given))
+    return driven(PaperScorer(config), draft, scoring_input(draft, prompt, config, stop_ids=stops, **given))
 
 
 def run_heads(draft, prompt, heads, config=None, question=QUESTION, **given):
     """The same with calibrated heads."""
     config = config or ScoringConfig()
-    return driven(
-        HeadScorer(heads, config), draft, ScoringInput.alone(draft, prompt, config, question=question, **given)
-    )
+    return driven(HeadScorer(heads, config), draft, scoring_input(draft, prompt, config, question=question, **given))
 
 
 def driven(scorer, draft, task):
@@ -226,7 +224,7 @@ def test_importance_that_is_not_finite_is_refused():
     model.layers[0].self_attn.q_proj.weight = model.layers[0].self_attn.q_proj.weight * mx.nan
     for scorer in (PaperScorer(ScoringConfig()), HeadScorer(heads_of("llama"), ScoringConfig())):
         with pytest.raises(SpecPrefillError, match="not finite"):
-            driven(scorer, model, ScoringInput.alone(model, random_prompt(M), ScoringConfig()))
+            driven(scorer, model, scoring_input(model, random_prompt(M), ScoringConfig()))
 
 
 def test_which_scorer_a_rule_means():
@@ -468,7 +466,7 @@ def test_the_last_line_asks(begins, end, expected):
 
 
 def test_without_messages_and_text_the_last_tokens_ask():
-    task = ScoringInput.alone(tiny_model("llama"), random_prompt(M), ScoringConfig(question_rows=(10, 30)))
+    task = scoring_input(tiny_model("llama"), random_prompt(M), ScoringConfig(question_rows=(10, 30)))
     assert task.question == (M - 10, M)
     assert question_span(5, ScoringConfig()) == (0, 5)
 

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 
-from mlx_specprefill.cache.positioned import leaves, quantize_kv
-from mlx_specprefill.speculative.rollback import Rollback, Snapshot, rollback_refusal
+from mlx_specprefill.cache.positioned import Snapshot, leaves, quantize_kv
+from mlx_specprefill.speculative.rollback import Rollback, rollback_refusal
 from tests.support.oracle import build, runnable, tiny_models, vocabulary
 from tests.support.precision import assert_close, numbers
 from tests.support.refusals import SPECULATION_REFUSALS

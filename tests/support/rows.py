@@ -11,7 +11,7 @@ import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
 
-from mlx_specprefill.cache.positioned import Runs, leaves, quantize_kv
+from mlx_specprefill.cache.positioned import Positioned, Runs, leaves, quantize_kv
 from mlx_specprefill.engine.caches import empty_cache
 from mlx_specprefill.engine.decode_batch import DecodeBatch, DecodeRow, Removed
 from mlx_specprefill.request import SamplingParams, TokenEvent
@@ -148,3 +148,8 @@ def assert_same_contents(ours: Sequence[Any], theirs: Sequence[Any], atol: float
             assert_close(mine, other, atol=atol, rtol=1e-4)
         else:
             assert mine == other
+
+
+def next_position(cache: Sequence[Any]) -> int:
+    """Return the position of the next token; 0 for a cache of recurrent layers only."""
+    return next((part.next for part in leaves(cache) if isinstance(part, Positioned)), 0)

@@ -59,7 +59,7 @@ def _close(path: Path, mode: int, wanted: int) -> bool:
 
 log = logging.getLogger(__name__)
 
-_VERSION = 4
+_VERSION = 5
 _RECORD = re.compile(r"[0-9a-f]+(-state)?\.safetensors")
 _TEMPORARY = re.compile(r"[0-9a-f]+(-state)?\.\d+-\d+\.tmp")
 _FILES = ("index.sqlite", "index.sqlite-wal", "index.sqlite-shm")
@@ -145,14 +145,11 @@ class RecordIndex:
         if alone:
             fcntl.flock(self._lock_file, fcntl.LOCK_SH)
 
-    def namespaces(self) -> list[str]:
+    def rows(self, namespace: str, pattern: str) -> list[DiskRow]:
+        """Return the rows of a namespace, and of those that match the pattern."""
+        query = f"SELECT {_COLUMNS} FROM records WHERE namespace = ? OR namespace GLOB ?"
         with self._database:
-            return [name for (name,) in self._database.execute("SELECT DISTINCT namespace FROM records")]
-
-    def rows(self, namespace: str) -> list[DiskRow]:
-        query = f"SELECT {_COLUMNS} FROM records WHERE namespace = ?"
-        with self._database:
-            return [DiskRow(*row) for row in self._database.execute(query, (namespace,))]
+            return [DiskRow(*row) for row in self._database.execute(query, (namespace, pattern))]
 
     def add(self, row: DiskRow, file_bytes: int, checksum: bytes, used: float, publish: Callable[[], object]) -> None:
         """Add a row, and `publish` its file. Other processes see both or neither."""

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import heapq
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any, Literal
@@ -217,13 +216,10 @@ def _compact(ring: Any) -> tuple[mx.array, mx.array, int]:
     keys in another order rounds differently.
     """
     size = min(ring.offset, ring.keys.shape[2])
+    start, write = 0, ring._idx
     if size > ring.max_size and ring.keep == 0:
-        return (
-            ring.keys[..., size - ring.max_size : size, :],
-            ring.values[..., size - ring.max_size : size, :],
-            (ring.max_size),
-        )
-    return ring.keys[..., :size, :], ring.values[..., :size, :], ring._idx
+        start, write = size - ring.max_size, ring.max_size
+    return ring.keys[..., start:size, :], ring.values[..., start:size, :], write
 
 
 def _restore_tokens(
@@ -277,20 +273,14 @@ def _restore_window(part: Any, index: int, state: Arrays, length: int) -> None:
     keys, values = (copy.deepcopy(state[f"{index}.{name}"]) for name in ("keys", "values"))
     ring = part.inner if isinstance(part, Positioned) else part
     sparse = f"{index}.positions" in state
-    slots = _int(state[f"{index}.slots"]) if sparse else length
-    inner = keys, values, slots, ring.keep, ring.max_size, _int(state[f"{index}.write"])
+    slots = int(state[f"{index}.slots"]) if sparse else length
+    inner = keys, values, slots, ring.keep, ring.max_size, int(state[f"{index}.write"])
     if not isinstance(part, Positioned):
         part.state = inner
         return
     held = min(length, ring.max_size)
     runs = _runs_of(np.array(state[f"{index}.positions"])) if sparse else [(length - held, held)]
     part.state = inner, length, runs
-
-
-def _int(array: mx.array) -> int:
-    value = array.item()
-    assert isinstance(value, int)
-    return value
 
 
 Tokens = npt.NDArray[np.int32]
@@ -451,63 +441,42 @@ class Match:
     fed: Fed | None = None
 
 
-def longest_match(root: Node, wanted: Tokens, block_size: int, choice: str | None = None) -> Match | None:
+def longest_match(root: Node, wanted: Tokens, choice: str | None = None) -> Match | None:
     """Follow the prompt as far as possible, into the middle of a block if necessary. Prefers a dense match of equal
     length.
     """
-    best: Match | None = None
-    nodes = [root]
-    while nodes:
-        for count, child in nodes.pop().common(wanted, choice):
-            length = child.end - child.tokens.size + count
-            if best is None or (length, child.choice is None) > (best.length, best.node.choice is None):
-                best = Match(child, length)
-            if count == block_size:
-                nodes.append(child)
-    return best
+    return _best(_matches(root, wanted, choice))
 
 
-def deepest_state(root: Node, wanted: Tokens, block_size: int, choice: str | None = None) -> Match | None:
+def deepest_state(root: Node, wanted: Tokens, choice: str | None = None) -> Match | None:
     """Return the longest prefix that ends in a stored state. Prefers a dense one of equal length."""
-    best: Match | None = None
+    found = _matches(root, wanted, choice)
+    return _best(match for match in found if match.node.state is not None and match.length == match.node.end)
+
+
+def _best(matches: Iterable[Match]) -> Match | None:
+    return max(matches, key=lambda match: (match.length, match.node.choice is None), default=None)
+
+
+def _matches(root: Node, wanted: Tokens, choice: str | None) -> Iterator[Match]:
+    """Yield all nodes that share tokens with the prompt, and all tokens before them."""
     nodes = [root]
     while nodes:
         for count, child in nodes.pop().common(wanted, choice):
-            if count < child.tokens.size:
-                continue
-            newest = best is None or (child.end, child.choice is None) > (best.length, best.node.choice is None)
-            if child.state is not None and newest:
-                best = Match(child, child.end)
-            if count == block_size:
+            yield Match(child, child.end - child.tokens.size + count)
+            if count == child.tokens.size:
                 nodes.append(child)
-    return best
 
 
-def others_ends(root: Node, wanted: Tokens, block_size: int, most: int) -> tuple[int, list[Node]]:
+def others_ends(root: Node, wanted: Tokens, most: int) -> tuple[int, list[Node]]:
     """Return the length that the prompt shares with any stored prefix, and the ends of the prefixes that share it and
     go on otherwise: the `most` recently used ones, the latest first.
     """
-    shared, nearest, nodes = 0, [root], [root]
-    while nodes:
-        for count, child in nodes.pop().common(wanted, ANY_CHOICE):
-            length = child.end - child.tokens.size + count
-            if length > shared:
-                shared, nearest = length, []
-            if length == shared:
-                nearest.append(child)
-            if count == block_size:
-                nodes.append(child)
-    ends: list[Node] = []
-    waiting = [(-node.seen_at, id(node), node) for node in nearest]
-    heapq.heapify(waiting)
-    while waiting and len(ends) < most:
-        node = heapq.heappop(waiting)[-1]
-        if node.children:
-            for child in node.children.values():
-                heapq.heappush(waiting, (-child.seen_at, id(child), child))
-        elif node.end > shared:
-            ends.append(node)
-    return shared, ends
+    matches = list(_matches(root, wanted, ANY_CHOICE)) or [Match(root, 0)]
+    shared = max(match.length for match in matches)
+    longest = (node for match in matches if match.length == shared for node in match.node.subtree())
+    ends = [node for node in longest if node.end > shared and not node.children]
+    return shared, sorted(ends, key=lambda node: node.seen_at, reverse=True)[:most]
 
 
 KV_LAYOUT_VERSION = 1  # of the arrays from `records`; a change orphans every stored record
@@ -554,19 +523,16 @@ def token_bytes(tokens: Sequence[int] | TokenIds) -> bytes:
     return np.asarray(tokens, dtype="<i4").tobytes()
 
 
-def root_digest(identity: str, block_size: int) -> bytes:
-    """Return the parent digest of the first block: chains of two identities or two block sizes share no digest."""
-    return hashlib.blake2b(f"{identity}\0{block_size}".encode(), digest_size=DIGEST_BYTES).digest()
-
-
 def labelled(name: str, label: CacheLabel) -> str:
     """Return a model's name with the label, which is unique per label."""
     return name if label == SHARED else f"{name}{LABEL_MARK}{label.owner}/{label.salt}"
 
 
 def make_root(identity: str, block_size: int, label: CacheLabel) -> Node:
-    """Return an empty tree of one model for a label."""
-    return Node(None, np.zeros(0, dtype=np.int32), root_digest(labelled(identity, label), block_size), label)
+    """Return an empty tree of one model for a label. Trees of another identity or block size share no digest."""
+    name = f"{labelled(identity, label)}\0{block_size}"
+    digest = hashlib.blake2b(name.encode(), digest_size=DIGEST_BYTES).digest()
+    return Node(None, np.zeros(0, dtype=np.int32), digest, label)
 
 
 def block_digest(

@@ -35,7 +35,6 @@ from .nodes import (
     common_length,
     deepest_state,
     longest_match,
-    make_root,
     nbytes_of,
     others_ends,
 )
@@ -109,7 +108,7 @@ def _positions_of(match: Match) -> tuple[Tokens | None, int]:
 
 def _hidden(loaded: Sequence[Arrays]) -> list[tuple[int, mx.array]]:
     """Return the hidden states of a path's blocks, with the index of the first token of each part."""
-    return [(int(np.array(arrays["hidden.start"])[0]), arrays["hidden"]) for arrays in loaded if "hidden" in arrays]
+    return [(int(arrays["hidden.start"]), arrays["hidden"]) for arrays in loaded if "hidden" in arrays]
 
 
 class PrefixCache:
@@ -148,13 +147,12 @@ class PrefixCache:
         self._layout = Layout(make_cache, first_layers)
         self.refusal = self._layout.refusal
         self._budget = budget
-        self._stored = None if disk is None else StoredTree(disk, identity, block_size, only_pinned)
-        self._identity = identity
+        self._stored = StoredTree(disk or DiskTier(None), identity, block_size, only_pinned)
         self._roots: dict[CacheLabel, Node] = {}  # without empty trees
         self.hits = self.misses = self.tokens_served = 0
         if self.refusal is not None:
             log.warning("no prefix cache: %s", self.refusal)
-        elif self._stored is not None:
+        else:
             self._roots = self._stored.restore(self._record)
 
     @property
@@ -181,8 +179,7 @@ class PrefixCache:
             choice: sparse prefixes whose choice begins so are searched, too.
         """
         self._budget.begin_lookup()
-        if self._stored is not None:
-            self._stored.begin()
+        self._stored.disk.begin()
         wanted = np.asarray(tokens, dtype=np.int32)[:limit]
         while (match := self._match(wanted, label, choice)) is not None:
             hit = self._serve(match, min(len(tokens) - match.length, _ROOM), again)
@@ -209,7 +206,7 @@ class PrefixCache:
         root = self._roots.get(label)
         if root is None:
             return 0, []
-        shared, ends = others_ends(root, np.asarray(tokens, dtype=np.int32), self.block_size, most)
+        shared, ends = others_ends(root, np.asarray(tokens, dtype=np.int32), most)
         return shared, [np.concatenate([node.tokens for node in end.path()]) for end in ends]
 
     def _match(self, wanted: Tokens, label: CacheLabel, choice: str | None) -> Match | None:
@@ -217,13 +214,13 @@ class PrefixCache:
         if root is None:
             return None
         find = deepest_state if self._layout.stateful else longest_match
-        match = find(root, wanted, self.block_size, choice)
+        match = find(root, wanted, choice)
         if match is None or match.node.choice is None:
             return match
         fed = Fed(np.concatenate([step.fed for step in match.node.path()]))
         if fed.run < match.length:
             return replace(match, fed=fed)
-        return find(root, wanted, self.block_size)  # nothing is thinned so far, so it is no turn of this conversation
+        return find(root, wanted)  # nothing is thinned so far, so it is no turn of this conversation
 
     def _serve(self, match: Match, room: int, again: bool) -> CacheHit | None:
         """Return the matched prefix as a prompt cache with room for `room` more tokens.
@@ -235,7 +232,7 @@ class PrefixCache:
         if self._layout.stateful and match.node.state is not None:
             records.append(match.node.state)
         missing = [record for record in records if record.arrays is None]
-        read = iter(()) if self._stored is None else self._stored.read(missing)
+        read = self._stored.read(missing)
         loaded = []
         for record in records:
             arrays = record.arrays if record.arrays is not None else next(read, None)
@@ -246,14 +243,13 @@ class PrefixCache:
         state = loaded[count] if len(loaded) > count else None
         held, excess = _positions_of(match)
         cache = self._layout.build(loaded[:count], excess, state, match.length, room, held)
-        for record in records:
+        for record in reversed(records):  # of entries used at once the last one goes first, which no other needs
             self._budget.touch(record, hit=not again)
         for record, arrays in zip(records, loaded, strict=True):
             self._keep(record, arrays)
-        if self._stored is not None:
-            self._stored.touch(records)
-            for record in records:
-                self._stored.write(record)  # at the second use of a pinned prefix, if only those are written
+        self._stored.touch(records)
+        for record in records:
+            self._stored.write(record)  # at the second use of a pinned prefix, if only those are written
         return CacheHit(match.length, cache, held, _hidden(loaded), _is_whole(match))
 
     # -- writing
@@ -297,10 +293,9 @@ class PrefixCache:
             return
         source = _Source(cache, None if choice is None else fed_of(cache), choice, hidden)
         self._budget.begin_store()
-        if self._stored is not None:
-            self._stored.begin()
-            self._sweep(self._stored)
-        root = self._roots.get(label) or make_root(self._identity, self.block_size, label)
+        self._stored.disk.begin()
+        self._sweep()
+        root = self._roots.get(label) or self._stored.make_root(label)
         try:
             if source.fed is not None and not self._layout.stateful and source.fed.run >= _WORTH_KEEPING:
                 self._grow(root, ids[: source.fed.run], source, {})  # for dense requests
@@ -328,9 +323,8 @@ class PrefixCache:
             for record in added:
                 self._forget(record)
             raise
-        if self._stored is not None:
-            for record in added:
-                self._stored.write(record)
+        for record in added:
+            self._stored.write(record)
 
     def _missing(self, root: Node, ids: Tokens, source: _Source, state: Arrays) -> Iterator[Record]:
         """Yield their records while there is room, in memory but not evaluated."""
@@ -353,12 +347,8 @@ class PrefixCache:
         """Pin the stored blocks within the system prefix."""
         for node in self._last_stored(root, system_prefix).path():
             for record in node.records():
-                if not record.pinned:
-                    self._budget.pin(record)
-                if at_once and not record.hits:
-                    self._budget.touch(record, hit=True)
-                if self._stored is not None:
-                    self._stored.write(record)
+                self._budget.touch(record, hit=at_once and not record.hits, pin=True)
+                self._stored.write(record)
 
     def _last_stored(self, root: Node, ids: Tokens, source: _Source | None = None) -> Node:
         """Return the last stored node on the path of these tokens."""
@@ -411,7 +401,6 @@ class PrefixCache:
             return None
         record = self._record(node, kind, nbytes)
         record.arrays = arrays
-        self._budget.touch(record)
         self._budget.add(record)
         return record
 
@@ -425,22 +414,17 @@ class PrefixCache:
         blocks = node.blocks()
         for record in blocks:
             self._budget.touch(record)
-        if self._stored is not None:
-            self._stored.touch(blocks)
+        self._stored.touch(blocks)
 
     # -- eviction
 
     def _evict(self, record: Record) -> None:
         """Drop the arrays. A record that is not on disk is removed, with all that need it."""
-        if self._stored is not None:
-            self._stored.save(record)
+        self._stored.save(record)
         record.arrays = None
         self._budget.remove(record)
         if not self._there(record):
             self._forget(record)
-        above = record.node if record.kind == "state" else record.node.parent
-        if above is not None and above.record is not None:
-            self._budget.offer(above.record)
 
     def _forget(self, record: Record) -> None:
         if record.kind == "tokens":
@@ -459,24 +443,18 @@ class PrefixCache:
             below.removed = True
             for record in below.records():
                 self._release(record)
-        if node.parent.record is not None:
-            self._budget.offer(node.parent.record)
 
     def _release(self, record: Record) -> None:
         record.arrays = None
         self._budget.remove(record)
-        if self._stored is not None:
-            self._stored.remove(record)
+        self._stored.remove(record)
 
     def _there(self, record: Record | None) -> bool:
-        return record is not None and (record.arrays is not None or self._is_on_disk(record))
+        return record is not None and (record.arrays is not None or self._stored.has(record))
 
-    def _is_on_disk(self, record: Record) -> bool:
-        return self._stored is not None and self._stored.has(record)
-
-    def _sweep(self, stored: StoredTree) -> None:
+    def _sweep(self) -> None:
         """Remove nodes that the disk tier evicted and memory does not have."""
-        if not stored.has_evicted():
+        if not self._stored.has_evicted():
             return
         for node in list(self._nodes()):
             if not node.removed and not self._there(node.record):
@@ -540,6 +518,6 @@ class PrefixCache:
             nbytes=sum(record.nbytes for record in own if record.held),
             hits=newest.hits,
             last_use=newest.seen_at,
-            on_disk=self._is_on_disk(newest),
+            on_disk=self._stored.has(newest),
             label=node.label,
         )

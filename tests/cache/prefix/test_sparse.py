@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 
 from mlx_specprefill import CacheLabel
-from mlx_specprefill.cache.positioned import Positioned, leaves, make_positioned_cache, next_position, place
+from mlx_specprefill.cache.positioned import Positioned, leaves, make_positioned_cache, place
 from mlx_specprefill.cache.prefix.disk import DiskTier
 from mlx_specprefill.cache.prefix.nodes import Fed
 from mlx_specprefill.cache.prefix.tree import PrefixCache
 from mlx_specprefill.specprefill.sparse_prefill import recall
 from tests.cache.prefix.stores import BLOCK, decode, feed, held_bytes, same
 from tests.cache.prefix.test_tree import FAMILIES, STATEFUL, assert_close, dense, model_of, prefix_cache
+from tests.support.rows import next_position
 from tests.support.steps import finish
 from tests.support.tiny import random_prompt
 

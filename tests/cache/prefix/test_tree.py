@@ -18,14 +18,15 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, make_prompt_cache
 
 from mlx_specprefill.cache.budget import GRACE, ByteBudget, Evictable
-from mlx_specprefill.cache.positioned import Positioned, leaves, make_positioned_cache, next_position, place
-from mlx_specprefill.cache.prefix.disk import DiskTier, encode
+from mlx_specprefill.cache.positioned import Positioned, leaves, make_positioned_cache, place
+from mlx_specprefill.cache.prefix.disk import DiskTier
 from mlx_specprefill.cache.prefix.nodes import Node, Record, longest_match
 from mlx_specprefill.cache.prefix.tree import PrefixCache
 from mlx_specprefill.request import SHARED
 from tests.cache.prefix.stores import BLOCK, contents, decode, fake_caches, feed, filled, held_bytes, overwrite, same
 from tests.support import precision
 from tests.support.precision import numbers
+from tests.support.rows import next_position
 from tests.support.tiny import WINDOW, random_prompt, tiny_model
 
 FAMILIES = ("llama", "qwen3_5", "nemotron_h", "gpt_oss")
@@ -560,7 +561,7 @@ def test_leaves_go_before_what_they_continue() -> None:
     for base in range(8):
         tokens = tuple(range(1000 * (base + 1), 1000 * (base + 1) + 2 * BLOCK))
         serve(prefixes, make, tokens)
-        hit = longest_match(prefixes._roots[SHARED], np.arange(16 * BLOCK, dtype=np.int32), BLOCK)
+        hit = longest_match(prefixes._roots[SHARED], np.arange(16 * BLOCK, dtype=np.int32))
         found.append(0 if hit is None else hit.length // BLOCK)
     assert found == [16, 16, 14, 12, 10, 8, 6, 4]  # shrinks from its end, and stays usable
 
@@ -677,16 +678,6 @@ def test_all_that_is_stored_is_evaluated_at_once(family: str, monkeypatch: pytes
     assert len(evaluated) == 1
     prefixes.store(tokens, cache)  # known already
     assert not any(evaluated[1:][0][0])
-
-
-def test_the_arrays_of_a_record_are_evaluated_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    evaluated = list[Any]()
-    arrays = {f"{layer}.keys": mx.full((2, 3), layer).astype(mx.bfloat16) for layer in range(9)}
-    mx.eval(arrays)
-    evaluate = mx.eval
-    monkeypatch.setattr(mx, "eval", lambda *trees: evaluated.append(trees) or evaluate(*trees))
-    encode(arrays, {})
-    assert len(evaluated) == 1
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5"])

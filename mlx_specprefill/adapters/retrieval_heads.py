@@ -9,7 +9,6 @@ the attention of the captured rows.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -108,36 +107,24 @@ def attach_heads(model: nn.Module, file: Path) -> RetrievalDraft:
     Raises:
         LoadError: the file can't be read, is broken, or was made for another model.
     """
-    stored = _read(file)
+    layers, heads, arrays = _read(file)
     total = len(layers_of(model))
-    if stored.layers > total:
-        raise LoadError(f"{file}: its heads stand on the first {stored.layers} layers; the draft has {total}")
-    ours = _witness(model, stored.layers)
-    theirs = stored.arrays.pop("witness")
+    if layers > total:
+        raise LoadError(f"{file}: its heads stand on the first {layers} layers; the draft has {total}")
+    ours, theirs = _witness(model, layers), arrays.pop("witness")
     if ours.shape != theirs.shape or not _is_close(ours, theirs):
-        raise LoadError(
-            f"{file}: its heads were trained on another model than this draft (layer {stored.layers} differs)"
-        )
-    heads = RetrievalHeads(ours.size, stored.heads, stored.width, stored.eps)
+        raise LoadError(f"{file}: its heads were trained on another model than this draft (layer {layers} differs)")
     expected = {name: array.shape for name, array in tree_flatten(heads.parameters())}
-    shapes = {name: array.shape for name, array in stored.arrays.items()}
+    shapes = {name: array.shape for name, array in arrays.items()}
     if expected != shapes:
         raise LoadError(f"{file}: arrays of shapes {shapes}; its header means {expected}")
-    heads.load_weights([(name, array.astype(ours.dtype)) for name, array in stored.arrays.items()])
+    heads.load_weights([(name, array.astype(ours.dtype)) for name, array in arrays.items()])
     mx.eval(heads.parameters())
-    return RetrievalDraft(full_draft_model(model), stored.layers, heads)
+    return RetrievalDraft(full_draft_model(model), layers, heads)
 
 
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    arrays: dict[str, mx.array]
-    layers: int
-    heads: int
-    width: int
-    eps: float
-
-
-def _read(file: Path) -> _Stored:
+def _read(file: Path) -> tuple[int, RetrievalHeads, dict[str, mx.array]]:
+    """Return the number of layers that a file's heads stand on, new heads of their shapes, and their arrays."""
     arrays: dict[str, mx.array]
     known: dict[str, str]
     try:
@@ -147,7 +134,7 @@ def _read(file: Path) -> _Stored:
         layers, heads, width = (int(known[name]) for name in ("layers", "heads", "width"))
         if min(layers, heads, width) < 1:
             raise ValueError("layers, heads and width must be at least 1")
-        return _Stored(arrays, layers, heads, width, float(known["eps"]))
+        return layers, RetrievalHeads(arrays["witness"].size, heads, width, float(known["eps"])), arrays
     except (OSError, RuntimeError, ValueError, KeyError) as error:
         raise LoadError(f"{file}: {error}") from error
 
@@ -172,7 +159,7 @@ def with_retrieval_heads(draft: nn.Module | None, draft_id: str, file: Path) -> 
     """
     if draft is None:
         raise LoadError(f"draft_heads is {file}, but there is no draft")
-    layers = _read(file).layers
+    layers, _, _ = _read(file)
     refusal = adapter_for(architecture_of(draft)).depth_refusal
     if refusal is not None:
         raise LoadError(f"{file} needs the first {layers} layers of {draft_id}, which can't score: {refusal}")

@@ -44,7 +44,7 @@ def backend_of(tokenizer: TokenizerWrapper) -> Tokenizer:
     return backend
 
 
-class TokenBytes:
+class TokenBytes(dict[int, bytes]):
     """The bytes of a tokenizer's tokens. Looks up each id once. Not thread-safe."""
 
     def __init__(self, tokenizer: TokenizerWrapper, special: bytes) -> None:
@@ -54,12 +54,12 @@ class TokenBytes:
         Raises:
             PairMismatchError: its decoder is of an unknown kind.
         """
+        super().__init__()
         self._backend = backend_of(tokenizer)
         decoder = self._backend.decoder
         self._piece = _piece_by(None if decoder is None else json.loads(decoder.__getstate__()))
         added = self._backend.get_added_tokens_decoder().items()
         self._added = {index: special if token.special else token.content.encode() for index, token in added}
-        self._known: dict[int, bytes] = {}
 
     def read(self, ids: Sequence[int] | TokenIds) -> tuple[bytes, npt.NDArray[np.int64]]:
         """Return the text of these tokens, and the end of each in it, int64 (M,). Unknown ids have no text."""
@@ -67,7 +67,7 @@ class TokenBytes:
         unique, where = np.unique(tokens, return_inverse=True)
         pieces = [self[int(token)] for token in unique]
         lengths = np.fromiter(map(len, pieces), dtype=np.int64, count=len(pieces))
-        return b"".join([self._known[token] for token in tokens.tolist()]), np.cumsum(lengths[where])
+        return b"".join([self[token] for token in tokens.tolist()]), np.cumsum(lengths[where])
 
     def agrees(self, text: str) -> bool:
         """Return whether this text's tokens stand for the text that the tokenizer decodes, special tokens aside."""
@@ -76,16 +76,13 @@ class TokenBytes:
         text_of_bytes = self.read(ids)[0].decode(errors="replace")
         return text_of_bytes.strip(" ") == str(self._backend.decode(ids, skip_special_tokens=False)).strip(" ")
 
-    def __getitem__(self, token: int) -> bytes:
-        if token not in self._known:
-            self._known[token] = self._look_up(token)
-        return self._known[token]
-
-    def _look_up(self, token: int) -> bytes:
+    def __missing__(self, token: int) -> bytes:
         if token in self._added:
-            return self._added[token]
-        piece = self._backend.id_to_token(token) if token >= 0 else None
-        return b"" if piece is None else self._piece(piece)
+            self[token] = self._added[token]
+        else:
+            piece = self._backend.id_to_token(token) if token >= 0 else None
+            self[token] = b"" if piece is None else self._piece(piece)
+        return self[token]
 
 
 def _piece_by(decoder: dict[str, Any] | None) -> Piece:

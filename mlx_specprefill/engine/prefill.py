@@ -38,7 +38,7 @@ from ..specprefill.selector import (
     selection_by,
     strongest,
 )
-from ..specprefill.sparse_prefill import HiddenStates, UpperLayersModel, prefill, prefill_upper, recall
+from ..specprefill.sparse_prefill import HiddenStates, UpperLayersModel, prefill, recall
 from .caches import EngineCaches, empty_cache, empty_draft_cache
 from .costs import ChunkSizer, CostModel
 from .sequence import Sequence
@@ -574,7 +574,8 @@ class Prefiller:
         _, upper = model.split(sequence.cache)
         yield Progress("prefill", 0, lower.length - S, cached=S)
         text, states = request.prompt[S : lower.length], hidden.of(indices)
-        yield from prefill_upper(model, upper, text, states, indices - S, self._step, S)
+        upper_model = UpperLayersModel(model.upper, states)
+        yield from prefill(upper_model, upper, text, indices - S, self._step, S)
         sequence.cache, sequence.cached = model.join(lower.cache, upper), lower.length
         self._keep(sequence, lower.length)
 

@@ -218,31 +218,24 @@ def calibrated_heads(
     Args:
         folder: where calibrations are kept, a file per draft; None: nowhere.
     """
-    return pair.broadcast("heads", lambda: _calibrate(pair, scoring, selection, folder, measure, on_progress))
 
+    def find() -> DraftHeads | None:
+        if pair.draft is None or pair.sparse_refusal is not None:
+            return None
+        draft = full_draft_model(pair.draft)
+        file = None if folder is None else folder / f"{model_identity(draft, pair.draft_config or {})}.json"
+        known = broadcast(pair.split, "known heads", lambda: _stored_heads(file))
+        if known is not None or not measure:
+            return known
+        try:
+            found = find_heads(draft, pair.draft_tokenizer, scoring, selection, on_progress, ranks=pair.split)
+        except SparseUnsupportedError as error:
+            log.warning("the draft's heads can't be calibrated, so the paper's rule scores prompts: %s", error)
+            return None
+        _store_heads(file, found)
+        return found
 
-def _calibrate(
-    pair: ModelPair,
-    scoring: ScoringConfig,
-    selection: SelectionConfig,
-    folder: Path | None,
-    measure: bool,
-    on_progress: Callable[[int, int], None] | None,
-) -> DraftHeads | None:
-    if pair.draft is None or pair.sparse_refusal is not None:
-        return None
-    draft = full_draft_model(pair.draft)
-    file = None if folder is None else folder / f"{model_identity(draft, pair.draft_config or {})}.json"
-    known = broadcast(pair.split, "known heads", lambda: _stored_heads(file))
-    if known is not None or not measure:
-        return known
-    try:
-        found = find_heads(draft, pair.draft_tokenizer, scoring, selection, on_progress, ranks=pair.split)
-    except SparseUnsupportedError as error:
-        log.warning("the draft's heads can't be calibrated, so the paper's rule scores prompts: %s", error)
-        return None
-    _store_heads(file, found)
-    return found
+    return pair.broadcast("heads", find)
 
 
 def _stored_heads(file: Path | None) -> DraftHeads | None:

@@ -152,11 +152,6 @@ def _raise_headings(scores: Floats, headings: Indices, size: int) -> None:
         np.maximum.at(scores, (begin + offset)[covered], best[covered])
 
 
-def baseline_score(asked: Floats, others: Bools) -> float:
-    """Return the importance of the best of `others`, tokens that are not chosen."""
-    return float(np.quantile(asked[others], _ORDINARY)) if others.any() else 0.0
-
-
 def missing_of(selection: Selection, held: Bools, stands_out: float) -> Indices:
     """Return the chosen tokens that an earlier turn dropped and that stand out.
 
@@ -177,7 +172,8 @@ def missing_of(selection: Selection, held: Bools, stands_out: float) -> Indices:
         return np.zeros(0, dtype=np.int32)
     asked, forced = selection.asked[:L], selection.forced[:L]
     chosen = np.repeat(selection.chunk_chosen, size)[:L]
-    ordinary = baseline_score(asked, ~chosen & ~forced)
+    others = asked[~chosen & ~forced]
+    ordinary = float(np.quantile(others, _ORDINARY)) if others.size else 0.0
     standing = chosen & ~forced & ~held & (asked > 0) & (asked >= stands_out * ordinary)
     starts = np.arange(0, L, size)
     near = np.logical_or.reduceat(standing, starts)

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from mlx_lm.models.cache import RotatingKVCache
 
-from ..adapters.staged import StagedModel, UpperLayers
+from ..adapters.staged import UpperLayers
 from ..cache.positioned import Positioned, PositionedRotatingKVCache, leaves, place
 from ..errors import SparseUnsupportedError
 from ..request import Progress, TokenIds
@@ -169,24 +169,6 @@ def _within(part: _Part, indices: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_
 
 def _below(end: int, parts: Sequence[_Part]) -> list[_Part]:
     return [(start, states[:, : end - start]) for start, states in parts if start < end]
-
-
-def prefill_upper(
-    model: StagedModel,
-    cache: list[Any],
-    prompt: Sequence[int] | TokenIds,
-    hidden: mx.array,
-    kept: npt.NDArray[np.int32],
-    step: int | Callable[[], int],
-    offset: int = 0,
-) -> Generator[Progress, None, mx.array]:
-    """Prefill the kept tokens in the layers behind the first ones, as `prefill`.
-
-    Args:
-        cache: positioned, of those layers only.
-        hidden: the first layers' hidden states of the kept tokens, (1, N, D).
-    """
-    return prefill(UpperLayersModel(model.upper, hidden), cache, prompt, kept, step, offset)
 
 
 class UpperLayersModel:

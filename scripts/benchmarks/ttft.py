@@ -43,7 +43,7 @@ from mlx_specprefill.specprefill.mapped import map_task
 from mlx_specprefill.specprefill.plan import forced_mask, forced_ranges
 from mlx_specprefill.specprefill.scorer import Scores, ScoringInput, question_span, scorer_for
 from mlx_specprefill.specprefill.selector import TextReader, select_tokens, selection_by
-from mlx_specprefill.specprefill.sparse_prefill import HiddenStates, prefill, prefill_upper
+from mlx_specprefill.specprefill.sparse_prefill import HiddenStates, UpperLayersModel, prefill
 
 from .harness import BenchError, pairs, shapes
 from .harness.figures import machine, rounded, show, timed
@@ -111,7 +111,7 @@ def sparse_arm(setup: Setup, prompt: list[int], keep: Fraction) -> Run:
     else:
         _, upper = stages.split(cache)
         cache = stages.join(scores.cache, upper)
-        steps = prefill_upper(stages, upper, prompt, hidden.of(kept), kept, setup.step)
+        steps = prefill(UpperLayersModel(stages.upper, hidden.of(kept)), upper, prompt, kept, setup.step)
         prefill_ms, logits = timed(lambda: finish(steps))
     token_ms, _ = timed(lambda: first_token(logits))
     return {

@@ -30,7 +30,7 @@ from mlx_specprefill.engine import loop
 from mlx_specprefill.engine.decode_batch import DecodeBatch, DecodeRow
 from mlx_specprefill.errors import SparseUnsupportedError
 from mlx_specprefill.sampling import greedy
-from mlx_specprefill.specprefill.sparse_prefill import HiddenStates, prefill_upper
+from mlx_specprefill.specprefill.sparse_prefill import HiddenStates, UpperLayersModel, prefill
 from tests.support import precision
 from tests.support.oracle import Case, build, make_case, vocabulary
 from tests.support.precision import assert_close
@@ -331,7 +331,8 @@ def staged_cache(split: StagedModel, case: Case, kept: np.ndarray) -> tuple[list
     for start in range(0, case.prompt.size, 16):
         part = mx.array(case.prompt[start : start + 16])[None]
         hidden.keep(start, split.lower(part, cache=lower))
-    steps = prefill_upper(split, upper, case.prompt, hidden.of(kept.astype(np.int32)), kept.astype(np.int32), 11)
+    kept = kept.astype(np.int32)
+    steps = prefill(UpperLayersModel(split.upper, hidden.of(kept)), upper, case.prompt, kept, 11)
     return cache, finish(steps)
 
 

@@ -13,6 +13,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -409,22 +410,11 @@ def _split_as_declared(tokenizer: TokenizerWrapper, folder: Path) -> None:
 def _fill(model: nn.Module, on_progress: OnProgress) -> None:
     """Read the parameters into memory."""
     arrays = [array for _, array in tree_flatten(model.parameters())]
-    total, done = sum(int(array.nbytes) for array in arrays), 0
-    for piece in _pieces(arrays):
-        mx.eval(piece)
-        done += sum(int(array.nbytes) for array in piece)
-        on_progress(done, total)
-
-
-def _pieces(arrays: list[mx.array]) -> Iterator[list[mx.array]]:
-    piece: list[mx.array] = []
-    for array in arrays:
-        piece.append(array)
-        if sum(int(one.nbytes) for one in piece) >= _PIECE:
-            yield piece
-            piece = []
-    if piece:
-        yield piece
+    ends = list(accumulate(int(array.nbytes) for array in arrays))
+    for _, group in groupby(zip(arrays, ends, strict=True), key=lambda pair: pair[1] // _PIECE):
+        piece = list(group)
+        mx.eval([array for array, _ in piece])
+        on_progress(piece[-1][1], ends[-1])
 
 
 def _read_gguf(path: Path, dtype: DtypeName, on_progress: OnProgress) -> Read:

@@ -104,12 +104,14 @@ def plan_prefill(
     plan = PrefillPlan("sparse", "requested", keep, forced, ranges, rule, predicted, scope)
     if options.enabled is False:
         return plan.as_full("turned off by the request")
-    if (refusal := _refusal(request, sparse_refusal)) is not None:
-        return plan.as_full(refusal)
+    if sparse_refusal is not None:
+        return plan.as_full(sparse_refusal)
+    if request.prompt_logprobs is not None:
+        return plan.as_full("prompt log-probabilities need the logits of every token")
     if (options.enabled or policy.enabled) and nominal < 1 and options.importance is None:
         plan = replace(plan, choice=f"{nominal}:{rule}:{scope}:")
-    if (refusal := _too_long(M, draft_context)) is not None:
-        return plan.as_full(refusal)
+    if draft_context is not None and draft_context < M:
+        return plan.as_full(f"the prompt has {M} tokens, the draft's context {draft_context}")
     if nominal < keep == 1:
         return plan.as_full(f"{M} prompt tokens, at least {policy.min_kept} are kept")
     if options.enabled is None:
@@ -133,20 +135,6 @@ def _estimate_kept(keep: Fraction, forced: Bools) -> int:
     """Estimate the number of selected tokens: the share, but at least half of it beside forced tokens."""
     share = float(keep) * forced.size
     return int(min(forced.size, max(share, forced.sum() + share / 2)))
-
-
-def _refusal(request: GenerationRequest, sparse_refusal: str | None) -> str | None:
-    if sparse_refusal is not None:
-        return sparse_refusal
-    if request.prompt_logprobs is not None:
-        return "prompt log-probabilities need the logits of every token"
-    return None
-
-
-def _too_long(prompt_len: int, draft_context: int | None) -> str | None:
-    if draft_context is not None and prompt_len > draft_context:
-        return f"the prompt has {prompt_len} tokens, the draft's context {draft_context}"
-    return None
 
 
 def _possible(plan: PrefillPlan, config: EngineConfig, rest: Bools) -> PrefillPlan:

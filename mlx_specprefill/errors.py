@@ -6,7 +6,7 @@ SpecPrefillError
 ├── LoadError                  a checkpoint can't be loaded
 │   └── PairMismatchError      a draft with another tokenizer can't read the target's text
 ├── SettingsError              the engine can't run as it is configured, here or with these models
-├── SparseUnsupportedError     this model or cache can't be prefilled sparsely; `.reason` is shown to the user
+├── SparseUnsupportedError     this model or cache can't be prefilled sparsely; its text is shown to the user
 ├── EngineError                the engine failed on one request (HTTP 500)
 │   └── EngineClosedError      the engine is not running or its queue is full (HTTP 503)
 │       ├── DeviceError        the device failed on the request, or takes no more work
@@ -73,10 +73,6 @@ class SettingsError(SpecPrefillError):
 
 class SparseUnsupportedError(SpecPrefillError):
     """Sparse prefill of a model or cache that can't do it exactly."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
 
 
 class EngineError(SpecPrefillError):

@@ -5,6 +5,8 @@ queries and keys to `mx.fast.scaled_dot_product_attention`, or their logits to `
 by hand (gemma2, phi3small, quantised KV caches). Reading there needs no knowledge of the family: q_norm, gate split,
 RoPE, per-token scales, MLA's float masks and sinks are already applied or passed along. The wrappers
 (`adapters/patches`) do nothing unless an observer is active on the calling thread.
+
+At the end: the heads that calibration found for a draft, which say what to read.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def _refusal(check: Callable[[], str | None], words: str) -> str | None:
     try:
         return check()
     except SparseUnsupportedError as error:
-        return error.reason
+        return str(error)
     except Exception as error:  # noqa: BLE001 - whatever model code raises here means the same: not this model
         return f"{words} ({type(error).__name__}: {error})"
 
@@ -76,7 +76,7 @@ def staged_model(target: nn.Module, draft: nn.Module | None) -> StagedModel | st
         model = StagedModel(target, draft.count)
         _, upper = model.split(make_positioned_cache(target))
     except SparseUnsupportedError as error:
-        return error.reason
+        return str(error)
     if not any(isinstance(part, Positioned) for part in leaves(upper)):
         return f"no layer behind the first {draft.count} has attention"
     return probe_staged(model) or model
@@ -237,5 +237,5 @@ def _of_target(target: nn.Module) -> str | None:
     try:
         make_positioned_cache(target)
     except SparseUnsupportedError as error:
-        return error.reason
+        return str(error)
     return probe_sparse(target)

@@ -505,7 +505,7 @@ class Rows:
         try:
             return quantize_kv(cache, group, bits)
         except SparseUnsupportedError as error:
-            log.warning("the KV cache of a request stays unquantised: %s", error.reason)
+            log.warning("the KV cache of a request stays unquantised: %s", error)
             return cache, shift
 
     @cached_property

@@ -328,7 +328,7 @@ class Prefiller:
         try:
             scores = yield from self.scorer.scores(request, plan, text, sequence.hidden)
         except DraftContextError as error:
-            sequence.plan = plan.as_full(error.reason)
+            sequence.plan = plan.as_full(str(error))
             return None
         sequence.scorer, sequence.scoring, sequence.draft_read = scores.scorer, scores.words, scores.read
         sequence.lower = [] if sequence.hidden is None else scores.cache

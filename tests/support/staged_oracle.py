@@ -181,7 +181,7 @@ def _error(model: nn.Module, case: Case, first: int) -> float | str:
     try:
         got = staged(model, case, first)
     except SparseUnsupportedError as error:
-        return error.reason
+        return str(error)
     return relative_error(got, masked_from(model, case, first))
 
 

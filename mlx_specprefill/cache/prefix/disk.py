@@ -1,4 +1,4 @@
-"""Stored arrays in files, with an index, that survive a restart.
+"""Stored arrays in files, with an index, that survive a restart; and the records of one tree among them.
 
 One safetensors file per record, one sqlite index per folder. A file gets its own name once it is complete, and its row
 after that. A record is served only if its checksum matches its row. The MLX thread turns arrays into bytes, one I/O

@@ -32,11 +32,13 @@ def make_private(folder: Path, ours: Callable[[str], bool]) -> int:
     state = folder.stat()
     if state.st_uid != os.geteuid() or state.st_mode & stat.S_ISVTX:
         raise PermissionError(f"{folder} is not this user's alone, and prompts would lie in it; name another folder")
-    mended = int(_close(folder, state.st_mode, FOLDER))
     with os.scandir(folder) as entries:
-        for entry in entries:
-            if ours(entry.name) and entry.is_file(follow_symlinks=False):
-                mended += _close(Path(entry.path), entry.stat(follow_symlinks=False).st_mode, FILE)
+        files = [Path(e.path) for e in entries if ours(e.name) and e.is_file(follow_symlinks=False)]
+    mended = 0
+    for path, mode in ((folder, FOLDER), *((file, FILE) for file in files)):
+        if stat.S_IMODE(path.stat().st_mode) != mode:
+            path.chmod(mode)
+            mended += 1
     return mended
 
 
@@ -47,14 +49,6 @@ def create_private(path: Path) -> BinaryIO:
         OSError: as `open`.
     """
     return open(path, "wb", opener=lambda name, flags: os.open(name, flags, FILE))
-
-
-def _close(path: Path, mode: int, wanted: int) -> bool:
-    """Set the mode; return whether it changed."""
-    if stat.S_IMODE(mode) == wanted:
-        return False
-    path.chmod(wanted)
-    return True
 
 
 log = logging.getLogger(__name__)

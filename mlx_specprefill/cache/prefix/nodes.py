@@ -1,4 +1,4 @@
-"""The tree of token blocks: its nodes, and the search for a prompt.
+"""The tree of token blocks: its nodes, the arrays and digests in them, and the search for a prompt.
 
 A full block hangs below the block before it, a shorter tail below the last full block. Each holds the keys and values
 of its own tokens only, so prompts share common blocks. A sparse prefill leaves out tokens, and may read earlier ones

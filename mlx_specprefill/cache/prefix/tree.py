@@ -329,7 +329,10 @@ class PrefixCache:
     def _missing(self, root: Node, ids: Tokens, source: _Source, state: Arrays) -> Iterator[Record]:
         """Yield their records while there is room, in memory but not evaluated."""
         node = self._last_stored(root, ids, source)
-        self._touch_path(node)
+        blocks = node.blocks()
+        for record in blocks:
+            self._budget.touch(record)
+        self._stored.touch(blocks)
         if self._layout.stateful and not self._room_for_all(node, ids.size, source, state):
             return
         while node.end < ids.size:
@@ -409,12 +412,6 @@ class PrefixCache:
         if record.arrays is None and not record.node.removed and self._budget.reserve(record.nbytes):
             record.arrays = arrays
             self._budget.add(record)
-
-    def _touch_path(self, node: Node) -> None:
-        blocks = node.blocks()
-        for record in blocks:
-            self._budget.touch(record)
-        self._stored.touch(blocks)
 
     # -- eviction
 

@@ -101,7 +101,7 @@ def test_nothing_is_wrapped_before_its_module_is_imported(monkeypatch: pytest.Mo
     assert name not in sys.modules
 
 
-@pytest.mark.parametrize("wrap", set(PATCHES.values()), ids=lambda wrap: wrap.__name__)
+@pytest.mark.parametrize("wrap", list(dict.fromkeys(PATCHES.values())), ids=lambda wrap: wrap.__name__)
 def test_the_table_in_the_documentation_lists_it(wrap: Any) -> None:
     names = [name for name, its in PATCHES.items() if its is wrap]
     section = (ROOT / "docs/development/architecture.md").read_text().partition("## Patches")[2].partition("\n## ")[0]

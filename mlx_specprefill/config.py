@@ -169,5 +169,5 @@ class EngineConfig:
             raise ValueError(f"rule must be one of {', '.join(RULE_NAMES)}, got {self.rule!r}")
         if self.kv_bits not in (None, 2, 3, 4, 5, 6, 8):
             raise ValueError(f"kv_bits must be one of 2, 3, 4, 5, 6, 8, got {self.kv_bits}")
-        if self.prefill_step < 1 or self.max_queue < 1:
-            raise ValueError("prefill_step and max_queue must be positive")
+        if min(self.prefill_step, self.max_queue, self.max_rows) < 1:
+            raise ValueError("prefill_step, max_queue and max_rows must be positive")

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from .config import RuleName, Scope, SpecPrefillPolicy, SpeculationName
+from .config import RuleName, Scope, SpecPrefillPolicy, SpeculationConfig, SpeculationName
 from .errors import InvalidRequestError
 
 Mode = Literal["sparse", "full"]
@@ -108,6 +108,10 @@ class SpecPrefillOptions:
     scope: Scope | None = None
     verify: Verify | None = None
 
+    def strategy(self, config: SpeculationConfig) -> SpeculationName:
+        """Return how the answer is drafted, by the request's word or the server's."""
+        return self.speculative or config.strategy
+
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
@@ -181,7 +185,8 @@ class GenerationRequest:
     @property
     def system_prefix_len(self) -> int:
         """Return the tokens of the system prompt and the tools in front, which the sessions of one agent share."""
-        return system_prefix_length(self.spans)
+        messages = takewhile(lambda span: span.kind in ("system", "tools"), self.spans)
+        return max((span.end for span in messages), default=0)
 
     @property
     def usable_prefix(self) -> int:
@@ -248,6 +253,10 @@ class SpeculationReport:
         return {"strategy": self.strategy, "reason": self.reason, **shown}
 
 
+def _rounded(times: Timings | Prediction) -> dict[str, float]:
+    return {name: round(ms, 3) for name, ms in asdict(times).items()}
+
+
 MissKind = Literal["time", "counter", "tool_order", "reasoning", "edited", "template", "other"]
 
 
@@ -296,28 +305,13 @@ class PrefillReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON object that clients get next to `usage`."""
-        times = self.timings
-        report: dict[str, Any] = {
-            "mode": self.mode,
-            "reason": self.reason,
-            "prompt_tokens": self.prompt_tokens,
-            "kept_tokens": self.kept_tokens,
-            "cached_tokens": self.cached_tokens,
-            "recalled_tokens": self.recalled_tokens,
-            "draft_tokens": self.draft_tokens,
-            "kept_share": self.kept_share,
-            "keep_pct": self.kept_share,  # its name in earlier versions
-            "scorer": self.scorer,
-            "scoring": self.scoring,
-            "scope": self.scope,
-            "timings": {
-                name: round(getattr(times, name), 3)
-                for name in ("queue_ms", "draft_ms", "select_ms", "prefill_ms", "ttft_ms", "decode_ms")
-            },
-        }
+        counts = ("prompt_tokens", "kept_tokens", "cached_tokens", "recalled_tokens", "draft_tokens", "kept_share")
+        words = ("mode", "reason", *counts, "scorer", "scoring", "scope")
+        report: dict[str, Any] = {name: getattr(self, name) for name in words}
+        report["keep_pct"] = self.kept_share
+        report["timings"] = _rounded(self.timings)
         if self.predicted is not None:
-            full, sparse = self.predicted.full_ms, self.predicted.sparse_ms
-            report["predicted"] = {"full_ms": round(full, 3), "sparse_ms": round(sparse, 3)}
+            report["predicted"] = _rounded(self.predicted)
         if self.speculation is not None:
             report["speculation"] = self.speculation.to_dict()
         if self.miss is not None:
@@ -431,27 +425,10 @@ class PromptSpan:
             raise ValueError(f"span bounds must be ordered: {self}")
 
 
-def system_prefix_length(spans: Sequence[PromptSpan]) -> int:
-    """Return the number of tokens of the system messages and tool definitions at a prompt's start."""
-    return max((span.end for span in takewhile(lambda span: span.kind in ("system", "tools"), spans)), default=0)
-
-
 _Z = 1.96  # standard errors of a 95 % interval
 _Floats = npt.NDArray[np.float32]
 _Ints = npt.NDArray[np.int32]
 _Bools = npt.NDArray[np.bool_]
-
-
-def _no_floats() -> _Floats:
-    return np.zeros(0, np.float32)
-
-
-def _no_ints() -> _Ints:
-    return np.zeros(0, np.int32)
-
-
-def _no_bools() -> _Bools:
-    return np.zeros(0, np.bool_)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -473,13 +450,13 @@ class Verdict:
 
     reason: str = ""
     is_sampled: bool = False
-    tokens: _Ints = field(default_factory=_no_ints)
-    agrees: _Bools = field(default_factory=_no_bools)
-    counted: _Bools = field(default_factory=_no_bools)
-    own: _Ints = field(default_factory=_no_ints)
-    full: _Floats = field(default_factory=_no_floats)
-    own_full: _Floats = field(default_factory=_no_floats)
-    sparse: _Floats = field(default_factory=_no_floats)
+    tokens: _Ints = field(default_factory=lambda: np.zeros(0, np.int32))
+    agrees: _Bools = field(default_factory=lambda: np.zeros(0, np.bool_))
+    counted: _Bools = field(default_factory=lambda: np.zeros(0, np.bool_))
+    own: _Ints = field(default_factory=lambda: np.zeros(0, np.int32))
+    full: _Floats = field(default_factory=lambda: np.zeros(0, np.float32))
+    own_full: _Floats = field(default_factory=lambda: np.zeros(0, np.float32))
+    sparse: _Floats = field(default_factory=lambda: np.zeros(0, np.float32))
 
     def of_first(self, count: int) -> Verdict:
         """Return the verdict on the answer's first `count` tokens: what follows a stop string is no part of it."""

@@ -34,8 +34,8 @@ from .adapters.mtp import ARCHITECTURES, MTPLayers
 from .adapters.staged import StagedModel
 from .cache.positioned import fill, make_positioned_cache, place
 from .config import EngineConfig, SpeculationConfig
-from .engine.costs import ForwardCost, LearntCost
 from .engine.engine import Engine
+from .engine.scheduler import ForwardCost, LearntCost
 from .loading import ModelPair, load_pair
 from .reading import read_model
 from .request import Event, Failed, Finished, GenerationRequest, SamplingParams, SpecPrefillOptions, TokenEvent

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
@@ -25,6 +25,8 @@ from ..specprefill.sparse_prefill import HiddenStates
 from .misses import WORTH_TELLING, Decode, explain_miss
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
+_NOT_FOUND = "prefix look-up failed; the prompt is read from its start"
 
 
 def empty_cache(model: nn.Module) -> list[Any]:
@@ -35,10 +37,9 @@ def empty_cache(model: nn.Module) -> list[Any]:
         return list(make_prompt_cache(model))
 
 
-def empty_draft_cache(pair: ModelPair) -> list[Any]:
+def empty_draft_cache(draft: nn.Module, staged: bool) -> list[Any]:
     """Return an empty prompt cache of the draft, with positions if it becomes a part of the target's."""
-    assert pair.draft is not None
-    return list(make_prompt_cache(pair.draft)) if pair.stages is None else make_positioned_cache(pair.draft)
+    return make_positioned_cache(draft) if staged else list(make_prompt_cache(draft))
 
 
 def _first_layers(pair: ModelPair) -> int:
@@ -59,7 +60,7 @@ class EngineCaches:
         self.on_error: Callable[[Exception], None] = lambda _: None
         self.budget = ByteBudget(config.prefix_cache_bytes)
         self.enabled = config.prefix_cache_bytes > 0
-        self._stages = pair.stages
+        self._pair = pair
         self._disk: DiskTier | None = None
         self._target: PrefixCache | None = None
         self._draft: PrefixCache | None = None
@@ -79,11 +80,10 @@ class EngineCaches:
             only_pinned=config.prefix_disk_pinned_only,
             first_layers=_first_layers(pair),
         )
-        if pair.draft is not None:
-            assert draft_identity is not None
+        if (draft := pair.draft) is not None:
             self._draft = PrefixCache(
                 draft_identity,
-                lambda: empty_draft_cache(pair),
+                lambda: empty_draft_cache(draft, pair.stages is not None),
                 self.budget,
                 self._disk,
                 kind="draft",
@@ -92,10 +92,10 @@ class EngineCaches:
             rule = f"{draft_identity}:{config.selection}:{config.scoring}:{pair.heads}"
             self._choosing = hashlib.blake2b(rule.encode(), digest_size=8).hexdigest()
 
-    def _identities(self, pair: ModelPair) -> tuple[str, str | None]:
-        """Return the names under which prefixes of target and draft are stored."""
+    def _identities(self, pair: ModelPair) -> tuple[str, str]:
+        """Return the names under which prefixes of target and draft are stored; an empty one without a draft."""
         target = model_identity(pair.target, pair.target_config)
-        return target, None if pair.draft is None else model_identity(pair.draft, pair.draft_config or {})
+        return target, "" if pair.draft is None else model_identity(pair.draft, pair.draft_config or {})
 
     def _folder(self, folder: Path) -> Path:
         """Return the folder of prefixes that survive a restart."""
@@ -133,11 +133,17 @@ class EngineCaches:
             again: the same request looks up a second time; it is not counted.
             choice: `PrefillPlan.choice` of sparse prefixes that will do, too.
         """
-        return self._lookup(self._target, tokens, label, again, self._choice_name(choice))
+        cache, name = self._target, self._choice_name(choice)
+        if cache is None:
+            return None
+        return self._try(_NOT_FOUND, lambda: cache.lookup(tokens, len(tokens) - 1, again, label, name), None)
 
     def draft_prefix(self, tokens: Sequence[int] | TokenIds, label: CacheLabel) -> CacheHit | None:
         """Return the longest prefix that the draft has read."""
-        return self._lookup(self._draft, tokens, label)
+        cache = self._draft
+        if cache is None:
+            return None
+        return self._try(_NOT_FOUND, lambda: cache.lookup(tokens, len(tokens) - 1, label=label), None)
 
     def covers(self, tokens: Sequence[int] | TokenIds, label: CacheLabel, choice: str | None = None) -> int:
         """Return the number of leading tokens that the target has cached now.
@@ -145,24 +151,22 @@ class EngineCaches:
         Args:
             choice: as in `target_prefix`.
         """
-        try:
-            return 0 if self._target is None else self._target.covers(tokens, label, self._choice_name(choice))
-        except Exception:
-            log.exception("looking up what is cached of a prompt failed")
-            return 0
+        cache, name = self._target, self._choice_name(choice)
+        return 0 if cache is None else self._try(_NOT_FOUND, lambda: cache.covers(tokens, label, name), 0)
 
     def miss(self, request: GenerationRequest, decode: Decode) -> PrefixMiss | None:
         """Return why the target reads tokens again that it has cached; None: it does not, or for no reason known."""
-        if self._target is None:
+        cache = self._target
+        if cache is None:
             return None
-        try:
-            shared, others = self._target.others(request.prompt, request.label)
+
+        def explain() -> PrefixMiss | None:
+            shared, others = cache.others(request.prompt, request.label)
             if not others or len(request.prompt) - shared < WORTH_TELLING:
                 return None
             return explain_miss(request, (shared, others), decode)
-        except Exception:
-            log.exception("why a prompt is read again could not be told")
-            return None
+
+        return self._try("why a prompt is read again could not be told", explain, None)
 
     def keep_target(
         self,
@@ -192,7 +196,8 @@ class EngineCaches:
         return None
 
     def keep_draft(self, tokens: Sequence[int] | TokenIds, cache: list[Any], request: GenerationRequest) -> None:
-        self._store(self._draft, tokens, cache, request)
+        if self._draft is not None:
+            self._store(self._draft, tokens, cache, request)
 
     def _choice_name(self, choice: str | None) -> str | None:
         """Return a choice's name, unique per draft and rule."""
@@ -221,26 +226,9 @@ class EngineCaches:
         if self._disk is not None:
             self._disk.close()
 
-    def _lookup(
-        self,
-        cache: PrefixCache | None,
-        tokens: Sequence[int] | TokenIds,
-        label: CacheLabel,
-        again: bool = False,
-        choice: str | None = None,
-    ) -> CacheHit | None:
-        if cache is None:
-            return None
-        try:
-            return cache.lookup(tokens, len(tokens) - 1, again, label, choice)
-        except Exception as error:
-            log.exception("prefix look-up failed; the prompt is read from its start")
-            self.on_error(error)
-            return None
-
     def _store(
         self,
-        cache: PrefixCache | None,
+        cache: PrefixCache,
         tokens: Sequence[int] | TokenIds,
         arrays: list[Any],
         request: GenerationRequest,
@@ -248,19 +236,24 @@ class EngineCaches:
         choice: str | None = None,
         hidden: HiddenStates | None = None,
     ) -> None:
-        if cache is None:
-            return
+        store = partial(
+            cache.store,
+            tokens,
+            arrays,
+            label=request.label,
+            system_prefix_len=min(request.system_prefix_len, len(tokens)),
+            pin_system_prefix=request.pin_system_prefix,
+            state=state,
+            choice=self._choice_name(choice),
+            hidden=None if hidden is None else hidden.between,
+        )
+        self._try("a prefix could not be stored", store, None)
+
+    def _try(self, failure: str, call: Callable[[], T], otherwise: T) -> T:
+        """Return the call's result. A failure is logged."""
         try:
-            cache.store(
-                tokens,
-                arrays,
-                label=request.label,
-                system_prefix_len=min(request.system_prefix_len, len(tokens)),
-                pin_system_prefix=request.pin_system_prefix,
-                state=state,
-                choice=self._choice_name(choice),
-                hidden=None if hidden is None else hidden.between,
-            )
+            return call()
         except Exception as error:
-            log.exception("a prefix could not be stored")
+            log.exception(failure)
             self.on_error(error)
+            return otherwise

@@ -37,7 +37,9 @@ from ..errors import InvalidRequestError, SparseUnsupportedError
 from ..loading import ModelPair
 from ..request import TokenEvent
 from ..sampling import LogitsProcessor, Sampler, choose, greedy, make_sampler, processors_of, token_event
-from ..speculative.row import SpeculativeRow
+from ..speculative.proposers import Proposer
+from ..speculative.row import Limits, SpeculativeRow
+from ..speculative.verification import TokenSampler
 from .caches import empty_cache
 from .memory import cache_bytes
 from .sequence import Sequence, log_failure
@@ -61,7 +63,7 @@ class DecodeRow:
         shift: positions minus slots for caches that can't carry it; 0 for positioned ones.
         grammar: masks forbidden tokens; the batch passes it every token.
         generated: tokens of the answer that the cache and the grammar hold already.
-        staged: the caches of its first layers hold more tokens than the others.
+        staged: the model in two parts, if the caches of its first layers hold more tokens than the others.
     """
 
     uid: int
@@ -73,7 +75,7 @@ class DecodeRow:
     shift: int = 0
     grammar: GrammarState | None = None
     generated: tuple[int, ...] = ()
-    staged: bool = False
+    staged: StagedModel | None = None
 
 
 @dataclass(frozen=True)
@@ -146,9 +148,8 @@ class _Choice(NamedTuple):
 class _Group:
     """Rows that share a forward. A single row keeps its own cache."""
 
-    def __init__(self, model: nn.Module, staged: StagedModel | None, spec: DecodeRow, ranks: Ranks | None) -> None:
+    def __init__(self, model: nn.Module, spec: DecodeRow, ranks: Ranks | None) -> None:
         self._model = model
-        self._staged = staged
         self._ranks = ranks
         self.rows = [_Row(spec)]
         self.cache = spec.cache
@@ -178,10 +179,8 @@ class _Group:
 
     def _forward(self, tokens: mx.array) -> mx.array:
         """Run the forward. It has two parts only if a row needs it: masks are made once per part."""
-        if any(row.staged for row in self.rows):
-            assert self._staged is not None
-            return self._staged(tokens, cache=self.cache)
-        logits: mx.array = self._model(tokens, cache=self.cache)
+        model = next((row.staged for row in self.rows if row.staged is not None), self._model)
+        logits: mx.array = model(tokens, cache=self.cache)
         return logits
 
     def events(self, fed: _Choice) -> list[tuple[int, TokenEvent]]:
@@ -316,13 +315,11 @@ class DecodeBatch:
     rows' caches are unusable.
     """
 
-    def __init__(self, model: nn.Module, staged: StagedModel | None = None, ranks: Ranks | None = None) -> None:
+    def __init__(self, model: nn.Module, ranks: Ranks | None = None) -> None:
         """Args:
-        staged: the same model in two parts, for rows that need it.
         ranks: over which the model is spread, if it is.
         """
         self._model = model
-        self._staged = staged
         self._ranks = ranks
         self._batched = adapter_for(architecture_of(model)).batch_refusal is None
         self._groups: list[_Group] = []
@@ -347,16 +344,14 @@ class DecodeBatch:
         """
         if row.uid in self.uids:
             raise ValueError(f"row {row.uid} is decoding already")
-        self._groups.append(_Group(self._model, self._staged, row, self._ranks))
+        self._groups.append(_Group(self._model, row, self._ranks))
 
-    def first_token(self, uid: int) -> TokenEvent:
+    def first_token(self) -> TokenEvent:
         """Return the newest row's first token before its first step, which then does not return it.
 
         The first forward takes time to set up; the client gets its first token before that.
         """
-        newest = self._groups[-1]
-        assert [row.uid for row in newest.rows] == [uid]
-        return newest.first_event()
+        return self._groups[-1].first_event()
 
     def remove(self, uid: int) -> Removed:
         """Take a row out between two steps.
@@ -409,13 +404,41 @@ class _Drafted(NamedTuple):
     row: SpeculativeRow
 
 
+class Quantizer:
+    """Quantises prefilled caches of a target, if it can read them."""
+
+    def __init__(self, target: nn.Module, bits: int, group_size: int) -> None:
+        self._target = target
+        self._bits = bits
+        self._group_size = group_size
+
+    def quantize(self, cache: list[Any], shift: int) -> tuple[list[Any], int]:
+        """Return the cache, and the shift that it can't carry itself."""
+        if self._refusal is not None:
+            return cache, shift
+        try:
+            return quantize_kv(cache, self._group_size, self._bits)
+        except SparseUnsupportedError as error:
+            log.warning("the KV cache of a request stays unquantised: %s", error)
+            return cache, shift
+
+    @cached_property
+    def _refusal(self) -> str | None:
+        """Return why the target can't read quantised caches. Checked and logged with the first row."""
+        reason = probe_quantized(self._target, empty_cache(self._target), self._group_size, self._bits)
+        if reason is not None:
+            log.warning("the KV cache stays unquantised: %s", reason)
+        return reason
+
+
 class Rows:
     """Sequences between their prefill and their last token."""
 
     def __init__(self, pair: ModelPair, config: EngineConfig) -> None:
         self._pair = pair
-        self._config = config
-        self._batch = DecodeBatch(pair.target, pair.stages, pair.ranks)
+        bits = config.kv_bits
+        self._quantizer = None if bits is None else Quantizer(pair.target, bits, config.kv_group_size)
+        self._batch = DecodeBatch(pair.target, pair.ranks)
         self._drafted: dict[int, _Drafted] = {}
 
     def __len__(self) -> int:
@@ -430,10 +453,15 @@ class Rows:
     def add(self, sequence: Sequence, logits: mx.array) -> TokenEvent:
         """Start decoding a prefilled sequence; return its first token, chosen from `logits` (1, V)."""
         sequence.cache, sequence.shift = self.quantize(sequence.cache, sequence.shift)
-        if sequence.drafting is not None and (row := self._begin_drafted(sequence, sequence.drafting, logits)):
-            return row.first
+        drafting = sequence.drafting
+        if drafting is not None and drafting.proposer is not None:
+            return self._add_drafted(sequence, drafting, drafting.proposer, logits)
         self._add_plain(sequence, logits)
-        return self._first_token(sequence.uid)
+        try:
+            return self._batch.first_token()
+        except Exception:  # else the next step would fail again
+            self._batch.remove(sequence.uid)
+            raise
 
     def step(self) -> Iterator[Outcome]:
         """Yield one token of every plain row, then one verification of a drafted row. Rows may leave in between."""
@@ -450,24 +478,27 @@ class Rows:
 
     def clear(self) -> None:
         """Remove all rows, whatever their state."""
-        self._batch = DecodeBatch(self._pair.target, self._pair.stages, self._pair.ranks)
+        self._batch = DecodeBatch(self._pair.target, self._pair.ranks)
         self._drafted.clear()
 
-    def _begin_drafted(self, sequence: Sequence, drafting: AnswerDrafter, logits: mx.array) -> SpeculativeRow | None:
-        """Start a drafted row; None if it is decoded plainly after all."""
-        row = drafting.begin_row(
+    def _add_drafted(
+        self, sequence: Sequence, drafting: AnswerDrafter, proposer: Proposer, logits: mx.array
+    ) -> TokenEvent:
+        request, V = sequence.request, logits.shape[-1]
+        stops, processors = request.stop_token_ids, processors_of(request)
+        drafting.row = SpeculativeRow(
             sequence.model(self._pair),
             sequence.cache,
             logits,
-            processors_of(sequence.request),
-            sequence.grammar,
-            sequence.shift,
-            sequence.logprobs,
+            proposer,
+            TokenSampler(request.sampling, V, processors, sequence.grammar, stops),
+            Limits(request.max_tokens, stops),
+            logprobs=sequence.logprobs,
+            shift=sequence.shift,
         )
-        if row is not None:
-            sequence.cache = []  # the row owns it now
-            self._drafted[sequence.uid] = _Drafted(sequence, drafting, row)
-        return row
+        sequence.cache = []  # the row owns it now
+        self._drafted[sequence.uid] = _Drafted(sequence, drafting, drafting.row)
+        return drafting.row.first
 
     def _add_plain(self, sequence: Sequence, logits: mx.array) -> None:
         request = sequence.request
@@ -487,36 +518,9 @@ class Rows:
         )
         sequence.cache = []  # the batch owns it now
 
-    def _first_token(self, uid: int) -> TokenEvent:
-        """Return a row's first token. If this fails, the row is removed at once, so that the next step does not fail
-        again.
-        """
-        try:
-            return self._batch.first_token(uid)
-        except Exception:
-            self._batch.remove(uid)
-            raise
-
     def quantize(self, cache: list[Any], shift: int = 0) -> tuple[list[Any], int]:
         """Return a prefilled cache as answers read it, and the shift that it can't carry itself."""
-        bits, group = self._config.kv_bits, self._config.kv_group_size
-        if bits is None or self._quantization_refusal is not None:
-            return cache, shift
-        try:
-            return quantize_kv(cache, group, bits)
-        except SparseUnsupportedError as error:
-            log.warning("the KV cache of a request stays unquantised: %s", error)
-            return cache, shift
-
-    @cached_property
-    def _quantization_refusal(self) -> str | None:
-        """Return why the target's KV cache can't be quantised. Checked and logged with the first row."""
-        bits, target = self._config.kv_bits, self._pair.target
-        assert bits is not None
-        reason = probe_quantized(target, empty_cache(target), self._config.kv_group_size, bits)
-        if reason is not None:
-            log.warning("the KV cache stays unquantised: %s", reason)
-        return reason
+        return (cache, shift) if self._quantizer is None else self._quantizer.quantize(cache, shift)
 
     def _step_batch(self) -> list[Outcome]:
         """Step the batch. A failing forward fails its rows; the next ones start with an empty batch."""
@@ -532,32 +536,24 @@ class Rows:
         except Exception as error:
             log.exception("decode step failed")
             lost = self._batch.uids
-            self._batch = DecodeBatch(self._pair.target, self._pair.stages, self._pair.ranks)
+            self._batch = DecodeBatch(self._pair.target, self._pair.ranks)
             return [(uid, error) for uid in lost]
 
     def _step_drafted(self) -> Iterator[Outcome]:
         """Step the first drafted row. Beside other rows it joins the batch, and the next one is first."""
-        uid = next(iter(self._drafted), None)
-        if uid is None:
+        if not self._drafted:
             return
-        outcomes, leaving = self._forward_drafted(uid)
-        yield from outcomes
-        if leaving is not None and uid in self._drafted:
-            self._join_batch(uid, leaving)
-
-    def _forward_drafted(self, uid: int) -> tuple[list[Outcome], str | None]:
-        """Run one verification; return its outcomes, and why the row goes on as a plain one, if it does."""
-        drafted = self._drafted[uid]
+        uid, (sequence, drafting, row) = next(iter(self._drafted.items()))
         try:
-            events, leaving = drafted.drafting.step(drafted.row, alone=len(self) == 1)
+            events, leaving = drafting.step(row, alone=len(self) == 1)
         except Exception as error:  # noqa: BLE001 - one row must not end the others
             log_failure(log, "a speculative row failed", error)
             del self._drafted[uid]
-            return [(uid, error)], None
-        return [(uid, event) for event in events], leaving
-
-    def _join_batch(self, uid: int, why: str) -> None:
-        sequence, drafting, row = self._drafted.pop(uid)
-        drafting.leave(why)
-        sequence.cache = row.cache
-        self._add_plain(sequence, row.logits)
+            yield uid, error
+            return
+        yield from ((uid, event) for event in events)
+        if leaving is not None and uid in self._drafted:
+            del self._drafted[uid]
+            drafting.leave(leaving)
+            sequence.cache = row.cache
+            self._add_plain(sequence, row.logits)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -15,7 +15,7 @@ from ..errors import RequestCancelled
 from ..request import GenerationRequest, Progress, PromptLogprobs, SpecPrefillOptions, TokenIds, Verdict, concat_tokens
 from .memory import Memory
 from .prefill import Prefiller
-from .sequence import Job, RequestHandle, Sequence, noop
+from .sequence import Job, RequestHandle, Sequence
 from .verify import Guide, Quantize, verify
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,11 @@ class BackgroundQueue:
     A turn stays in the queue until it is removed, also while it is being made dense.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_expecting: Callable[[IdleTurn], bool]) -> None:
+        """Args:
+        is_expecting: returns whether a turn's answer called a tool, so that the next turn is certain to come.
+        """
+        self.is_expecting = is_expecting
         self._turns: list[IdleTurn] = []  # newest first
 
     def __len__(self) -> int:
@@ -106,10 +110,6 @@ class BackgroundQueue:
 
     def _in_order(self) -> list[IdleTurn]:
         return sorted(self._turns, key=lambda turn: not self.is_expecting(turn))
-
-    def is_expecting(self, turn: IdleTurn) -> bool:
-        """Return whether the turn's answer called a tool, so that the next turn is certain to come."""
-        return turn.handle.expecting
 
 
 _LOOK_EVERY_S = 30.0
@@ -143,8 +143,6 @@ class BackgroundPrefill:
         count, tokens: turns that were made dense, and their tokens.
     """
 
-    _queue_type: type[BackgroundQueue] = BackgroundQueue
-
     def __init__(self, prefiller: Prefiller, memory: Memory, guide: Guide, quantize: Quantize) -> None:
         """Args:
         guide: makes a request's grammar.
@@ -155,27 +153,25 @@ class BackgroundPrefill:
         self._guide = guide
         self._quantize = quantize
         self._now: tuple[IdleTurn, RequestHandle] | None = None
-        self.turns = self._queue_type()
+        self.turns = BackgroundQueue(self._is_expecting)
         self.count = self.tokens = 0
         pair, policy = prefiller.pair, prefiller.config.policy
         self._densifies = policy.densify
         # A draft with another tokenizer has other tokens; on several ranks, one alone may have the draft.
         alone = pair.mapping is None and pair.ranks is None
-        self._drafts = policy.densify and policy.enabled and pair.has_draft and alone
+        self._draft = pair.draft if policy.densify and policy.enabled and alone else None
 
     @property
     def drafts_first(self) -> bool:
         """Return whether the draft reads next."""
-        if not self._drafts:
-            return False
-        turn = self.turns.first()
+        turn = None if self._draft is None else self.turns.first()
         return turn is not None and turn.drafts
 
     def follow(self, sequence: Sequence, handle: RequestHandle) -> IdleTurn | None:
         """Queue a turn that was answered, if something is left to read. Return the turn if it is not for idle time."""
         request = sequence.request
         dense = self._densifies and sequence.kept is not None
-        drafts = self._drafts and (request.pin_system_prefix or request.specprefill.enabled is not False)
+        drafts = self._draft is not None and (request.pin_system_prefix or request.specprefill.enabled is not False)
         if not (dense or drafts):
             return None
         known = tuple(sequence.sparse_logprobs) if dense else ()
@@ -190,8 +186,10 @@ class BackgroundPrefill:
     def make_awaited_job(self, turn: IdleTurn, uid: int) -> Job:
         """Return the job of a turn whose client waits for the verdict."""
         need = self._memory.need_idle(len(turn.tokens), dense=True)
-        end = partial(self._finish, turn)
-        return Job(uid, noop, RequestHandle(), self._steps(turn), on_end=end, need=need)
+        return Job(uid, self._steps(turn), need, on_end=partial(self._finish, turn))
+
+    def _is_expecting(self, turn: IdleTurn) -> bool:
+        return turn.handle.expecting
 
     def close(self) -> None:
         """Report that the turns in the queue will not be verified."""
@@ -209,15 +207,17 @@ class BackgroundPrefill:
             return None
         if self._now is not None:
             now = self._now[0]
-            if self.turns.is_expecting(turn) and not self.turns.is_expecting(now):
+            if self._is_expecting(turn) and not self._is_expecting(now):
                 self._now[1].cancel()  # its finished steps stay in the cache, and its turn in the queue
             return None
-        if not self._memory.reserve_free(uid, self._memory.need_idle(len(turn.tokens), not turn.drafts)):
+        need = self._memory.need_idle(len(turn.tokens), not turn.drafts)
+        if not self._memory.reserve_free(uid, need):
             log.info("no memory to read %d tokens in idle time", len(turn.tokens))
             self._give_up(turn, "there was no memory to read the prompt in full")
             return None
-        self._now = turn, RequestHandle()
-        return Job(uid, noop, self._now[1], self._steps(turn), on_end=partial(self._finish, turn), background=True)
+        job = Job(uid, self._steps(turn), need, on_end=partial(self._finish, turn), background=True)
+        self._now = turn, job.handle
+        return job
 
     def _steps(self, turn: IdleTurn) -> Generator[Progress | PromptLogprobs, None, Verdict | None]:
         """Read what is left of the turn. Return the verdict if one is wanted."""
@@ -226,8 +226,8 @@ class BackgroundPrefill:
             parts = turn.choice, turn.answer, turn.sparse_logprobs, self._guide, self._quantize
             return (yield from verify(self._prefiller, request, *parts))
         text = replace(request, prompt=turn.tokens)
-        if turn.drafts:
-            yield from self._prefiller.catch_up_draft(text)
+        if turn.drafts and self._draft is not None:
+            yield from self._prefiller.catch_up_draft(self._draft, text)
         else:
             yield from self._prefiller.dense(text, turn.choice)
         return None

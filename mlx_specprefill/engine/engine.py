@@ -26,18 +26,16 @@ from ..request import Constraint, Event, Failed, Finished, GenerationRequest, Pr
 from ..sampling import check_sampling
 from ..specprefill.plan import PrefillPlan
 from .caches import EngineCaches
-from .costs import ChunkSizer, CostModel
 from .decode_batch import Rows
 from .densify import BackgroundPrefill
-from .footprint import weights_by_array
 from .inspection import Inspection, Replay, inspect_prompt, replay_continuation
-from .loop import DeviceErrors, EngineCore
+from .loop import DeviceErrors, EngineCore, Inbox, Results
 from .machine import wire
-from .memory import Memory, MemoryUse, check_limit
+from .memory import Memory, MemoryUse, check_limit, weights_by_array
 from .mlx_thread import MLXThread
 from .prefill import Prefiller
-from .scheduler import Scheduler
-from .sequence import Inbox, Job, OnEvent, RequestHandle, Results, Sequence, TaskSpec, noop
+from .scheduler import ChunkSizer, CostModel, Scheduler
+from .sequence import AnswerJob, Job, OnEvent, RequestHandle, Sequence, TaskSpec, noop
 from .speculation import AnswerDrafter, Speculator
 
 _PATIENCE = 4  # times `target_itl_ms`: how long a prefill may wait while others are served
@@ -105,12 +103,12 @@ class Engine:
     """
 
     # The parts that `ranked.RankedEngine` has others of.
-    _caches_type: type[EngineCaches] = EngineCaches
-    _chunks_type: type[ChunkSizer] = ChunkSizer
-    _prefiller_type: type[Prefiller] = Prefiller
-    _memory_type: type[Memory] = Memory
-    _densifier_type: type[BackgroundPrefill] = BackgroundPrefill
-    _loop_type: type[EngineCore] = EngineCore
+    _caches_type: Callable[..., EngineCaches] = EngineCaches
+    _chunks_type: Callable[..., ChunkSizer] = ChunkSizer
+    _prefiller_type: Callable[..., Prefiller] = Prefiller
+    _memory_type: Callable[..., Memory] = Memory
+    _densifier_type: Callable[..., BackgroundPrefill] = BackgroundPrefill
+    _loop_type: Callable[..., EngineCore] = EngineCore
 
     def __init__(
         self,
@@ -129,7 +127,7 @@ class Engine:
         self.scheduler = Scheduler(self.config.max_rows, round(_PATIENCE * self.config.target_itl_ms) or 1)
         self.costs = CostModel(pair, self.config)
         chunks = self._chunks_type(pair, self.config, self.scheduler, self.costs)
-        self._speculator = Speculator(pair, self.config, self.scheduler)
+        self._speculator = Speculator(pair, self.config, lambda: bool(self.scheduler.decoding))
         self.prefiller = self._prefiller_type(pair, self.config, self.caches, self.costs, chunks)
         self.memory = self._memory_type(pair, self.config, self.caches, self._thread.memory, pinned)
         self.rows = Rows(pair, self.config)
@@ -243,7 +241,7 @@ class Engine:
             densified=self.densifier.count,
             densified_tokens=self.densifier.tokens,
             **self.caches.counts(),
-            memory=self.memory.use(tuple(self.loop.jobs.values())),
+            memory=self.memory.use(),
             tokens_per_second=self.loop.meter.per_second(),
         )
 
@@ -281,26 +279,20 @@ class Engine:
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
-    def check(self, request: GenerationRequest) -> None:
-        """Check that a request can run.
+    def check(self, request: GenerationRequest) -> PrefillPlan:
+        """Check that a request can run, and return its plan.
 
         Raises:
             InvalidRequestError: names the field; ContextLengthError when the prompt leaves no room.
         """
-        self._check(request)
-
-    def _check(self, request: GenerationRequest) -> PrefillPlan:
-        """Check a request and return its plan."""
         check_request(request, self.pair)
         if request.constraint is not None:
             self._grammars.check(request.constraint)
         plan = self.prefiller.plan(request)
-        need = self.memory.need(request, plan.mode)
-        if plan.mode == "sparse" and not self.memory.can_ever(need):
+        if plan.mode == "sparse" and not self.memory.can_ever(request, "sparse"):
             plan = replace(plan.as_full("a sparse prefill needs more memory than there is"), choice=None)
-            need = self.memory.need(request, "full")
-        if not (self.memory.can_ever(need) and self.memory.has_room(request)):
-            window = self.memory.window(request.specprefill.speculative)
+        if not self.memory.can_ever(request, plan.mode):
+            window = self.memory.window(request.specprefill)
             raise ContextLengthError(len(request.prompt), request.max_tokens, window)
         return plan
 
@@ -329,32 +321,43 @@ class Engine:
             InvalidRequestError: the request can never run.
             EngineClosedError: the engine is not running, or `max_queue` requests wait already.
         """
-        job = self._job(TaskSpec(self._inbox.next_uid(), "answer", request, self._check(request)))
-        job.on_event, job.handle.on_verdict = on_event, on_verdict
-        self._post(job)
-        return job.handle
+        job = self._make_job("answer", request, self.check(request))
+        job.handle.on_verdict = on_verdict
+        return self._start(job, on_event)
 
-    def _post(self, job: Job) -> None:
+    def _start(self, job: Job, on_event: OnEvent, on_end: Callable[[Any], None] = noop) -> RequestHandle:
         if self.loop.fatal is not None:
             raise DeviceError(self.loop.fatal)
+        job.on_event, job.on_end = on_event, on_end
         self._inbox.post(job)
+        return job.handle
 
-    def _job(self, work: TaskSpec) -> Job:
+    def _make_job(self, kind: str, *arguments: Any) -> Job:
+        return self._make_described(TaskSpec(self._inbox.next_uid(), kind, arguments))
+
+    def _make_described(self, task: TaskSpec) -> Job:
         """Make a job from its description, on any rank. It is not queued yet."""
-        request, plan = work.request, work.plan
-        handle = RequestHandle()
-        if work.what == "inspect":
-            return Job(work.uid, noop, handle, inspect_prompt(self.prefiller, request), work=work)
-        if work.what == "replay":
-            continuation, attention, keep = work.args
-            steps = replay_continuation(self.prefiller, request, continuation, attention, keep)
-            return Job(work.uid, noop, handle, steps, work=work)
-        assert plan is not None
-        need = self.memory.need(request, plan.mode)
-        strategy = request.specprefill.speculative or self.config.speculation.strategy
+        makers: dict[str, Callable[..., Job]] = {
+            "answer": self._answer_job,
+            "inspect": self._inspection_job,
+            "replay": self._replay_job,
+        }
+        job = makers[task.kind](task.uid, *task.arguments)
+        job.task = task
+        return job
+
+    def _answer_job(self, uid: int, request: GenerationRequest, plan: PrefillPlan) -> Job:
+        strategy = request.specprefill.strategy(self.config.speculation)
         drafting = None if strategy == "off" else AnswerDrafter(self._speculator, request, strategy)
-        sequence = Sequence(work.uid, request, plan, time.perf_counter(), self._guide(request), drafting, need=need)
-        return Job(work.uid, noop, handle, self.prefiller.run(sequence), sequence, work=work)
+        sequence = Sequence(uid, request, plan, time.perf_counter(), self._guide(request), drafting)
+        need = self.memory.need(request, plan.mode)
+        return AnswerJob(uid, self.prefiller.run(sequence), need, sequence=sequence)
+
+    def _inspection_job(self, uid: int, request: GenerationRequest) -> Job:
+        return Job(uid, inspect_prompt(self.prefiller, request))
+
+    def _replay_job(self, uid: int, request: GenerationRequest, *how: Any) -> Job:
+        return Job(uid, replay_continuation(self.prefiller, request, *how))
 
     def generate(self, request: GenerationRequest) -> Iterator[Event]:
         """Submit and yield the events as they come; closing the iterator cancels."""
@@ -376,14 +379,14 @@ class Engine:
             SparseUnsupportedError: there is no draft.
             InvalidRequestError: as for `submit`.
         """
-        self.check(request)
 
         def report(event: Event) -> None:
             if on_progress is not None and isinstance(event, Progress):
                 on_progress(event)
 
-        found: Inspection = self._wait_for(TaskSpec(self._inbox.next_uid(), "inspect", request), report)
-        return found
+        done = Results[Inspection]()
+        self.submit_inspection(request, report, done.put)
+        return done.wait()
 
     def submit_inspection(
         self, request: GenerationRequest, on_event: OnEvent, on_end: Callable[[Inspection | Exception], None]
@@ -394,7 +397,7 @@ class Engine:
             InvalidRequestError, EngineClosedError: as for `submit`.
         """
         self.check(request)
-        return self._start(TaskSpec(self._inbox.next_uid(), "inspect", request), on_event, on_end)
+        return self._start(self._make_job("inspect", request), on_event, on_end)
 
     def replay(
         self, request: GenerationRequest, continuation: Tokens[int], attention: bool = False, keep: bool = False
@@ -409,21 +412,9 @@ class Engine:
             InvalidRequestError: as for `submit`, the continuation counting as the answer.
         """
         self.check(replace(request, max_tokens=len(continuation)))
-        work = TaskSpec(self._inbox.next_uid(), "replay", request, args=(tuple(continuation), attention, keep))
-        found: Replay = self._wait_for(work, noop)
-        return found
-
-    def _wait_for(self, work: TaskSpec, on_event: OnEvent) -> Any:
-        """Run a job without answer on the MLX thread; return its result."""
-        done = Results[Any]()
-        self._start(work, on_event, done.put)
+        done = Results[Replay]()
+        self._start(self._make_job("replay", request, tuple(continuation), attention, keep), noop, done.put)
         return done.wait()
-
-    def _start(self, work: TaskSpec, on_event: OnEvent, on_end: Callable[[Any], None]) -> RequestHandle:
-        job = self._job(work)
-        job.on_event, job.on_end = on_event, on_end
-        self._post(job)
-        return job.handle
 
     def _guide(self, request: GenerationRequest) -> GrammarState | None:
         grammar: GrammarState | None = None

@@ -1,4 +1,4 @@
-"""The engine's loop on the MLX thread, which creates and frees every array.
+"""The engine's inbox, and its loop on the MLX thread, which creates and frees every array.
 
 Each tick is one decode step of all running answers, then one slice of one prefill, or short ones that take no longer
 together (`scheduler.py` says whose).
@@ -8,23 +8,28 @@ An error of one request never ends the loop.
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import Any, TypeVar
 
 import mlx.core as mx
 
 from ..config import EngineConfig
 from ..errors import DeviceError, DeviceErrorKind, EngineClosedError, RequestCancelled, device_error
-from ..request import Event, Failed, Finished, FinishReason, TokenEvent, concat_tokens
+from ..request import Event, Finished, FinishReason, TokenEvent, concat_tokens
 from .caches import EngineCaches
-from .costs import ChunkSizer, CostModel
 from .decode_batch import Rows
 from .densify import BackgroundPrefill, Battery
 from .memory import Memory
-from .scheduler import Scheduler
-from .sequence import Call, Inbox, Job, Need, RequestHandle, Sequence, log_failure, strip_traceback
+from .scheduler import ChunkSizer, CostModel, Scheduler
+from .sequence import AnswerJob, Job, RequestHandle, Sequence, log_failure, strip_traceback
 
 log = logging.getLogger(__name__)
 
@@ -127,6 +132,155 @@ class Meter:
         return sum(count for second, count in tuple(self._seconds) if now - _METER_S <= second < now) / _METER_S
 
 
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A function to call on the MLX thread.
+
+    Attributes:
+        method, arguments: what other ranks have to call on their caches, if anything.
+    """
+
+    run: Callable[[], None]
+    method: str | None = None
+    arguments: tuple[Any, ...] = ()
+
+    def __call__(self) -> None:
+        self.run()
+
+
+class Results(queue.SimpleQueue[T | Exception]):
+    """One result, passed from the MLX thread to a waiting caller."""
+
+    def fill(self, call: Callable[[], T]) -> None:
+        """Store the call's result or exception. The exception belongs to the caller, not to the thread."""
+        try:
+            self.put(call())
+        except Exception as error:  # noqa: BLE001
+            self.put(strip_traceback(error))
+
+    def wait(self) -> T:
+        """Return the result, or raise the exception."""
+        result = self.get()
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+
+class Inbox:
+    """Jobs and calls in order of arrival, accepted between `open` and `close`.
+
+    Args:
+        scheduler: gets every job that the MLX thread takes.
+        max_queue: jobs that may wait, in the inbox and the scheduler together.
+        wake: wakes the MLX thread after a post or a close.
+    """
+
+    def __init__(self, scheduler: Scheduler, max_queue: int, wake: Callable[[], None] = lambda: None) -> None:
+        self._scheduler = scheduler
+        self._max_queue = max_queue
+        self._wake = wake
+        self._posted: queue.SimpleQueue[Job | Call | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._uids = count(1)
+        self._unread = 0  # jobs
+        self._open = False
+        self._why = "the engine is not running"
+
+    @property
+    def is_open(self) -> bool:
+        return self._open
+
+    @property
+    def waiting(self) -> int:
+        """Return the number of jobs that have not started."""
+        return self._scheduler.waiting + self._unread
+
+    def __bool__(self) -> bool:
+        """Return whether a job or call is waiting."""
+        return not self._posted.empty()
+
+    def open(self) -> None:
+        self._open = True
+
+    def close(self, why: str | None = None) -> bool:
+        """Close the inbox and wake the MLX thread; return False if it was closed already.
+
+        Args:
+            why: the message of the error that later callers get.
+        """
+        with self._lock:
+            was_open, self._open = self._open, False
+            self._why = why or self._why
+        if was_open:
+            self._posted.put(None)
+            self._wake()
+        return was_open
+
+    def next_uid(self) -> int:
+        return next(self._uids)
+
+    def post(self, job: Job) -> None:
+        """Queue a job.
+
+        Raises:
+            EngineClosedError: the inbox is closed, or `max_queue` jobs wait already.
+        """
+        with self._lock:
+            self._check_open()
+            waiting = self.waiting
+            if waiting >= self._max_queue:
+                raise EngineClosedError(f"{waiting} requests are waiting already")
+            self._unread += 1
+            self._posted.put(job)  # before it can be closed: the loop reads no further
+        self._wake()
+
+    def call(self, call: Callable[[], T], method: str | None = None, *arguments: Any) -> T:
+        """Call something on the MLX thread, between two chunks, and return its result.
+
+        Args:
+            method, arguments: see `Call`.
+
+        Raises:
+            EngineClosedError: the inbox is closed.
+        """
+        done = Results[T]()
+        with self._lock:
+            self._check_open()
+            self._posted.put(Call(partial(done.fill, call), method, arguments))
+        self._wake()
+        return done.wait()
+
+    def take(self) -> Job | Call | None:
+        """Return the next job or call, on the MLX thread; None if there is none or the inbox was closed."""
+        try:
+            posted = self._posted.get_nowait()
+        except queue.Empty:
+            return None
+        if isinstance(posted, Job):
+            with self._lock:
+                self._scheduler.add(posted.uid)
+                self._unread -= 1
+        return posted
+
+    def drain(self) -> list[Job]:
+        """Return the jobs that were not taken from a closed inbox. May be called from any thread."""
+        jobs = []
+        while not self._posted.empty():
+            with suppress(queue.Empty):
+                posted = self._posted.get_nowait()
+                if isinstance(posted, Job):
+                    jobs.append(posted)
+        return jobs
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise EngineClosedError(self._why)
+
+
+@dataclass(eq=False)
 class EngineCore:
     """Takes jobs out of the inbox and brings each to its end.
 
@@ -138,39 +292,29 @@ class EngineCore:
         meter: of generated tokens.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        inbox: Inbox,
-        scheduler: Scheduler,
-        memory: Memory,
-        caches: EngineCaches,
-        chunks: ChunkSizer,
-        costs: CostModel,
-        rows: Rows,
-        densifier: BackgroundPrefill,
-        device_errors: DeviceErrors,
-    ) -> None:
-        self._config = config
-        self._inbox = inbox
-        self._scheduler = scheduler
-        self._memory = memory
-        self._caches = caches
-        self._chunks = chunks
-        self._costs = costs
-        self._rows = rows
-        self._densifier = densifier
-        self._device_errors = device_errors
+    _config: EngineConfig
+    _inbox: Inbox
+    _scheduler: Scheduler
+    _memory: Memory
+    _caches: EngineCaches
+    _chunks: ChunkSizer
+    _costs: CostModel
+    _rows: Rows
+    _densifier: BackgroundPrefill
+    _device_errors: DeviceErrors
+
+    def __post_init__(self) -> None:
         self._battery = Battery()
         self._last_end = 0.0  # of a request, by the monotonic clock
         self._next_look = 0.0  # at the memory, by the same
         self._returned = False  # what MLX keeps of the memory that was freed, since the last work
-        self.jobs: dict[int, Job] = {}
+        self.jobs = self._memory.jobs
+        self._decoding: dict[int, AnswerJob] = {}  # of those, the ones with a row
         self.ready, self.ended = threading.Event(), threading.Event()
         self.stuck = False
         self.beat = time.monotonic()
         self.meter = Meter()
-        memory.watch(lambda: tuple(self.jobs.values()), lambda: rows.nbytes, self._stop_background)
+        self._memory.rows_bytes, self._memory.stop_background = lambda: self._rows.nbytes, self._stop_background
 
     def begin(self) -> None:
         """Measure what a sequence costs."""
@@ -246,7 +390,7 @@ class EngineCore:
                 posted()
                 continue
             self.jobs[posted.uid] = posted
-            if posted.sequence is not None:
+            if isinstance(posted, AnswerJob):
                 request, choice = posted.sequence.request, posted.sequence.plan.choice
                 cached = self._caches.covers(request.prompt[: request.usable_prefix], request.label, choice)
                 self._scheduler.expect(posted.uid, len(request.prompt) - cached)
@@ -309,9 +453,9 @@ class EngineCore:
         if now < self._next_look:
             return
         self._next_look = now + _LOOK_EVERY_S
-        self._memory.balance(self.jobs.values(), self._rows.nbytes)
+        self._memory.balance()
         if not self._returned and not self.jobs and now - self._last_end >= _QUIET_S:
-            self._memory.return_spare()
+            mx.clear_cache()  # freed memory goes back to the system
             self._costs.store()
             self._returned = True
 
@@ -324,9 +468,9 @@ class EngineCore:
             job = self.jobs[uid]
             if self._has_memory(job):
                 self._scheduler.admit(uid)
-                if job.sequence is not None:
+                if isinstance(job, AnswerJob):
                     job.sequence.started = time.perf_counter()
-            elif self._scheduler.running == 0 and self._may_come(job):
+            elif self._scheduler.running == 0 and self._memory.may_come(job.need.total):
                 self.stuck = True
                 return
             elif self._scheduler.running == 0:
@@ -337,16 +481,11 @@ class EngineCore:
             else:
                 passing = True
 
-    def _may_come(self, job: Job) -> bool:
-        """Return whether memory of other engines may become free for the job."""
-        return self._memory.may_come(_need(job).total)
-
     def _has_memory(self, job: Job) -> bool:
         """Reserve what a job will need, if there is as much."""
-        need = _need(job)
-        if not self._memory.fits(need):
+        if not self._memory.fits(job.need):
             self._stop_background()
-        return self._memory.reserve(job.uid, need)
+        return self._memory.reserve(job.uid, job.need)
 
     def _start_background(self) -> None:
         """With nothing else to do, make the prompt of a sparse turn dense in the exact cache."""
@@ -405,35 +544,36 @@ class EngineCore:
 
     def _finish_prefill(self, job: Job) -> None:
         """After the last prefill chunk, begin to decode; report the result of a job without an answer."""
-        sequence = job.sequence
-        if sequence is None:
+        if not isinstance(job, AnswerJob):
             self._forget(job)
             job.on_end(job.result)
             return
         logits, job.result = job.result, None
         try:
-            self._answer(job, sequence, logits)
+            self._answer(job, logits)
         finally:
-            sequence.store()
+            job.sequence.store()
 
-    def _answer(self, job: Job, sequence: Sequence, logits: mx.array) -> None:
+    def _answer(self, job: AnswerJob, logits: mx.array) -> None:
         """Begin to decode. The first token goes out at once."""
+        sequence = job.sequence
         if sequence.request.max_tokens == 0:
             self._end(job, Finished("length", 0, sequence.report()))
             return
         sequence.stage = "decode"
         self._scheduler.to_decode(job.uid)
+        self._decoding[job.uid] = job
         self._report_token(job, self._rows.add(sequence, logits))
 
     def _decode(self) -> None:
         for uid, outcome in self._rows.step():
             if isinstance(outcome, Exception):
-                self._fail(self.jobs[uid], outcome)
+                self._fail(self._decoding[uid], outcome)
             else:
-                self._report_token(self.jobs[uid], outcome)
+                self._report_token(self._decoding[uid], outcome)
 
-    def _report_token(self, job: Job, event: TokenEvent) -> None:
-        sequence = _answering(job)
+    def _report_token(self, job: AnswerJob, event: TokenEvent) -> None:
+        sequence = job.sequence
         self.meter.add(1)
         self._device_errors.note_token()
         sequence.record(event)
@@ -445,9 +585,9 @@ class EngineCore:
 
     # --- how jobs end ------------------------------------------------------------------------------------------------
 
-    def _finish(self, job: Job, reason: FinishReason) -> None:
+    def _finish(self, job: AnswerJob, reason: FinishReason) -> None:
         """End a decoding row; what its cache holds may serve the next turn."""
-        sequence = _answering(job)
+        sequence = job.sequence
         sequence.store()
         cache, tokens = self._rows.remove(job.uid)
         if sequence.shift == 0 and self._config.kv_bits is None:
@@ -465,47 +605,34 @@ class EngineCore:
             self._scheduler.add(uid)
 
     def _cancel(self, job: Job) -> None:
-        sequence = job.sequence
-        if sequence is not None and job.uid in self._scheduler.decoding:
-            self._finish(job, "cancelled")
+        if job.uid in self._decoding:
+            self._finish(self._decoding[job.uid], "cancelled")
             return
         job.stop()
-        if sequence is not None:
-            sequence.store()
-            self._end(job, Finished("cancelled", 0, sequence.report()))
+        if isinstance(job, AnswerJob):
+            job.sequence.store()
+            self._end(job, Finished("cancelled", 0, job.sequence.report()))
         else:
             self._forget(job)
             job.on_end(RequestCancelled() if job.handle.cancelled else EngineClosedError("the engine was closed"))
 
     def _fail(self, job: Job, error: Exception) -> None:
-        error = self._device_errors.explain(strip_traceback(error))
-        if job.sequence is not None:
-            self._end(job, Failed(error, job.sequence.report()))
-        else:
-            self._forget(job)
-            job.on_end(error)
+        self._forget(job)
+        job.fail(self._device_errors.explain(strip_traceback(error)))
 
     def _end(self, job: Job, event: Event) -> None:
-        self._last_end = time.monotonic()
         self._forget(job)
         self._emit(job, event)
 
     def _forget(self, job: Job) -> None:
+        if not job.background:
+            self._last_end = time.monotonic()
         self.jobs.pop(job.uid, None)
+        self._decoding.pop(job.uid, None)
         self._chunks.end(job)
         self._scheduler.remove(job.uid)
-        self._memory.admission.release(job.uid)
+        self._memory.release(job.uid)
 
     def _emit(self, job: Job, event: Event) -> None:
         self.beat = time.monotonic()
         job.emit(event)
-
-
-def _need(job: Job) -> Need:
-    """As predicted."""
-    return job.need if job.sequence is None else job.sequence.need
-
-
-def _answering(job: Job) -> Sequence:
-    assert job.sequence is not None
-    return job.sequence

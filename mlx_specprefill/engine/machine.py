@@ -10,7 +10,26 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from ..config import WiredLimit
-from .footprint import default_limit, physical_memory
+
+_SHARE_OF_WORKING_SET = 0.9  # of the device's recommendation: MLX frees its cached memory above .95 of it
+_SHARE_OF_RAM = 0.8  # of physical memory, if the device recommends no working set
+
+
+def default_limit() -> int | None:
+    """Return the bytes that weights, sequences and caches may use together."""
+    recommended = mx.device_info().get("max_recommended_working_set_size")
+    if recommended:
+        return int(_SHARE_OF_WORKING_SET * int(recommended))
+    ram = physical_memory()
+    return int(_SHARE_OF_RAM * ram) if ram else None
+
+
+def physical_memory() -> int | None:
+    """Return the bytes of RAM; None if the system does not report them."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,34 +1,34 @@
-"""Predicts the memory of requests, shares one limit among all engines of a thread, and finds leaks. In bytes."""
+"""Measures and predicts memory, shares one limit among all engines of a thread, and finds leaks. In bytes."""
 
 from __future__ import annotations
 
 import logging
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from typing import Any
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.utils import _get_classes as classes_of
 
-from ..cache.positioned import leaves
+from ..adapters.mtp import MTPHead
+from ..adapters.patches import install_patches
+from ..adapters.staged import StagedModel
+from ..cache.positioned import fill, leaves
 from ..config import EngineConfig
 from ..errors import SettingsError
 from ..loading import ModelPair
-from ..request import GenerationRequest, Mode
+from ..reading import context_length
+from ..request import GenerationRequest, Mode, SpecPrefillOptions
 from .caches import EngineCaches
-from .footprint import (
-    Admission,
-    Footprint,
-    default_limit,
-    hidden_bytes,
-    measure_footprint,
-    measure_head_footprint,
-    weight_bytes,
-    weights_by_array,
-)
-from .sequence import Job, Need, Sequence
+from .machine import default_limit
+from .sequence import AnswerJob, Job, Need, Sequence
 from .speculation import AnswerDrafter
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class MemoryUse:
     Attributes:
         target_weights, draft_weights: the models' parameters; shared ones count as the target's.
         requests: KV cache and state of running requests, from the cost per token measured at start.
-        reserved: for those requests by admission, answers and activations included.
+        reserved: for those requests, answers and activations included.
         prefix_cache: prefixes kept for later requests, in memory.
         prefix_disk: dense prefixes on disk.
         active: all arrays of this process, as MLX counts them.
@@ -107,6 +107,113 @@ def cache_bytes(cache: Seq[Any]) -> int:
     return total
 
 
+_SHORT = 128  # tokens of the first measuring forward
+_FAR, _DEPTH = 32, 2048  # tokens of the second one, and cached tokens before them
+# Queries times keys of one prefill forward. A larger forward may exceed the time that a GPU's watchdog allows.
+MOST_PAIRS = 2048 * 32768
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Memory of one sequence in one model, measured at start-up.
+
+    Attributes:
+        per_token: bytes of KV cache per stored token.
+        constant: bytes per sequence whatever its length (recurrent state, full windows).
+        per_row: bytes that a forward needs for each of its tokens.
+        per_pair: bytes that it needs per token and key, for attention scores that no fused kernel avoids.
+    """
+
+    per_token: int
+    constant: int
+    per_row: float = 0.0
+    per_pair: float = 0.0
+
+    def of_held(self, tokens: int) -> int:
+        """Return the bytes of a sequence of `tokens` stored tokens, between two forwards."""
+        return self.per_token * tokens + self.constant
+
+    def working(self, tokens: int, step: int) -> int:
+        """Return the bytes of the largest forward when `tokens` tokens are prefilled in forwards of at most `step`."""
+        rows = min(step, tokens)
+        return round(self.per_row * rows + self.per_pair * min(rows * tokens, MOST_PAIRS))
+
+
+def weight_bytes(model: nn.Module, beside: nn.Module | None = None) -> int:
+    """Return the bytes of the loaded parameters that `beside` does not share: a draft can be a part of its target."""
+    return sum(weights_by_array(model, beside).values()) - sum(weights_by_array(beside).values())
+
+
+def weights_by_array(*models: nn.Module | None) -> dict[int, int]:
+    """Return the bytes of these models' arrays by identity, including layers that a draft does not run."""
+    parts = [part for model in models for part in (model, getattr(model, "whole", None)) if part is not None]
+    return {id(array): int(array.nbytes) for part in parts for _, array in tree_flatten(part.parameters())}
+
+
+def measure_footprint(model: nn.Module | None, context: int | None = None) -> Footprint:
+    """Measure the cache's arrays, and the allocator's peak in two short forwards: at the start, and behind many tokens.
+
+    The additional memory per token of the second forward is that of the attention scores. It depends on the device, the
+    heads' size and MLX. Windows stay empty: full attention needs more than they do.
+
+    Args:
+        context: positions that the model supports; None: as many as are measured.
+    """
+    if model is None:
+        return Footprint(0, 0)
+    cache = list(make_prompt_cache(model))
+    _peak(model, cache, 2)  # makes the cache's arrays, with room for the next forward
+    per_row = _peak(model, cache, _SHORT) / _SHORT
+    depth = min(_DEPTH, (context or _DEPTH + _FAR) - _FAR)
+    if depth <= 2 * _SHORT:
+        return replace(cache_footprint(cache), per_row=per_row)
+    fill(cache, depth)
+    more = max(0.0, _peak(model, cache, _FAR) / _FAR - per_row)
+    per_pair = more / (depth + _FAR - _SHORT)
+    return replace(cache_footprint(cache), per_row=max(0.0, per_row - per_pair * _SHORT), per_pair=per_pair)
+
+
+def _peak(model: nn.Module, cache: list[Any], tokens: int) -> int:
+    """Return the peak bytes of a forward of `tokens` tokens, above those in use before."""
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    model(mx.zeros((1, tokens), dtype=mx.int32), cache=cache)
+    mx.eval([part.state for part in cache])
+    return int(mx.get_peak_memory()) - before
+
+
+def cache_footprint(cache: list[Any]) -> Footprint:
+    """Return the footprint of a filled cache. Reads no array."""
+    per_token = constant = 0
+    for part in leaves(cache):
+        if isinstance(part, ArraysCache):
+            constant += int(part.nbytes)
+        elif isinstance(part, RotatingKVCache):
+            constant += _bytes_per_token(part) * int(part.max_size)
+        elif getattr(part, "keys", None) is not None:
+            per_token += _bytes_per_token(part)
+    return Footprint(per_token, constant)
+
+
+def hidden_bytes(model: StagedModel) -> int:
+    """Return the bytes per token that the first layers pass on. Computes nothing."""
+    return int(model.lower(mx.zeros((1, 1), dtype=mx.int32), cache=model.lower.make_cache()).nbytes)
+
+
+def measure_head_footprint(head: MTPHead | str) -> Footprint:
+    """Measure the cache entries of an MTP head. Computes a few at a time, beside larger forwards."""
+    if isinstance(head, str):
+        return Footprint(0, 0)
+    cache = KVCache()
+    mx.eval(head(mx.zeros((1, 1, head.hidden_size), head.dtype), mx.zeros((1, 1), dtype=mx.int32), cache))
+    return Footprint(_bytes_per_token(cache), 0)
+
+
+def _bytes_per_token(part: KVCache | RotatingKVCache) -> int:
+    slots = int(part.keys.shape[2])
+    return int(part.keys.nbytes + part.values.nbytes) // max(slots, 1)
+
+
 _SPARE_PART = 8  # of the limit: what MLX may keep of freed memory, which the limit itself does not count
 _PATIENCE_S = 10.0  # for memory that was asked for outside of the engines
 
@@ -134,7 +241,9 @@ class SharedMemory:
         """Add an engine whose models are loaded. Their bytes no longer count as loading."""
         self.loading = max(0, self.loading - sum(sharer.parameters.values()))
         if not self._sharers and self.limit is not None:
-            self._limit_spare(self.limit // _SPARE_PART)
+            self._spare_before = mx.set_cache_limit(self.limit // _SPARE_PART)
+            if self._spare_before < self.limit // _SPARE_PART:  # a limit that is lower already stays
+                mx.set_cache_limit(self._spare_before)
         self._sharers.append(sharer)
 
     def leave(self, sharer: Memory) -> None:
@@ -144,12 +253,6 @@ class SharedMemory:
         self._sharers.remove(sharer)
         self._asked.pop(sharer, None)
         if not self._sharers and self._spare_before is not None:
-            mx.set_cache_limit(self._spare_before)
-
-    def _limit_spare(self, nbytes: int) -> None:
-        """Lower MLX's limit for freed memory. A limit that is lower already stays."""
-        self._spare_before = mx.set_cache_limit(nbytes)
-        if self._spare_before < nbytes:
             mx.set_cache_limit(self._spare_before)
 
     def free(self) -> int | None:
@@ -189,10 +292,8 @@ class SharedMemory:
         """Return the bytes of `need` that are not free now. Limits of single engines are not considered."""
         if self.limit is None or not (self.loading or len(self._sharers) > 1):
             return 0
-        return self.weights() + self._taken_bytes() + self.loading + need - self.limit
-
-    def _taken_bytes(self) -> int:
-        return sum(one.reserved + one.cached for one in self._sharers)
+        taken = sum(one.reserved + one.cached for one in self._sharers)
+        return self.weights() + taken + self.loading + need - self.limit
 
     def reclaim(self, need: int, sharer: Memory | None = None) -> None:
         """Free memory from caches: background work first, then the least recently used engine's cache.
@@ -230,13 +331,18 @@ _ANSWER_TOKENS = 2048  # of the answer that admission counts: clients ask for th
 
 
 class Memory:
-    """Predicts and reports; before `measure` everything is free.
+    """Predicts, reserves and reports; before `measure` everything is free.
+
+    Reservations count against a limit that also covers the weights and the prefix cache.
 
     Attributes:
-        admission: which predictions fit, and what is reserved for which job.
+        limit: bytes for everything; None: everything fits.
+        weights: bytes of the models.
         parameters: bytes of each array of its models, by identity: two engines can share a draft.
         pinned: its models are never unloaded.
         last_use: when it last let a request in, by the monotonic clock.
+        jobs: in work or waiting, by uid; `rows_bytes` returns the bytes of the caches of all decoding rows.
+        stop_background: ends background work.
         common: the budget that all engines of the thread share.
     """
 
@@ -252,33 +358,27 @@ class Memory:
         self._config = config
         self._caches = caches
         self._target = self._draft = self._head = Footprint(0, 0)
-        self._weights = (0, 0)  # bytes of target and draft
-        self._window: int | None = None  # of the rank with the least room, if that is another rank
+        self._target_weights = 0
+        self._longest = pair.context_length  # tokens of prompt and answer that every rank has room for
         self._hidden_bytes = 0  # per token, passed on by the target's first layers
         self._ledger = LeakDetector()
-        self._jobs: Callable[[], Collection[Job]] = tuple
-        self._rows: Callable[[], int] = int
-        self._stop_background: Callable[[], None] = lambda: None
+        self._reserved: dict[int, Need] = {}
+        self.jobs: dict[int, Job] = {}
+        self.rows_bytes: Callable[[], int] = int
+        self.stop_background: Callable[[], None] = lambda: None
         self.common = common or SharedMemory(config.memory_limit)
         self.pinned = pinned
         self.last_use = 0.0
         self.parameters: Mapping[int, int] = {}
-        self.admission = Admission(None, 0)
-
-    def watch(
-        self, jobs: Callable[[], Collection[Job]], rows: Callable[[], int], stop_background: Callable[[], None]
-    ) -> None:
-        """Set where requests' memory is read from, and how to end background work.
-
-        Args:
-            rows: bytes of the caches of all decoding rows.
-        """
-        self._jobs, self._rows, self._stop_background = jobs, rows, stop_background
+        self.limit: int | None = None
+        self.weights = 0
 
     def measure(self) -> None:
         """Measure the memory of a sequence on the MLX thread. If this fails, the first request reports the error."""
-        pair, limit = self._pair, self._config.memory_limit or self.common.limit
-        self._weights, self.parameters = _weights(pair), weights_by_array(pair.target, pair.draft)
+        pair, self.limit = self._pair, self._config.memory_limit or self.common.limit
+        self._target_weights, draft_weights = _weights(pair)
+        self.weights = self._target_weights + draft_weights
+        self.parameters = weights_by_array(pair.target, pair.draft)
         self.common.join(self)
         try:
             self._target = measure_footprint(pair.target, pair.context_length)
@@ -287,15 +387,7 @@ class Memory:
             self._hidden_bytes = 0 if pair.stages is None else hidden_bytes(pair.stages)
         except Exception as error:  # noqa: BLE001 - the first request reports the error
             self._go_without(error)
-            limit = None
-        self.admission = Admission(
-            limit,
-            sum(self._weights),
-            lambda: self._caches.nbytes,
-            self._caches.reclaim,
-            self.common.missing,
-            lambda need: self.common.reclaim(need, self),
-        )
+            self.limit = None
         if (window := self.window()) < pair.context_length:
             log.warning(
                 "memory leaves room for %d tokens of prompt and answer, of the model's %d; --memory-limit allows more",
@@ -313,7 +405,12 @@ class Memory:
 
     @property
     def reserved(self) -> int:
-        return self.admission.reserved
+        """Return the bytes of all reservations: forwards take turns and share the memory of the largest."""
+        return sum(need.held for need in tuple(self._reserved.values())) + self._working
+
+    @property
+    def _working(self) -> int:
+        return max((need.working for need in tuple(self._reserved.values())), default=0)
 
     @property
     def cached(self) -> int:
@@ -322,61 +419,84 @@ class Memory:
     @property
     def held(self) -> int:
         """Return the measured bytes of caches and requests."""
-        return self._caches.nbytes + self._rows() + sum(self._arrays(job) for job in self._jobs())
+        return self._caches.nbytes + self._requests
 
-    def stop_background(self) -> None:
-        """End background work."""
-        self._stop_background()
+    @property
+    def _requests(self) -> int:
+        return self.rows_bytes() + sum(self._arrays(job) for job in self.jobs.values())
 
     def evict(self, nbytes: int) -> None:
         """Evict at least `nbytes` cached bytes, or all of them."""
         self._caches.reclaim(nbytes)
 
     def reserve(self, uid: int, need: Need) -> bool:
-        """Reserve the bytes for a request, evicting from caches if necessary."""
-        if not self.admission.reserve(uid, need):
+        """Reserve the bytes for a request if they are free, evicting from caches if necessary."""
+        if (missing := self._missing(need)) > 0:
+            self.evict(missing)
+        if self.common.missing(more := self._added(need)) > 0:
+            self.common.reclaim(more, self)
+        if not self.reserve_free(uid, need):
             return False
         self.last_use = time.monotonic()
         self.common.came(self)
         return True
 
-    def fits(self, need: Need) -> bool:
-        """Return whether the bytes are free now."""
-        return self.admission.fits(need)
-
     def reserve_free(self, uid: int, need: Need) -> bool:
         """Reserve the bytes if they are free now. Evicts nothing."""
-        return self.admission.reserve_free(uid, need)
+        if not self.fits(need):
+            return False
+        self._reserved[uid] = need
+        return True
+
+    def release(self, uid: int) -> None:
+        self._reserved.pop(uid, None)
+
+    def fits(self, need: Need) -> bool:
+        """Return whether the bytes are free now."""
+        return self._missing(need) <= 0 and self.common.missing(self._added(need)) <= 0
+
+    def _added(self, need: Need) -> int:
+        """Return the bytes that this need adds to the reservations."""
+        return need.held + max(0, need.working - self._working)
+
+    def _missing(self, need: Need) -> int:
+        if self.limit is None:
+            return 0
+        return self.weights + self.reserved + self._added(need) + self.cached - self.limit
 
     def may_come(self, need: int) -> bool:
         """Return whether memory that other engines hold may become free for it."""
         return self.common.may_come(need, self)
 
-    def can_ever(self, need: Need) -> bool:
+    def can_ever(self, request: GenerationRequest, mode: Mode) -> bool:
         """Return whether it fits with no other job, empty caches, and every unpinned model unloaded."""
+        free = self._free()
+        fits = free is None or self.need(request, mode).total <= free
+        return fits and self._tokens(request) <= self._longest
+
+    def _free(self) -> int | None:
+        """Return the bytes that one request may have; None: any number."""
+        if self.limit is None:
+            return None
         room = self.common.room(self)
-        return self.admission.can_ever(need) and (room is None or self.admission.limit is None or need.total <= room)
+        return self.limit - self.weights if room is None else min(self.limit - self.weights, room)
 
     def lower_limit(self) -> None:
         """Lower the limit after an out-of-memory error, to four fifths of the memory beside the weights."""
-        limit = self.admission.limit
-        if limit is None:
+        if self.limit is None:
             return
-        less = (limit - self.admission.weights) // 5
-        self.admission.limit = limit - less
+        less = (self.limit - self.weights) // 5
+        self.limit -= less
         if self.common.limit is not None:
             self.common.limit -= less
-        log.warning("the memory limit is %d MiB from now on", self.admission.limit >> 20)
+        log.warning("the memory limit is %d MiB from now on", self.limit >> 20)
 
-    def has_room(self, request: GenerationRequest) -> bool:
-        """Return whether the rank with the least memory can prefill the prompt in full, and answer."""
-        tokens = len(request.prompt) + min(request.max_tokens, _ANSWER_TOKENS)
-        return self._window is None or tokens <= self._window
+    def _tokens(self, request: GenerationRequest) -> int:
+        return len(request.prompt) + min(request.max_tokens, _ANSWER_TOKENS)
 
     def need(self, request: GenerationRequest, mode: Mode) -> Need:
         """Predict the need: prompt and answer in the target and its MTP head, the prompt in the draft."""
-        tokens = len(request.prompt) + min(request.max_tokens, _ANSWER_TOKENS)
-        parts = self._answering(tokens, request.specprefill.speculative)
+        parts = self._answering(self._tokens(request), request.specprefill)
         if mode == "sparse" and self._hidden_bytes:  # the caches of the first layers are the target's
             held, working = self._need(*parts)
             return Need(held + self._hidden_bytes * len(request.prompt), working)
@@ -384,9 +504,10 @@ class Memory:
             parts.append((self._draft, round(len(request.prompt) * self._pair.draft_ratio)))
         return self._need(*parts)
 
-    def _answering(self, tokens: int, strategy: str | None) -> list[tuple[Footprint, int]]:
+    def _answering(self, tokens: int, options: SpecPrefillOptions) -> list[tuple[Footprint, int]]:
         """Return the footprints that hold `tokens` tokens of prompt and answer, and the token count of each."""
-        return [(self._target, tokens), *([(self._head, tokens)] if self._has_head(strategy) else [])]
+        has_head = options.strategy(self._config.speculation) == "mtp"
+        return [(self._target, tokens), *([(self._head, tokens)] if has_head else [])]
 
     def _need(self, *parts: tuple[Footprint, int]) -> Need:
         """Return the need of sequences that are prefilled one after the other."""
@@ -396,79 +517,58 @@ class Memory:
             max(part.working(tokens, step) for part, tokens in parts),
         )
 
-    def window(self, strategy: str | None = None) -> int:
-        """Return the tokens of prompt and answer that one request may have: the model's limit, or that of memory.
-
-        Args:
-            strategy: the answer's drafting strategy, if it is not the configured one.
-        """
-        if self.admission.limit is None:
-            return self._pair.context_length
-        free = self.admission.limit - self.admission.weights
-        if (room := self.common.room(self)) is not None:
-            free = min(free, room)
-        most = self._pair.context_length if self._window is None else self._window
-        lengths = range(1, most + 1)
-        return bisect_right(lengths, free, key=lambda tokens: self._need(*self._answering(tokens, strategy)).total)
-
-    def _has_head(self, strategy: str | None) -> bool:
-        return (strategy or self._config.speculation.strategy) == "mtp"
+    def window(self, options: SpecPrefillOptions | None = None) -> int:
+        """Return the tokens of prompt and answer that one request may have: the model's limit, or that of memory."""
+        if (free := self._free()) is None:
+            return self._longest
+        lengths, drafted = range(1, self._longest + 1), options or SpecPrefillOptions()
+        return bisect_right(lengths, free, key=lambda tokens: self._need(*self._answering(tokens, drafted)).total)
 
     def need_idle(self, tokens: int, dense: bool) -> Need:
         """Predict the need of prefilling `tokens` tokens in idle time, by the target if `dense`, else the draft."""
         return self._need((self._target if dense else self._draft, tokens))
 
-    def use(self, jobs: Iterable[Job]) -> MemoryUse:
+    def use(self) -> MemoryUse:
         """Return the memory in use, by consumer. May be called from any thread."""
         return MemoryUse(
-            target_weights=self._weights[0],
-            draft_weights=self._weights[1],
-            requests=sum(self._cache_bytes(job) for job in jobs),
-            reserved=self.admission.reserved,
+            target_weights=self._target_weights,
+            draft_weights=self.weights - self._target_weights,
+            requests=sum(self._cache_bytes(job) for job in tuple(self.jobs.values())),
+            reserved=self.reserved,
             prefix_cache=self._caches.nbytes,
             prefix_disk=self._caches.disk_nbytes,
             active=mx.get_active_memory(),
             spare=mx.get_cache_memory(),
             unaccounted_bytes=self._ledger.unaccounted,
-            limit=self.admission.limit,
+            limit=self.limit,
         )
 
-    def balance(self, jobs: Collection[Job], rows: int) -> None:
-        """Compare MLX's memory with the memory accounted for, between two steps on the MLX thread.
-
-        Args:
-            rows: bytes of the caches of all decoding rows.
-        """
+    def balance(self) -> None:
+        """Compare MLX's memory with the memory accounted for, between two steps on the MLX thread."""
         held = {
-            "weights": sum(self._weights),
+            "weights": self.weights,
             "prefixes": self._caches.nbytes,
-            "requests": rows + sum(self._arrays(job) for job in jobs),
+            "requests": self._requests,
             "other models": self.common.others(self),
         }
-        self._ledger.balance(mx.get_active_memory(), held, self.admission.working)
-
-    def return_spare(self) -> None:
-        """Return MLX's freed memory to the system. MLX thread only."""
-        mx.clear_cache()
+        self._ledger.balance(mx.get_active_memory(), held, self._working)
 
     def _arrays(self, job: Job) -> int:
         """Return the bytes of a job's caches, except a decoding row's. A cache of unknown size counts as predicted."""
-        sequence = job.sequence
-        if sequence is None:
+        if not isinstance(job, AnswerJob):
             read = self._draft.of_held(job.done.get("draft", 0)) + self._target.of_held(job.done.get("prefill", 0))
-            return max(read, self.admission.held(job.uid))
-        drafting = sequence.drafting
-        drafts = drafting is not None and drafting.cache is not None
+            return max(read, self._reserved.get(job.uid, Need()).held)
+        sequence, drafting = job.sequence, job.sequence.drafting
         total = cache_bytes(sequence.cache)
         if sequence.hidden is not None:
             total += sequence.hidden.nbytes
-        if sequence.stage == "draft" and not drafts:
+        if sequence.stage == "draft" and (drafting is None or not drafting.cache):
             total += self._draft.of_held(job.done.get("draft", 0))
         return total if drafting is None else total + self._drafting(sequence, drafting)
 
     def _drafting(self, sequence: Sequence, drafting: AnswerDrafter) -> int:
         """Return the bytes of an answer's proposer."""
-        total = cache_bytes(drafting.cache or ())
+        total = cache_bytes(drafting.cache)
         if drafting.reader is not None:
             total += self._head.per_token * (len(sequence.request.prompt) + len(sequence.tokens))
         if drafting.strategy == "triforce":
@@ -477,14 +577,14 @@ class Memory:
 
     def _cache_bytes(self, job: Job) -> int:
         """Return the bytes of the request's target cache so far."""
-        sequence = job.sequence
-        if sequence is None or sequence.stage == "queued":
+        if not isinstance(job, AnswerJob) or job.sequence.stage == "queued":
             return 0
+        sequence = job.sequence
         stored = sequence.cached + job.done.get("prefill", 0)
         if sequence.stage == "decode":
             read = len(sequence.request.prompt) if sequence.kept is None else int(sequence.kept.size)
             stored = read + len(sequence.tokens)
-            if sequence.staged:
+            if sequence.staged is not None:
                 return self._target.of_held(stored) + self._draft.per_token * (len(sequence.request.prompt) - read)
         return self._target.of_held(stored)
 
@@ -508,3 +608,78 @@ def check_limit(pair: ModelPair, config: EngineConfig) -> None:
             f"--memory-limit of {limit / 2**20:.1f} MiB is below the weights: target {target}, draft {draft}. At least "
             f"{sum(weights) / 2**20:.1f} MiB are needed, and more for requests and caches"
         )
+
+
+_PROBE = 16  # tokens of the forward
+_COMPUTES = frozenset({"dbrx"})  # their forwards read values, which needs the weights
+_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "BF16": 2, "F16": 2, "I16": 2, "U16": 2}
+_DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
+_UNBUILDABLE = (ValueError, TypeError, KeyError, AttributeError, IndexError, RuntimeError, ZeroDivisionError)
+
+
+@dataclass(frozen=True, slots=True)
+class Blueprint:
+    """A model that has not been loaded.
+
+    Attributes:
+        refusal: why mlx-lm can't load it; None if it can.
+        context: tokens that it was configured for.
+        footprint: of a sequence, without forwards; None where it can't be known.
+    """
+
+    refusal: str | None
+    context: int
+    footprint: Footprint | None = None
+
+    def cache_bytes(self, tokens: int) -> int | None:
+        """Return the bytes of a sequence of `tokens` stored tokens."""
+        return None if self.footprint is None else self.footprint.of_held(tokens)
+
+
+def blueprint(config: Mapping[str, Any], dtype: str = "bfloat16") -> Blueprint:
+    """Build the blueprint from the contents of config.json. Loads no weights and computes nothing.
+
+    Builds mlx-lm's model and a forward over a few tokens without evaluating them: MLX knows the shapes of the cache's
+    arrays.
+
+    Args:
+        dtype: of the floating-point weights as they are loaded, by which the cache is stored.
+    """
+    text = dict(config)
+    context = context_length(text, _Silent())
+    try:
+        model_class, arguments = classes_of(text)
+    except _UNBUILDABLE as error:
+        name = text.get("model_type")
+        reason = f"config.json has no {error}" if name is None else f"mlx-lm has no architecture {name!r}"
+        return Blueprint(reason, context)
+    architecture = model_class.__module__.removeprefix("mlx_lm.models.")
+    if architecture not in _COMPUTES:
+        with suppress(*_UNBUILDABLE):
+            return Blueprint(None, context, _build_footprint(model_class(arguments.from_dict(text)), dtype))
+    return Blueprint(None, context)
+
+
+class _Silent:
+    """Tokenizer that logs nothing about lengths."""
+
+
+def _build_footprint(model: nn.Module, dtype: str) -> Footprint:
+    install_patches()
+    model.set_dtype(_DTYPES.get(dtype, mx.bfloat16))
+    model.eval()
+    cache = make_prompt_cache(model)
+    model(mx.zeros((1, _PROBE), dtype=mx.int32), cache=cache)
+    return cache_footprint(cache)
+
+
+def loaded_bytes(parameters: Mapping[str, int], dtype: Literal["auto", "stored"] = "auto") -> int:
+    """Return the bytes of the weights once loaded.
+
+    Args:
+        parameters: how many elements of each type of safetensors the files hold.
+        dtype: "auto" as in `load_pair`: the CPU backend has half precision cast to float32.
+    """
+    cast = dtype == "auto" and mx.default_device() == mx.Device(mx.cpu)
+    sizes = _BYTES | ({"BF16": 4, "F16": 4} if cast else {})
+    return sum(count * sizes.get(kind, 1) for kind, count in parameters.items())

@@ -16,8 +16,7 @@ Decode = Callable[[Sequence[int]], str]
 
 WORTH_TELLING = 1024  # tokens
 _GRAM = 16  # tokens of one hash; a power of 2
-_TABLE_BITS = 22
-_FACTOR = 0x9E3779B1  # odd, with evenly spread bits
+_FACTOR = 0x9E3779B97F4A7C15  # odd, with evenly spread bits
 _WINDOW = 64  # tokens on both sides of the difference that are read as text
 _SHOWN = 40  # characters
 _BACK = 24  # characters in front of the difference that may belong to its word
@@ -75,14 +74,12 @@ class _Grams:
 
     def __init__(self, tokens: TokenIds) -> None:
         self._hashes = _hashes(tokens)
-        self._known = np.zeros(1 << _TABLE_BITS, dtype=np.bool_)
-        self._known[_slots(self._hashes)] = True
 
     def count_shared(self, tokens: TokenIds) -> int:
         """Return how many tokens of another text stand in runs that this one has, too."""
         runs = self._runs(tokens)
         begun = np.count_nonzero(runs[:1]) + np.count_nonzero(runs[1:] & ~runs[:-1])
-        return int(np.count_nonzero(runs) + begun * (_GRAM + 1))
+        return int(np.count_nonzero(runs) + begun * (_GRAM - 1))
 
     def resume_point(self, tokens: TokenIds) -> tuple[int, int]:
         """Return how many tokens of another text, and of this one, precede the first run that both have."""
@@ -94,22 +91,17 @@ class _Grams:
         return bool((_hashes(tokens) == self._hashes[0]).any())
 
     def _runs(self, tokens: TokenIds) -> npt.NDArray[np.bool_]:
-        """Return where another text has a run of this one. A single slot may be taken by accident, three are not."""
-        known = self._known[_slots(_hashes(tokens))]
-        return known[:-2] & known[1:-1] & known[2:]
+        """Return where another text has a run of this one."""
+        return np.isin(_hashes(tokens), self._hashes)
 
 
-def _hashes(tokens: TokenIds) -> npt.NDArray[np.uint32]:
-    """Return a hash of each run, uint32 (M - _GRAM + 1,)."""
-    hashes, factor, length = tokens.astype(np.uint32), _FACTOR, 1
+def _hashes(tokens: TokenIds) -> npt.NDArray[np.uint64]:
+    """Return a hash of each run, uint64 (M - _GRAM + 1,)."""
+    hashes, factor, length = tokens.astype(np.uint64), _FACTOR, 1
     while length < _GRAM:
-        hashes = hashes[:-length] * np.uint32(factor) + hashes[length:]
-        factor, length = factor * factor % (1 << 32), 2 * length
+        hashes = hashes[:-length] * np.uint64(factor) + hashes[length:]
+        factor, length = factor * factor % (1 << 64), 2 * length
     return hashes
-
-
-def _slots(hashes: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
-    return (hashes * np.uint32(_FACTOR)) >> np.uint32(32 - _TABLE_BITS)
 
 
 class _Difference(NamedTuple):

@@ -19,9 +19,8 @@ from typing import TypeVar
 import mlx.core as mx
 
 from ..errors import EngineClosedError, PeerLost, RequestCancelled
-from .loop import IDLE_BEAT_S, EngineCore
+from .loop import IDLE_BEAT_S, EngineCore, Results
 from .memory import SharedMemory
-from .sequence import Results
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

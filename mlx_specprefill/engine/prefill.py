@@ -13,12 +13,12 @@ from functools import partial
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from ..adapters.depth import full_draft_model
-from ..adapters.text_mapping import TextMapping
 from ..cache.positioned import PositionedRotatingKVCache, can_cut, leaves
 from ..cache.prefix.nodes import CacheHit, Fed
 from ..config import EngineConfig
@@ -26,7 +26,7 @@ from ..errors import RequestCancelled, SparseUnsupportedError, device_error
 from ..loading import ModelPair
 from ..request import GenerationRequest, Prediction, Progress, PromptLogprobs
 from ..sampling import top_logprobs
-from ..specprefill.mapped import MappedTask, map_task
+from ..specprefill.mapped import map_task
 from ..specprefill.plan import READ_ALL, PrefillPlan, about_everything, plan_prefill, template_mask
 from ..specprefill.scorer import Scores, ScoringInput, question_span, repeated_question_spans, scorer_for, tokens_in
 from ..specprefill.selector import (
@@ -40,7 +40,7 @@ from ..specprefill.selector import (
 )
 from ..specprefill.sparse_prefill import HiddenStates, UpperLayersModel, prefill, recall
 from .caches import EngineCaches, empty_cache, empty_draft_cache
-from .costs import ChunkSizer, CostModel
+from .scheduler import ChunkSizer, CostModel
 from .sequence import Sequence
 
 Kept = npt.NDArray[np.int32]
@@ -92,40 +92,21 @@ class PromptScorer:
         """
         if request.specprefill.importance is not None:
             return Scores(request.specprefill.importance)
-        return (yield from self._by_the_draft(request, plan, text, hidden))
-
-    def _by_the_draft(
-        self, request: GenerationRequest, plan: PrefillPlan, text: PromptText, hidden: HiddenStates | None
-    ) -> Scoring:
         task = self._task(request, plan, text)
         if self.pair.mapping is not None:
-            mapped = self._map_task(self.pair.mapping, task)
+            mapped = map_task(self.pair.mapping, task)
+            size, context = mapped.task.prompt.size, self.pair.draft_context
+            if context is not None and size > context:
+                raise DraftContextError(f"the prompt has {size} tokens of the draft's, the draft's context {context}")
             return mapped.scores((yield from self._by_draft(request, plan, mapped.task, mapped.task.question[0])))
         known = task.prompt.size - 1 if task.again.size else task.question[0]
-        if hidden is None:
-            return (yield from self._by_draft(request, plan, task, known))
-        task = replace(task, seen=hidden.keep)
-        return (yield from self._by_draft(request, plan, task, min(known, hidden.known)))
-
-    def _map_task(self, mapping: TextMapping, task: ScoringInput) -> MappedTask:
-        """Convert the task to the draft's own tokens.
-
-        Raises:
-            DraftContextError: they exceed the draft's context.
-        """
-        mapped = map_task(mapping, task)
-        size, context = mapped.task.prompt.size, self.pair.draft_context
-        if context is not None and size > context:
-            raise DraftContextError(f"the prompt has {size} tokens of the draft's, the draft's context {context}")
-        return mapped
-
-    def asked(self, request: GenerationRequest, text: PromptText) -> tuple[int, int]:
-        """Return [start, end) of the prompt's tokens that hold the question."""
-        said = request.spans[-1].content_end if request.spans else None
-        return question_span(len(request.prompt), self.config.scoring, said, text.units)
+        if hidden is not None:
+            task, known = replace(task, seen=hidden.keep), min(known, hidden.known)
+        return (yield from self._by_draft(request, plan, task, known))
 
     def _task(self, request: GenerationRequest, plan: PrefillPlan, text: PromptText) -> ScoringInput:
-        question = self.asked(request, text)
+        said = request.spans[-1].content_end if request.spans else None
+        question = question_span(len(request.prompt), self.config.scoring, said, text.units)
         before = () if plan.rule == "paper" else repeated_question_spans(request.spans, self.config.scoring, text.units)
         template = template_mask(request.spans, question, plan.forced)
         for start, end in before:
@@ -151,7 +132,7 @@ class PromptScorer:
         keeper = request if self.pair.mapping is None else replace(request, spans=())  # spans count target tokens
         # The question is read anew even if it is cached: a hit must not change the scores.
         hit = self.caches.draft_prefix(prompt[: known + 1], label) if stored and known else None
-        empty = empty_draft_cache(self.pair) if stored else list(make_prompt_cache(draft))
+        empty = empty_draft_cache(draft, stored and self.pair.stages is not None)
         task = replace(task, cache=empty if hit is None else hit.cache)
         scorer = scorer_for(plan.rule, self.pair.heads, self.config.scoring, self.pair.split)
         try:
@@ -177,8 +158,6 @@ class Prefiller:
         fallbacks: how often each stage of a sparse prefill failed and the request went on with a full one.
     """
 
-    _scorer_type: type[PromptScorer] = PromptScorer
-
     def __init__(
         self, pair: ModelPair, config: EngineConfig, caches: EngineCaches, costs: CostModel, chunks: ChunkSizer
     ) -> None:
@@ -189,8 +168,11 @@ class Prefiller:
         self._chunks = chunks
         self._step = partial(chunks.size, "prefill")  # tokens of the target's next forward
         self.text = TextReader(pair.tokenizer)
-        self.scorer = self._scorer_type(pair, config, caches, partial(chunks.size, "draft"))
+        self.scorer = self._make_scorer(pair, config, caches, partial(chunks.size, "draft"))
         self.fallbacks: Counter[str] = Counter()
+
+    def _make_scorer(self, *parts: Any) -> PromptScorer:
+        return PromptScorer(*parts)
 
     def plan(self, request: GenerationRequest, cached: int | None = None) -> PrefillPlan:
         """Choose a sparse or a full prefill for a request on this machine. May be called from any thread.
@@ -298,7 +280,7 @@ class Prefiller:
         reason = f"fallback: {sequence.stage} failed: {type(error).__name__}: {error}"
         sequence.plan, sequence.choice = sequence.plan.as_full(reason), None
         sequence.resume(CacheHit(0, list(make_prompt_cache(self.pair.target))))
-        sequence.kept, sequence.staged, sequence.hidden, sequence.lower, sequence.recalled = None, False, None, [], 0
+        sequence.kept, sequence.staged, sequence.hidden, sequence.lower, sequence.recalled = None, None, None, [], 0
         mx.clear_cache()
 
     # --- sparse ------------------------------------------------------------------------------------------------------
@@ -368,12 +350,9 @@ class Prefiller:
     def _begin_drafting(self, sequence: Sequence, scores: Scores | None) -> Generator[Progress, None, None]:
         """Prepare the draft to propose the answer from the cache of its scoring, if it will."""
         drafting = sequence.drafting
-        if drafting is None or not drafting.begin(sequence.hidden is not None):
-            return
-        if scores is None:
-            drafting.cache = yield from self._read_with_draft(sequence)
-        else:
-            drafting.cache = scores.cache
+        draft = None if drafting is None else drafting.begin(sequence.hidden is not None)
+        if drafting is not None and draft is not None:
+            drafting.cache = (yield from self._read_with_draft(draft, sequence)) if scores is None else scores.cache
 
     def by_question(self, request: GenerationRequest, plan: PrefillPlan, text: PromptText) -> PrefillPlan:
         """Return the plan, changed to full if the question is about everything, unless the request forces sparse."""
@@ -441,7 +420,7 @@ class Prefiller:
         if hidden is None or model is None:
             return self.pair.target, self.pair.target, sequence.cache
         _, upper = model.split(sequence.cache)
-        sequence.cache, sequence.staged = model.join(sequence.lower, upper), True
+        sequence.cache, sequence.staged = model.join(sequence.lower, upper), model
         sequence.lower = []
         states = [hidden.of(indices) for indices in (recalled, new)]
         mx.eval(states)
@@ -483,8 +462,7 @@ class Prefiller:
         yield Progress("prefill", 0, len(request.prompt) - S, cached=S)
         forward: Callable[[], AbstractContextManager[None]] = nullcontext
         if (drafting := sequence.drafting) is not None:
-            if drafting.begin():
-                drafting.cache = yield from self._read_with_draft(sequence)
+            yield from self._begin_drafting(sequence, None)
             forward = drafting.forward(np.arange(S, len(request.prompt), dtype=np.int32))
         sequence.stage = "prefill"
         if request.prompt_logprobs is not None:
@@ -516,16 +494,15 @@ class Prefiller:
             self._keep(sequence, len(request.prompt), later=True)
         return logits
 
-    def _read_with_draft(self, sequence: Sequence) -> Generator[Progress, None, list[Any]]:
+    def _read_with_draft(self, draft: nn.Module, sequence: Sequence) -> Generator[Progress, None, list[Any]]:
         """Prefill the whole prompt for a draft that proposes after a full prefill; return the draft's cache."""
-        assert self.pair.draft is not None
         sequence.stage = "draft"
         prompt, label = sequence.request.prompt, sequence.request.label
         hit = self.caches.draft_prefix(prompt, label)
         start = hit.length if hit is not None else 0
-        cache = hit.cache if hit is not None else list(make_prompt_cache(self.pair.draft))
+        cache = hit.cache if hit is not None else list(make_prompt_cache(draft))
         yield Progress("draft", start, len(prompt))
-        for progress in prefill(self.pair.draft, cache, prompt[start:], None, self.scorer.step):
+        for progress in prefill(draft, cache, prompt[start:], None, self.scorer.step):
             yield Progress("draft", start + progress.done, len(prompt))
         self.caches.keep_draft(prompt, cache, sequence.request)
         return cache
@@ -551,9 +528,9 @@ class Prefiller:
             self._keep(sequence, len(request.prompt))
         return sequence, logits
 
-    def catch_up_draft(self, request: GenerationRequest) -> Generator[Progress, None, None]:
+    def catch_up_draft(self, draft: nn.Module, request: GenerationRequest) -> Generator[Progress, None, None]:
         """Let the draft read in the background what the target has read, for the next turn."""
-        yield from self._read_with_draft(Sequence(-1, request, READ_ALL))
+        yield from self._read_with_draft(draft, Sequence(-1, request, READ_ALL))
 
     def _densify_upper_layers(self, sequence: Sequence, choice: str | None) -> Generator[Progress, None, None]:
         """Run the upper layers over all tokens that the lower layers have read. No-op for turns that are not staged.

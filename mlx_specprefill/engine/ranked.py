@@ -11,6 +11,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,34 +28,37 @@ from ..specprefill.scorer import Scores
 from ..specprefill.selector import PromptText
 from ..specprefill.sparse_prefill import HiddenStates
 from .caches import EngineCaches
-from .costs import ChunkSizer
-from .densify import BackgroundPrefill, BackgroundQueue, IdleTurn
+from .densify import BackgroundPrefill, IdleTurn
 from .engine import Engine, EngineHealth
-from .loop import EngineCore
+from .loop import Call, EngineCore
 from .memory import Memory
 from .mlx_thread import MLXThread
 from .prefill import Prefiller, PromptScorer, Scoring
-from .sequence import Call, Job, Need, TaskSpec
+from .scheduler import ChunkSizer
+from .sequence import Job, Need, RequestHandle, TaskSpec
 from .sequence import Sequence as Request
 
 _MOST = (1 << 30) - 1  # the largest value that `Ranks.min_max` compares
 _Lookup = Callable[[Sequence[int] | TokenIds, bool], CacheHit | None]
 
 
-def _ranks(pair: ModelPair) -> Ranks:
-    assert pair.ranks is not None
-    return pair.ranks
+class _Ranked:
+    """A part of an engine, in front of the class that decides alone.
+
+    Args:
+        ranks: of the target.
+        parts: what that class is made of.
+    """
+
+    def __init__(self, ranks: Ranks, *parts: Any) -> None:
+        self._ranks = ranks
+        super().__init__(*parts)
 
 
-class RankedCaches(EngineCaches):
+class RankedCaches(_Ranked, EngineCaches):
     """Each rank keeps its part of every prefix."""
 
-    def __init__(self, pair: ModelPair, config: EngineConfig) -> None:
-        self._ranks = _ranks(pair)
-        self._draft_on_all = pair.draft_placement == "sharded"
-        super().__init__(pair, config)
-
-    def _identities(self, pair: ModelPair) -> tuple[str, str | None]:
+    def _identities(self, pair: ModelPair) -> tuple[str, str]:
         return self._ranks.broadcast("identities", lambda: super(RankedCaches, self)._identities(pair))
 
     def _folder(self, folder: Path) -> Path:
@@ -75,7 +79,7 @@ class RankedCaches(EngineCaches):
         def find(prefix: Sequence[int] | TokenIds, _: bool) -> CacheHit | None:
             return super(RankedCaches, self).draft_prefix(prefix, label)
 
-        return self._common(find, tokens, False) if self._draft_on_all else find(tokens, False)
+        return find(tokens, False) if self._pair.split is None else self._common(find, tokens, False)
 
     def _common(self, find: _Lookup, tokens: Sequence[int] | TokenIds, again: bool) -> CacheHit | None:
         """Return the longest prefix that all ranks have."""
@@ -93,44 +97,31 @@ class RankedCaches(EngineCaches):
         return self._ranks.broadcast("covered", lambda: super(RankedCaches, self).covers(tokens, label, choice))
 
 
-class RankedMemory(Memory):
+class RankedMemory(_Ranked, Memory):
     """Plans with the memory of the smallest rank."""
 
     def measure(self) -> None:
         super().measure()
-        ranks = _ranks(self._pair)
-        window, _ = ranks.min_max(self.window())
-        limit = self.admission.limit
-        if ranks.all(limit is not None) and limit is not None and window < self.window():
+        window, _ = self._ranks.min_max(self.window())
+        limit = self.limit
+        if self._ranks.all(limit is not None) and limit is not None and window < self.window():
             parts = [(self._target, window)]
             if self._pair.draft_placement == "first":  # the others have the same room for the target alone
                 parts.append((self._draft, round(window * self._pair.draft_ratio)))
-            self.admission.limit = min(limit, self.admission.weights + self._need(*parts).total)
-            self._window = window
+            self.limit = min(limit, self.weights + self._need(*parts).total)
+            self._longest = window
 
     def _go_without(self, error: Exception) -> None:
-        _ranks(self._pair).fail(error)
+        self._ranks.fail(error)
 
     def fits(self, need: Need) -> bool:
-        return _ranks(self._pair).all(super().fits(need))
+        return self._ranks.all(super().fits(need))
 
     def may_come(self, need: int) -> bool:
-        return _ranks(self._pair).all(super().may_come(need))
-
-    def reserve(self, uid: int, need: Need) -> bool:
-        return self._on_all(uid, super().reserve(uid, need))
-
-    def reserve_free(self, uid: int, need: Need) -> bool:
-        return self._on_all(uid, super().reserve_free(uid, need))
-
-    def _on_all(self, uid: int, reserved: bool) -> bool:
-        if _ranks(self._pair).all(reserved):
-            return True
-        self.admission.release(uid)
-        return False
+        return self._ranks.all(super().may_come(need))
 
 
-class RankedChunkSizer(ChunkSizer):
+class RankedChunkSizer(_Ranked, ChunkSizer):
     """Rank 0 sizes the chunks: the ranks' measurements may differ."""
 
     def size(self, stage: str) -> int:
@@ -139,10 +130,10 @@ class RankedChunkSizer(ChunkSizer):
 
         if stage == "draft" and self._pair.draft_placement == "first":
             return own()  # rank 0 alone asks
-        return _ranks(self._pair).broadcast("chunk", own)
+        return self._ranks.broadcast("chunk", own)
 
 
-class RankedScorer(PromptScorer):
+class RankedScorer(_Ranked, PromptScorer):
     """Rank 0 scores: machines may round differently."""
 
     def scores(
@@ -153,7 +144,7 @@ class RankedScorer(PromptScorer):
             result = yield from self._by_rank_0(lambda: scores(request, plan, text, hidden))
         else:
             result = yield from scores(request, plan, text, hidden)
-        return replace(result, importance=_ranks(self.pair).broadcast_floats(result.importance))
+        return replace(result, importance=self._ranks.broadcast_floats(result.importance))
 
     def _by_rank_0(self, begin: Callable[[], Scoring]) -> Scoring:
         """Score with the draft on rank 0. The others wait for each of its chunks and compute nothing.
@@ -163,89 +154,74 @@ class RankedScorer(PromptScorer):
         Raises:
             EngineError: the draft failed, on all ranks.
         """
-        ranks, own = _ranks(self.pair), list[Scores]()
-        work = begin() if ranks.leads else None
+        own, work = list[Scores](), begin()
 
-        def step() -> tuple[Progress | None, Scores | None, str]:
-            assert work is not None
+        def step() -> Progress | Scores | str:
             try:
-                return next(work), None, ""
+                return next(work)
             except StopIteration as finished:
                 own.append(finished.value)
-                return None, replace(own[0], importance=np.zeros_like(own[0].importance), cache=[]), ""
+                return replace(own[0], importance=np.zeros_like(own[0].importance), cache=[])
             except Exception as error:  # noqa: BLE001 - it is raised on all ranks
-                return None, None, f"{type(error).__name__}: {error}"
+                return f"{type(error).__name__}: {error}"
 
         while True:
-            progress, result, failure = ranks.broadcast("draft", step)
-            if failure:
-                raise EngineError(failure)
-            if progress is None:
-                assert result is not None
-                return own[0] if own else result
+            found = self._ranks.broadcast("draft", step)
+            if isinstance(found, str):
+                raise EngineError(found)
+            if isinstance(found, Scores):
+                return own[0] if own else found
             try:
-                yield progress
+                yield found
             except RequestCancelled as cancelled:
-                if work is not None:
-                    work.throw(cancelled)  # it keeps the chunks that it has read, and raises the error again
+                work.throw(cancelled)  # it keeps the chunks that it has read, and raises the error again
                 raise
 
 
-class RankedPrefiller(Prefiller):
+class RankedPrefiller(_Ranked, Prefiller):
     """Plans as rank 0 does, whose measurements may differ, and fails a sparse prefill on all ranks together."""
 
-    _scorer_type = RankedScorer
+    def _make_scorer(self, *parts: Any) -> PromptScorer:
+        return RankedScorer(self._ranks, *parts)
 
     def plan(self, request: GenerationRequest, cached: int | None = None) -> PrefillPlan:
         def own() -> PrefillPlan:
             return super(RankedPrefiller, self).plan(request, cached)
 
-        return own() if cached is None else _ranks(self.pair).broadcast("plan", own)  # None: a client of rank 0 asks
+        return own() if cached is None else self._ranks.broadcast("plan", own)  # None: a client of rank 0 asks
 
     def _fall_back(self, sequence: Request, error: Exception) -> None:
-        _ranks(self.pair).fail_together(error)
+        self._ranks.fail_together(error)
         super()._fall_back(sequence, error)
 
 
-class RankedBackgroundQueue(BackgroundQueue):
-    """Rank 0 knows which answers called a tool."""
+class RankedBackgroundPrefill(_Ranked, BackgroundPrefill):
+    """Densifies the same turns on all ranks: rank 0 knows which answers called a tool."""
 
-    ranks: Ranks
-
-    def is_expecting(self, turn: IdleTurn) -> bool:
-        return self.ranks.broadcast("expecting", lambda: super(RankedBackgroundQueue, self).is_expecting(turn))
+    def _is_expecting(self, turn: IdleTurn) -> bool:
+        return self._ranks.broadcast("expecting", lambda: super(RankedBackgroundPrefill, self)._is_expecting(turn))
 
 
-class RankedBackgroundPrefill(BackgroundPrefill):
-    """Densifies the same turns on all ranks."""
-
-    _queue_type = RankedBackgroundQueue
-
-    def __init__(self, prefiller: Prefiller, *parts: Any) -> None:
-        super().__init__(prefiller, *parts)
-        assert isinstance(self.turns, RankedBackgroundQueue)
-        self.turns.ranks = _ranks(prefiller.pair)
-
-
-class RankedEngineCore(EngineCore):
+class RankedEngineCore(_Ranked, EngineCore):
     """Takes the same steps on all ranks: the same jobs in the same order, with the same number of ticks between them.
 
-    Attributes:
-        ranks: of the target.
+    Args:
         make: makes a job on the other ranks from rank 0's description.
     """
 
-    ranks: Ranks
-    make: Callable[[TaskSpec], Job]
     _has_ended = False  # rank 0 takes no more steps
+
+    def __init__(self, make: Callable[[TaskSpec], Job], *parts: Any) -> None:
+        self._make = make
+        super().__init__(*parts)
 
     @property
     def _follows(self) -> bool:
-        return not (self.ranks.leads or self._has_ended)
+        return not (self._ranks.leads or self._has_ended)
 
     @property
     def over(self) -> bool:
-        return super().over if self.ranks.leads else self._has_ended
+        return super().over if self._ranks.leads else self._has_ended
 
     @property
     def busy(self) -> bool:
@@ -257,14 +233,14 @@ class RankedEngineCore(EngineCore):
 
     def step(self, background: bool = True, elsewhere: bool = False) -> None:
         self.beat = time.monotonic()
-        self._has_ended = not self.ranks.broadcast("step", lambda: True)
+        self._has_ended = not self._ranks.broadcast("step", lambda: True)
         if not self._has_ended:
             super().step(background, elsewhere)
 
     def _cancel_all(self) -> None:
         try:
             if not self._has_ended:
-                self.ranks.broadcast("step", lambda: False)
+                self._ranks.broadcast("step", lambda: False)
                 self._has_ended = True
             super()._cancel_all()
         except PeerLost as lost:
@@ -272,13 +248,13 @@ class RankedEngineCore(EngineCore):
 
     def _take(self) -> Job | Call | None:
         """Take rank 0's next job or call on every rank."""
-        if self.ranks.leads:
+        if self._ranks.leads:
             taken = super()._take()
-            self.ranks.broadcast("order", lambda: _order(taken))
+            self._ranks.broadcast("order", lambda: _order(taken))
             return taken
-        order = self.ranks.broadcast("order", lambda: None)
+        order = self._ranks.broadcast("order", lambda: None)
         if isinstance(order, TaskSpec):
-            job = self.make(order)
+            job = self._make(order)
             self._scheduler.add(job.uid)
             return job
         if isinstance(order, tuple):
@@ -287,33 +263,33 @@ class RankedEngineCore(EngineCore):
         return Call(lambda: None) if order else None
 
     def _is_accepting(self) -> bool:
-        return self.ranks.broadcast("accepting", super()._is_accepting)
+        return self._ranks.broadcast("accepting", super()._is_accepting)
 
     def _clock(self) -> float:
-        return self.ranks.broadcast("time", super()._clock)
+        return self._ranks.broadcast("time", super()._clock)
 
     def _is_quiet(self) -> bool:
-        return self.ranks.broadcast("quiet", super()._is_quiet)
+        return self._ranks.broadcast("quiet", super()._is_quiet)
 
     def _next_uid(self) -> int:
-        return self.ranks.broadcast("uid", super()._next_uid)
+        return self._ranks.broadcast("uid", super()._next_uid)
 
     def _cancelled_ids(self) -> list[int]:
-        return self.ranks.broadcast("cancelled", super()._cancelled_ids)
+        return self._ranks.broadcast("cancelled", super()._cancelled_ids)
 
     def _start_over(self, error: Exception) -> None:
-        self.ranks.fail_together(error)
+        self._ranks.fail_together(error)
         super()._start_over(error)
 
     def _fail(self, job: Job, error: Exception) -> None:
-        self.ranks.fail_together(error)
+        self._ranks.fail_together(error)
         super()._fail(job, error)
 
 
 def _order(taken: Job | Call | None) -> Any:
     """Return the order for the other ranks: a description, a method with arguments, True for nothing; False: no job."""
     if isinstance(taken, Job):
-        return taken.work or True
+        return taken.task or True
     if isinstance(taken, Call):
         return True if taken.method is None else (taken.method, taken.arguments)
     return False
@@ -322,19 +298,18 @@ def _order(taken: Job | Call | None) -> Any:
 class RankedEngine(Engine):
     """The engine of one rank. Rank 0 takes requests; the others `follow` it."""
 
-    _caches_type = RankedCaches
-    _chunks_type = RankedChunkSizer
-    _prefiller_type = RankedPrefiller
-    _memory_type = RankedMemory
-    _densifier_type = RankedBackgroundPrefill
-    _loop_type = RankedEngineCore
-
     def __init__(self, pair: ModelPair, config: EngineConfig | None = None, *, thread: MLXThread | None = None) -> None:
+        if pair.ranks is None:
+            raise ValueError("the target of a ranked engine has to be spread over ranks")
+        self._ranks = ranks = pair.ranks
+        self._caches_type = partial(RankedCaches, ranks)
+        self._chunks_type = partial(RankedChunkSizer, ranks)
+        self._prefiller_type = partial(RankedPrefiller, ranks)
+        self._memory_type = partial(RankedMemory, ranks)
+        self._densifier_type = partial(RankedBackgroundPrefill, ranks)
+        self._loop_type = partial(RankedEngineCore, self._make_described, ranks)
         super().__init__(pair, config, thread=thread)
-        self._ranks = _ranks(pair)
-        assert isinstance(self.loop, RankedEngineCore)
-        self.loop.ranks, self.loop.make = self._ranks, self._job
-        self._ranks.on_lost(self._lose)
+        ranks.on_lost(self._lose)
 
     def start(self) -> None:
         try:
@@ -365,10 +340,10 @@ class RankedEngine(Engine):
         health, lost = super().health(), self._ranks.lost
         return health if lost is None else replace(health, lost=str(lost))
 
-    def _post(self, job: Job) -> None:
+    def _start(self, *parts: Any) -> RequestHandle:
         if (lost := self._ranks.lost) is not None:
             raise lost
-        super()._post(job)
+        return super()._start(*parts)
 
     def _lose(self, error: PeerLostError) -> None:
         """Handle the loss of a process that the target needs. The MLX thread may wait for it for ever."""

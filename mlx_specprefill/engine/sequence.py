@@ -1,25 +1,24 @@
-"""The record of a request, the job that runs it, and the inbox through which jobs reach the MLX thread."""
+"""The record of a request, and the job that runs it."""
 
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable, Generator
 from collections.abc import Sequence as Seq
-from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from ..adapters.staged import StagedModel
 from ..cache.prefix.nodes import CacheHit, Fed
 from ..constraints import GrammarState
-from ..errors import EngineClosedError, InvalidRequestError, RequestCancelled
+from ..errors import InvalidRequestError, RequestCancelled
 from ..loading import ModelPair
 from ..request import (
     Event,
@@ -39,7 +38,6 @@ from ..specprefill.plan import PrefillPlan
 from ..specprefill.selector import kept_spans
 from ..specprefill.sparse_prefill import HiddenStates
 from .caches import EngineCaches
-from .scheduler import Scheduler
 from .speculation import AnswerDrafter
 
 
@@ -73,7 +71,6 @@ class Sequence:
 
     Attributes:
         plan: of the prefill; made when the request is submitted, revised once the cached prefix is known.
-        need: the predicted memory, as admission reserves it.
         choice: the name under which a sparse prefix is found and kept; None: the prompt is read in full.
         cached: prompt tokens that a cached prefix covers.
         miss: why less of it is cached than the cache holds; None: for no reason known.
@@ -83,7 +80,7 @@ class Sequence:
         draft_read: tokens that the draft read for the prompt, in its own tokenizer.
         recalled: tokens dropped by an earlier turn and read for this one.
         cache, shift: the target's cache once prefilled, and the shift that it can't carry itself.
-        staged: the caches of the target's first layers hold more tokens than the others.
+        staged: the target in two parts, once the caches of its first layers hold more tokens than the others.
         hidden: those layers' hidden states of the prompt; `hidden_parts`: of the cached prefix.
         lower: those layers' caches of the prompt, until they are joined to `cache`.
         stage: the stage of the current step.
@@ -100,7 +97,6 @@ class Sequence:
     grammar: GrammarState | None = None
     drafting: AnswerDrafter | None = None
     started: float = 0.0
-    need: Need = field(default_factory=Need)
     cached: int = 0
     miss: PrefixMiss | None = None
     choice: str | None = None
@@ -113,7 +109,7 @@ class Sequence:
     recalled: int = 0
     cache: list[Any] = field(default_factory=list)
     shift: int = 0
-    staged: bool = False
+    staged: StagedModel | None = None
     hidden: HiddenStates | None = None
     lower: list[Any] = field(default_factory=list)
     stage: Stage = "queued"
@@ -159,7 +155,7 @@ class Sequence:
 
     def model(self, pair: ModelPair) -> Callable[..., mx.array]:
         """Return the model that continues the sequence's cache."""
-        return pair.stages if self.staged and pair.stages else pair.target
+        return pair.target if self.staged is None else self.staged
 
     def spend(self, stage: Stage, ms: float) -> None:
         """Add a step's own time to its stage. Other requests' time does not count."""
@@ -227,108 +223,6 @@ def noop(_: object) -> None:
     """A callback that does nothing."""
 
 
-@dataclass(frozen=True, slots=True)
-class TaskSpec:
-    """Description of a job, as sent to other ranks.
-
-    Attributes:
-        what: one of `Engine`'s kinds of work.
-        plan: of a request with an answer.
-        args: further arguments.
-    """
-
-    uid: int
-    what: str
-    request: GenerationRequest
-    plan: PrefillPlan | None = None
-    args: tuple[Any, ...] = ()
-
-
-@dataclass
-class Job:
-    """A job. Lives on the MLX thread once it was posted.
-
-    Attributes:
-        steps: the work; yields events, returns the result.
-        sequence: None for inspections and background tasks.
-        cached: tokens that the target need not read, as a background task reports them.
-        need: the predicted memory of a job without sequence.
-        done: tokens per stage, as last reported.
-        on_end: gets the result or the exception of a job without sequence.
-        step_s: seconds that its latest step took.
-        result: of the work, once it is done.
-        work: its description; None for background tasks, which every rank starts by itself.
-    """
-
-    uid: int
-    on_event: OnEvent
-    handle: RequestHandle
-    steps: Generator[Any, None, Any]
-    sequence: Sequence | None = None
-    on_end: Callable[[Any], None] = noop
-    background: bool = False
-    cached: int = 0
-    need: Need = field(default_factory=Need)
-    done: dict[str, int] = field(default_factory=dict)
-    step_s: float = 0.0
-    result: Any = None
-    work: TaskSpec | None = None
-
-    def depth(self, stage: str) -> int:
-        """Return the number of tokens that the model of this stage has read."""
-        cached = self.cached if self.sequence is None else self.sequence.tokens_cached
-        return self.done.get(stage, 0) + (cached if stage == "prefill" else 0)
-
-    def advance(self) -> Event | None:
-        """Run one step; return its event, or None if the work is done and `result` is set."""
-        try:
-            event: Event = next(self.steps)
-        except StopIteration as finished:
-            self.result = finished.value
-            return None
-        if isinstance(event, Progress) and event.stage != "queued" and self.sequence is not None:
-            return replace(event, cached=self.sequence.cached)
-        return event
-
-    def stop(self) -> None:
-        """Cancel the work. It may keep what it has finished."""
-        try:
-            self.steps.throw(RequestCancelled())
-        except (RequestCancelled, StopIteration):
-            pass
-        except Exception:
-            log.exception("cleaning up a cancelled request failed")
-        self.steps.close()
-
-    def lose(self, error: Exception) -> None:
-        """Report a failure, and nothing afterwards. May be called from any thread."""
-        on_event, self.on_event = self.on_event, noop
-        on_end, self.on_end = self.on_end, noop
-        if self.sequence is None:
-            on_end(error)
-        else:
-            on_event(Failed(error, self.sequence.report()))
-
-    def emit(self, event: Event) -> None:
-        """Call the callback. If it raises, its job is cancelled and it is not called again."""
-        try:
-            self.on_event(event)
-        except Exception:
-            log.exception("a request's callback failed")
-            self.handle.cancel()
-            self.on_event = noop
-
-
-def strip_traceback(error: Exception) -> Exception:
-    """Return the error without tracebacks, also in its causes: their arrays would live as long as the event does."""
-    links: list[BaseException | None] = [error]
-    for link in links:
-        if link is not None and link.__traceback__ is not None:
-            link.__traceback__ = None
-            links += [link.__cause__, link.__context__]
-    return error
-
-
 class RequestHandle:
     """Handle of a queued request. Usable from any thread, also after the last event."""
 
@@ -357,151 +251,115 @@ class RequestHandle:
         return self._expecting.is_set()
 
 
-T = TypeVar("T")
-
-
 @dataclass(frozen=True, slots=True)
-class Call:
-    """A function to call on the MLX thread.
+class TaskSpec:
+    """Description of a job, as sent to other ranks: `Engine`'s kind of work, and the arguments of its job."""
+
+    uid: int
+    kind: str
+    arguments: tuple[Any, ...]
+
+
+@dataclass
+class Job:
+    """Work without an answer, such as an inspection. Lives on the MLX thread once it was posted.
 
     Attributes:
-        method, arguments: what other ranks have to call on their caches, if anything.
+        steps: the work; yields events, returns the result.
+        need: the predicted memory, as admission reserves it.
+        on_end: gets the result or the exception.
+        background: no request waits for it.
+        cached: tokens that the target need not read, as last reported.
+        done: tokens per stage, as last reported.
+        step_s: seconds that its latest step took.
+        result: of the work, once it is done.
+        task: its description; None for work that every rank starts by itself.
     """
 
-    run: Callable[[], None]
-    method: str | None = None
-    arguments: tuple[Any, ...] = ()
+    uid: int
+    steps: Generator[Any, None, Any]
+    need: Need = field(default_factory=Need)
+    on_event: OnEvent = noop
+    on_end: Callable[[Any], None] = noop
+    handle: RequestHandle = field(default_factory=RequestHandle)
+    background: bool = False
+    cached: int = 0
+    done: dict[str, int] = field(default_factory=dict)
+    step_s: float = 0.0
+    result: Any = None
+    task: TaskSpec | None = None
 
-    def __call__(self) -> None:
-        self.run()
-
-
-class Results(queue.SimpleQueue[T | Exception]):
-    """One result, passed from the MLX thread to a waiting caller."""
-
-    def fill(self, call: Callable[[], T]) -> None:
-        """Store the call's result or exception. The exception belongs to the caller, not to the thread."""
-        try:
-            self.put(call())
-        except Exception as error:  # noqa: BLE001
-            self.put(strip_traceback(error))
-
-    def wait(self) -> T:
-        """Return the result, or raise the exception."""
-        result = self.get()
-        if isinstance(result, Exception):
-            raise result
-        return result
-
-
-class Inbox:
-    """Jobs and calls in order of arrival, accepted between `open` and `close`.
-
-    Args:
-        scheduler: gets every job that the MLX thread takes.
-        max_queue: jobs that may wait, in the inbox and the scheduler together.
-        wake: wakes the MLX thread after a post or a close.
-    """
-
-    def __init__(self, scheduler: Scheduler, max_queue: int, wake: Callable[[], None] = lambda: None) -> None:
-        self._scheduler = scheduler
-        self._max_queue = max_queue
-        self._wake = wake
-        self._posted: queue.SimpleQueue[Job | Call | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._uids = 0
-        self._unread = 0  # jobs
-        self._open = False
-        self._why = "the engine is not running"
+    def depth(self, stage: str) -> int:
+        """Return the number of tokens that the model of this stage has read."""
+        return self.done.get(stage, 0) + (self.tokens_cached if stage == "prefill" else 0)
 
     @property
-    def is_open(self) -> bool:
-        return self._open
+    def tokens_cached(self) -> int:
+        return self.cached
 
-    @property
-    def waiting(self) -> int:
-        """Return the number of jobs that have not started."""
-        return self._scheduler.waiting + self._unread
-
-    def __bool__(self) -> bool:
-        """Return whether a job or call is waiting."""
-        return not self._posted.empty()
-
-    def open(self) -> None:
-        self._open = True
-
-    def close(self, why: str | None = None) -> bool:
-        """Close the inbox and wake the MLX thread; return False if it was closed already.
-
-        Args:
-            why: the message of the error that later callers get.
-        """
-        with self._lock:
-            was_open, self._open = self._open, False
-            self._why = why or self._why
-        if was_open:
-            self._posted.put(None)
-            self._wake()
-        return was_open
-
-    def next_uid(self) -> int:
-        with self._lock:
-            self._uids += 1
-            return self._uids
-
-    def post(self, job: Job) -> None:
-        """Queue a job.
-
-        Raises:
-            EngineClosedError: the inbox is closed, or `max_queue` jobs wait already.
-        """
-        with self._lock:
-            self._check_open()
-            waiting = self.waiting
-            if waiting >= self._max_queue:
-                raise EngineClosedError(f"{waiting} requests are waiting already")
-            self._unread += 1
-            self._posted.put(job)  # before it can be closed: the loop reads no further
-        self._wake()
-
-    def call(self, call: Callable[[], T], method: str | None = None, *arguments: Any) -> T:
-        """Call something on the MLX thread, between two chunks, and return its result.
-
-        Args:
-            method, arguments: see `Call`.
-
-        Raises:
-            EngineClosedError: the inbox is closed.
-        """
-        done = Results[T]()
-        with self._lock:
-            self._check_open()
-            self._posted.put(Call(partial(done.fill, call), method, arguments))
-        self._wake()
-        return done.wait()
-
-    def take(self) -> Job | Call | None:
-        """Return the next job or call, on the MLX thread; None if there is none or the inbox was closed."""
+    def advance(self) -> Event | None:
+        """Run one step; return its event, or None if the work is done and `result` is set."""
         try:
-            posted = self._posted.get_nowait()
-        except queue.Empty:
+            event: Event = next(self.steps)
+        except StopIteration as finished:
+            self.result = finished.value
             return None
-        if isinstance(posted, Job):
-            with self._lock:
-                self._scheduler.add(posted.uid)
-                self._unread -= 1
-        return posted
+        return event
 
-    def drain(self) -> list[Job]:
-        """Return the jobs that were not taken from a closed inbox. May be called from any thread."""
-        jobs = []
-        while not self._posted.empty():
-            with suppress(queue.Empty):
-                posted = self._posted.get_nowait()
-                if isinstance(posted, Job):
-                    jobs.append(posted)
-        return jobs
+    def fail(self, error: Exception) -> None:
+        """Report a failure."""
+        self.on_end(error)
 
-    def _check_open(self) -> None:
-        if not self._open:
-            raise EngineClosedError(self._why)
+    def stop(self) -> None:
+        """Cancel the work. It may keep what it has finished."""
+        try:
+            self.steps.throw(RequestCancelled())
+        except (RequestCancelled, StopIteration):
+            pass
+        except Exception:
+            log.exception("cleaning up a cancelled request failed")
+        self.steps.close()
+
+    def lose(self, error: Exception) -> None:
+        """Report a failure, and nothing afterwards. May be called from any thread."""
+        lost = copy(self)
+        self.on_event = self.on_end = noop
+        lost.fail(error)
+
+    def emit(self, event: Event) -> None:
+        """Call the callback. If it raises, its job is cancelled and it is not called again."""
+        try:
+            self.on_event(event)
+        except Exception:
+            log.exception("a request's callback failed")
+            self.handle.cancel()
+            self.on_event = noop
+
+
+@dataclass(kw_only=True)
+class AnswerJob(Job):
+    """A request with an answer. Its steps return the logits of the prompt's last token, (1, V)."""
+
+    sequence: Sequence
+
+    @property
+    def tokens_cached(self) -> int:
+        return self.sequence.tokens_cached
+
+    def emit(self, event: Event) -> None:
+        if isinstance(event, Progress) and event.stage != "queued":
+            event = replace(event, cached=self.sequence.cached)
+        super().emit(event)
+
+    def fail(self, error: Exception) -> None:
+        self.emit(Failed(error, self.sequence.report()))
+
+
+def strip_traceback(error: Exception) -> Exception:
+    """Return the error without tracebacks, also in its causes: their arrays would live as long as the event does."""
+    links: list[BaseException | None] = [error]
+    for link in links:
+        if link is not None and link.__traceback__ is not None:
+            link.__traceback__ = None
+            links += [link.__cause__, link.__context__]
+    return error

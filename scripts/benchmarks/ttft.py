@@ -83,7 +83,7 @@ def score(setup: Setup, prompt: list[int], hidden: HiddenStates | None) -> Score
     pair, config = setup.pair, setup.config
     seen = None if hidden is None else hidden.keep
     question = question_span(len(prompt), config.scoring)
-    cache = empty_draft_cache(pair)
+    cache = empty_draft_cache(pair.draft, pair.stages is not None)
     ids = np.asarray(prompt, dtype=np.int32)
     task = ScoringInput(ids, question, None, pair.eos_token_ids, cache, lambda: setup.step, seen=seen)
     scorer = scorer_for(config.rule, pair.heads, config.scoring)

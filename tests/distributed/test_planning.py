@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from mlx_specprefill import EngineConfig, GenerationRequest, SpecPrefillPolicy
-from mlx_specprefill.engine.costs import CostModel
 from mlx_specprefill.engine.ranked import RankedCaches, RankedPrefiller
+from mlx_specprefill.engine.scheduler import CostModel
 from tests.support.tiny import random_prompt, tiny_pair
 
 CONFIG = EngineConfig(policy=SpecPrefillPolicy(threshold=None, min_saving_ms=1.0))
@@ -38,8 +38,9 @@ def prefiller(ranks: Any, draft_ms: float, target_ms: float = 1.0) -> RankedPref
         for tokens in (64, 256):
             costs.observe("target", tokens, 0, target_ms * tokens)
             costs.observe("draft", tokens, 0, draft_ms * tokens)
+    caches = RankedCaches(ranks, pair, replace(CONFIG, prefix_cache_bytes=0))
     chunks: Any = SimpleNamespace(size=lambda stage: 512, expected_tokens=lambda stage: 512)
-    return RankedPrefiller(pair, CONFIG, RankedCaches(pair, replace(CONFIG, prefix_cache_bytes=0)), costs, chunks)
+    return RankedPrefiller(ranks, pair, CONFIG, caches, costs, chunks)
 
 
 def test_the_plan_behind_a_cached_prefix_is_rank_0s() -> None:

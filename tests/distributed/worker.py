@@ -187,7 +187,7 @@ def broken(engine: Engine) -> dict[str, Any]:
         raise ValueError("the draft is broken")
         yield
 
-    engine.prefiller.scorer._by_the_draft = fail  # type: ignore[method-assign]
+    engine.prefiller.scorer._by_draft = fail  # type: ignore[method-assign]
     tokens, report = answered(engine, request(PROMPT, Fraction(1, 5)))
     reason = report.reason.replace("EngineError: ", "")  # which is how the other ranks hear of it
     return {"tokens": tokens, "reason": reason, "kept": report.kept_tokens}

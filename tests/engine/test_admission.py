@@ -2,85 +2,94 @@
 
 from __future__ import annotations
 
-from mlx_specprefill.engine.footprint import MOST_PAIRS, Admission, Footprint, physical_memory
+from types import SimpleNamespace
+
+from mlx_specprefill import EngineConfig, GenerationRequest
+from mlx_specprefill.engine.machine import physical_memory
+from mlx_specprefill.engine.memory import MOST_PAIRS, Footprint, Memory
 from mlx_specprefill.engine.sequence import Need
 
 
 class Cache:
     """A prefix cache that can free what it holds."""
 
-    def __init__(self, held):
-        self.held = held
+    def __init__(self, nbytes):
+        self.nbytes = nbytes
 
     def reclaim(self, count):
-        self.held = max(0, self.held - count)
+        self.nbytes = max(0, self.nbytes - count)
+
+
+def memory_of(limit, weights, cache=None):
+    memory = Memory(SimpleNamespace(context_length=1), EngineConfig(), cache or Cache(0))
+    memory.limit, memory.weights = limit, weights
+    return memory
 
 
 def test_reservations_add_up_and_are_released():
-    admission = Admission(100, weights=40)
-    assert admission.reserve(1, Need(30))
-    assert admission.reserve(2, Need(30))
-    assert not admission.reserve(3, Need(1))
-    admission.release(1)
-    assert admission.reserve(3, Need(30))
-    assert admission.reserved == 60
+    memory = memory_of(100, 40)
+    assert memory.reserve(1, Need(30))
+    assert memory.reserve(2, Need(30))
+    assert not memory.reserve(3, Need(1))
+    memory.release(1)
+    assert memory.reserve(3, Need(30))
+    assert memory.reserved == 60
 
 
 def test_the_prefix_cache_gives_way_first():
     cache = Cache(50)
-    admission = Admission(100, 20, lambda: cache.held, cache.reclaim)
-    assert admission.reserve(1, Need(60))
-    assert cache.held == 20
-    assert not admission.reserve(2, Need(21))
-    assert admission.reserve(2, Need(20))
-    assert cache.held == 0
+    memory = memory_of(100, 20, cache)
+    assert memory.reserve(1, Need(60))
+    assert cache.nbytes == 20
+    assert not memory.reserve(2, Need(21))
+    assert memory.reserve(2, Need(20))
+    assert cache.nbytes == 0
 
 
 def test_work_in_the_background_evicts_nothing():
     cache = Cache(50)
-    admission = Admission(100, 20, lambda: cache.held, cache.reclaim)
-    assert not admission.reserve_free(1, Need(31))
-    assert cache.held == 50
-    assert admission.reserve_free(1, Need(30))
-    assert admission.reserved == 30
-    assert not admission.fits(Need(1))
+    memory = memory_of(100, 20, cache)
+    assert not memory.reserve_free(1, Need(31))
+    assert cache.nbytes == 50
+    assert memory.reserve_free(1, Need(30))
+    assert memory.reserved == 30
+    assert not memory.fits(Need(1))
 
 
 def test_what_can_never_fit_is_told_apart_from_what_must_wait():
-    admission = Admission(100, 40)
-    assert admission.can_ever(Need(60))
-    assert not admission.can_ever(Need(61))
-    assert admission.reserve(1, Need(60))
-    assert admission.can_ever(Need(60))
-    assert not admission.reserve(2, Need(60))
+    memory = memory_of(100, 40)
+    request = GenerationRequest((0,), 0)
+    for held, fits in ((60, True), (61, False)):
+        memory.need = lambda request, mode, held=held: Need(held)
+        assert memory.can_ever(request, "full") == fits
+    assert memory.reserve(1, Need(60))
+    assert not memory.reserve(2, Need(60))
 
 
 def test_without_a_limit_everything_fits():
-    admission = Admission(None, 10**15)
-    assert admission.can_ever(Need(10**18))
-    assert admission.reserve(1, Need(10**18))
+    memory = memory_of(None, 10**15)
+    assert memory.reserve(1, Need(10**18))
 
 
 def test_releasing_twice_or_unknown_is_harmless():
-    admission = Admission(10, 0)
-    admission.release(5)
-    assert admission.reserve(1, Need(10))
-    admission.release(1)
-    admission.release(1)
-    assert admission.reserved == 0
+    memory = memory_of(10, 0)
+    memory.release(5)
+    assert memory.reserve(1, Need(10))
+    memory.release(1)
+    memory.release(1)
+    assert memory.reserved == 0
 
 
 def test_forwards_take_turns_and_share_the_memory_of_the_largest():
-    admission = Admission(100, 20)
-    assert admission.reserve(1, Need(10, 30))
-    assert admission.reserve(2, Need(10, 20))
-    assert admission.reserved == 50
-    assert not admission.fits(Need(10, 51))
-    assert admission.reserve(3, Need(10, 50))
-    assert admission.reserved == 80
-    admission.release(3)
-    assert admission.reserved == 50
-    assert not admission.can_ever(Need(10, 71))
+    memory = memory_of(100, 20)
+    assert memory.reserve(1, Need(10, 30))
+    assert memory.reserve(2, Need(10, 20))
+    assert memory.reserved == 50
+    assert not memory.fits(Need(10, 51))
+    assert memory.reserve(3, Need(10, 50))
+    assert memory.reserved == 80
+    memory.release(3)
+    assert memory.reserved == 50
 
 
 def test_a_sequence_costs_its_tokens_its_state_and_one_forward():

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from mlx_specprefill import EngineConfig
-from mlx_specprefill.engine.costs import ChunkSizer, ForwardCost, LearntCost
-from mlx_specprefill.engine.scheduler import Scheduler
-from mlx_specprefill.engine.sequence import Job, RequestHandle, noop
+from mlx_specprefill.engine.scheduler import ChunkSizer, ForwardCost, LearntCost, Scheduler
+from mlx_specprefill.engine.sequence import Job
 from mlx_specprefill.request import Progress
 from tests.support.tiny import tiny_pair
 
@@ -55,7 +54,7 @@ class Machine:
         Returns the tokens and milliseconds of each chunk but the last, which has 32 tokens.
         """
         self.uid += 1
-        job = Job(self.uid, noop, RequestHandle(), iter(()), background=background)  # type: ignore[arg-type]
+        job = Job(self.uid, iter(()), background=background)  # type: ignore[arg-type]
         (self.scheduler.add_background if background else self.scheduler.add)(self.uid)
         if not background:
             self.scheduler.admit(self.uid)
@@ -157,7 +156,7 @@ def test_what_came_from_a_cache_is_not_learnt_from(stage: Any, done: int, learns
     run = Machine(MACHINES["35B-A3B, M4 Max"])
     run.scheduler.add(1)
     run.scheduler.admit(1)
-    job = Job(1, noop, RequestHandle(), iter(()))  # type: ignore[arg-type]
+    job = Job(1, iter(()))  # type: ignore[arg-type]
     run.sizer.begin(job)
     run.sizer.size(stage)
     job.step_s = 0.1

@@ -115,7 +115,7 @@ def test_a_first_token_asked_for_ahead_is_not_returned_again(llama: Any) -> None
     got: list[list[TokenEvent]] = [[event for _, event in batch.step()], []]
     before = list(forwards)
     batch.add(batch_row(llama, 1, rows[1]))
-    got[1].append(batch.first_token(1))
+    got[1].append(batch.first_token())
     assert forwards == before
     while min(map(len, got)) < 4:
         for uid, event in batch.step():
@@ -129,7 +129,7 @@ def test_a_row_that_leaves_after_a_first_token_ahead_holds_its_prompt(llama: Any
     batch = DecodeBatch(llama)
     prompt = make_rows(VOCAB, 1)[0]
     batch.add(batch_row(llama, 0, prompt))
-    batch.first_token(0)
+    batch.first_token()
     removed = batch.remove(0)
     assert removed.tokens == ()
     assert_same_contents(removed.cache, prefilled(llama, prompt)[0])

@@ -42,7 +42,7 @@ def turn(*prompt: int, expecting: bool = False, answer: tuple[int, ...] = (0,)) 
 
 
 def drained(turns: Sequence[IdleTurn]) -> list[tuple[int, ...]]:
-    queue, order = BackgroundQueue(), []
+    queue, order = BackgroundQueue(lambda turn: turn.handle.expecting), []
     for one in turns:
         queue.add(one)
     while (first := queue.first()) is not None:
@@ -58,7 +58,7 @@ def test_outstanding_calls_come_first_and_the_newest_among_equals() -> None:
 
 
 def test_a_call_may_become_known_later() -> None:
-    queue, old = BackgroundQueue(), turn(1)
+    queue, old = BackgroundQueue(lambda turn: turn.handle.expecting), turn(1)
     queue.add(old)
     queue.add(turn(2))
     first = queue.first()
@@ -84,7 +84,7 @@ def test_another_label_is_another_conversation() -> None:
 
 
 def test_a_replaced_turn_can_be_discarded() -> None:
-    queue, old, new = BackgroundQueue(), turn(1), turn(1, 2)
+    queue, old, new = BackgroundQueue(lambda turn: turn.handle.expecting), turn(1), turn(1, 2)
     queue.add(old)
     queue.add(new)
     queue.discard(old)
@@ -189,8 +189,8 @@ def endless(engine: Engine, patch: pytest.MonkeyPatch) -> list[str]:
 
 def limited(engine: Engine, nbytes: int) -> None:
     """Leave that many bytes beside the weights and what the caches hold now."""
-    admission = engine.memory.admission
-    admission.limit = admission.weights + engine.caches.nbytes + nbytes
+    memory = engine.memory
+    memory.limit = memory.weights + engine.caches.nbytes + nbytes
 
 
 def test_what_is_made_dense_is_counted_and_gives_its_memory_to_a_request(

@@ -109,7 +109,7 @@ def test_out_of_memory_fails_the_request_and_makes_room_for_the_next(
 ) -> None:
     """Nothing is read in full instead, which would need several times as much."""
     sparse, name, fails = WHERE[where]
-    limit, free = engine.memory.admission.limit, (1 << 30) - engine.memory.admission.weights
+    limit, free = engine.memory.limit, (1 << 30) - engine.memory.weights
     assert engine.caches.nbytes > 0
     models.broken[name] = MEMORY, fails
     request = (
@@ -125,7 +125,7 @@ def test_out_of_memory_fails_the_request_and_makes_room_for_the_next(
         assert models.forwards[-1][0] == name
     assert eventually(lambda: engine.caches.nbytes == 0)
     assert limit is not None
-    assert engine.memory.admission.limit == limit - free // 5
+    assert engine.memory.limit == limit - free // 5
     assert not engine.stats().fallbacks
     models.broken.clear()
     _, last = generated(engine.generate(asked(sparse)))
@@ -211,7 +211,7 @@ def test_a_prefix_that_can_not_be_kept_costs_no_answer(engine: Engine, monkeypat
         _, last = generated(engine.generate(asked(False)))
     assert isinstance(last, Finished)
     assert eventually(lambda: engine.caches.nbytes == 0)
-    limit = engine.memory.admission.limit
+    limit = engine.memory.limit
     assert limit is not None
     assert limit < 1 << 30
 

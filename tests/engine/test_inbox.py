@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from mlx_specprefill import EngineClosedError, Progress, RequestCancelled, RequestHandle
+from mlx_specprefill import EngineClosedError, Progress, RequestCancelled
+from mlx_specprefill.engine.loop import Inbox, Results
 from mlx_specprefill.engine.scheduler import Scheduler
-from mlx_specprefill.engine.sequence import Inbox, Job, Results, noop, strip_traceback
+from mlx_specprefill.engine.sequence import Job, strip_traceback
 
 
 def work(*events: Any) -> Generator[Any, None, str]:
@@ -20,7 +21,7 @@ def work(*events: Any) -> Generator[Any, None, str]:
 
 
 def job(uid: int, *events: Any) -> Job:
-    return Job(uid, noop, RequestHandle(), work(*events))
+    return Job(uid, work(*events))
 
 
 @pytest.fixture
@@ -109,7 +110,7 @@ def test_a_stopped_job_may_clean_up_and_is_over() -> None:
             seen.append("cleaned up")
             raise
 
-    one = Job(1, noop, RequestHandle(), steps())
+    one = Job(1, steps())
     one.advance()
     one.stop()
     assert seen == ["cleaned up"]
@@ -123,7 +124,7 @@ def test_a_callback_that_raises_cancels_its_job_and_hears_no_more() -> None:
         heard.append(event)
         raise ValueError("not now")
 
-    one = Job(1, listen, RequestHandle(), work())
+    one = Job(1, work(), on_event=listen)
     one.emit(Progress("draft", 1, 2))
     one.emit(Progress("draft", 2, 2))
     assert len(heard) == 1

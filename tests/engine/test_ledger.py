@@ -187,7 +187,7 @@ def test_decoding_rows_are_accounted_for(uncollected: None) -> None:
 
         def look(event: Event) -> None:
             if isinstance(event, TokenEvent):
-                balance(engine.loop.jobs.values(), engine.rows.nbytes)
+                balance()
                 most.append(engine.stats().memory.unaccounted_bytes - before)
             events.put(event)
 

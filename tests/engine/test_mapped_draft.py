@@ -27,7 +27,7 @@ from mlx_specprefill import (
 )
 from mlx_specprefill.adapters.capture import Head
 from mlx_specprefill.engine import prefill
-from mlx_specprefill.engine.costs import CostModel
+from mlx_specprefill.engine.scheduler import CostModel
 from mlx_specprefill.specprefill.mapped import map_task
 from mlx_specprefill.specprefill.scorer import HeadScorer, PaperScorer
 from tests.support.precision import assert_close, numbers

@@ -94,7 +94,7 @@ def leave_room(engine: Engine, tokens: int) -> None:
     """As much memory as one full prefill of that many tokens needs."""
     memory = engine.memory
     need = memory.need(GenerationRequest(tuple(range(1, tokens)), 1), "full").total
-    memory.admission.limit = memory.admission.weights + need
+    memory.limit = memory.weights + need
 
 
 def test_the_window_is_what_memory_leaves_room_for() -> None:

@@ -329,7 +329,7 @@ def test_memory_is_waited_for_while_others_run_or_somebody_was_asked(monkeypatch
 
 def limit_of(*engines: Engine, requests: int) -> int:
     """Room for the weights of all, and for so many bytes of requests."""
-    return sum(engine.memory.admission.weights for engine in engines) + requests
+    return sum(engine.memory.weights for engine in engines) + requests
 
 
 def test_another_engines_prefixes_give_way_to_a_request() -> None:

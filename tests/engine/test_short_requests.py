@@ -16,7 +16,6 @@ from mlx_specprefill import (
     SpecPrefillOptions,
     SpecPrefillPolicy,
 )
-from mlx_specprefill.engine.footprint import Admission
 from mlx_specprefill.engine.sequence import Need
 from tests.support.tiny import random_prompt, tiny_pair
 
@@ -106,7 +105,7 @@ def test_a_short_request_does_not_wait_for_the_memory_of_a_long_one(
 ) -> None:
     """The long one in line needs more than is free; the short one does not."""
     monkeypatch.setattr(engine.memory, "need", lambda request, mode: Need(len(request.prompt)))
-    monkeypatch.setattr(engine.memory, "admission", Admission(6000, 0))
+    monkeypatch.setattr(engine.memory, "limit", 6000 + engine.memory.weights)
     ends = busy(engine)
     assert engine.stats().waiting >= LONG - 1
     ask(engine, random_prompt(20, 1))

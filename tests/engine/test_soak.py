@@ -277,7 +277,7 @@ def resident() -> int:
 
 def frees(engine: Engine) -> bool:
     """Return whether nothing is reserved any more, once the draft has read what it reads in idle time."""
-    return eventually(lambda: engine.memory.admission.reserved == 0)
+    return eventually(lambda: engine.memory.reserved == 0)
 
 
 def counted_bytes(engine: Engine) -> int:

@@ -97,13 +97,12 @@ def test_the_first_token_needs_no_forward(engine: Engine, monkeypatch: pytest.Mo
     """Neither the plain nor the drafted one: it comes of the prompt's last forward."""
     rows: list[module.SpeculativeRow] = []
     steps: list[int] = []
-    begin = module.AnswerDrafter.begin_row
 
-    def noted(*args: Any) -> Any:
-        rows.append(begin(*args))  # type: ignore[arg-type]
+    def noted(*args: Any, **options: Any) -> Any:
+        rows.append(module.SpeculativeRow(*args, **options))
         return rows[-1]
 
-    monkeypatch.setattr(module.AnswerDrafter, "begin_row", noted)
+    monkeypatch.setattr("mlx_specprefill.engine.decode_batch.SpeculativeRow", noted)
     ended = threading.Event()
 
     def on_event(event: Event) -> None:  # on the thread that runs the forwards

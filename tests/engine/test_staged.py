@@ -343,7 +343,7 @@ def test_staged_rows_beside_dense_and_sparse_ones(name: str) -> None:
     split = StagedModel(model, splits(model)[0])
     others = make_rows(vocabulary(model), 4, seed=3)
     cases = [make_case(vocabulary(model), 0.4, 70, COUNT, 1), make_case(vocabulary(model), 0.3, 96, COUNT, 2)]
-    batch, events = DecodeBatch(model, split), dict[int, list[Any]]()
+    batch, events = DecodeBatch(model), dict[int, list[Any]]()
     for step in range(COUNT + 6):
         if step < 4:
             cache, logits = prefilled(model, others[step])
@@ -351,7 +351,7 @@ def test_staged_rows_beside_dense_and_sparse_ones(name: str) -> None:
         if step in (1, 5):
             uid = 4 + step // 5
             cache, logits = staged_cache(split, cases[uid - 4], cases[uid - 4].kept)
-            batch.add(DecodeRow(uid, cache, logits, greedy, logprobs=3, staged=True))
+            batch.add(DecodeRow(uid, cache, logits, greedy, logprobs=3, staged=split))
         for uid, event in batch.step():
             events.setdefault(uid, []).append(event)
             if len(events[uid]) == COUNT:
@@ -370,9 +370,9 @@ def test_staged_rows_beside_dense_and_sparse_ones(name: str) -> None:
 def test_a_staged_row_that_leaves_is_as_it_was_alone() -> None:
     split = StagedModel(build("llama"), 2)
     cases = [make_case(vocabulary(split.whole), 0.4, 70, 0, seed) for seed in (1, 2)]
-    batch = DecodeBatch(split.whole, split)
+    batch = DecodeBatch(split.whole)
     for uid, case in enumerate(cases):
-        batch.add(DecodeRow(uid, *staged_cache(split, case, case.kept), greedy, staged=True))
+        batch.add(DecodeRow(uid, *staged_cache(split, case, case.kept), greedy, staged=split))
     for _ in range(5):
         batch.step()
     left = batch.remove(0)

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from mlx_specprefill.config import EngineConfig
-from mlx_specprefill.engine.costs import ChunkSizer, CostModel
 from mlx_specprefill.engine.engine import Engine
-from mlx_specprefill.engine.scheduler import Scheduler
-from mlx_specprefill.engine.sequence import Job, RequestHandle, noop
+from mlx_specprefill.engine.scheduler import ChunkSizer, CostModel, Scheduler
+from mlx_specprefill.engine.sequence import Job
 from mlx_specprefill.request import Progress
 from tests.support.tiny import tiny_pair
 
@@ -116,7 +115,7 @@ def test_a_plan_does_not_touch_the_chunk_that_runs() -> None:
         scheduler.add(uid)
         scheduler.admit(uid)
     scheduler.to_decode(2)
-    job = Job(1, noop, RequestHandle(), iter(()))  # type: ignore[arg-type]
+    job = Job(1, iter(()))  # type: ignore[arg-type]
     sizer = ChunkSizer(tiny_pair(), EngineConfig(prefill_step=2048), scheduler, costs)
     sizer.begin(job)
     given = sizer.size("draft")

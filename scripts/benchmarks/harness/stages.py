@@ -42,8 +42,9 @@ def plain_prefill_ms(model: Any, prompt: Sequence[int], step: int) -> float:
 
 def decode_ms(model: Any, cache: list[Any], logits: mx.array, count: int) -> float:
     """Return the milliseconds per token of an answer, decoded as the engine decodes a single row."""
-    batch = DecodeBatch(model.whole, model) if isinstance(model, StagedModel) else DecodeBatch(model)
-    batch.add(DecodeRow(0, cache, logits, greedy, staged=isinstance(model, StagedModel)))
+    staged = model if isinstance(model, StagedModel) else None
+    batch = DecodeBatch(model if staged is None else staged.whole)
+    batch.add(DecodeRow(0, cache, logits, greedy, staged=staged))
     ms, _ = timed(lambda: [batch.step() for _ in range(count)])
     mx.synchronize()  # the forward after the last token is queued already
     return ms / count

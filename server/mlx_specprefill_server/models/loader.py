@@ -266,7 +266,7 @@ def _weights(place: Path, dtype: DtypeName) -> int:
     if dtype == "float32":
         halves = sum(parameters.pop(kind, 0) for kind in ("BF16", "F16"))
         parameters["F32"] = parameters.get("F32", 0) + halves
-    return loaded_bytes(parameters, "auto" if dtype == "auto" else "stored")[0]
+    return loaded_bytes(parameters, "auto" if dtype == "auto" else "stored")
 
 
 def models_file() -> Path:

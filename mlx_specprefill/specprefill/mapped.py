@@ -32,6 +32,13 @@ class Overlap:
     target: Ends
     draft: Ends
 
+    def __post_init__(self) -> None:
+        for ends in (self.target, self.draft):
+            if ends.size == 0 or ends[0] < 0 or (np.diff(ends) < 0).any():
+                raise ValueError("the ends of tokens must ascend")
+        if self.target[-1] != self.draft[-1] or self.draft[-1] < 1:
+            raise ValueError(f"the texts have {self.target[-1]} and {self.draft[-1]} bytes")
+
     def importance(self, found: Floats) -> Floats:
         """Return the importance of the target's tokens, (M,), from the draft's, (N,): the maximum over overlapping
         tokens.

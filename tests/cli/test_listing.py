@@ -178,7 +178,7 @@ def stored_bytes(name: str) -> float:
     model = shapes.random_model(config_of(name))
     experts = sum(parameters(module) for _, module in model.named_modules() if isinstance(module, SwitchLinear))
     weights = ((parameters(model) - experts) * bits + experts * expert_bits) / 8
-    return weights + (blueprint(config_of(name)).constant or 0)
+    return weights + (blueprint(config_of(name)).cache_bytes(0) or 0)
 
 
 def config_of(name: str) -> dict[str, Any]:
@@ -222,7 +222,7 @@ def test_figures_are_those_of_the_layers(row: dict[str, Any]) -> None:
     models = [row["target"], *draft]
     designs = [blueprint(config_of(name)) for name in models]
     assert math.isclose(row["fixed_gb"], sum(map(stored_bytes, models)) / 2**30, abs_tol=0.005)
-    assert row["bytes_per_token"] == sum(design.per_token or 0 for design in designs)
+    assert row["bytes_per_token"] == sum(0 if design.footprint is None else design.footprint.per_token for design in designs)
     assert row["context"] == min(design.context for design in designs)
     assert math.isclose(row["gain"], gain(row["target"], draft), abs_tol=0.005)
     assert row["source"]

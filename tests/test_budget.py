@@ -25,6 +25,7 @@ from mlx_specprefill import (
 )
 from mlx_specprefill.constraints import ReasoningBudgetState
 from tests.server.fakes import byte_tokenizer
+from tests.support.examples import examples
 from tests.support.tiny import generated, tiny_model
 
 V = 9
@@ -51,7 +52,7 @@ def thought(text: Sequence[int], budget: ReasoningBudget) -> tuple[int, bool]:
     return count, inside
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(budget=BUDGETS, wanted=st.lists(st.integers(0, V - 1), max_size=40))
 def test_reasoning_never_exceeds_its_budget(budget: ReasoningBudget, wanted: list[int]) -> None:
     """Whatever the model would like to write, also when some of it is taken back."""

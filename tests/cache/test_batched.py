@@ -34,6 +34,7 @@ from mlx_specprefill.cache.rows import (
     merge_rows,
 )
 from mlx_specprefill.sampling import greedy
+from tests.support.examples import examples
 from tests.support.oracle import build
 from tests.support.precision import assert_close, near_ties
 from tests.support.rows import alone, assert_same_contents, contents, make_rows, prefilled, tokens
@@ -149,7 +150,7 @@ def decoded_alone(model: Model, row: int) -> Positioned:
     return cache
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     st.booleans(),
     st.sampled_from([None, 2, 4, 9]),

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from mlx_specprefill.cache.budget import GRACE, ByteBudget, Evictable
 from mlx_specprefill.cache.prefix.tree import PrefixCache
 from tests.cache.prefix.stores import BLOCK, fake_caches, filled
+from tests.support.examples import examples
 
 LARGE = 1 << 30
 
@@ -75,7 +76,7 @@ def test_a_budget_that_is_never_full_stays_small() -> None:
     assert sum(map(len, budget._entries)) == len(staying)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(st.integers(0, 10**9))
 def test_the_lowest_entry_goes_first_whatever_was_removed_before(seed: int) -> None:
     """Against the plain rule over all entries: used earliest, hits spared by the grace while they take little."""

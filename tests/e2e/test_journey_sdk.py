@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.server.body_strategies import CHAT, COMPLETION
+from tests.support.examples import examples
 from tests.support.serving import Server
 
 from .conftest import haystack
@@ -371,7 +372,7 @@ def test_curl_style_posts(server: Server, body: str, status: int) -> None:
     assert server.health()["status"] == "ok"
 
 
-@settings(max_examples=100, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(100), suppress_health_check=list(HealthCheck))
 @given(body=CHAT | COMPLETION, limit=st.integers(1, 3))
 @pytest.mark.extended
 def test_garbage_never_hurts(server: Server, body: dict[str, Any], limit: int) -> None:

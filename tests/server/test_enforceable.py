@@ -12,6 +12,7 @@ from llguidance import LLMatcher, LLTokenizer
 from starlette.testclient import TestClient
 
 from mlx_specprefill_server.constrained.lark import EnforceableSchema
+from tests.support.examples import examples
 
 from .canned_answers import named_events
 from .conftest import events
@@ -99,7 +100,7 @@ SCHEMAS: st.SearchStrategy[dict[str, Any]] = st.recursive(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(schema=SCHEMAS)
 def test_what_is_left_compiles(schema: dict[str, Any]) -> None:
     found = EnforceableSchema(schema)

@@ -25,6 +25,7 @@ from mlx_specprefill.adapters.gguf.tokens import build_tokenizer
 from mlx_specprefill_server.prompt.conversation import Conversation, conversation
 from mlx_specprefill_server.prompt.prompt import Prompt, PromptBuilder
 from mlx_specprefill_server.prompt.special_tokens import ControlTokens
+from tests.support.examples import examples
 
 from . import templates
 from .conftest import client_of
@@ -168,7 +169,7 @@ ORDINARY = st.text(
 
 
 @pytest.mark.parametrize("style", STYLES)
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(contents=st.lists(ORDINARY, min_size=3, max_size=3))
 def test_ordinary_contents_have_the_tokens_they_had(style: str, contents: list[str]) -> None:
     messages: list[Turn] = [
@@ -179,7 +180,7 @@ def test_ordinary_contents_have_the_tokens_they_had(style: str, contents: list[s
 
 
 @pytest.mark.parametrize("name", BUNDLED[:1])
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(contents=st.lists(ORDINARY, min_size=1, max_size=3))
 def test_ordinary_contents_have_the_tokens_they_had_with_a_real_vocabulary(name: str, contents: list[str]) -> None:
     """Also from the copy in which control tokens have other names."""

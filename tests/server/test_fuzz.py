@@ -9,6 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
+
 from .body_strategies import CHAT, COMPLETION, JSON, TEXTS
 from .conftest import client_of, events
 from .fakes import FakeEngine
@@ -38,25 +40,25 @@ def check(lasting: Any, path: str, body: bytes) -> None:
     assert engine.idle()
 
 
-@settings(max_examples=300, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(300), suppress_health_check=list(HealthCheck))
 @given(body=CHAT)
 def test_chat(lasting: Any, body: dict[str, Any]) -> None:
     check(lasting, "/v1/chat/completions", orjson.dumps(body))
 
 
-@settings(max_examples=200, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(200), suppress_health_check=list(HealthCheck))
 @given(body=COMPLETION)
 def test_completions(lasting: Any, body: dict[str, Any]) -> None:
     check(lasting, "/v1/completions", orjson.dumps(body))
 
 
-@settings(max_examples=100, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(100), suppress_health_check=list(HealthCheck))
 @given(body=st.binary(max_size=40) | JSON.map(orjson.dumps), path=st.sampled_from(["chat/completions", "completions"]))
 def test_any_bytes(lasting: Any, body: bytes, path: str) -> None:
     check(lasting, f"/v1/{path}", body)
 
 
-@settings(max_examples=200, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(200), suppress_health_check=list(HealthCheck))
 @given(body=TEXTS, path=st.sampled_from(["/tokenize", "/detokenize", "/apply-template"]))
 def test_texts_and_tokens(lasting: Any, body: dict[str, Any], path: str) -> None:
     answer = lasting[1].post(path, content=orjson.dumps(body))

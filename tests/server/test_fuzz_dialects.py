@@ -10,6 +10,8 @@ from anthropic.types import ErrorResponse
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
+
 from .body_strategies import JSON, MESSAGES, RESPONSES
 from .canned_answers import named_events
 from .conftest import client_of
@@ -52,19 +54,19 @@ def refused(path: str, body: dict[str, Any]) -> None:
     assert body["error"]["type"] == "invalid_request_error"
 
 
-@settings(max_examples=200, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(200), suppress_health_check=list(HealthCheck))
 @given(body=RESPONSES, count=st.booleans())
 def test_responses(lasting: Any, body: dict[str, Any], count: bool) -> None:
     check(lasting, COUNTERS[0] if count else "/v1/responses", orjson.dumps(body))
 
 
-@settings(max_examples=200, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(200), suppress_health_check=list(HealthCheck))
 @given(body=MESSAGES, count=st.booleans())
 def test_messages(lasting: Any, body: dict[str, Any], count: bool) -> None:
     check(lasting, COUNTERS[1] if count else "/v1/messages", orjson.dumps(body))
 
 
-@settings(max_examples=100, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(100), suppress_health_check=list(HealthCheck))
 @given(body=st.binary(max_size=40) | JSON.map(orjson.dumps), path=st.sampled_from([*ENDS, *COUNTERS]))
 def test_any_bytes(lasting: Any, body: bytes, path: str) -> None:
     check(lasting, path, body)

@@ -17,6 +17,7 @@ from tokenizers import AddedToken, normalizers
 
 from mlx_specprefill import ContextLengthError
 from mlx_specprefill_server.prompt.prompt import PromptBuilder
+from tests.support.examples import examples
 
 from .conftest import client_of
 from .fakes import FakeEngine, FakePair, byte_tokenizer
@@ -111,7 +112,7 @@ def nfc() -> Any:
 
 
 @pytest.mark.parametrize("tokenizer", [DEMO, byte_tokenizer(), nfc()], ids=["demo", "bytes", "composing"])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(text=TEXTS)
 def test_nothing_that_fits_is_refused(tokenizer: Any, text: str) -> None:
     tokens = len(tokenizer.encode(text, add_special_tokens=False))

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from mlx_specprefill import InvalidRequestError, SamplingParams
 from mlx_specprefill.sampling import check_sampling, forbid_until, logits_processors, make_sampler
 from mlx_specprefill.speculative.verification import TokenSampler
+from tests.support.examples import examples
 
 pytestmark = pytest.mark.extended
 
@@ -55,7 +56,7 @@ def distribution_of(params: SamplingParams, table: mx.array, before: list[int]) 
     return distribution
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     params=PARAMS,
     seed=st.integers(0, 9),

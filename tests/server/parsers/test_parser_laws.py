@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mlx_specprefill_server.parsers.formats import ToolParser
+from tests.support.examples import examples
 
 from .reading import Read, read
 from .test_formats import BAD, CALL, GEMMA, GLM, GOOD, HARMONY, MISTRAL, XML
@@ -42,7 +43,7 @@ def unsaid(text: str, out: Read) -> list[str]:
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(text=TEXTS, cuts=st.lists(st.integers(0, 200), max_size=12), complete=st.booleans(), opened=st.booleans())
 @example(
     text='<tool_call>{"name": "get_weather", "arguments": {"city": "\\ud83d"}}', cuts=[], complete=True, opened=False

@@ -110,6 +110,7 @@ _NOTHING_S = 2e-3  # a step of a prefill that takes no longer, such as its plann
 _TICK_SHARE = 0.5  # of `target_itl_ms`: within it another chunk may begin
 
 _METER_S = 5
+_SIGNAL_S = 0.5
 
 
 class Meter:
@@ -163,7 +164,11 @@ class Results(queue.SimpleQueue[T | Exception]):
 
     def wait(self) -> T:
         """Return the result, or raise the exception."""
-        result = self.get()
+        while True:
+            with suppress(queue.Empty):
+                # A signal that comes just before the wait does not end it; Ctrl-C takes effect after it.
+                result = self.get(timeout=_SIGNAL_S)
+                break
         if isinstance(result, Exception):
             raise result
         return result

@@ -342,7 +342,7 @@ def test_a_limit_of_bytes_holds_two_models_and_a_long_request_has_the_room_of_on
         service = models.get(names[2]).service
         assert service is not None
         engine: Any = service.engine
-        assert engine.memory.admission.weights == needs[names[2]]  # as was predicted
+        assert engine.memory.weights == needs[names[2]]  # as was predicted
         long = {"model": names[2], "prompt": [5] * 3500, "max_tokens": 1, "specprefill": False, "stream": False}
         await answer(client, long)
         assert there() == {names[2]}

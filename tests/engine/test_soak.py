@@ -400,8 +400,8 @@ def test_a_first_token_that_cannot_be_read_fails_alone(monkeypatch: pytest.Monke
         while not isinstance(events.get(timeout=60), TokenEvent):
             pass
 
-        def failing(self: DecodeBatch, uid: int) -> TokenEvent:
-            read(self, uid)
+        def failing(self: DecodeBatch) -> TokenEvent:
+            read(self)
             raise Injected("first token")
 
         with monkeypatch.context() as patch:

@@ -16,6 +16,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from ipaddress import ip_address
@@ -195,17 +196,24 @@ class HeadMiddleware:
         if scope["type"] != "http" or scope["method"] != "HEAD" or scope["path"] in OWN_HEAD:
             await self._app(scope, receive, send)
             return
-        is_over = False
+        with suppress(_EnoughError):
+            await self._app({**scope, "method": "GET"}, receive, _headless(send))
 
-        async def send_head(message: Message) -> None:
-            nonlocal is_over
-            if message["type"] != "http.response.body":
-                await send(message)
-            elif not is_over:  # the response is over for the server, too, which ends a stream without an end
-                is_over = True
-                await send({"type": "http.response.body", "body": b""})
 
-        await self._app({**scope, "method": "GET"}, receive, send_head)
+class _EnoughError(Exception):
+    """Ends the stream of a HEAD request, whose body is not sent."""
+
+
+def _headless(send: Send) -> Send:
+    async def start_only(message: Message) -> None:
+        if message["type"] != "http.response.body":
+            await send(message)
+            return
+        await send({"type": "http.response.body", "body": b""})
+        if message.get("more_body", False):
+            raise _EnoughError
+
+    return start_only
 
 
 TIMEOUT_HEADER = "x-request-timeout"  # seconds

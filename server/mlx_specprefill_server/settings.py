@@ -290,7 +290,7 @@ def variable(name: str) -> str:
 
 
 def flag_of(name: str) -> str:
-    """Return the option of `serve` for setting `name`, None if it has none."""
+    """Return the option of `serve` for setting `name`. Not every setting has one."""
     return _FLAGS.get(name, "--" + name.replace("_", "-"))
 
 

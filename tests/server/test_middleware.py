@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import logging
 import zlib
@@ -15,6 +16,7 @@ from starlette.testclient import TestClient
 
 from mlx_specprefill_server import dependencies
 from mlx_specprefill_server.app import create_app
+from mlx_specprefill_server.middleware import HeadMiddleware
 from mlx_specprefill_server.settings import Settings
 
 from .conftest import client_of
@@ -46,6 +48,26 @@ def test_head_of_a_stream_without_end_ends(live: Any) -> None:
         assert httpx.head(f"{base}/v1/specprefill/stats/stream", timeout=30).status_code == 200
     assert httpx.head(f"{base}/v1/models", timeout=30).headers["content-length"] != "0"
     assert httpx.get(f"{base}/health", timeout=30).json()["status"] == "ok"
+
+
+def test_head_ends_an_app_that_does_not_look_whether_the_client_has_left() -> None:
+    start, sent = {"type": "http.response.start", "status": 200, "headers": []}, list[Any]()
+
+    async def endless(scope: Any, receive: Any, send: Any) -> None:
+        await send(start)
+        while True:
+            await send({"type": "http.response.body", "body": b"more", "more_body": True})
+            await asyncio.sleep(0)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def ask() -> None:
+        scope = {"type": "http", "method": "HEAD", "path": "/v1/specprefill/stats/stream"}
+        await asyncio.wait_for(HeadMiddleware(endless)(scope, asyncio.Event().wait, send), 5)  # type: ignore[arg-type]
+
+    asyncio.run(ask())
+    assert sent == [start, {"type": "http.response.body", "body": b""}]
 
 
 def test_a_key_is_asked_of_head_too(engine: FakeEngine) -> None:

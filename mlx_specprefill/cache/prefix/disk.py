@@ -132,7 +132,8 @@ class DiskTier:
     def read(self, keys: Sequence[str], namespace: str) -> Iterator[Arrays | None]:
         """Yield records' arrays in this order, bit for bit; None for a missing or corrupt record.
 
-        A few threads read and check the next records meanwhile, at most one each.
+        A few threads check the next records meanwhile, at most one each. That brings their files into memory, where
+        `load` finds them. A record that is still queued is waited for, with all that is queued before it.
         """
         with self._lock:
             queued = any(self._known.get(key) == b"" for key in keys)

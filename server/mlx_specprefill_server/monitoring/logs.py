@@ -27,7 +27,7 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
 
 
 class TextFormatter(logging.Formatter):
-    """The usual line. Extra fields replace the message, as `name=value`."""
+    """The usual line. Extra fields that the message has not follow it, as `name=value`."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")

@@ -21,8 +21,15 @@ GAPS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0
 SHARES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
 GAPS_TEXT = "Time between tokens; every token with its answer's mean."
 CONSUMERS = (
-    "target_weights", "draft_weights", "requests", "reserved", "prefix_cache", "active", "spare", "limit",
-)  # fmt: skip
+    "target_weights",
+    "draft_weights",
+    "requests",
+    "reserved",
+    "prefix_cache",
+    "active",
+    "spare",
+    "limit",
+)
 STAGES = ("queue", "draft", "select", "prefill", "decode")
 
 # Beginnings of a report's reason. Free text would make a new series for every prompt length.

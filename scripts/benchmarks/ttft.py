@@ -15,7 +15,8 @@ read, T_target(kept) is the time of these others alone, and
 
     staged_of_full  = TTFT_sparse / TTFT_full, to compare with `staged_limit` = s / L + kept / M + 0.08
 
-`--not-staged` lets all layers read the kept tokens instead.
+`--not-staged` lets all layers read the kept tokens instead. `--counts` times nothing: it counts the host's waits for
+the device in each step of the engine.
 
 Models are a named pair, checkpoints or random weights in a real shape (`--shape`). All prefills read as many tokens per
 forward (`--step`), by default those that the engine reads alone.
@@ -35,7 +36,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from mlx_specprefill import RULE_NAMES, EngineConfig, ModelPair, keep_pct
+from mlx_specprefill import RULE_NAMES, Engine, EngineConfig, ModelPair, keep_pct
 from mlx_specprefill.adapters.depth import full_draft_model, layers_of
 from mlx_specprefill.cache.positioned import make_positioned_cache
 from mlx_specprefill.engine.caches import empty_draft_cache
@@ -46,7 +47,8 @@ from mlx_specprefill.specprefill.selector import TextReader, select_tokens, sele
 from mlx_specprefill.specprefill.sparse_prefill import HiddenStates, UpperLayersModel, prefill
 
 from .harness import BenchError, pairs, shapes
-from .harness.figures import machine, rounded, show, timed
+from .harness.counts import count_steps
+from .harness.figures import machine, rounded, show, show_rows, timed
 from .harness.stages import decode_ms, finish, full_prefill, plain_prefill_ms
 
 QUICK = {"keep": ["0.2"], "repeats": 2}
@@ -163,6 +165,7 @@ def row(tokens: int, keep: Fraction, runs: Sequence[Run]) -> Run:
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rule", default="default", choices=RULE_NAMES, help="how tokens are scored and chosen")
     parser.add_argument("--not-staged", action="store_true", help="all layers of the target read the kept tokens")
+    parser.add_argument("--counts", action="store_true", help="count evaluations and waits, for prompts of 256 tokens")
     shapes.add_options(parser, None, layers=0, draft_layers=0, narrow=1)
     parser.add_argument("--quantised", action="store_true", help="a shape at its usual bits per weight")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
@@ -205,6 +208,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         pair = replace(pair, staged="turned off")
     if options.rule == "paper":
         pair = replace(pair, draft=full_draft_model(pair.draft), heads=None, staged="the paper's rule")
+    if options.counts:
+        with Engine(pair, replace(config, prefill_step=64, prefix_cache_bytes=0)) as engine:
+            counts = [row for sparse in (False, True) for rows in (1, 4) for row in count_steps(engine, sparse, rows)]
+        show_rows(counts)
+        return {"benchmark": "ttft", **machine(), "counts": counts}
     setup = Setup(pair, config, options.step or config.prefill_step, TextReader(pair.tokenizer))
     repetition(setup, [int(token) for token in rng.integers(0, pair.vocab_size, 512)], shares[:1])  # not counted
     rows = []

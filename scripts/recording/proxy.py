@@ -23,8 +23,6 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-__all__ = ["Recorder", "running"]
-
 METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 SECRET = re.compile("auth|key|token|cookie|secret|credential", re.IGNORECASE)  # in a header's or a parameter's name
 HOP = {"connection", "host", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade", "content-length"}

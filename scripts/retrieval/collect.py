@@ -17,8 +17,6 @@ import torch.nn.functional as F
 
 from .text import Document
 
-__all__ = ["Layout", "Target", "lay_out", "record"]
-
 KEPT = 24  # positions of a teacher's row that are stored; the rest of its mass is dropped
 QUESTION_ROWS = 48  # the prompt's question is taken to be no more than its last tokens
 

@@ -16,8 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-__all__ = ["Heads", "Prompt", "Whitening", "load", "train"]
-
 FLOOR = 0.01  # of the median variance: directions that are smaller stay so
 
 

@@ -17,8 +17,6 @@ from functools import cache
 from pathlib import Path
 from pydoc_data import topics
 
-__all__ = ["KINDS", "Document", "Question", "make_document", "passages"]
-
 PACKAGES = ("numpy", "sympy", "networkx", "mpmath", "jinja2", "torch", "transformers", "huggingface_hub")
 MOST_FILES = 250  # per package, so that no one of them is most of the text
 SENTENCE = re.compile(r"[A-Z][^.\n]*(?:\n[^.\n]+)*\.")

@@ -1,75 +1,21 @@
-"""The host's waits for the device. Each wait is a pause of the device."""
+"""The host's waits for the device, each of which is a pause of the device, in the engine's own loop."""
 
 from __future__ import annotations
-
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any
-from unittest.mock import patch
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from benchmarks.harness.counts import count_steps, counted
 
-from mlx_specprefill import Engine, EngineConfig, GenerationRequest, ModelPair, SpecPrefillOptions
-from tests.support.tiny import tiny_pair
+from mlx_specprefill import Engine, EngineConfig, ModelPair
+from mlx_specprefill.engine.decode_batch import DecodeBatch, DecodeRow
+from mlx_specprefill.sampling import greedy
+from tests.support.rows import make_rows, prefilled
+from tests.support.tiny import VOCAB, tiny_model, tiny_pair
 
 from .test_staged import own_pair
 
-
-@contextmanager
-def counted() -> Iterator[Counter[str]]:
-    """Count what any thread asks of MLX while the block runs: `queued` evaluations, and `waits` for values."""
-    counts: Counter[str] = Counter()
-
-    def counting(kind: str, call: Callable[..., Any], only: bool = False) -> Callable[..., Any]:
-        def counted_call(*args: Any, **kwargs: Any) -> Any:
-            if not only or (args and isinstance(args[0], mx.array)):
-                counts[kind] += 1
-            return call(*args, **kwargs)
-
-        return counted_call
-
-    with (
-        patch.object(mx, "async_eval", counting("queued", mx.async_eval)),
-        patch.object(mx, "eval", counting("waits", mx.eval)),
-        patch.object(mx, "synchronize", counting("waits", mx.synchronize)),
-        patch.object(mx.array, "item", counting("waits", mx.array.item)),
-        patch.object(mx.array, "tolist", counting("waits", mx.array.tolist)),
-        patch.object(np, "array", counting("waits", np.array, only=True)),
-        patch.object(np, "asarray", counting("waits", np.asarray, only=True)),
-    ):
-        yield counts
-
-
-def per_part(pair: ModelPair, step: int = 64) -> Mapping[str, Mapping[str, float]]:
-    """Return the counts per further prefill chunk, full and sparse, and per further token of an answer.
-
-    What a request costs once drops out: each is the difference of two requests of different lengths.
-    """
-    config = EngineConfig(prefill_step=step, prefix_cache_bytes=0)
-    config = replace(config, policy=replace(config.policy, densify=False))
-    with Engine(pair, config) as engine:
-
-        def cost(chunks: int, tokens: int, sparse: bool) -> Counter[str]:
-            prompt = np.random.default_rng(0).integers(10, pair.vocab_size, chunks * step).tolist()
-            request = GenerationRequest(prompt, tokens, specprefill=SpecPrefillOptions(sparse))
-            list(engine.generate(request))  # the first of a kind sets things up
-            with counted() as counts:
-                list(engine.generate(request))
-            return counts
-
-        def between(more: Counter[str], less: Counter[str], by: int) -> dict[str, float]:
-            return {kind: (more[kind] - less[kind]) / by for kind in ("queued", "waits")}
-
-        found = {}
-        for name, sparse in (("full", False), ("sparse", True)):
-            base = cost(8, 4, sparse)
-            found[f"{name}, prefill chunk"] = between(cost(24, 4, sparse), base, 16)
-            found[f"{name}, decode step"] = between(cost(8, 20, sparse), base, 16)
-        return found
+MOST = {"draft": 2, "prefill": 2, "select": 2, "decode": 1}  # waits of one step
 
 
 def test_every_kind_of_wait_is_counted() -> None:
@@ -77,19 +23,44 @@ def test_every_kind_of_wait_is_counted() -> None:
         x = mx.array([1, 2]) + 1
         mx.async_eval(x)
         mx.eval(x)
+        mx.synchronize()
         np.array(x)
         np.asarray(x)
         x.tolist()
         x[0].item()
+        assert (int(x[0]), float(x[0]), bool(x[0])) == (2, 2.0, True)
         np.array([1])
-    assert counts == {"queued": 1, "waits": 5}
+    assert counts == {"queued": 1, "waits": 9}
     x.tolist()
-    assert counts["waits"] == 5
+    assert counts["waits"] == 9
 
 
 @pytest.mark.parametrize(
-    "pair", [tiny_pair("llama"), tiny_pair("qwen3_5"), own_pair()], ids=["llama", "qwen3_5", "own layers"]
+    "pair",
+    [tiny_pair("llama"), tiny_pair("qwen3_5"), tiny_pair("gpt_oss"), own_pair()],
+    ids=["llama", "qwen3_5", "gpt_oss", "own layers"],
 )
 def test_the_host_waits_once_per_token_and_twice_per_prefill_chunk(pair: ModelPair) -> None:
-    for part, counts in per_part(pair).items():
-        assert counts["waits"] <= (1 if "decode" in part else 2), (part, counts)
+    """Of one answer and of four at once, after a full prefill and after a sparse one."""
+    with Engine(pair, EngineConfig(prefill_step=64, prefix_cache_bytes=0)) as engine:
+        steps = [step for sparse in (False, True) for rows in (1, 4) for step in count_steps(engine, sparse, rows)]
+    counted_kinds = [(step["sparse"], step["rows"], step["step"]) for step in steps if step["step"] in MOST]
+    both = [(sparse, rows, kind) for sparse in (False, True) for rows in (1, 4) for kind in ("prefill", "decode")]
+    assert {*both, (True, 1, "draft"), (True, 4, "draft")} <= set(counted_kinds)
+    assert [step for step in steps if step["waits"] > MOST.get(step["step"], np.inf)] == []
+    assert {step["queued"] for step in steps if step["step"] == "decode"} == {1}
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_the_next_forward_is_queued_before_a_token_is_waited_for(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, calls = tiny_model("llama"), list[str]()
+    batch = DecodeBatch(model)
+    for uid, row in enumerate(make_rows(VOCAB, rows)):
+        batch.add(DecodeRow(uid, *prefilled(model, row), greedy))
+    batch.step()
+    for owner, name in ((mx, "async_eval"), (np, "array")):
+        call = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, _call=call, _name=name: calls.append(_name) or _call(*args))
+    batch.step()
+    monkeypatch.undo()
+    assert calls == ["async_eval", "array"]

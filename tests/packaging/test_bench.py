@@ -113,6 +113,8 @@ def test_ttft(report: Report, tmp_path: Path) -> None:
     assert found.keys() == set(TTFT)
     assert [row.keys() for row in found["rows"]] == [set(TTFT_ROW)] * 2
     assert found["benchmark"] == "ttft"
+    counts = report(f"ttft --counts --target {target} --draft {draft}")["counts"]
+    assert {(row["step"], row["waits"]) for row in counts} >= {("draft", 1), ("prefill", 1), ("decode", 1)}
 
 
 @pytest.mark.nightly

@@ -15,8 +15,6 @@ from mlx_specprefill_evals.facts import six_digits
 
 from .text import question, secret
 
-__all__ = ["KINDS", "TEMPLATE", "Count", "Message", "Session", "Shape", "Step", "make_session", "result", "sizes"]
-
 Message = dict[str, Any]
 Count = Callable[[str], int]
 Kind = Literal["read", "search", "edit", "test"]

@@ -16,8 +16,6 @@ from mlx_specprefill_server.pairs import PairsError
 
 from . import BenchError, pairs
 
-__all__ = ["benchmark", "listed", "main", "parsed"]
-
 FOLDER = Path(__file__).resolve().parent.parent
 PROGRAM = "scripts/bench"
 

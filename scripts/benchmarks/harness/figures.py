@@ -13,8 +13,6 @@ from rich.table import Table
 
 from mlx_specprefill import BLAS
 
-__all__ = ["Clock", "machine", "median_interval", "number", "rounded", "show", "show_rows", "timed"]
-
 _DOUBT = 0.05  # of a 95 % interval
 WIDTH = 200  # columns of a table at most: a file has no width of its own
 

@@ -17,8 +17,6 @@ from mlx_specprefill_server.settings import Settings
 
 from . import BenchError
 
-__all__ = ["add_options", "checkpoints", "defaults", "demo_tokenizer", "loaded"]
-
 DEMO = Path(__file__).resolve().parents[3] / "models" / "demo" / "target"
 
 

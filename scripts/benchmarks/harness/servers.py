@@ -27,8 +27,6 @@ from mlx_specprefill import BLAS
 from . import BenchError
 from .pairs import checkpoints
 
-__all__ = ["DENSE", "SPARSE", "Copies", "Reply", "Server", "add_options", "copies", "peak_bytes", "preload", "together"]
-
 ROOT = Path(__file__).resolve().parents[3]
 NEVER_WRITTEN = "<|endoftext|>"  # ends an answer in the copies
 REST_S = 2.5  # longer than the pause after which idle work begins

@@ -18,8 +18,6 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_specprefill import ModelPair, make_pair
 
-__all__ = ["SHAPES", "add_options", "config_of", "random_model", "random_pair", "save_random"]
-
 Config = dict[str, Any]
 
 SHAPES: dict[str, Config] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))

@@ -15,8 +15,6 @@ from mlx_specprefill.specprefill.sparse_prefill import prefill
 
 from .figures import timed
 
-__all__ = ["decode_ms", "finish", "full_prefill", "plain_prefill_ms"]
-
 T = TypeVar("T")
 
 

@@ -7,8 +7,6 @@ import zlib
 
 from .servers import Reply, Server
 
-__all__ = ["Text", "following", "question", "secret", "user"]
-
 WORDS = """river stone market winter letter garden window bridge captain morning silver forest teacher engine harbor
 village paper cotton ladder mirror pocket summer tunnel valley writer yellow basket candle doctor eagle""".split()
 

@@ -47,12 +47,12 @@ class InvalidRequestError(SpecPrefillError, ValueError):
 class ContextLengthError(InvalidRequestError):
     """The prompt is longer than the model's context window. Counts are tokens."""
 
-    def __init__(self, prompt_tokens: int, max_tokens: int, context_length: int) -> None:
+    def __init__(self, prompt_tokens: int, max_tokens: int, context_length: int, field: str = "messages") -> None:
         super().__init__(
             f"This model's maximum context length is {context_length} tokens. However, you requested "
             f"{prompt_tokens + max_tokens} tokens ({prompt_tokens} in the messages, {max_tokens} in the completion). "
             "Please reduce the length of the messages or completion.",
-            field="messages",
+            field=field,
         )
         self.prompt_tokens = prompt_tokens
         self.total_tokens = prompt_tokens + max_tokens

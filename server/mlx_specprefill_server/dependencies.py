@@ -281,9 +281,6 @@ def _body(data: bytes, more: bool = True) -> Message:
     return {"type": "http.response.body", "body": data, "more_body": more}
 
 
-T = TypeVar("T")
-
-
 async def _models(request: Request) -> Models:
     models: Models = request.app.state.models
     return models

@@ -29,9 +29,9 @@ from opentelemetry import trace
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mlx_specprefill import CacheLabel, Finished, PrefillReport
+from mlx_specprefill import CacheLabel, Finished
 
-from .errors import RETRY_AFTER_S, ApiError, error_response
+from .errors import RETRY_AFTER_S, ApiError, DeadlineError, error_response
 from .generation.generation import AnswerResult
 from .settings import Settings
 
@@ -73,8 +73,7 @@ class RequestTrace:
         self.status = 0
         self.answers: list[AnswerResult] = []
         self.running = 0
-        self.deadline: float | None = None  # by the event loop's clock
-        self.timeout_s = 0.0  # seconds from the arrival to the deadline
+        self.deadline: tuple[float, DeadlineError] | None = None  # by the event loop's clock; the error at that time
         self._begun = time.perf_counter()
         self._ms: float | None = None  # None: the response is not over
         self._logged = False
@@ -100,14 +99,10 @@ class RequestTrace:
         if self._logged:
             return
         self._logged = True
-        fields = self.fields()
+        head = {"request_id": self.id, "method": self.method, "path": self.path, "status": self.status}
+        fields = {**head, "ms": round(self._ms or 0.0, 1), **_usage_fields(self.answers)}
         level = logging.DEBUG if self.path in QUIET and self.status < 400 else logging.INFO
         logger.log(level, "%s %s %s", self.method, self.path, self.status, extra={"fields": fields})
-
-    def fields(self) -> dict[str, Any]:
-        """Return the fields of the log line, in order."""
-        head = {"request_id": self.id, "method": self.method, "path": self.path, "status": self.status}
-        return {**head, "ms": round(self._ms or 0.0, 1), **_usage_fields(self.answers)}
 
 
 def _usage_fields(answers: Sequence[AnswerResult]) -> dict[str, Any]:
@@ -117,13 +112,14 @@ def _usage_fields(answers: Sequence[AnswerResult]) -> dict[str, Any]:
         return {}
     prompts = [report for copy, report in reports if not copy] or [reports[0][1]]
     first = prompts[0]
+    miss = next((report.miss for report in prompts if report.miss is not None), None)
     return {
         "queue_ms": round(first.timings.queue_ms, 1),
         "ttft_ms": round(first.timings.queue_ms + first.timings.ttft_ms, 1),
         "prompt_tokens": sum(report.prompt_tokens for report in prompts),
         "cached_tokens": sum(report.cached_tokens for report in prompts),
         "kept_tokens": sum(report.kept_tokens for report in prompts),
-        **_miss_fields(prompts),
+        **({} if miss is None else {"miss_token": miss.token, "miss_kind": miss.kind}),
         "completion_tokens": sum(
             answer.event.completion_tokens for answer in answers if isinstance(answer.event, Finished)
         ),
@@ -131,12 +127,6 @@ def _usage_fields(answers: Sequence[AnswerResult]) -> dict[str, Any]:
         "reason": first.reason,
         "finish": ",".join(dict.fromkeys(answer.reason for answer in answers)),
     }
-
-
-def _miss_fields(prompts: Sequence[PrefillReport]) -> dict[str, Any]:
-    """Return the first place from which a prompt was read again, and its kind, without any text."""
-    miss = next((report.miss for report in prompts if report.miss is not None), None)
-    return {} if miss is None else {"miss_token": miss.token, "miss_kind": miss.kind}
 
 
 _current: ContextVar[RequestTrace | None] = ContextVar("request_trace", default=None)
@@ -168,7 +158,9 @@ class AccessLogMiddleware:
                 request_trace.status = message["status"]
                 MutableHeaders(scope=message)[REQUEST_ID] = request_trace.id
             elif not message.get("more_body", False):  # a trace's span ends with this message
-                trace.get_current_span().set_attributes(_attributes(request_trace))
+                spent = {"request_id": request_trace.id, **_usage_fields(request_trace.answers)}
+                named = {f"specprefill.{name}": value for name, value in spent.items()}
+                trace.get_current_span().set_attributes(named)
             await send(message)
 
         try:
@@ -179,11 +171,6 @@ class AccessLogMiddleware:
         finally:
             _current.reset(token)
             request_trace.end()
-
-
-def _attributes(request_trace: RequestTrace) -> dict[str, Any]:
-    spent = {"request_id": request_trace.id, **_usage_fields(request_trace.answers)}
-    return {f"specprefill.{name}": value for name, value in spent.items()}
 
 
 class HeadMiddleware:
@@ -267,8 +254,7 @@ class RequestLimitMiddleware:
             raise ApiError(429, message, code="too_many_requests", headers=RETRY)
         seconds = min(self._timeout, _asked_timeout(Headers(scope=scope).get(TIMEOUT_HEADER)))
         if seconds < math.inf:
-            scope["request_trace"].timeout_s = seconds
-            scope["request_trace"].deadline = asyncio.get_running_loop().time() + seconds
+            scope["request_trace"].deadline = asyncio.get_running_loop().time() + seconds, DeadlineError(seconds)
 
 
 def _asked_timeout(header: str | None) -> float:
@@ -295,7 +281,7 @@ class AuthMiddleware:
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self._app = app
         self._identities = identities_by_key(settings)
-        self._anonymous = anonymous(settings)
+        self._anonymous = Identity(admin=True, shares_cache=settings.share_cache)  # without keys all see everything
         self._names = {name.lower().strip("[]") for name in settings.allowed_hosts}
         self._names |= {"localhost", settings.host.lower()}
         self._any_host = "*" in self._names
@@ -315,7 +301,7 @@ class AuthMiddleware:
             message = "Requests from a web page need Content-Type: application/json."
             return ApiError(415, message, code="unsupported_media_type")
         identity = self._identity(headers) if self._identities else self._anonymous
-        if identity is None and not _is_open(scope["path"]):
+        if identity is None and scope["path"] not in OPEN_PATHS and not scope["path"].startswith(OPEN_FOLDER):
             message = "Incorrect API key provided. Send it as 'Authorization: Bearer <key>' or 'x-api-key'."
             return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         scope["identity"] = identity or Identity()
@@ -341,10 +327,6 @@ class AuthMiddleware:
             identity for text in given for key, identity in self._identities.items() if hmac.compare_digest(text, key)
         ]
         return identities[0] if identities else None
-
-
-def _is_open(path: str) -> bool:
-    return path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
 
 
 def _without_port(host: str) -> str:
@@ -408,11 +390,6 @@ class Identity:
     def visible_answers(self) -> str | None:
         """The name of the identity whose recent answers this one may see; None means all identities."""
         return None if self.admin else self.name
-
-
-def anonymous(settings: Settings) -> Identity:
-    """Return the identity of every client of a server without keys. It sees everything."""
-    return Identity(admin=True, shares_cache=settings.share_cache)
 
 
 def identities_by_key(settings: Settings) -> Mapping[bytes, Identity]:

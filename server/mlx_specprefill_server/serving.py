@@ -40,7 +40,7 @@ from .constrained.tool_choice import ToolChoice, resolve_tool_choice
 from .errors import DeadlineError, JsonResponse, refusal
 from .fields import AnswerFields, ChatFields, SamplingFields
 from .generation.generation import AnswerResult, AnswerSpec, Generation, ThreadsafeCalls
-from .generation.reader import AnswerReader, IncrementalDetokenizer, Mark, PlainText, StopMatcher, Vocabulary
+from .generation.reader import AnswerReader, IncrementalDetokenizer, Mark, StopMatcher, Vocabulary
 from .middleware import Identity, current_trace
 from .monitoring.answers import AnswerVerdict, NewestAnswers, RunningRequest, Verdicts, recent_answer
 from .monitoring.metrics import Metrics
@@ -298,9 +298,7 @@ class AnswerObserver:
 def current_deadline() -> tuple[float, DeadlineError] | None:
     """Return the current request's deadline by the event loop's clock, and the error at that time."""
     trace = current_trace()
-    if trace is None or trace.deadline is None:
-        return None
-    return trace.deadline, DeadlineError(trace.timeout_s)
+    return None if trace is None else trace.deadline
 
 
 def _default_sampling(stated: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
@@ -410,7 +408,7 @@ async def start_answers(service: Service, body: ChatFields, identity: Identity) 
         body,
         params,
         prompt,
-        _parser(service, conversation, prompt),
+        partial(service.format.parser, conversation.tools, prompt.ending),
         field=conversation.field,
         constraint=constraint,
         reasoning=None if budget is None else service.format.budget(budget, prompt.ending),
@@ -418,12 +416,6 @@ async def start_answers(service: Service, body: ChatFields, identity: Identity) 
         forced=forced,
     )
     return service.submit([spec], identity, body.cache_salt, warnings, body.answers())
-
-
-def _parser(service: Service, conversation: Conversation, prompt: Prompt) -> Callable[[], Parser | PlainText]:
-    if service.format.is_plain and not conversation.tools:
-        return PlainText
-    return partial(service.format.parser, conversation.tools, prompt.ending)
 
 
 async def sampling_params(service: Service, fields: SamplingFields) -> SamplingParams:
@@ -434,10 +426,11 @@ async def sampling_params(service: Service, fields: SamplingFields) -> SamplingP
     return replace(params, bad_words=tuple(dict.fromkeys(filter(None, ids))))
 
 
-async def count_tokens(service: Service, conversation: Conversation, choice: ToolChoice) -> int:
+async def count_tokens(request: Request, service: Service, conversation: Conversation, choice: ToolChoice) -> int:
     """Return the length of the prompt that `start_answers` would make; raises as it does."""
     tools, _ = resolve_tool_choice(conversation.tools, choice)
-    return len((await service.prompts.chat(replace(conversation, tools=tools))).tokens)
+    prompt = await while_connected(request, service.prompts.chat(replace(conversation, tools=tools)))
+    return len(prompt.tokens)
 
 
 def make_spec(
@@ -445,7 +438,7 @@ def make_spec(
     body: AnswerFields,
     params: SamplingParams,
     prompt: Prompt,
-    parser: Callable[[], Parser | PlainText],
+    parser: Callable[[], Parser],
     *,
     field: str,
     prompt_logprobs: int | None = None,
@@ -509,9 +502,7 @@ def max_tokens_within(prompt_tokens: int, asked: int | None, context_length: int
     left = context_length - prompt_tokens
     least = 0 if asked == 0 else 1
     if left < least:
-        error = ContextLengthError(prompt_tokens, least, context_length)
-        error.field = field
-        raise error
+        raise ContextLengthError(prompt_tokens, least, context_length, field)
     return left if asked is None else min(asked, left)
 
 

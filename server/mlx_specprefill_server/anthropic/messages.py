@@ -19,7 +19,7 @@ from ..errors import JsonResponse, anthropic_body
 from ..generation.generation import Generation
 from ..middleware import IdentityDep
 from ..report import ProgressReporter, Report, named_event
-from ..serving import Service, count_tokens, serve, while_connected
+from ..serving import Service, count_tokens, serve
 from .protocol import CountRequest, MessagesRequest, refuse
 
 Event = dict[str, Any]
@@ -155,7 +155,7 @@ async def count(
     request: Request, body: Annotated[CountRequest, Depends(body_of(CountRequest, refuse))], service: ModelDep
 ) -> Response:
     """Count the prompt's tokens."""
-    tokens = await while_connected(request, count_tokens(service, body.conversation(), body.choice()))
+    tokens = await count_tokens(request, service, body.conversation(), body.choice())
     return JsonResponse({"input_tokens": tokens})
 
 
@@ -183,7 +183,8 @@ class MessageAnswer:
             if isinstance(delta, AnswerDone):
                 stop = stop_of(delta)
         self._report.raise_error()
-        return {**self._head, "content": self._writer.blocks, **stop, "usage": self._usage(), **self._account()}
+        answer = {**self._head, "content": self._writer.blocks, **stop, "usage": self._usage()}
+        return answer | self._report.prefill_fields()
 
     async def stream(self) -> AsyncIterator[bytes]:
         empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage()}
@@ -210,10 +211,11 @@ class MessageAnswer:
         self._report.add(delta)
         yield from self._writer.close()
         if self._report.error is not None:
-            yield {**anthropic_body(self._report.error), **self._account()}
+            yield anthropic_body(self._report.error) | self._report.prefill_fields()
             return
         stop = stop_of(delta, torn=self._writer.broken)
-        yield {"type": "message_delta", "delta": stop, "usage": self._usage(), **self._account()}
+        end = {"type": "message_delta", "delta": stop, "usage": self._usage()}
+        yield end | self._report.prefill_fields()
         yield {"type": "message_stop"}
 
     def _usage(self) -> dict[str, Any]:
@@ -225,6 +227,3 @@ class MessageAnswer:
             "cache_read_input_tokens": cached,
             "output_tokens": self._report.completion_tokens,
         }
-
-    def _account(self) -> dict[str, Any]:
-        return self._report.prefill_fields()

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from ..constrained.output_format import OutputFormat, response_format
 from ..constrained.tool_choice import NamedTool, ToolChoice
-from ..errors import refusal, require
+from ..errors import objects, refusal, require
 from ..fields import Body, ChatFields, Number, StopStrings, ThinkingFields, Whole, refuse_documents, refuse_sampling
 from ..prompt.conversation import (
     Conversation,
@@ -111,28 +111,23 @@ def chat_messages(system: Any, messages: Sequence[Any]) -> list[Message]:
     out: list[Message] = []
     if (text := _join_texts(system, "system")) != "":
         out.append({"role": "system", "content": text})
-    for i, message in enumerate(messages):
-        out += _message(message, f"messages[{i}]")
+    for where, message in objects(messages, "messages"):
+        out += _message(message, where)
     return out
 
 
 def function_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
     """Return the client's own tools as OpenAI's functions. Tools that run on the provider's servers are left out."""
-    out = []
-    for i, tool in enumerate(tools):
-        where = f"tools[{i}]"
-        require(isinstance(tool, dict), where, "must be an object")
-        if tool.get("type") not in (None, "custom"):
-            continue
-        out.append({"type": "function", "function": function_of(tool, where, "input_schema")})
-    return out
+    return [
+        {"type": "function", "function": function_of(tool, where, "input_schema")}
+        for where, tool in objects(tools, "tools")
+        if tool.get("type") in (None, "custom")
+    ]
 
 
-def _message(message: Any, where: str) -> Iterator[Message]:
-    require(isinstance(message, dict), where, "must be an object")
-    role = message.get("role")
+def _message(message: dict[str, Any], where: str) -> Iterator[Message]:
     content = message.get("content")
-    match role:
+    match message.get("role"):
         case "user":
             yield from _user(_blocks(content, f"{where}.content"))
         case "assistant":
@@ -153,13 +148,10 @@ def _blocks(content: Any, where: str) -> Blocks:
     if content is None:
         return []
     require(isinstance(content, list), where, "must be a string or an array of blocks")
-    out: Blocks = []
-    for i, block in enumerate(content):
-        path = f"{where}[{i}]"
-        require(isinstance(block, dict), path, "must be an object")
-        require(isinstance(block.get("type"), str), f"{path}.type", "must be a string")
-        out.append((path, block))
-    return out
+    blocks = list(objects(content, where))
+    for path, block in blocks:
+        string_of(block, "type", path)
+    return blocks
 
 
 def _user(blocks: Blocks) -> Iterator[Message]:

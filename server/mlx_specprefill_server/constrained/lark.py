@@ -102,7 +102,7 @@ class EnforceableSchema:
 
 
 def _disjoint(one: Schema, other: Schema) -> bool:
-    types, others = _types(one), _types(other)
+    types, others = types_of(one), types_of(other)
     if (types and others and not types & others) or _differ(one, other):
         return True
     if not (types == others == {"object"}):
@@ -118,7 +118,7 @@ def _differ(one: Any, other: Any) -> bool:
     return values is not None and others is not None and not any(value in others for value in values)
 
 
-def _types(schema: Schema) -> set[str]:
+def types_of(schema: Mapping[str, Any]) -> set[str]:
     """Return the allowed JSON types; empty means any. A number may be an integer."""
     kind = schema.get("type")
     named = {name for name in [kind, *items_of(kind)] if isinstance(name, str)}

@@ -82,7 +82,9 @@ def constraint_of(
     """
     forced = forced_tools(tools, tool_choice)
     if output is not None and output.kind == "grammar" and not forced:
-        return _own_grammar(output, tool_format, reasoning_end)
+        if tool_format == "harmony":
+            raise refusal(output.field, "this model answers in channels; use a JSON schema, a regex or a choice")
+        return Constraint(output.value, output.field, reasoning_end)
     lark = Lark(special or {})
     possible = forced or (tools if tool_choice == "auto" and has_grammar(tool_format) else ())
     rules = [calls_rule(lark, possible, tool_format, parallel and isinstance(tool_choice, str))] if possible else []
@@ -96,12 +98,6 @@ def constraint_of(
         warnings += lark.warnings
     field = "tools" if output is None or forced else output.field
     return Constraint(lark.text(), field, reasoning_end)
-
-
-def _own_grammar(output: OutputFormat, tool_format: str | None, reasoning_end: tuple[int, ...]) -> Constraint:
-    if tool_format == "harmony":
-        raise refusal(output.field, "this model answers in channels; use a JSON schema, a regex or a choice")
-    return Constraint(output.value, output.field, reasoning_end)
 
 
 def _body(lark: Lark, output: OutputFormat, tool_format: str | None) -> str:

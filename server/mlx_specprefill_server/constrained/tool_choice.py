@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..errors import refusal
-from .lark import Lark, items_of, mapping_of
+from ..parsers.base import NAME
+from ..parsers.formats import FUNCTION_GEMMA, GEMMA_4
+from ..parsers.json_calls import MISTRAL_ARGUMENTS, MISTRAL_TAG
+from .lark import Lark, items_of, mapping_of, types_of
 
 Tool = Mapping[str, Any]  # in the form of chat completions
 
@@ -95,7 +97,6 @@ _SCALARS = {"number", "integer", "boolean", "null"}
 _TYPED = {"type", "anyOf", "oneOf", "allOf", "$ref", "const", "enum"}
 _OPEN = {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref", "if", "not"}
 _MOST_CALLS = 16  # calls in one answer; a weak model could write them without end
-_NAME = re.compile(r"[\w.:/-]{1,256}")
 
 
 def forced_tools(tools: Sequence[Tool], choice: ToolChoice) -> Sequence[Tool]:
@@ -126,23 +127,24 @@ def calls_rule(lark: Lark, tools: Sequence[Tool], tool_format: str | None, paral
     """
     if not has_grammar(tool_format):
         raise refusal("tool_choice", "calls can't be forced in this model's notation")
-    for tool in tools:
-        _check(tool)
-    return _NOTATIONS[tool_format](lark, [_enforceable(lark, tool) for tool in tools], parallel)
+    call, between = _NOTATIONS[tool_format]
+    calls = [call(lark, _enforceable(lark, tool)) for tool in tools]
+    match tool_format:
+        case "harmony":  # a message holds one call
+            return lark.rule("harmony", f"{lark.analysis()} {_several(lark, calls, False)}")
+        case "mistral" if MISTRAL_ARGUMENTS not in lark.special:
+            inner = _several(lark, calls, parallel, ", ")
+            return lark.rule("mistral", f'{lark.literal(MISTRAL_TAG)} " "? "[" {inner} "]"')
+    return _several(lark, calls, parallel, between)
 
 
 def _enforceable(lark: Lark, tool: Tool) -> Tool:
     """Return the tool with the enforceable part of its parameters. Messages name the tool."""
-    function = tool["function"]
-    strict = function.get("strict") is True
-    parameters = lark.enforceable(_parameters(tool), strict, "tools", f"{tool_name(tool)}: ")
-    return {**tool, "function": {**function, "parameters": parameters}}
-
-
-def _check(tool: Tool) -> None:
-    name = tool_name(tool)
-    if not _NAME.fullmatch(name):
+    function, name = tool["function"], tool_name(tool)
+    if not NAME.fullmatch(name):
         raise refusal("tools", f"{name!r:.40} can't be forced: letters, digits and _-.:/ only")
+    parameters = lark.enforceable(_parameters(tool), function.get("strict") is True, "tools", f"{name}: ")
+    return {**tool, "function": {**function, "parameters": parameters}}
 
 
 def _parameters(tool: Tool) -> Schema:
@@ -185,35 +187,26 @@ def _several(lark: Lark, calls: Sequence[str], parallel: bool, between: str = ""
 # --- notations whose arguments are JSON ------------------------------------------------------------------------------
 
 
-def _hermes(lark: Lark, tools: Sequence[Tool], parallel: bool) -> str:
+def _hermes(lark: Lark, tool: Tool) -> str:
     r"""<tool_call>\n{"name": "f", "arguments": {...}}\n</tool_call>"""
+    begin = lark.literal(f'<tool_call>\n{{"name": "{tool_name(tool)}", "arguments": ')
     end = lark.literal("}\n</tool_call>")
-    calls = []
-    for tool in tools:
-        begin = lark.literal(f'<tool_call>\n{{"name": "{tool_name(tool)}", "arguments": ')
-        calls.append(f"{begin} {_arguments(lark, tool)} {end}")
-    return _several(lark, calls, parallel, "\n")
+    return f"{begin} {_arguments(lark, tool)} {end}"
 
 
-def _mistral(lark: Lark, tools: Sequence[Tool], parallel: bool) -> str:
-    """[TOOL_CALLS]f[ARGS]{...} with newer tokenizers, else [TOOL_CALLS] [{"name": "f", "arguments": {...}}, ...]."""
-    if "[ARGS]" in lark.special:
-        heads = [lark.literal(f"[TOOL_CALLS]{tool_name(tool)}[ARGS]") for tool in tools]
-        calls = [f"{head} {_arguments(lark, tool)}" for head, tool in zip(heads, tools, strict=True)]
-        return _several(lark, calls, parallel)
-    heads = [lark.literal(f'{{"name": "{tool_name(tool)}", "arguments": ') for tool in tools]
-    calls = [f'{head} {_arguments(lark, tool)} "}}"' for head, tool in zip(heads, tools, strict=True)]
-    inner = _several(lark, calls, parallel, ", ")
-    return lark.rule("mistral", f'{lark.literal("[TOOL_CALLS]")} " "? "[" {inner} "]"')
+def _mistral(lark: Lark, tool: Tool) -> str:
+    """[TOOL_CALLS]f[ARGS]{...} with newer tokenizers, else one of [TOOL_CALLS] [{"name": "f", "arguments": {...}}]."""
+    if MISTRAL_ARGUMENTS in lark.special:
+        head = lark.literal(f"{MISTRAL_TAG}{tool_name(tool)}{MISTRAL_ARGUMENTS}")
+        return f"{head} {_arguments(lark, tool)}"
+    head = lark.literal(f'{{"name": "{tool_name(tool)}", "arguments": ')
+    return f'{head} {_arguments(lark, tool)} "}}"'
 
 
-def _harmony(lark: Lark, tools: Sequence[Tool], parallel: bool) -> str:
-    """<|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}; a message holds one call."""
-    calls = []
-    for tool in tools:
-        begin = lark.literal(f"<|channel|>commentary to=functions.{tool_name(tool)} <|constrain|>json<|message|>")
-        calls.append(f"{begin} {_arguments(lark, tool)}")
-    return lark.rule("harmony", f"{lark.analysis()} {_several(lark, calls, parallel=False)}")
+def _harmony(lark: Lark, tool: Tool) -> str:
+    """<|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}"""
+    begin = lark.literal(f"<|channel|>commentary to=functions.{tool_name(tool)} <|constrain|>json<|message|>")
+    return f"{begin} {_arguments(lark, tool)}"
 
 
 # --- notations with one field per argument ---------------------------------------------------------------------------
@@ -235,10 +228,8 @@ def _definitions(schema: Schema) -> Schema:
 
 def _types(schema: Schema) -> set[str]:
     """Return the JSON types that a schema names; empty means any."""
-    kind = schema.get("type")
-    named = {name for name in [kind, *items_of(kind)] if isinstance(name, str)}
     branches = [*items_of(schema.get("anyOf")), *items_of(schema.get("oneOf"))]
-    return named.union(*(_types(mapping_of(branch)) for branch in branches))
+    return types_of(schema).union(*(_types(mapping_of(branch)) for branch in branches))
 
 
 def _texts(schema: Schema) -> list[str] | None:
@@ -268,46 +259,32 @@ def _tagged_arguments(lark: Lark, tool: Tool, begin: Callable[[str], str], end: 
     return " ".join(rules)
 
 
-def _xml(lark: Lark, tools: Sequence[Tool], parallel: bool) -> str:
+def _xml(lark: Lark, tool: Tool) -> str:
     r"""<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>"""
-    end = lark.literal("</function>\n</tool_call>")
-    calls = []
-    for tool in tools:
-        begin = lark.literal(f"<tool_call>\n<function={tool_name(tool)}>\n")
-        fields = _tagged_arguments(lark, tool, lambda name: lark.literal(f"<parameter={name}>\n"), "\n</parameter>\n")
-        calls.append(f"{begin} {fields} {end}")
-    return _several(lark, calls, parallel, "\n")
+    begin, end = lark.literal(f"<tool_call>\n<function={tool_name(tool)}>\n"), lark.literal("</function>\n</tool_call>")
+    fields = _tagged_arguments(lark, tool, lambda name: lark.literal(f"<parameter={name}>\n"), "\n</parameter>\n")
+    return f"{begin} {fields} {end}"
 
 
-def _glm(lark: Lark, tools: Sequence[Tool], parallel: bool) -> str:
+def _glm(lark: Lark, tool: Tool) -> str:
     """<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>, with or without line breaks between."""
-    newline = lark.rule("newline", r'"\n"?')
+    newline = lark.define("newline", r'"\n"?')
 
     def begin(name: str) -> str:
         return f"{newline} {lark.literal(f'<arg_key>{name}</arg_key>')} {newline} {lark.literal('<arg_value>')}"
 
-    calls = []
-    for tool in tools:
-        head = lark.literal(f"<tool_call>{tool_name(tool)}")
-        fields = _tagged_arguments(lark, tool, begin, "</arg_value>")
-        calls.append(f"{head} {fields} {newline} {lark.literal('</tool_call>')}")
-    return _several(lark, calls, parallel, "\n")
+    fields = _tagged_arguments(lark, tool, begin, "</arg_value>")
+    return f"{lark.literal(f'<tool_call>{tool_name(tool)}')} {fields} {newline} {lark.literal('</tool_call>')}"
 
 
 # --- Gemma -----------------------------------------------------------------------------------------------------------
 
 
-def _gemma(lark: Lark, tools: Sequence[Tool], parallel: bool) -> str:
+def _gemma(lark: Lark, tool: Tool) -> str:
     """<|tool_call>call:f{x:1,y:<|"|>text<|"|>}<tool_call|>; FunctionGemma's tokenizer has other markers."""
-    if "<start_function_call>" in lark.special:
-        begin, end, quote = "<start_function_call>", "<end_function_call>", "<escape>"
-    else:
-        begin, end, quote = "<|tool_call>", "<tool_call|>", '<|"|>'
-    calls = []
-    for tool in tools:
-        fields = _gemma_object(lark, _parameters(tool), quote)
-        calls.append(f"{lark.literal(f'{begin}call:{tool_name(tool)}')} {fields} {lark.literal(end)}")
-    return _several(lark, calls, parallel)
+    begin, end, quote = FUNCTION_GEMMA if FUNCTION_GEMMA[0] in lark.special else GEMMA_4
+    fields = _gemma_object(lark, _parameters(tool), quote)
+    return f"{lark.literal(f'{begin}call:{tool_name(tool)}')} {fields} {lark.literal(end)}"
 
 
 def _gemma_object(lark: Lark, schema: Schema, quote: str) -> str:
@@ -357,11 +334,12 @@ def _gemma_anything(lark: Lark, quote: str) -> str:
     return lark.define("any", f"{text} | {scalar} | {array} | {pairs}")
 
 
-_NOTATIONS: Mapping[str | None, Callable[[Lark, Sequence[Tool], bool], str]] = {
-    "hermes": _hermes,
-    "xml": _xml,
-    "harmony": _harmony,
-    "mistral": _mistral,
-    "gemma": _gemma,
-    "glm": _glm,
+# how a call is written, and the text between two calls
+_NOTATIONS: Mapping[str | None, tuple[Callable[[Lark, Tool], str], str]] = {
+    "hermes": (_hermes, "\n"),
+    "xml": (_xml, "\n"),
+    "harmony": (_harmony, ""),
+    "mistral": (_mistral, ""),
+    "gemma": (_gemma, ""),
+    "glm": (_glm, "\n"),
 }

@@ -339,19 +339,15 @@ class Generation:
             deltas += self._start_followers(index)
         match event:
             case TokenEvent():
-                deltas += [(index, delta) for delta in self._push(index, event)]
+                reader = self._readers[index]
+                already = reader.over
+                deltas += [(index, delta) for delta in reader.push(event)]
+                if reader.over and not already:
+                    self._handles[index].cancel()
             case Finished() | Failed():
                 deltas += self._end(index, event)
             case _:
                 deltas.append((index, event))
-        return deltas
-
-    def _push(self, index: int, event: TokenEvent) -> Sequence[AnswerDelta]:
-        reader = self._readers[index]
-        already = reader.over
-        deltas = reader.push(event)
-        if reader.over and not already:
-            self._handles[index].cancel()
         return deltas
 
     def _end(self, index: int, event: Finished | Failed) -> Iterator[tuple[int, AnswerDelta]]:

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import orjson
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from mlx_specprefill import EngineClosedError, Failed, Finished, PrefillReport, TokenEvent, TokenIds
 
@@ -24,7 +25,7 @@ from ..deltas import (
     ReasoningDelta,
     TextDelta,
 )
-from ..parsers.base import Parser
+from ..parsers.base import Parser, overlap
 
 CONTEXT_TOKENS = 5  # tokens of the prompt: the first token's text (a leading space) depends on them
 MOST_CONTEXT = 24  # tokens; cutting the context costs a decode, so it happens only every so often
@@ -96,7 +97,7 @@ class StopMatcher:
         if matches:
             end, at, self.matched = min(matches)
             return self._release(end if self._shown else at)
-        return self._release(len(self._held) - max(map(self._overlap, self._stops), default=0))
+        return self._release(len(self._held) - overlap(self._held, self._stops))
 
     def finish(self) -> str:
         return "" if self.matched is not None else self._release(len(self._held))
@@ -105,23 +106,9 @@ class StopMatcher:
         shown, self._held = self._held[:count], self._held[count:]
         return shown
 
-    def _overlap(self, stop: str) -> int:
-        """Return the length of the longest proper beginning of `stop` at the end of the held text."""
-        longest = min(len(stop) - 1, len(self._held))
-        return next((n for n in range(longest, 0, -1) if self._held.endswith(stop[:n])), 0)
-
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-
-
-def _byte_of_char() -> dict[str, int]:
-    """Return the alphabet of byte-level BPE. Printable bytes stand for themselves, the others for code points from 256
-    up.
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 class Vocabulary:
@@ -129,7 +116,7 @@ class Vocabulary:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._bytes = _byte_of_char()
+        self._bytes = {char: byte for byte, char in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
         # The innermost function of a fast tokenizer's `decode`. It runs once per generated token.
         self._backend = tokenizer.backend_tokenizer if getattr(tokenizer, "is_fast", False) else None
 
@@ -184,24 +171,6 @@ class Vocabulary:
         return self._tokenizer.convert_ids_to_tokens([token])[0] or ""
 
 
-class PlainText:
-    """A parser of text without reasoning or calls: everything is visible."""
-
-    thinking = False
-
-    def __init__(self) -> None:
-        self._read = 0  # number of characters
-
-    def push(self, text: str) -> list[ContentDelta]:
-        """Return the text as it comes."""
-        start, self._read = self._read, self._read + len(text)
-        return [TextDelta(text, start=start)]
-
-    def finish(self, complete: bool) -> list[ContentDelta]:
-        """Return the rest, of which there is none."""
-        return []
-
-
 CallPart = CallStart | CallDelta | CallEnd | CallBroken
 
 
@@ -232,7 +201,7 @@ class AnswerReader:
     def __init__(
         self,
         detokenizer: IncrementalDetokenizer,
-        parser: Parser | PlainText,
+        parser: Parser,
         stop: StopMatcher | None = None,
         *,
         end_ids: frozenset[int] = frozenset(),

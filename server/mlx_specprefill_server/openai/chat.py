@@ -41,7 +41,7 @@ from ..generation.reader import Vocabulary
 from ..middleware import IdentityDep
 from ..prompt.conversation import Conversation, conversation, ending_of
 from ..report import DONE, KEEP_ALIVE, ProgressReporter, Report, TextEvents, comment, data_event
-from ..serving import Service, count_tokens, serve, while_connected
+from ..serving import Service, count_tokens, serve
 
 MAX_ANSWERS = 32
 
@@ -213,7 +213,7 @@ async def create(request: Request, identity: IdentityDep, body: BodyDep, service
 @router.post("/v1/chat/completions/input_tokens")
 async def count(request: Request, body: BodyDep, service: ModelDep) -> Response:
     """Count the prompt's tokens, in llama.cpp's shape."""
-    tokens = await while_connected(request, count_tokens(service, body.conversation(), body.choice()))
+    tokens = await count_tokens(request, service, body.conversation(), body.choice())
     return JsonResponse({"object": "response.input_tokens", "input_tokens": tokens})
 
 

@@ -27,8 +27,9 @@ from ..dependencies import ModelDep, body_of
 from ..errors import refusal
 from ..fields import Whole, first_limit, refuse_documents, refuse_sampling
 from ..generation.generation import AnswerSpec, Generation
-from ..generation.reader import PlainText, Vocabulary
+from ..generation.reader import Vocabulary
 from ..middleware import IdentityDep
+from ..parsers.formats import plain_text
 from ..prompt.prompt import Prompt
 from ..report import DONE, KEEP_ALIVE, ProgressReporter, Report, data_event
 from ..serving import Service, make_spec, respond, sampling_params, while_connected
@@ -144,7 +145,7 @@ def _spec(
         body,
         sampling,
         prompt,
-        PlainText,
+        plain_text,
         field="prompt",
         prompt_logprobs=prompt_logprobs,
         constraint=constraint,

@@ -98,6 +98,7 @@ def _model(models: Models, entry: Entry) -> dict[str, Any]:
 def _in_memory(service: Service) -> dict[str, Any]:
     length, pair, use = service.context_length, service.engine.pair, service.engine.stats().memory
     weights = use.target_weights + use.draft_weights
+    refusal = pair.sparse_refusal or ("no draft model is loaded" if pair.draft_id is None else None)
     return {
         "max_input_tokens": length,
         "max_model_len": length,
@@ -115,7 +116,7 @@ def _in_memory(service: Service) -> dict[str, Any]:
         "draft": service.draft_id,
         "draft_tokenizer": _draft_tokenizer(service),
         "scorer": _scorer(service),
-        "specprefill": _specprefill(service),
+        "specprefill": {"available": refusal is None, "reason": refusal},
     }
 
 
@@ -142,9 +143,3 @@ def _draft_tokenizer(service: Service) -> dict[str, Any] | None:
     if pair.mapping is None:
         return {"kind": "same tokenizer", "aligned": 1.0}
     return {"kind": "mapped by text", "aligned": round(pair.mapping.aligned, 6)}
-
-
-def _specprefill(service: Service) -> dict[str, Any]:
-    pair = service.engine.pair
-    reason = pair.sparse_refusal or ("no draft model is loaded" if pair.draft_id is None else None)
-    return {"available": reason is None, "reason": reason}

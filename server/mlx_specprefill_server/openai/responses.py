@@ -19,7 +19,7 @@ from ..errors import JsonResponse, api_error
 from ..generation.generation import Generation
 from ..middleware import IdentityDep
 from ..report import ProgressReporter, Report, named_event
-from ..serving import Service, count_tokens, serve, while_connected
+from ..serving import Service, count_tokens, serve
 from .chat import logprob_entry
 from .responses_protocol import ResponsesRequest, refuse
 
@@ -139,7 +139,7 @@ async def create(request: Request, identity: IdentityDep, body: BodyDep, service
 @router.post("/v1/responses/input_tokens")
 async def count(request: Request, body: BodyDep, service: ModelDep) -> Response:
     """Count the prompt's tokens."""
-    tokens = await while_connected(request, count_tokens(service, body.conversation(), body.choice()))
+    tokens = await count_tokens(request, service, body.conversation(), body.choice())
     return JsonResponse({"object": "response.input_tokens", "input_tokens": tokens})
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from pydantic import Field, PlainValidator
 
 from ..constrained.output_format import OutputFormat, response_format
-from ..errors import refusal, require
+from ..errors import objects, refusal, require
 from ..fields import Body, Texts, Whole, first_limit, refuse_documents, refuse_sampling
 from ..prompt.conversation import (
     Conversation,
@@ -115,8 +115,8 @@ def chat_messages(instructions: str | None, given: str | Sequence[Any]) -> list[
     if isinstance(given, str):
         builder.add({"role": "user", "content": given})
     else:
-        for i, item in enumerate(given):
-            _item(builder, item, f"input[{i}]")
+        for where, item in objects(given, "input"):
+            _item(builder, item, where)
     return builder.messages
 
 
@@ -144,8 +144,7 @@ class _Builder:
         return self.messages[-1]
 
 
-def _item(builder: _Builder, item: Any, where: str) -> None:
-    require(isinstance(item, dict), where, "must be an object")
+def _item(builder: _Builder, item: Mapping[str, Any], where: str) -> None:
     match item.get("type", "message"):
         case "message":
             _message(builder, item, where)
@@ -206,9 +205,7 @@ def _functions(tools: Sequence[Any]) -> Iterator[tuple[dict[str, Any], str | Non
     name.
     """
     spaces: list[tuple[str, dict[str, Any]]] = []
-    for i, tool in enumerate(tools):
-        where = f"tools[{i}]"
-        require(isinstance(tool, dict), where, "must be an object")
+    for where, tool in objects(tools, "tools"):
         kind = tool.get("type", "function")
         if kind == "function":
             yield _function(tool, where), None
@@ -218,10 +215,9 @@ def _functions(tools: Sequence[Any]) -> Iterator[tuple[dict[str, Any], str | Non
         name = string_of(space, "name", where)
         inner = space.get("tools")
         require(isinstance(inner, list), f"{where}.tools", "must be an array")
-        for i, tool in enumerate(inner or []):
-            require(isinstance(tool, dict), f"{where}.tools[{i}]", "must be an object")
+        for place, tool in objects(inner or [], f"{where}.tools"):
             if tool.get("type", "function") == "function":
-                yield _function(tool, f"{where}.tools[{i}]"), name
+                yield _function(tool, place), name
 
 
 def _function(tool: Mapping[str, Any], where: str) -> dict[str, Any]:

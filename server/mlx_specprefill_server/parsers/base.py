@@ -185,6 +185,13 @@ def starts_with(cursor: Cursor, marks: Sequence[str]) -> Waiting:
     return (yield from ahead(cursor, 0, marks))
 
 
+def skip(cursor: Cursor, *marks: str) -> Waiting:
+    """Read which of the marks comes next, and return it; "" if none does."""
+    mark = yield from starts_with(cursor, marks)
+    cursor.take(len(mark))
+    return mark
+
+
 def ahead(cursor: Cursor, at: int, marks: Sequence[str]) -> Waiting:
     """Return which of the marks comes `at` characters later, as `starts_with`."""
     while True:

@@ -9,16 +9,11 @@ from typing import Any
 import orjson
 
 from ..deltas import CallDelta, CallEnd, CallStart, ContentDelta
-from .base import Cursor, MalformedError, Reading, Tools, ahead, find_first, peek, starts_with
+from .base import Cursor, MalformedError, Reading, Tools, ahead, find_first, peek, skip
 
 KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
 NOT_PYTHON = (ValueError, SyntaxError, TypeError, MemoryError, RecursionError)
 NOT_JSON = object()
-
-
-def is_text(schema: Any) -> bool:
-    """Return whether the value can only be a string, so that it can be passed on while it is written."""
-    return _types(schema) == {"string"}
 
 
 def convert(text: str, schema: Any) -> str:
@@ -138,9 +133,8 @@ def until(cursor: Cursor, ends: str, never: str = "") -> Reading[str]:
 
 def expect(cursor: Cursor, mark: str) -> Reading[None]:
     """Read `mark`."""
-    if not (yield from starts_with(cursor, (mark,))):
+    if not (yield from skip(cursor, mark)):
         raise MalformedError(f"{mark!r} is expected")
-    cursor.take(len(mark))
 
 
 class Members:
@@ -156,7 +150,7 @@ class Members:
         schema = self._tools.schema(self._tool, name)
         head = f"{self._before}{orjson.dumps(name).decode()}: "
         self._before = ", "
-        if is_text(schema):
+        if _types(schema) == {"string"}:
             yield CallDelta(head + '"')
             yield from value.read(_escape)
             yield CallDelta('"')

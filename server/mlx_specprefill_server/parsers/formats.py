@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from mlx_specprefill import ReasoningBudget
 
 from ..settings import ReasoningParser, ToolParser
-from .base import Cursor, MalformedError, Parser, Reading, Tools, overlap, spaces, starts_with
+from .base import Cursor, MalformedError, Parser, Reading, Tools, overlap, skip, spaces, starts_with
 from .calls import CallReader, whole_call
 from .harmony import ANSWER_ENDS, ANSWER_HEAD, REASONING_END, REASONING_HEAD, HarmonyText, opened_header
 from .json_calls import MISTRAL_TAG, PYTHON_TAG, gemma_reader, read_bare, read_calls, read_mistral_tag, read_python_tag
@@ -99,7 +99,6 @@ class Format:
         budget_marks: the tokens that open reasoning, those that close it, and those that close it for good.
         ends: further tokens that end an answer. Some checkpoints don't list all end tokens.
         tokenizer: an mlx_lm TokenizerWrapper, for the formats that mlx-lm parses.
-        is_plain: answers without tools are plain text.
     """
 
     tools: ToolParser | None
@@ -108,10 +107,6 @@ class Format:
     ends: frozenset[int] = frozenset()
     budget_marks: BudgetMarks | None = None
     tokenizer: Any = None
-    is_plain: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "is_plain", self.think is None and self.tools != "harmony")
 
     def is_reasoning_open(self, prompt: str) -> bool:
         """Return whether the prompt ends inside reasoning: after its tag, or in the middle of it."""
@@ -159,6 +154,11 @@ class Format:
             case _:
                 openers: dict[str, CallReader] = {CALL: _read_tool_call, FUNCTION: read_functions}
                 return openers | {PYTHON_TAG: read_python_tag}, read_bare
+
+
+def plain_text() -> Parser:
+    """Return a parser of text without reasoning or calls: everything is visible."""
+    return Parser(TaggedText(Tools(), None, False, {}))
 
 
 def detect(tokenizer: Any, tools: ToolParser | None = None, reasoning: ReasoningParser | None = None) -> Format:
@@ -217,5 +217,4 @@ def _read_tool_call(cursor: Cursor, tools: Tools) -> Reading[None]:
         case _:
             yield from read_glm_body(cursor, tools)
     yield from spaces(cursor)
-    if (yield from starts_with(cursor, (END_CALL,))):
-        cursor.take(len(END_CALL))
+    yield from skip(cursor, END_CALL)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..deltas import CallDelta
-from .base import Cursor, MalformedError, Reading, Tools, peek, spaces, starts_with
+from .base import Cursor, MalformedError, Reading, Tools, peek, skip, spaces, starts_with
 from .calls import CallReader, call, capture, emit, expect, until
 from .json_text import JsonReader
 
@@ -15,28 +15,22 @@ PYTHON_TAG = "<|python_tag|>"
 
 def read_calls(cursor: Cursor, tools: Tools, closers: Sequence[str] = ()) -> Reading[None]:
     """Read one object, several in a row, or an array of them."""
-    listed = yield from starts_with(cursor, ("[",))
-    if listed:
-        cursor.take(1)
+    listed = yield from skip(cursor, "[")
     while True:
         yield from spaces(cursor)
         yield from _Call(cursor, tools, closers).read()
         yield from spaces(cursor)
-        separator = yield from starts_with(cursor, (",", ";", "{"))
-        if not separator:
+        if not (yield from skip(cursor, ",", ";")) and not (yield from starts_with(cursor, ("{",))):
             break
-        if separator != "{":
-            cursor.take(1)
-    if listed and (yield from starts_with(cursor, ("]",))):
-        cursor.take(1)
+    if listed:
+        yield from skip(cursor, "]")
 
 
 def read_bare(cursor: Cursor, tools: Tools) -> Reading[None]:
     """Read a call without its tag. Only a known tool with arguments is one."""
     yield from _Call(cursor, tools, (), bare=True).read()
     yield from spaces(cursor)
-    if (yield from starts_with(cursor, ("</tool_call>",))):
-        cursor.take(len("</tool_call>"))
+    yield from skip(cursor, "</tool_call>")
 
 
 def read_python_tag(cursor: Cursor, tools: Tools) -> Reading[None]:
@@ -65,8 +59,7 @@ class _Call:
             yield from spaces(self._cursor)
             yield from self._member(key)
             yield from spaces(self._cursor)
-            if (yield from starts_with(self._cursor, (",",))):
-                self._cursor.take(1)
+            yield from skip(self._cursor, ",")
         if self._called:
             return
         if self._name is None or (self._bare and self._early is None):
@@ -75,10 +68,7 @@ class _Call:
 
     def _over(self) -> Reading[bool]:
         yield from spaces(self._cursor)
-        if (yield from starts_with(self._cursor, ("}",))):
-            self._cursor.take(1)
-            return True
-        return bool((yield from starts_with(self._cursor, self._closers)))
+        return bool((yield from skip(self._cursor, "}")) or (yield from starts_with(self._cursor, self._closers)))
 
     def _member(self, key: str) -> Reading[None]:
         if key == "name" and self._name is None:
@@ -121,11 +111,9 @@ def read_mistral_tag(cursor: Cursor, tools: Tools) -> Reading[None]:
         return
     while True:
         name = tools.name((yield from until(cursor, "[{", never=' "<\n')))
-        if (yield from starts_with(cursor, (MISTRAL_CALL_ID,))):
-            cursor.take(len(MISTRAL_CALL_ID))
+        if (yield from skip(cursor, MISTRAL_CALL_ID)):
             yield from until(cursor, "[{")
-        if (yield from starts_with(cursor, (MISTRAL_ARGUMENTS,))):
-            cursor.take(len(MISTRAL_ARGUMENTS))
+        yield from skip(cursor, MISTRAL_ARGUMENTS)
         yield from spaces(cursor)
         yield from call(name, JsonReader(cursor).object())
         yield from spaces(cursor)
@@ -143,7 +131,6 @@ def gemma_reader(opener: str, closer: str, quote: str) -> CallReader:
         name = tools.name((yield from until(cursor, "{", never=' "[\n}')))
         yield from call(name, JsonReader(cursor, quote=quote).object())
         yield from spaces(cursor)
-        if (yield from starts_with(cursor, (closer,))):
-            cursor.take(len(closer))
+        yield from skip(cursor, closer)
 
     return read

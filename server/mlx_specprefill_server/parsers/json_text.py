@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import orjson
 
 from ..deltas import CallDelta
-from .base import Cursor, MalformedError, Reading, overlap, peek, spaces, starts_with
+from .base import Cursor, MalformedError, Reading, overlap, peek, skip, spaces, starts_with
 from .calls import convert, expect, until
 
 DEEPEST = 64
@@ -79,19 +79,15 @@ class JsonReader:
             comma = ", "
             yield from item(depth + 1)
             yield from spaces(self._cursor)
-            if (yield from starts_with(self._cursor, (",",))):
-                self._cursor.take(1)
-            elif not (yield from starts_with(self._cursor, (closes, *self._closers))):
+            separated = yield from skip(self._cursor, ",")
+            if not separated and not (yield from starts_with(self._cursor, (closes, *self._closers))):
                 raise MalformedError(f"',' or '{closes}' is expected")
         yield from self._say(closes)
 
     def _over(self, bracket: str) -> Reading[bool]:
         """Return whether the container ends here, by its bracket or the call's end tag."""
         yield from spaces(self._cursor)
-        if not (yield from starts_with(self._cursor, (bracket,))):
-            return bool((yield from starts_with(self._cursor, self._closers)))
-        self._cursor.take(1)
-        return True
+        return bool((yield from skip(self._cursor, bracket)) or (yield from starts_with(self._cursor, self._closers)))
 
     def _member(self, depth: int) -> Reading[None]:
         if self._quote and (yield from starts_with(self._cursor, (self._quote,))):

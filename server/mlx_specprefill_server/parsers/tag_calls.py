@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .base import Cursor, MalformedError, Reading, Tools, spaces, starts_with
+from .base import Cursor, MalformedError, Reading, Tools, skip, spaces, starts_with
 from .calls import Members, Value, call, expect, until
 from .json_text import JsonReader
 
@@ -24,8 +24,7 @@ def read_glm_body(cursor: Cursor, tools: Tools) -> Reading[None]:
 
 def _glm_arguments(cursor: Cursor, tools: Tools, name: str) -> Reading[None]:
     members = Members(tools, name)
-    while (yield from starts_with(cursor, (KEY,))):
-        cursor.take(len(KEY))
+    while (yield from skip(cursor, KEY)):
         key = yield from until(cursor, "<")
         yield from expect(cursor, END_KEY)
         yield from spaces(cursor)
@@ -46,40 +45,25 @@ AFTER_FUNCTION = (END_CALL, FUNCTION, CALL)
 
 def read_functions(cursor: Cursor, tools: Tools) -> Reading[None]:
     """Read one or more functions and the end tag around them. Models sometimes omit either tag."""
-    while (yield from starts_with(cursor, (FUNCTION,))):
-        yield from read_function(cursor, tools)
+    while (yield from skip(cursor, FUNCTION)):
+        name = tools.name((yield from _name(cursor)))
+        yield from call(name, _arguments(cursor, tools, name))
         yield from spaces(cursor)
-    if (yield from starts_with(cursor, (END_CALL,))):
-        cursor.take(len(END_CALL))
-
-
-def read_function(cursor: Cursor, tools: Tools) -> Reading[None]:
-    """Read one function."""
-    yield from expect(cursor, FUNCTION)
-    name = tools.name((yield from _name(cursor)))
-    yield from call(name, _arguments(cursor, tools, name))
+    yield from skip(cursor, END_CALL)
 
 
 def _arguments(cursor: Cursor, tools: Tools, name: str) -> Reading[None]:
     members = Members(tools, name)
     others: dict[str, tuple[str, ...] | None] = {END_FUNCTION: AFTER_FUNCTION, END_CALL: (CALL,)}
     others |= {f"\n{PARAMETER}{known}>": None for known in tools.properties.get(name, {})}
-    while True:
+    yield from spaces(cursor)
+    while (yield from skip(cursor, PARAMETER)):
+        key = yield from _name(cursor)
+        yield from members.add(key, Value(cursor, END_PARAMETER, AFTER_PARAMETER, others, lines=True))
         yield from spaces(cursor)
-        match (yield from starts_with(cursor, (PARAMETER, END_FUNCTION, END_CALL))):
-            case "<parameter=":
-                cursor.take(len(PARAMETER))
-                key = yield from _name(cursor)
-                yield from members.add(key, Value(cursor, END_PARAMETER, AFTER_PARAMETER, others, lines=True))
-            case "</function>":
-                cursor.take(len(END_FUNCTION))
-                break
-            case "</tool_call>":
-                break
-            case _:
-                if cursor.buffer or not cursor.complete:
-                    raise MalformedError("a parameter is expected")
-                break
+    ended = (yield from skip(cursor, END_FUNCTION)) or (yield from starts_with(cursor, (END_CALL,)))
+    if not ended and (cursor.buffer or not cursor.complete):
+        raise MalformedError("a parameter is expected")
     yield from members.close()
 
 

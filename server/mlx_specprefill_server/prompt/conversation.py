@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import orjson
 
-from ..errors import refusal, require
+from ..errors import objects, refusal, require
 
 Message = dict[str, Any]  # in the form of templates: role, content (str), and the role's other fields
 Ending = Literal["answer", "continue", "none"]
@@ -61,7 +61,7 @@ def conversation(
     Raises:
         InvalidRequestError: `field` is the path of the value at fault, like `messages[0].content[1].type`.
     """
-    normalised = [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    normalised = [_message(message, where) for where, message in objects(messages, "messages")]
     if not normalised:
         raise refusal(field, "must not be empty")
     return Conversation(
@@ -105,9 +105,7 @@ def _in_turns(messages: Sequence[Message]) -> list[Message]:
     return out
 
 
-def _message(message: Any, where: str) -> Message:
-    if not isinstance(message, dict):
-        raise refusal(where, "must be an object")
+def _message(message: dict[str, Any], where: str) -> Message:
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise refusal(f"{where}.role", f"must be one of {', '.join(sorted(ROLES))}")
@@ -154,12 +152,11 @@ def text_of(content: Any, where: str, of_a_tool: bool = False) -> str:
     if isinstance(content, str):
         return content
     require(isinstance(content, list), where, "must be a string or an array of parts")
-    return "\n".join(_part(part, f"{where}[{i}]", of_a_tool) for i, part in enumerate(content))
+    return "\n".join(_part(part, place, of_a_tool) for place, part in objects(content, where))
 
 
-def _part(part: Any, where: str, of_a_tool: bool) -> str:
-    require(isinstance(part, dict), where, "must be an object")
-    kind = part.get("type")
+def _part(part: dict[str, Any], where: str, of_a_tool: bool) -> str:
+    kind: Any = part.get("type")
     known = isinstance(kind, str) and kind in TEXT_PARTS
     if of_a_tool and isinstance(kind, str) and not known:
         return omission_note(kind)
@@ -221,13 +218,11 @@ def _arguments(arguments: Any) -> dict[str, Any]:
 
 def _tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
     """Return the function tools. Other kinds are the provider's own (web search and the like) and are left out."""
-    out = []
-    for i, tool in enumerate(tools):
-        where = f"tools[{i}]"
-        require(isinstance(tool, dict), where, "must be an object")
-        if tool.get("type", "function") == "function":
-            out.append({"type": "function", "function": _function(tool, where)})
-    return out
+    return [
+        {"type": "function", "function": _function(tool, where)}
+        for where, tool in objects(tools, "tools")
+        if tool.get("type", "function") == "function"
+    ]
 
 
 def _function(value: Any, where: str) -> dict[str, Any]:

@@ -144,9 +144,7 @@ class PromptBuilder:
         for start in range(0, len(text), step):
             tokens += self._count(text[start : start + step])
             if tokens > SLACK * self._context:
-                error = ContextLengthError(tokens, 1, self._context)
-                error.field = field
-                raise error
+                raise ContextLengthError(tokens, 1, self._context, field)
 
     def _count(self, text: str) -> int:
         if getattr(self._tokenizer, "is_fast", False):

@@ -31,10 +31,11 @@ from ..errors import ApiError, JsonResponse, refusal
 from ..explain import explain_chunks, explanation
 from ..fields import Body, SpecPrefillFields, TokenIds
 from ..generation.generation import AnswerSpec, Generation
-from ..generation.reader import AnswerReader, IncrementalDetokenizer, PlainText
+from ..generation.reader import AnswerReader, IncrementalDetokenizer
 from ..middleware import IdentityDep
 from ..openai.chat import ChatRequest
 from ..openai.responses_protocol import ResponsesRequest
+from ..parsers.formats import plain_text
 from ..prompt.conversation import Conversation, conversation, ending_of
 from ..prompt.prompt import Prompt
 from ..report import Report
@@ -197,7 +198,7 @@ async def warm(
     prompt = await while_connected(request, service.prompts.chat(_conversation(given)))
     opening = _opening(service, prompt)
     detokenizer = IncrementalDetokenizer(service.vocabulary.decode, opening.prompt)
-    spec = AnswerSpec(opening, lambda: AnswerReader(detokenizer, PlainText()))
+    spec = AnswerSpec(opening, lambda: AnswerReader(detokenizer, plain_text()))
     generation = service.submit([spec], identity, body.cache_salt)
     try:
         report = await while_connected(request, _read(generation))

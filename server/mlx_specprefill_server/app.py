@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from types import FrameType
 
 import uvicorn
@@ -33,7 +33,6 @@ from .models.models import Models
 from .openai import chat, completions, responses
 from .openai import models as model_list
 from .routes import page, prompts, status
-from .routes.page import install_openapi
 from .serving import Service
 from .settings import Settings
 
@@ -79,7 +78,7 @@ def app_of(models: Models) -> FastAPI:
     routers = [module.router for module in modules]
     for router in routers:
         app.include_router(router)
-    install_openapi(app, routers)
+    app.openapi = cache(partial(page.openapi_document, app, routers))  # type: ignore[method-assign]
     return app
 
 

@@ -281,7 +281,7 @@ _FLAGS = {
     "allowed_hosts": "--allowed-host",
     "api_keys": "--api-key",
 }
-_SECRET = {"admin_keys", "api_keys"}
+SECRETS = ("admin_keys", "api_keys")
 
 
 def variable(name: str) -> str:
@@ -306,7 +306,7 @@ def what_is_wrong(error: ValidationError, environ: Mapping[str, str] | None = No
     name, value = str(first["loc"][0]), first["input"]
     given = os.environ if environ is None else environ
     where = variable(name) if given.get(variable(name)) == value else flag_of(name)
-    is_shown = name not in _SECRET and first["type"] != "value_error"
+    is_shown = name not in SECRETS and first["type"] != "value_error"
     return f"{where}: {message}" + (f" (got {json.dumps(value, default=str)})" if is_shown else "")
 
 

@@ -11,8 +11,9 @@ import pytest
 
 from mlx_specprefill import LoadError
 from mlx_specprefill_server.app import app_of, make_server
-from mlx_specprefill_server.models.loader import Entry, LoadProgress, MissingModelError, Tell
+from mlx_specprefill_server.models.loader import Entry, LoadProgress, Tell
 from mlx_specprefill_server.models.models import Models
+from mlx_specprefill_server.pairs import MissingPairError
 from mlx_specprefill_server.serving import ServerState
 from mlx_specprefill_server.settings import Settings
 from tests.support.waiting import eventually
@@ -51,12 +52,12 @@ class FakeHost:
 
     def need(self, entry: Entry) -> int:
         if entry.id in self.missing:
-            raise MissingModelError(f"mlx-specprefill pull {entry.id} fetches it")
+            raise MissingPairError(f"mlx-specprefill pull {entry.id} fetches it")
         return WEIGHTS
 
     def context(self, entry: Entry) -> int | None:
         if entry.id in self.missing:
-            raise MissingModelError("not here")
+            raise MissingPairError("not here")
         return 2048
 
     def free(self) -> int | None:

@@ -10,18 +10,17 @@ from typing import Annotated, Any
 import typer
 
 from ..agent_setup import AGENTS, ConfigurationError, RunningServer, Setup, any_other, edit, write
-from ..settings import variable
 from .common import OptionError, ask_server, one_line_errors, read_text
+from .options import ApiKey, Url
 
 _SMALL_WINDOW = 32_000  # tokens
+_TIMEOUT_S = 3600.0  # seconds; for the longest prompts on the slowest machines
 
 
 def connect(
     agent: Annotated[str, typer.Argument(help=f"{', '.join(AGENTS)}, or any other.")],
-    url: Annotated[str, typer.Option(help="Address of the running server.")] = "http://127.0.0.1:8000",
-    api_key: Annotated[
-        str | None, typer.Option(envvar="MLX_SPECPREFILL_API_KEY", help="API key, if the server requires one.")
-    ] = None,
+    url: Url = "http://127.0.0.1:8000",
+    api_key: ApiKey = None,
     model: Annotated[str | None, typer.Option(help="Name of one of the server's models. Default: its first.")] = None,
     write_files: Annotated[
         bool, typer.Option("--write", help="Write the configuration into the agent's own files.")
@@ -84,23 +83,15 @@ def _exports(setup: Setup) -> str:
     return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in setup.environment.items())
 
 
-_TIMEOUT_S = 3600.0  # seconds; for the longest prompts on the slowest machines
-
-
 def warm(
     file: Annotated[Path, typer.Argument(help="The agent's request as JSON, in any dialect, or a system prompt.")],
-    url: Annotated[str, typer.Option(help="Of the server.")] = "http://127.0.0.1:8000",
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            envvar=variable("api_keys"), help="API key, if the server requires one. Of several, the first is sent."
-        ),
-    ] = None,
+    url: Url = "http://127.0.0.1:8000",
+    api_key: ApiKey = None,
 ) -> None:
     """Let a running server read a system prompt and tools now, so that the agent's first session starts from them."""
     with one_line_errors():
-        key = api_key and api_key.partition(",")[0].strip()
-        answer = ask_server(url, "/v1/specprefill/warm", key, "cached_tokens", body_of(read_text(file)), _TIMEOUT_S)
+        body = body_of(read_text(file))
+        answer = ask_server(url, "/v1/specprefill/warm", api_key, "cached_tokens", body, _TIMEOUT_S)
         typer.echo(
             f"{answer['tokens']} tokens of system prompt and tools are kept; {answer['cached_tokens']} already were."
         )

@@ -240,9 +240,10 @@ def bench(
         loaded = load(chosen, models.dtype, settings, calibrate=True)
         plan = Plan(fitting(lengths, loaded), settings.specprefill_keep_pct, repeats)
         with Engine(loaded, settings.engine_config()) as engine:
-            measured = record(
-                engine, chosen.alias or loaded.target_id, plan, _measure_with_bars(engine, plan), load_then
-            )
+            with Progress(console=notes(), transient=True) as bars:
+                task = bars.add_task("Measuring", total=plan.requests)
+                runs = measure(engine, plan, lambda: bars.advance(task))
+            measured = record(engine, chosen.alias or loaded.target_id, plan, runs, load_then)
         Console().print(_table(measured))
         _write(measured, out, submit)
 
@@ -259,12 +260,6 @@ def fitting(lengths: list[int] | None, pair: ModelPair) -> tuple[int, ...]:
     if lengths and max(lengths) > longest:
         raise BenchmarkError(f"--length {max(lengths)}: the pair takes {longest} tokens at most")
     return tuple(sorted(set(lengths or [length for length in LENGTHS if length <= longest] or [longest])))
-
-
-def _measure_with_bars(engine: Engine, plan: Plan) -> list[Any]:
-    with Progress(console=notes(), transient=True) as bars:
-        task = bars.add_task("Measuring", total=plan.requests)
-        return measure(engine, plan, lambda: bars.advance(task))
 
 
 def _table(measured: dict[str, Any]) -> Table:

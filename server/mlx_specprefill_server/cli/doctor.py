@@ -8,7 +8,7 @@ import platform
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
@@ -25,7 +25,7 @@ from mlx_specprefill import BLAS, Check, check_device, forward_times, machine, s
 from .. import __version__
 from ..monitoring.logs import configure_logging
 from ..pairs import NAMED_PAIRS, Pair, pair_state, read_pairs, short_name, size
-from ..settings import ENV_PREFIX, Settings, unknown_variables, what_is_wrong
+from ..settings import ENV_PREFIX, SECRETS, Settings, unknown_variables, what_is_wrong
 from .bench import load_before, measured_here
 from .common import FAILED, OptionError, one_line_errors
 from .pull import load
@@ -108,7 +108,6 @@ def _time_forwards(target: str) -> dict[str, Any]:
     }
 
 
-_SECRETS = ("API_KEYS", "ADMIN_KEYS")
 _SHOWN = ("mlx", "mlx-lm", "transformers", "numpy", "llguidance", "fastapi")
 _LOW_MEMORY = 4 << 30  # bytes; with less, only the bundled pair fits comfortably
 _OLDEST_MACOS = 14  # the oldest macOS that MLX has wheels for
@@ -248,18 +247,14 @@ def _installed_version(name: str) -> str | None:
 
 def _settings() -> Finding:
     given = {name: value for name, value in sorted(os.environ.items()) if name.upper().startswith(ENV_PREFIX)}
-    finding = Finding("settings", ", ".join(_assignments(given)) or "no variables are set")
+    shown = [f"{name}={'(hidden)' if name.lower().endswith(SECRETS) else value}" for name, value in given.items()]
+    finding = Finding("settings", ", ".join(shown) or "no variables are set")
     finding.problems += unknown_variables()
     try:
         Settings()
     except ValidationError as error:
         finding.problems.append(what_is_wrong(error))
     return finding
-
-
-def _assignments(given: Mapping[str, str]) -> Iterator[str]:
-    for name, value in given.items():
-        yield f"{name}={'(hidden)' if name.upper().endswith(_SECRETS) else value}"
 
 
 def _current() -> Settings:

@@ -40,7 +40,7 @@ from .common import (
     options_of,
     read_text,
 )
-from .options import Keep, KvBits, Level, PairOptions, PrefillStep, Question, Raw, Rule, takes_pair
+from .options import ApiKey, Keep, KvBits, Level, PairOptions, PrefillStep, Question, Raw, Rule, Url, takes_pair
 from .pull import load_engine
 
 _PREVIEW = 60  # characters of a run's text in the table
@@ -197,10 +197,8 @@ def inspect(
     misses: Annotated[
         bool, typer.Option("--misses", help="Show instead why a running server read prompts again.")
     ] = False,
-    url: Annotated[str, typer.Option(help="Address of that server.")] = "http://127.0.0.1:8000",
-    api_key: Annotated[
-        str | None, typer.Option(envvar="MLX_SPECPREFILL_API_KEY", help="API key, if the server requires one.")
-    ] = None,
+    url: Url = "http://127.0.0.1:8000",
+    api_key: ApiKey = None,
     question: Question = None,
     keep: Keep = None,
     rule: Rule = None,
@@ -224,14 +222,11 @@ def inspect(
         settings = make_settings(chosen, rule=rule, **ONE_SHOT)
         with load_engine(chosen, models.dtype, settings, settings.engine_config()) as engine:
             prompt = make_prompt(engine.pair, text, question, raw)
-            inspection = _inspect(engine, GenerationRequest(prompt.tokens, 1, specprefill=options, spans=prompt.spans))
+            request = GenerationRequest(prompt.tokens, 1, specprefill=options, spans=prompt.spans)
+            with StageBars(notes()) as bars:
+                inspection = engine.inspect(request, bars.show)
             chunks = explain_chunks(engine.pair.tokenizer, prompt.tokens, inspection)
             _show(inspection, chunks, dropped_too=show_dropped)
-
-
-def _inspect(engine: Engine, request: GenerationRequest) -> Inspection:
-    with StageBars(notes()) as bars:
-        return engine.inspect(request, bars.show)
 
 
 def _show(inspection: Inspection, chunks: list[ExplainedChunk], *, dropped_too: bool) -> None:

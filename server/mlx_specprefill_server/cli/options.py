@@ -104,6 +104,15 @@ KvBits = Annotated[int | None, setting("kv_bits")]
 Question = Annotated[str | None, typer.Option(help="Question to append to the file's text, in the same user message.")]
 Keep = Annotated[str | None, setting("specprefill_keep_pct", "--keep-pct")]
 Raw = Annotated[bool, typer.Option("--raw", help="Use the text itself as the prompt, without a chat template.")]
+Url = Annotated[str, typer.Option(help="Address of the running server.")]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(
+        envvar=["MLX_SPECPREFILL_API_KEY", variable("api_keys")],
+        callback=lambda given: given and given.partition(",")[0].strip(),
+        help="API key, if the server requires one. Of several, the first is sent.",
+    ),
+]
 Level = Annotated[LogLevel, typer.Option("--log-level")]
 
 

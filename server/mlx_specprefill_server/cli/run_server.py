@@ -32,7 +32,7 @@ from ..models.models import Models
 from ..monitoring.logs import configure_logging
 from ..pair_loading import drop_unset, make_settings
 from ..serving import ServerState
-from ..settings import ENV_PREFIX, Settings
+from ..settings import ENV_PREFIX, SECRETS, Settings, variable
 from .common import OptionError, choose, note_environment, one_line_errors
 from .options import PairOptions
 from .pull import load_engine
@@ -41,7 +41,6 @@ logger = logging.getLogger(__name__)
 
 LAUNCHED_VARIABLE = f"{ENV_PREFIX}LAUNCHED"
 KEY_VARIABLE = f"{ENV_PREFIX}RANK_KEY"
-_SECRET = (f"{ENV_PREFIX}API_KEYS", f"{ENV_PREFIX}ADMIN_KEYS")  # must not appear in a command line
 _PEER_TIMEOUT_S = 60.0  # seconds of silence after which another machine counts as lost
 _ASKS = {signal.SIGTERM: b"end\n", signal.SIGINT: b"stop\n"}  # input from the launcher by signal
 
@@ -86,9 +85,8 @@ def _read_hosts(hosts: Path) -> list[str]:
 
 def _environment() -> list[str]:
     """Return the arguments by which mlx.launch sets this machine's settings and the ranks' shared key on all hosts."""
-    settings = {name: value for name, value in os.environ.items() if name.startswith(ENV_PREFIX)}
-    for name in _SECRET:
-        settings.pop(name, None)
+    secret = {variable(name) for name in SECRETS}  # must not appear in a command line
+    settings = {name: os.environ[name] for name in os.environ.keys() - secret if name.startswith(ENV_PREFIX)}
     settings |= {LAUNCHED_VARIABLE: "1", KEY_VARIABLE: os.environ.get(KEY_VARIABLE) or secrets.token_hex()}
     return [part for name, value in settings.items() for part in ("--env", f"{name}={value}")]
 
@@ -258,5 +256,4 @@ def listening(settings: Settings) -> Iterator[list[socket.socket]]:
 
 def outlive_the_terminal() -> None:
     """Ignore SIGHUP, so that closing the terminal does not end the server. SIGTERM does."""
-    if hasattr(signal, "SIGHUP"):
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)

@@ -110,10 +110,6 @@ RETRY_AFTER_S = "5"
 FOLDERS = re.compile(r"(?<![\w.])~?/(?:[^\s/:,'\"]+/)*(?=[^\s/:,'\"])")  # the folders of an absolute path
 
 
-class MissingModelError(ValueError):
-    """A model's files are not on this machine; the message is meant for the user."""
-
-
 class NoRoomError(ApiError):
     """A refusal to load a model while running requests use the memory it needs."""
 
@@ -169,9 +165,9 @@ class Loader:
         """Return the bytes of a model's weights, without those that another model has in memory.
 
         Raises:
-            MissingModelError: its files are not on this machine.
+            MissingPairError: its files are not on this machine.
         """
-        pair = self._pair(entry)
+        pair = resolve_pair(entry.name, self._rows[entry.name], self._file)
         paths = {where: self._place(where) for where in (pair.target, pair.draft) if where not in (None, "self")}
         missing = {
             where: place for where, place in paths.items() if not self._loaded.holds(str(where), self._type(pair))
@@ -180,7 +176,7 @@ class Loader:
 
     def context(self, entry: Entry) -> int:
         """Return the tokens of prompt and answer that its files allow. Raises as `need`."""
-        pair = self._pair(entry)
+        pair = resolve_pair(entry.name, self._rows[entry.name], self._file)
         config, _ = describe_stored(self._place(pair.target))
         known = self._thread.call(partial(blueprint, config, "float32")).context
         return known if pair.context is None else min(known, pair.context)
@@ -218,7 +214,7 @@ class Loader:
 
     def _read(self, entry: Entry, tell: Tell) -> Engine:
         """Load the models. Called on the MLX thread."""
-        pair = self._pair(entry)
+        pair = resolve_pair(entry.name, self._rows[entry.name], self._file)
         step = partial(self._report_step, tell)
         made = load(pair, self._dtype, entry.settings, calibrate=True, tell=step, loaded=self._loaded)
         return Engine(made, self._config(entry, pair), thread=self._thread, pinned=entry.pin)
@@ -245,16 +241,10 @@ class Loader:
         folder = config.prefix_cache_dir / UNSAFE.sub("-", entry.name)
         return replace(config, prefix_cache_dir=folder, prefix_disk_bytes=config.prefix_disk_bytes // len(self._rows))
 
-    def _pair(self, entry: Entry) -> Pair:
-        try:
-            return resolve_pair(entry.name, self._rows[entry.name], self._file)
-        except MissingPairError as error:
-            raise MissingModelError(str(error)) from None
-
     def _place(self, where: str | None) -> Path:
         place = resolve_model_path(str(where))
         if place is None:
-            raise MissingModelError(f"`mlx-specprefill pull {where}` fetches {where}")
+            raise MissingPairError(f"`mlx-specprefill pull {where}` fetches {where}")
         return place
 
     def _type(self, pair: Pair) -> DtypeName:

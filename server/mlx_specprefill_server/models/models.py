@@ -16,14 +16,13 @@ from typing import Any
 from mlx_specprefill import Engine, EngineClosedError, RequestCancelled
 
 from ..errors import ApiError
-from ..pairs import size
+from ..pairs import MissingPairError, size
 from ..serving import ServerState, Service
 from .loader import (
     RETRY_AFTER_S,
     Entry,
     Loader,
     LoadProgress,
-    MissingModelError,
     NoRoomError,
     ids_of,
     load_error,
@@ -269,7 +268,7 @@ class Models:
         """Refuse a model that would not fit even without all models that may be unloaded, by an ApiError."""
         try:
             need, free = await asyncio.to_thread(self._the_host.need, entry), self._the_host.free()
-        except MissingModelError as error:
+        except MissingPairError as error:
             raise ApiError(
                 404, f"The model {entry.id!r} is not on this machine: {error}", code="model_missing"
             ) from error

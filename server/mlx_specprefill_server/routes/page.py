@@ -6,7 +6,6 @@ The page's files are read once, and nothing else is ever served from the disk.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, partial
 from importlib.resources import files
 from typing import Any
 
@@ -35,12 +34,8 @@ REFUSED = {
 }
 
 
-def install_openapi(app: FastAPI, routers: Sequence[APIRouter]) -> None:
-    """Make `app.openapi` describe all routers' endpoints."""
-    app.openapi = cache(partial(_document, app, routers))  # type: ignore[method-assign]
-
-
-def _document(app: FastAPI, routers: Sequence[APIRouter]) -> dict[str, Any]:
+def openapi_document(app: FastAPI, routers: Sequence[APIRouter]) -> dict[str, Any]:
+    """Return the description of all routers' endpoints."""
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     schemas: dict[str, Any] = {"Error": ERROR}
     for route in (route for router in routers for route in router.routes if isinstance(route, APIRoute)):

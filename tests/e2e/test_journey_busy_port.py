@@ -5,9 +5,12 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
+import pytest
+
 from .test_start import refused
 
 
+@pytest.mark.extended
 def test_a_taken_port_is_told_before_anything_is_loaded(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with socket.create_server(("127.0.0.1", 0)) as other:

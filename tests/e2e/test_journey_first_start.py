@@ -7,12 +7,15 @@ import os
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from tests.support.serving import start
 
 from .conftest import PAIR
 from .test_start import KNOWN, wait_for
 
 
+@pytest.mark.extended
 def test_what_it_says_when_it_is_ready_can_be_pasted(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with start(log, *PAIR, *KNOWN, "--model-alias", "mine", "--api-key", "geheim", "--host", "0.0.0.0") as server:

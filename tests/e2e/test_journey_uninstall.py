@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "trouble.md"
 
 
+@pytest.mark.extended
 def test_all_that_was_written_lies_in_the_folders_that_the_page_names(tmp_path: Path) -> None:
     home = tmp_path / "home"
     home.mkdir()

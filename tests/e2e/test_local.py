@@ -40,6 +40,7 @@ def test_a_text_is_one_message_of_the_user(pair: LocalPair) -> None:
     assert "4711" in alone.text
 
 
+@pytest.mark.extended
 def test_options_reach_the_engine(pair: LocalPair) -> None:
     assert ask(pair, specprefill=False, max_tokens=3).report.mode == "full"
     more, less = (ask(pair, specprefill=True, keep=keep, max_tokens=1).report.kept_tokens for keep in (0.5, 0.1))

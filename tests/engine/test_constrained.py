@@ -95,6 +95,7 @@ SCHEMAS = st.recursive(
 )
 
 
+@pytest.mark.extended
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(schema=SCHEMAS, seed=st.integers(0, 99))
 def test_random_schemas_are_met(engine: Engine, schema: dict[str, Any], seed: int) -> None:

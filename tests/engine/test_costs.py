@@ -85,6 +85,7 @@ def test_ten_requests_after_a_change_predictions_are_within_a_fifth(machine, loa
             learnt.observe(*forward, law.ms(*forward) * slowness)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("machine", MACHINES)
 def test_a_busy_machine_does_not_move_the_fit(machine):
     """A third of the forwards takes three times as long: the others say what a forward costs."""

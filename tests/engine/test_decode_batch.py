@@ -378,6 +378,7 @@ def test_quantised_rows_decode_beside_the_others_at_their_shift() -> None:
     assert all(isinstance(part, QuantizedKVCache) for part in batch.remove(1).cache)
 
 
+@pytest.mark.extended
 def test_architectures_that_mix_rows_up_decode_one_by_one() -> None:
     model = build("phi3small")
     batch, forwards = counted(model)

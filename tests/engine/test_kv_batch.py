@@ -179,6 +179,7 @@ def test_prefixes_of_rows_that_were_batched_serve_the_next_turn(pair: ModelPair)
             assert second == generated(fresh.generate(turn))[0]
 
 
+@pytest.mark.extended
 def test_the_ledger_counts_quantised_rows(pair: ModelPair) -> None:
     """All that eight rows hold while they decode."""
     with Engine(pair, configured(8)) as engine:

@@ -213,6 +213,7 @@ def test_engines_that_share_a_thread_answer_as_alone() -> None:
     assert [found[number] for number in range(len(FAMILIES))] == alone
 
 
+@pytest.mark.extended
 def test_an_engine_that_closes_leaves_nothing_and_the_others_go_on() -> None:
     with MLXThread(1 << 40) as thread:
         stays = Engine(tiny_pair("qwen3"), CONFIG, thread=thread)

@@ -79,7 +79,14 @@ RULES = "\n".join(f"Rule {number}: never tell anybody what is kept in drawer {nu
 
 
 @pytest.mark.parametrize("enabled", [None, pytest.param(True, marks=pytest.mark.extended)])
-@pytest.mark.parametrize("said", ["Say hello.", "The ship met nobody. " * 400 + "\n\nWhere did Emma go?"])
+@pytest.mark.parametrize(
+    "said",
+    [
+        "Say hello.",
+        pytest.param("The ship met nobody. " * 400 + "\n\nWhere did Emma go?", marks=pytest.mark.extended),
+    ],
+    ids=["short", "long"],
+)
 def test_the_rules_of_a_system_message_are_all_read(demo: ModelPair, enabled: bool | None, said: str) -> None:
     """This holds for a prompt that is read in full, and for one that is sparse for its long document."""
     messages = [{"role": "system", "content": RULES}, {"role": "user", "content": said}]

@@ -100,6 +100,7 @@ def test_the_next_turn_of_a_conversation_is_short(engine: Engine, monkeypatch: p
     assert watch.others_before(LONG + 2) <= 2
 
 
+@pytest.mark.extended
 def test_a_short_request_does_not_wait_for_the_memory_of_a_long_one(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,6 +116,7 @@ def test_a_short_request_does_not_wait_for_the_memory_of_a_long_one(
             pass
 
 
+@pytest.mark.extended
 def test_a_prompt_of_several_chunks_does_not_wait_for_the_places_of_much_longer_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

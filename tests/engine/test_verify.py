@@ -186,17 +186,17 @@ def each(families: Iterable[str], *in_every_run: str) -> list[Any]:
     return [name if name in in_every_run else pytest.param(name, marks=pytest.mark.extended) for name in families]
 
 
-@pytest.mark.parametrize("family", each(FAMILIES, "demo", "demo-qwen3_5"))
+@pytest.mark.parametrize("family", each(FAMILIES, "demo"))
 def test_verdicts_equal_a_dense_rerun(family: str) -> None:
     hold_to_the_truth(family, False, None, 4)
 
 
-@pytest.mark.parametrize("family", each(STAGED, "demo"))
+@pytest.mark.parametrize("family", each(STAGED))
 def test_verdicts_on_staged_answers_equal_a_dense_rerun(family: str) -> None:
     hold_to_the_truth(family, True, None, 4)
 
 
-@pytest.mark.parametrize("family", each(["demo", "demo-qwen3_5"], "demo"))
+@pytest.mark.parametrize("family", each(["demo", "demo-qwen3_5"]))
 def test_verdicts_of_a_quantised_cache_equal_a_dense_rerun(family: str) -> None:
     hold_to_the_truth(family, False, 8, 4)
 

@@ -206,6 +206,7 @@ def test_other_quantised_types_are_rounded_to_8_bits(tmp_path, kind):
     assert (np.abs(values - expected).max(axis=1) <= 1.01 * np.ptp(expected, axis=1) / 255).all()
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
 def test_large_tensors_are_converted_in_pieces(tmp_path, monkeypatch, architecture):
     config, kind_of = CONFIGS[architecture], mixed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mlx.core as mx
+import pytest
 from mlx_lm.generate import generate_step
 
 from mlx_specprefill import load_pair
@@ -24,6 +25,7 @@ def test_packed_arrays_are_those_of_mlx():
     assert not theirs
 
 
+@pytest.mark.extended
 def test_it_answers():
     pair = load_pair(smollm2_file())
     assert (pair.model_type, pair.context_length, pair.vocab_size) == ("llama", 8192, 49152)

@@ -95,6 +95,7 @@ def text_config(name: str) -> dict[str, Any]:
     return {key: value for key, value in vars(args).items() if key != "rope_scaling"}
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_the_head_is_cast_with_its_model(tmp_path: Path, dtype: Any) -> None:
     folder = save_checkpoint(tmp_path / "m", "qwen3_5", 1)

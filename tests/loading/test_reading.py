@@ -72,6 +72,7 @@ def answer(pair: ModelPair) -> list[int]:
         return generated(engine.generate(request))[0]
 
 
+@pytest.mark.extended
 def test_two_pairs_have_one_draft_and_answer_as_with_two(checkpoints: tuple[Path, ...]) -> None:
     first, second, draft = checkpoints
     expected = [answer(load_pair(target, draft)) for target in (first, second)]
@@ -86,6 +87,7 @@ def test_two_pairs_have_one_draft_and_answer_as_with_two(checkpoints: tuple[Path
     assert [answer(pair) for pair in pairs] == expected
 
 
+@pytest.mark.extended
 def test_a_shared_model_goes_with_the_last_pair_that_has_it(checkpoints: tuple[Path, ...]) -> None:
     first, second, draft = checkpoints
     loaded = LoadedModels()

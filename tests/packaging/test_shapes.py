@@ -50,6 +50,7 @@ def test_shapes_have_the_sizes_in_their_names(shape: str, target: float, draft: 
     assert mx.get_active_memory() - before < 1 << 20
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("bits", [None, 4])
 def test_small_versions_run_and_quantised_ones_too(shape: str, bits: int | None) -> None:

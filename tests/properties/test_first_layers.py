@@ -27,8 +27,6 @@ DRAFTS = [name for name, tiny in tiny_models().items() if tiny.architecture not 
 # In as many layers as the other properties need, only the last one sees the whole prompt.
 DEEPER = ("cohere2", "exaone_moe", "llama4", "muse_glimmer", "qwen3_5", "qwen3_5_moe", "qwen3_next")
 NAMED = ("llama", "gemma3_text", "gemma4_text", "gpt_oss", "nemotron_h", "qwen3_5+checkpoint", "deepseek_v3")
-# The table of supported models says the same of every architecture, and is held to it in every run of CI.
-EACH = [name if name in (*NAMED, *DEEPER) else pytest.param(name, marks=pytest.mark.nightly) for name in DRAFTS]
 PROMPT = np.arange(3, 43, dtype=np.int32)
 
 
@@ -41,14 +39,14 @@ def _on_the_cpu() -> Iterator[None]:
 # --- what they compute -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", DRAFTS)
 def test_hidden_states_attention_and_caches_are_those_of_the_whole_model(name: str) -> None:
     assert [depth.differs for depth in measure_depths(name) if depth.spans] == [
         None for depth in measure_depths(name) if depth.spans
     ]
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", DRAFTS)
 def test_depths_are_allowed_exactly_where_attention_to_the_whole_prompt_is_captured(name: str) -> None:
     assert [depth.count for depth in measure_depths(name) if depth.spans] == [
         depth.count for depth in measure_depths(name) if depth.captured

@@ -45,9 +45,6 @@ NAMED = (
     "glm4_moe",
     "deepseek_v3",
 )
-# Those that people run in every run of the suite, all others in the nightly one.
-EACH = [name if name in NAMED else pytest.param(name, marks=pytest.mark.nightly) for name in STAGED]
-PEOPLE_RUN = {tiny_models()[name].architecture for name in NAMED}
 CHUNKS = (31, 17, 1)
 
 
@@ -61,7 +58,7 @@ def everything(case: Case) -> Case:
     return Case(case.prompt, np.arange(case.prompt.size, dtype=np.int32), case.continuation)
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", STAGED)
 def test_logits_and_16_decoded_tokens_equal_the_run_masked_from_that_layer_on(name: str) -> None:
     errors = [error for error in staged_errors(name).values() if isinstance(error, float)]
     assert all(error < EXACT for error in errors)
@@ -102,7 +99,7 @@ def test_caches_in_the_slots_of_the_first_layers_are_what_masks_and_positions_ne
     assert max(relative_error(staged(model, case, n), masked_from(model, case, n)) for n in splits(model)) > 1e-3
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", STAGED)
 def test_keeping_every_token_is_bit_identical_to_mlx_lm(name: str) -> None:
     model = deep_enough(name)
     case = everything(make_case(vocabulary(model)))
@@ -116,10 +113,7 @@ def test_keeping_every_token_is_bit_identical_to_mlx_lm(name: str) -> None:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize(
-    "architecture",
-    [name if name in PEOPLE_RUN else pytest.param(name, marks=pytest.mark.nightly) for name in oracle.architectures()],
-)
+@pytest.mark.parametrize("architecture", oracle.architectures())
 def test_the_table_says_what_the_oracle_says(architecture: str) -> None:
     refusals = support_table()[architecture]["refusals"]
     possible = not {"sparse", "depth"} & refusals.keys()
@@ -138,7 +132,7 @@ def test_keys_that_layers_share_across_the_split_are_refused_when_the_model_is_s
 # --- the probe -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", STAGED)
 def test_the_probe_passes_where_the_oracle_does(name: str) -> None:
     model = deep_enough(name)
     for first, error in staged_errors(name).items():

@@ -183,6 +183,7 @@ def test_a_long_answer_may_take_longer_than_its_request(
     assert httpx.post(base + CHAT, content=BODY, timeout=60).status_code == 200
 
 
+@pytest.mark.extended
 def test_nobody_who_reads_nothing_keeps_a_connection(
     live: Any, dial: Any, engine: FakeEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

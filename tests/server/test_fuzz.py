@@ -46,6 +46,7 @@ def test_chat(lasting: Any, body: dict[str, Any]) -> None:
     check(lasting, "/v1/chat/completions", orjson.dumps(body))
 
 
+@pytest.mark.extended
 @settings(max_examples=examples(200), suppress_health_check=list(HealthCheck))
 @given(body=COMPLETION)
 def test_completions(lasting: Any, body: dict[str, Any]) -> None:
@@ -58,6 +59,7 @@ def test_any_bytes(lasting: Any, body: bytes, path: str) -> None:
     check(lasting, f"/v1/{path}", body)
 
 
+@pytest.mark.extended
 @settings(max_examples=examples(200), suppress_health_check=list(HealthCheck))
 @given(body=TEXTS, path=st.sampled_from(["/tokenize", "/detokenize", "/apply-template"]))
 def test_texts_and_tokens(lasting: Any, body: dict[str, Any], path: str) -> None:

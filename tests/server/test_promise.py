@@ -72,6 +72,7 @@ def turning(step: int, sends: npt.NDArray[np.bool_]) -> Floats:
     return np.full((len(sends), len(SHARES)), 0.002 if step % 200 < 120 else 0.2)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "chances",
     [
@@ -88,6 +89,7 @@ def test_the_promise_is_broken_in_at_most_one_stream_of_twenty(chances: Chances)
     assert found.broken.mean() <= 0.05
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("chances", "best"),
     [

@@ -71,6 +71,7 @@ MEAN = {
 }
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("path", "body"), MEAN.values(), ids=list(MEAN))
 def test_a_mean_body_stops_nobody_else(engine: FakeEngine, path: str, body: bytes) -> None:
     answer, stall = posted(engine, path, body)

@@ -259,6 +259,7 @@ def test_a_head_that_is_written_into_the_weights_is_found(
     assert [record.args for record in caplog.records if "calibrating" in record.message] == progress[2::3]
 
 
+@pytest.mark.extended
 def test_the_bundled_draft_finds_its_needles() -> None:
     pair = load_pair(DEMO / "target", DEMO / "draft")
     assert pair.draft is not None

@@ -150,6 +150,7 @@ def resample_from_the_verifier(p: Distribution, q: Distribution) -> Distribution
     return p
 
 
+@pytest.mark.extended
 def test_the_published_rejection_rule_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     toy = Toy(5, 3)
     monkeypatch.setattr(module, "residual", resample_from_the_verifier)
@@ -166,6 +167,7 @@ def chi_square(toy: Toy, round_: Callable[[Sequence[int], Rng], list[int]], draw
     return sum((counts[key] - draws * weight) ** 2 / (draws * weight) for key, weight in truth.items())
 
 
+@pytest.mark.extended
 def test_sampled_tokens_have_the_distribution() -> None:
     """63 degrees of freedom: 1e-4 of right distributions give more than 112."""
     toy = Toy(2)

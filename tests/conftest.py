@@ -77,7 +77,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out |= {item for item in items if item.get_closest_marker("extended") is not None}
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
-    items.sort(key=lambda item: item.path.parent.name not in (*STARTS_PROCESSES, "properties"))
+    items.sort(key=lambda item: item.path.parent.name not in (*STARTS_PROCESSES, *ASIDE, "properties", "engine"))
     skip_other_processes(config, [item for item in items if item.path.parent.name in STARTS_PROCESSES])
 
 

@@ -76,7 +76,7 @@ def said(tokenizer, tokens):
     return None if "\ufffd" in text else text.strip(" ")
 
 
-@pytest.mark.parametrize("texts", [600, pytest.param(5000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("texts", [100, pytest.param(5000, marks=pytest.mark.nightly)])
 @pytest.mark.extended
 def test_six_pairs_of_tokenizers_and_many_texts(texts):
     rng, began = random.Random(0), time.perf_counter()

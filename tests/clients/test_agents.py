@@ -63,7 +63,7 @@ def existing(home: Path, agent: str) -> None:
     path.write_text((EMPTY | BEFORE).get(agent, JSON))
 
 
-@pytest.mark.parametrize("flavour", ["hermes", "xml"])
+@pytest.mark.parametrize("flavour", ["hermes", pytest.param("xml", marks=pytest.mark.nightly)])
 @ALL
 def test_a_task(chatty: Callable[[Flavour], Server], tmp_path: Path, agent: str, flavour: Flavour) -> None:
     package = PACKAGES[agent]

@@ -25,6 +25,7 @@ def installed(wheel_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return try_install.install(wheel_file, "pip", tmp_path_factory.mktemp("installed"))
 
 
+@pytest.mark.nightly
 def test_the_wheel_with_pip(installed: Path, wheel_file: Path, tmp_path: Path) -> None:
     assert "demo read " in try_install.use(installed, wheel_file, tmp_path)
 

@@ -12,7 +12,7 @@ from tests.support.serving import Server, start_named
 
 from .conftest import Page
 
-pytestmark = pytest.mark.extended
+pytestmark = pytest.mark.nightly
 
 
 @pytest.fixture(scope="module")

@@ -56,6 +56,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(_Passed(file))
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Skip the folders beside the server unless they are asked for: their imports take seconds."""
+    skipped = collection_path.is_dir() and collection_path.name in ASIDE and not config.getoption("--all")
+    return True if skipped and not _named(config) else None
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` is applied
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark tests of a further architecture as extended or nightly, leave extended tests out, and sort.
@@ -111,8 +117,11 @@ def _architectures_of(item: pytest.Item) -> set[str]:
 
 def _is_named(config: pytest.Config, items: list[pytest.Item]) -> bool:
     """Return whether the command line names tests, a file or a folder with extended ones only: then these are meant."""
-    named = [argument for argument in config.invocation_params.args if str(argument).startswith("tests/")]
-    return bool(named) and all(item.get_closest_marker("extended") is not None for item in items)
+    return bool(_named(config)) and all(item.get_closest_marker("extended") is not None for item in items)
+
+
+def _named(config: pytest.Config) -> list[str]:
+    return [str(argument) for argument in config.invocation_params.args if str(argument).startswith("tests/")]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -470,6 +470,8 @@ def _stored_cost(stored: Any, kind: str) -> ForwardCost | None:
 
 _SMALLEST = 64  # tokens of a chunk that requests wait for
 _SMALLEST_BACKGROUND = 16
+# Idle work aims at this part of `target_itl_ms`: the slowest of a hundred chunks takes one and a half times the median.
+_IDLE_PART = 2 / 3
 # Beside other requests a chunk is no shorter than what loses this share of its time to the forward's fixed cost.
 _FIXED_SHARE = 1 / 3
 
@@ -478,8 +480,8 @@ class ChunkSizer:
     """Sizes chunks for the job whose turn it is. MLX thread only, but for `expected`.
 
     Alone, a prefill runs in chunks of `EngineConfig.prefill_step`. Beside other requests a chunk takes about
-    `target_itl_ms`. It is never so short that a third of its time would be the fixed cost of a forward, but for those
-    of idle work.
+    `target_itl_ms`. It is never so short that a third of its time would be the fixed cost of a forward. One of idle
+    work takes two thirds of `target_itl_ms`, however short it has to be.
 
     Attributes:
         largest: tokens of a chunk at most.
@@ -527,12 +529,12 @@ class ChunkSizer:
         if not (contended or background):
             return largest
         cost = self._costs.cost(kind)
-        smallest = _SMALLEST_BACKGROUND if background else _SMALLEST
-        fitting = cost.fitting(self._target_ms, depth) // smallest * smallest
         if background:
-            return min(largest, max(smallest, fitting))
-        least = math.ceil(cost.losing(_FIXED_SHARE, depth) / smallest) * smallest
-        return min(largest, max(smallest, fitting, least))
+            fitting = cost.fitting(_IDLE_PART * self._target_ms, depth)
+            return min(largest, max(1, fitting // _SMALLEST_BACKGROUND) * _SMALLEST_BACKGROUND)
+        fitting = cost.fitting(self._target_ms, depth) // _SMALLEST * _SMALLEST
+        least = math.ceil(cost.losing(_FIXED_SHARE, depth) / _SMALLEST) * _SMALLEST
+        return min(largest, max(_SMALLEST, fitting, least))
 
     def observe(self, job: Job, event: Event) -> None:
         """Record the progress and time of the job's latest chunk."""

@@ -152,11 +152,6 @@ def make_server(app: FastAPI, settings: Settings, connections: int = MAX_CONNECT
     return Server(config, app.state.models)
 
 
-def serve(engine: Engine, settings: Settings, sockets: list[socket.socket]) -> None:
-    """Serve one model that is in memory, as `serve_models` does."""
-    serve_models(Models.of(Service(engine, settings)), sockets)
-
-
 def serve_models(models: Models, sockets: list[socket.socket]) -> None:
     """Serve on bound sockets until SIGINT or SIGTERM, and close the engines.
 

@@ -36,7 +36,7 @@ from mlx_specprefill import (
 from .pair_loading import load_engine, make_settings
 from .pairs import Pair, PairsError, find_pair
 from .prompt.conversation import conversation
-from .prompt.prompt import Prompt, PromptBuilder
+from .prompt.prompt import PromptBuilder
 from .settings import Settings
 
 
@@ -97,7 +97,9 @@ class LocalPair:
         """
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
-        prompt = self._prompt([dict(message) for message in messages])
+        work = self._prompts.chat(conversation([dict(message) for message in messages]))
+        with ThreadPoolExecutor(1) as thread:  # a notebook already runs an event loop on this one
+            prompt = thread.submit(asyncio.run, work).result()
         share = None if keep is None else keep_pct(keep, "keep")
         request = GenerationRequest(
             prompt.tokens,
@@ -111,12 +113,6 @@ class LocalPair:
         if isinstance(end, Failed):
             raise end.error
         return Answer(text, end.reason, end.completion_tokens, end.report)
-
-    def _prompt(self, messages: list[dict[str, Any]]) -> Prompt:
-        """Build the prompt on a thread of its own. A notebook already runs an event loop on this one."""
-        work = self._prompts.chat(conversation(messages))
-        with ThreadPoolExecutor(1) as thread:
-            return thread.submit(asyncio.run, work).result()
 
 
 def stream_text(

@@ -164,8 +164,10 @@ class ProgressReporter:
         self._due: float | None = None  # None: the engine has not begun
 
     def report(self, event: Progress) -> dict[str, Any] | None:
-        """Return the event for this step, None if the stream shows none. No event precedes the first one that counts
-        cached tokens.
+        """Return llama.cpp's progress object, in which `processed` includes `cache`, or None if the stream shows none.
+
+        No event precedes the first one that counts cached tokens. `stage` names the model: the draft reads the whole
+        prompt, the target the cached and the selected tokens.
         """
         now = self._clock()
         if self._due is None:
@@ -173,14 +175,7 @@ class ProgressReporter:
         if event.cached is None or not (self.asked or now >= self._due):
             return None
         self._due = now + PROGRESS_S
-        return self._body(event, now)
-
-    def _body(self, event: Progress, now: float) -> dict[str, Any]:
-        """Return llama.cpp's progress object, in which `processed` includes `cache`.
-
-        `stage` names the model: the draft reads the whole prompt, the target the cached and the selected tokens.
-        """
-        cached = event.cached or 0
+        cached = event.cached
         if event.stage == "prefill":
             total, processed = event.total + cached, event.done + cached
         else:

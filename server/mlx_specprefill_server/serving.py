@@ -165,7 +165,7 @@ class Service:
         Raises:
             InvalidRequestError: what is wrong with the grammar.
         """
-        await self.prompts.run(partial(self.engine.compile, constraint))
+        await self.prompts.workers.run(partial(self.engine.compile, constraint))
 
     def submit(
         self,
@@ -461,13 +461,16 @@ def make_spec(
     if not prompt.tokens.size:
         raise refusal(field, "the prompt has no tokens")
     room = max_tokens_within(len(prompt.tokens), body.limit(), service.context_length, field)
+    # `ignore_eos` has no effect with a grammar, which ends by itself
+    ignored = body.ignore_eos and constraint is None
+    ends = frozenset() if ignored else service.vocabulary.stop_ids | service.format.ends
     request = GenerationRequest(
         prompt=prompt.tokens,
         max_tokens=room,
         sampling=params,
         specprefill=body.options(),
         spans=prompt.spans,
-        stop_token_ids=_stop_ids(service, body, constraint),
+        stop_token_ids=frozenset(body.stop_token_ids) | ends,
         logprobs=body.alternatives(),
         prompt_logprobs=prompt_logprobs,
         constraint=constraint,
@@ -504,11 +507,3 @@ def max_tokens_within(prompt_tokens: int, asked: int | None, context_length: int
     if left < least:
         raise ContextLengthError(prompt_tokens, least, context_length, field)
     return left if asked is None else min(asked, left)
-
-
-def _stop_ids(service: Service, fields: SamplingFields, constraint: Constraint | None) -> frozenset[int]:
-    """Return the tokens that end an answer. `ignore_eos` has no effect with a grammar, which ends by itself."""
-    own = frozenset(fields.stop_token_ids)
-    if fields.ignore_eos and constraint is None:
-        return own
-    return own | service.vocabulary.stop_ids | service.format.ends

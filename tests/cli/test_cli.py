@@ -7,7 +7,6 @@ import re
 import sys
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import Result
@@ -19,6 +18,7 @@ from mlx_specprefill_server.cli import common, run_server
 from mlx_specprefill_server.cli.options import PairOptions
 from mlx_specprefill_server.models.models import Models
 from mlx_specprefill_server.pairs import MissingPairError, Pair
+from mlx_specprefill_server.serving import Service
 from tests.support import tiny
 
 PROMPT = "w" + " w".join(str(n) for n in tiny.random_prompt(400))
@@ -115,43 +115,44 @@ class TestInspect:
         assert sum(int(row[1]) for row in rows) == 50  # chunks of 8
 
 
+def served_alone(models: Models) -> Service:
+    """Return the service of the one model that a server has."""
+    service = models.default.service
+    assert service is not None
+    return service
+
+
 class TestServe:
     @pytest.fixture
-    def served(self, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
-        calls: list[tuple[Any, Any]] = []
-        monkeypatch.setattr(run_server, "serve_forever", lambda engine, settings, _: calls.append((engine, settings)))
-        return calls
-
-    def test_options_become_settings(self, models: list[str], served: list[tuple[Any, Any]]) -> None:
-        options = ["--port", "0", "--api-key", "a", "--api-key", "b", "--model-alias", "mine"]
-        policy = ["--no-specprefill", "--specprefill-threshold", "99", "--specprefill-keep-pct", "0.3"]
-        done = run("serve", *options, *policy, "--prefill-step", "64", "--kv-bits", "8", *models)
-        assert done.exit_code == 0, done.output
-        [(engine, settings)] = served
-        assert settings.port == 0
-        assert [key.get_secret_value() for key in settings.api_keys] == ["a", "b"]
-        assert settings.model_alias == "mine"
-        config = engine.config
-        assert (config.prefill_step, config.kv_bits) == (64, 8)
-        assert (config.policy.enabled, config.policy.threshold) == (False, 99)
-        assert str(config.policy.keep_pct) == "3/10"
-
-    @pytest.fixture
-    def several(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Models]:
+    def served(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Models]:
         """Return the list of served models, with a home that has no table."""
         monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
         calls: list[Models] = []
         monkeypatch.setattr(run_server, "serve_models", lambda models, _: calls.append(models))
         return calls
 
-    def test_a_table_of_models(self, several: list[Models], tmp_path: Path) -> None:
+    def test_options_become_settings(self, models: list[str], served: list[Models]) -> None:
+        options = ["--port", "0", "--api-key", "a", "--api-key", "b", "--model-alias", "mine"]
+        policy = ["--no-specprefill", "--specprefill-threshold", "99", "--specprefill-keep-pct", "0.3"]
+        done = run("serve", *options, *policy, "--prefill-step", "64", "--kv-bits", "8", *models)
+        assert done.exit_code == 0, done.output
+        service = served_alone(served[0])
+        settings, config = service.settings, service.engine.config
+        assert settings.port == 0
+        assert [key.get_secret_value() for key in settings.api_keys] == ["a", "b"]
+        assert settings.model_alias == "mine"
+        assert (config.prefill_step, config.kv_bits) == (64, 8)
+        assert (config.policy.enabled, config.policy.threshold) == (False, 99)
+        assert str(config.policy.keep_pct) == "3/10"
+
+    def test_a_table_of_models(self, served: list[Models], tmp_path: Path) -> None:
         table = tmp_path / "models.toml"
         table.write_text(
             '[a]\ntarget = "x/y"\n["b-1"]\ntarget = "./z"\nalias = "b"\naliases = ["c"]\npin = true\nttl = 60\n'
         )
         done = run("serve", "--config", str(table), "--max-models", "1", "--port", "0", "--rule", "paper")
         assert done.exit_code == 0, done.output
-        [models] = several
+        [models] = served
         assert [(e.id, e.name, e.aliases, e.pin, e.ttl) for e in models] == [
             ("a", "a", (), False, None),
             ("b", "b-1", ("c",), True, 60.0),
@@ -161,15 +162,15 @@ class TestServe:
         assert models.state.settings.max_models == 1
 
     def test_the_users_own_table_is_taken_where_no_model_is_named(
-        self, several: list[Models], served: list[Any], models: list[str], tmp_path: Path
+        self, served: list[Models], models: list[str], tmp_path: Path
     ) -> None:
         table = tmp_path / "config" / "mlx-specprefill" / "models.toml"
         table.parent.mkdir(parents=True)
         table.write_text('[mine]\ntarget = "x/y"\n')
         assert run("serve", "--port", "0").exit_code == 0
-        assert [entry.id for entry in several[0]] == ["mine"]
+        assert [entry.id for entry in served[0]] == ["mine"]
         assert run("serve", *models).exit_code == 0
-        assert len(served) == len(several) == 1
+        assert [models.several for models in served] == [True, False]
 
     @pytest.mark.parametrize(
         ("text", "options", "said"),
@@ -181,21 +182,21 @@ class TestServe:
         ],
     )
     def test_tables_with_mistakes(
-        self, several: list[Models], tmp_path: Path, text: str, options: list[str], said: str
+        self, served: list[Models], tmp_path: Path, text: str, options: list[str], said: str
     ) -> None:
         table = tmp_path / "models.toml"
         table.write_text(text)
         done = run("serve", "--config", str(table), "--port", "0", *options)
         assert done.exit_code == 2
         assert said in done.stderr
-        assert not several
+        assert not served
 
-    def test_memory_options(self, models: list[str], served: list[tuple[Any, Any]], tmp_path: Path) -> None:
+    def test_memory_options(self, models: list[str], served: list[Models], tmp_path: Path) -> None:
         sizes = ["--memory-limit", "2GB", "--prefix-cache-size", "64MB", "--prefix-disk-size", "1GB"]
         others = ["--prefix-cache-dir", str(tmp_path), "--max-rows", "3", "--target-itl-ms", "40", "--densify", "off"]
         done = run("serve", *sizes, *others, *models)
         assert done.exit_code == 0, done.output
-        config = served[0][0].config
+        config = served_alone(served[0]).engine.config
         assert (config.memory_limit, config.prefix_cache_bytes, config.prefix_disk_bytes) == (
             2 << 30,
             64 << 20,
@@ -204,18 +205,18 @@ class TestServe:
         assert (config.prefix_cache_dir, config.max_rows, config.target_itl_ms) == (tmp_path, 3, 40)
         assert not config.policy.densify
 
-    def test_options_of_the_caches(self, models: list[str], served: list[tuple[Any, Any]], tmp_path: Path) -> None:
+    def test_options_of_the_caches(self, models: list[str], served: list[Models], tmp_path: Path) -> None:
         options = ["--prefix-cache-size", "1.5MB", "--prefix-cache-dir", str(tmp_path), "--prefix-disk-size", "2GB"]
         others = ["--memory-limit", "3g", "--max-rows", "4", "--target-itl-ms", "50", "--densify", "off"]
         assert run("serve", *options, *others, *models).exit_code == 0
-        config = served[0][0].config
+        config = served_alone(served[0]).engine.config
         assert (config.prefix_cache_bytes, config.prefix_disk_bytes) == (3 << 19, 2 << 30)
         assert config.prefix_cache_dir == tmp_path
         assert (config.memory_limit, config.max_rows, config.target_itl_ms) == (3 << 30, 4, 50.0)
         assert config.policy.densify is False
 
     def test_the_pair_file_gives_defaults_that_options_override(
-        self, models: list[str], served: list[tuple[Any, Any]], tmp_path: Path
+        self, models: list[str], served: list[Models], tmp_path: Path
     ) -> None:
         pairs = tmp_path / "pairs.toml"
         target, draft = models[1], models[3]
@@ -223,18 +224,19 @@ class TestServe:
         from_file = ["serve", "--pairs-file", str(pairs), "--pair", "mine"]
         assert run(*from_file).exit_code == 0
         assert run(*from_file, "--specprefill-threshold", "5").exit_code == 0
-        assert [engine.config.policy.threshold for engine, _ in served] == [77, 5]
-        assert [str(engine.config.policy.keep_pct) for engine, _ in served] == ["2/5", "2/5"]
-        assert [settings.model_alias for _, settings in served] == ["mine", "mine"]
+        services = [served_alone(models) for models in served]
+        assert [service.engine.config.policy.threshold for service in services] == [77, 5]
+        assert [str(service.engine.config.policy.keep_pct) for service in services] == ["2/5", "2/5"]
+        assert [service.settings.model_alias for service in services] == ["mine", "mine"]
 
     def test_the_environment_beats_the_pair_file(
-        self, models: list[str], served: list[tuple[Any, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, models: list[str], served: list[Models], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         pairs = tmp_path / "pairs.toml"
         pairs.write_text(f'[mine]\ntarget = "{models[1]}"\nthreshold = 77\n')
         monkeypatch.setenv("MLX_SPECPREFILL_SPECPREFILL_THRESHOLD", "6")
         assert run("serve", "--pairs-file", str(pairs), "--pair", "mine").exit_code == 0
-        assert served[0][0].config.policy.threshold == 6
+        assert served_alone(served[0]).engine.config.policy.threshold == 6
 
 
 class TestEval:

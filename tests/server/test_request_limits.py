@@ -16,6 +16,8 @@ from mlx_specprefill_server import app
 from mlx_specprefill_server.app import Server
 from mlx_specprefill_server.connections import bound_sockets
 from mlx_specprefill_server.generation import generation
+from mlx_specprefill_server.models.models import Models
+from mlx_specprefill_server.serving import Service
 from mlx_specprefill_server.settings import Settings
 from tests.support.waiting import eventually
 
@@ -118,7 +120,8 @@ def test_a_server_that_can_compute_nothing_ends_by_itself_with_an_exit_status(
     monkeypatch.setattr(app, "TELLING_S", 2.0)
     settings = Settings(port=0)
     with bound_sockets(settings.host, 0) as sockets, ThreadPoolExecutor(1) as pool:
-        served = pool.submit(app.serve, engine, settings, sockets)  # type: ignore[arg-type] # as much of one as it needs
+        models = Models.of(Service(engine, settings))  # type: ignore[arg-type] # as much of one as it needs
+        served = pool.submit(app.serve_models, models, sockets)
         base = f"http://127.0.0.1:{sockets[0].getsockname()[1]}"
         assert eventually(lambda: httpx.get(f"{base}/health", timeout=60).status_code == 200)
         engine.lost = "the device takes no more work"

@@ -25,13 +25,12 @@ import typer
 from mlx_specprefill import DtypeName, PeerLostError, RankedEngine, Ranks, SettingsError, join_ranks
 
 from ..app import LOST_STATUS, TELLING_S, serve_models
-from ..app import serve as serve_forever
 from ..connections import bound_sockets, is_exposed
 from ..models.loader import Loader, entries_of, models_file, read_table
 from ..models.models import Models
 from ..monitoring.logs import configure_logging
 from ..pair_loading import drop_unset, make_settings
-from ..serving import ServerState
+from ..serving import ServerState, Service
 from ..settings import ENV_PREFIX, SECRETS, Settings, variable
 from .common import OptionError, choose, note_environment, one_line_errors
 from .options import PairOptions
@@ -216,7 +215,7 @@ def run_server(
         # First: loading takes minutes, and a port in use must be reported at once.
         with listening(settings) as sockets:
             with loading() as engine:
-                serve_forever(engine, settings, sockets)
+                serve_models(Models.of(Service(engine, settings)), sockets)
             if ranks is not None:
                 ranks.close()
 

@@ -48,15 +48,13 @@ def read_choice(given: str | dict[str, Any]) -> ToolChoice:
             return given
         case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
             return NamedTool(name)
-        case {"type": "allowed_tools", "allowed_tools": dict(allowed)}:
+        case {"type": "allowed_tools", "allowed_tools": dict(allowed)} | {"type": "allowed_tools", **allowed}:
             return _allowed_tools(allowed)
-        case {"type": "allowed_tools", "mode": mode, "tools": tools}:
-            return _allowed_tools({"mode": mode, "tools": tools})
     rule = '"none", "auto", "required", {"type": "function", "function": {"name": …}} or allowed_tools'
     raise refusal("tool_choice", f"must be {rule}")
 
 
-def _allowed_tools(given: Mapping[str, Any]) -> AllowedTools:
+def _allowed_tools(given: Mapping[Any, Any]) -> AllowedTools:
     """Read OpenAI's object with `mode` and `tools`. Tools other than functions are the provider's own and left out."""
     mode, tools = given.get("mode"), given.get("tools")
     if mode not in ("auto", "required") or not isinstance(tools, list):

@@ -151,7 +151,13 @@ class Metrics(Collector):
         yield GaugeMetricFamily("vllm:kv_cache_usage_perc", "Reserved share of KV memory, 0 to 1.", _usage(stats))
         yield GaugeMetricFamily("llamacpp:requests_processing", "Requests in work.", running)
         yield GaugeMetricFamily("llamacpp:requests_deferred", "Requests that wait.", stats.waiting)
-        yield from self._sums()
+        yield CounterMetricFamily("llamacpp:prompt_tokens", "Prompt tokens that were not cached.", self._read)
+        yield CounterMetricFamily("llamacpp:prompt_seconds", "Time of draft, selection and prefill.", self._read_s)
+        yield CounterMetricFamily("llamacpp:tokens_predicted", "Generated tokens.", self._made)
+        yield CounterMetricFamily("llamacpp:tokens_predicted_seconds", "Time of decoding.", self._made_s)
+        rates = _rate(self._read, self._read_s), _rate(self._made, self._made_s)
+        yield GaugeMetricFamily("llamacpp:prompt_tokens_seconds", "Mean prefill tokens/s.", rates[0])
+        yield GaugeMetricFamily("llamacpp:predicted_tokens_seconds", "Mean tokens/s.", rates[1])
         yield GaugeMetricFamily("specprefill_engine_up", "1 while the engine's thread lives.", int(health.alive))
         yield GaugeMetricFamily(
             "specprefill_engine_heartbeat_age_seconds", "Seconds since the engine's last step.", health.heartbeat_age_s
@@ -167,16 +173,6 @@ class Metrics(Collector):
         yield _family(
             GaugeMetricFamily, "specprefill_cache_bytes", "Memory of prefixes for later requests.", "kind", caches
         )
-
-    def _sums(self) -> Iterator[Metric]:
-        yield CounterMetricFamily("llamacpp:prompt_tokens", "Prompt tokens that were not cached.", self._read)
-        yield CounterMetricFamily("llamacpp:prompt_seconds", "Time of draft, selection and prefill.", self._read_s)
-        yield CounterMetricFamily("llamacpp:tokens_predicted", "Generated tokens.", self._made)
-        yield CounterMetricFamily("llamacpp:tokens_predicted_seconds", "Time of decoding.", self._made_s)
-        yield GaugeMetricFamily(
-            "llamacpp:prompt_tokens_seconds", "Mean prefill tokens/s.", _rate(self._read, self._read_s)
-        )
-        yield GaugeMetricFamily("llamacpp:predicted_tokens_seconds", "Mean tokens/s.", _rate(self._made, self._made_s))
 
 
 def metrics_text(models: Iterable[Metrics]) -> bytes:

@@ -15,7 +15,6 @@ from mlx_specprefill import (
     Logprob,
     Progress,
     PromptLogprobs,
-    SamplingParams,
     TokenEvent,
     TokenIds,
     as_token_ids,
@@ -26,7 +25,7 @@ from ..deltas import AnswerDelta, AnswerDone, Idle, TextDelta
 from ..dependencies import ModelDep, body_of
 from ..errors import refusal
 from ..fields import Whole, first_limit, refuse_documents, refuse_sampling
-from ..generation.generation import AnswerSpec, Generation
+from ..generation.generation import Generation
 from ..generation.reader import Vocabulary
 from ..middleware import IdentityDep
 from ..parsers.formats import plain_text
@@ -114,7 +113,23 @@ async def create(
         await service.compile(constraint)
     sampling = await sampling_params(service, body)
     prompts = await while_connected(request, _prompts(service, body))
-    specs = [_spec(service, body, sampling, prompt, constraint) for prompt in prompts]
+    scored = body.logprobs if body.echo else None
+    if body.limit() == 0 and scored is None:
+        scored = 0  # an echo without an answer: the engine takes no request for 0 tokens
+    specs = [
+        make_spec(
+            service,
+            body,
+            sampling,
+            prompt,
+            plain_text,
+            field="prompt",
+            prompt_logprobs=scored,
+            constraint=constraint,
+            every_token=True,
+        )
+        for prompt in prompts
+    ]
     generation = service.submit(specs, identity, body.cache_salt, warnings, body.n)
     return await respond(request, generation, CompletionAnswer(service, body, generation), streamed=body.stream)
 
@@ -132,25 +147,6 @@ async def _prompt(service: Service, prompt: str | tuple[int, ...], suffix: str) 
     if not all(0 <= token < size for token in prompt):
         raise refusal("prompt", f"token ids must be from 0 to {size - 1}")
     return Prompt(as_token_ids(prompt))
-
-
-def _spec(
-    service: Service, body: CompletionRequest, sampling: SamplingParams, prompt: Prompt, constraint: Constraint | None
-) -> AnswerSpec:
-    prompt_logprobs = body.logprobs if body.echo else None
-    if body.limit() == 0 and prompt_logprobs is None:
-        prompt_logprobs = 0  # an echo without an answer: the engine takes no request for 0 tokens
-    return make_spec(
-        service,
-        body,
-        sampling,
-        prompt,
-        plain_text,
-        field="prompt",
-        prompt_logprobs=prompt_logprobs,
-        constraint=constraint,
-        every_token=True,
-    )
 
 
 def fill_in_the_middle(vocabulary: Vocabulary, prompt: str, suffix: str) -> str:

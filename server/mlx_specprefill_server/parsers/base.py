@@ -38,10 +38,6 @@ class Tools:
     def __bool__(self) -> bool:
         return bool(self.properties)
 
-    def schema(self, tool: str, parameter: str) -> Any:
-        """Return the parameter's schema, None if the tool has none for it."""
-        return self.properties.get(tool, {}).get(parameter)
-
     def name(self, raw: str) -> str:
         """Return the tool's name without control tokens and namespaces, which models leak into names.
 

@@ -141,13 +141,12 @@ class Members:
     """A writer of `"name": value` pairs as one JSON object while their values are still being generated."""
 
     def __init__(self, tools: Tools, tool: str) -> None:
-        self._tools = tools
-        self._tool = tool
+        self._schemas = tools.properties.get(tool, {})
         self._before = "{"
 
     def add(self, name: str, value: Value) -> Reading[None]:
         """Add one pair. Text is passed on as it comes, other types when they are complete."""
-        schema = self._tools.schema(self._tool, name)
+        schema = self._schemas.get(name)
         head = f"{self._before}{orjson.dumps(name).decode()}: "
         self._before = ", "
         if _types(schema) == {"string"}:

@@ -75,7 +75,7 @@ class PromptBuilder:
         allow_special_tokens: names of control tokens in a conversation's content are those tokens, not text.
 
     Attributes:
-        workers: the threads that render and tokenize.
+        workers: the threads that render and tokenize. They take any long call that uses the tokenizer.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class PromptBuilder:
             InvalidRequestError: the model has no chat template, or its template refuses the conversation.
             ContextLengthError: it can't fit the context.
         """
-        return await self.run(partial(self._chat, conversation))
+        return await self.workers.run(partial(self._chat, conversation))
 
     async def raw(self, text: str) -> Prompt:
         """Return an unrendered prompt, with the special tokens that the tokenizer adds and the text has not.
@@ -118,7 +118,7 @@ class PromptBuilder:
 
     async def text(self, conversation: Conversation) -> str:
         """Return the rendered conversation as text; raises as `chat`."""
-        return (await self.run(partial(self._fit, conversation))).text
+        return (await self.workers.run(partial(self._fit, conversation))).text
 
     async def tokens(self, text: str, *, special: bool, field: str) -> list[int]:
         """Return the ids of a text. `special` adds the tokens that the tokenizer puts around prompts.
@@ -126,11 +126,7 @@ class PromptBuilder:
         Raises:
             ContextLengthError: it can't fit the context; names `field`.
         """
-        return await self.run(partial(self._tokens, text, special, field))
-
-    async def run(self, call: Callable[[], T]) -> T:
-        """Run a long call that uses the tokenizer on a worker thread."""
-        return await self.workers.run(call)
+        return await self.workers.run(partial(self._tokens, text, special, field))
 
     def check_length(self, text: str, field: str) -> None:
         """Refuse a text that can't fit before all of it is tokenized. The context bounds the work, whatever the text.

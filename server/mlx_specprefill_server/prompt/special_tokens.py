@@ -261,7 +261,7 @@ class ControlTokens:
     def __init__(self, tokenizer: Any) -> None:
         known = getattr(tokenizer, "added_tokens_decoder", {})
         template = str(getattr(tokenizer, "chat_template", "") or "")
-        structure = {*chain.from_iterable(THINK_TAGS.values()), *_call_tags(tokenizer)}
+        structure = {*chain.from_iterable(THINK_TAGS.values()), tokenizer.tool_call_start, tokenizer.tool_call_end}
         ends = set(tokenizer.eos_token_ids)
 
         def is_control(token: int, name: str, special: bool) -> bool:
@@ -325,11 +325,6 @@ class ControlTokens:
         return (words and run in self._words) or (
             not run.isalnum() and bool(run.strip("_ \t\r\n")) and run in self._joined
         )
-
-
-def _call_tags(tokenizer: Any) -> set[str]:
-    """Return the tags that mark calls for mlx-lm."""
-    return {tag for name in ("tool_call_start", "tool_call_end") if (tag := getattr(tokenizer, name, None))}
 
 
 def _longest_of(names: Iterable[str]) -> str:

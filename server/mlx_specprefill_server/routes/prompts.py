@@ -115,7 +115,7 @@ async def detokenize(
     size = service.vocabulary.size
     if not all(0 <= token < size for token in body.tokens):
         raise refusal("tokens", f"ids must be from 0 to {size - 1}")
-    decoding = service.prompts.run(partial(service.vocabulary.decode, body.tokens))
+    decoding = service.prompts.workers.run(partial(service.vocabulary.decode, body.tokens))
     text = await while_connected(request, decoding)
     return JsonResponse({"content": text, "prompt": text})
 
@@ -160,7 +160,7 @@ async def explain(
     except SparseUnsupportedError as error:
         raise ApiError(400, f"Nothing to explain: {error}", code="sparse_unsupported") from error
     texts = partial(explain_chunks, service.engine.pair.tokenizer, prompt.tokens, inspection)
-    chunks = await while_connected(request, service.prompts.run(texts))
+    chunks = await while_connected(request, service.prompts.workers.run(texts))
     names = {"object": "specprefill.explanation", "model": service.model_id, "draft": service.draft_id}
     return JsonResponse(names | explanation(inspection, chunks) | {"tokens": prompt.tokens.tolist()})
 

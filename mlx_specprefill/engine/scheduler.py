@@ -470,7 +470,8 @@ def _stored_cost(stored: Any, kind: str) -> ForwardCost | None:
 
 _SMALLEST = 64  # tokens of a chunk that requests wait for
 _SMALLEST_BACKGROUND = 16
-# Idle work aims at this part of `target_itl_ms`: the slowest of a hundred chunks takes one and a half times the median.
+# Idle work takes this part of what `target_itl_ms` leaves beside a forward's fixed cost: of a hundred chunks, the
+# slowest takes one and a half times the median.
 _IDLE_PART = 2 / 3
 # Beside other requests a chunk is no shorter than what loses this share of its time to the forward's fixed cost.
 _FIXED_SHARE = 1 / 3
@@ -481,7 +482,7 @@ class ChunkSizer:
 
     Alone, a prefill runs in chunks of `EngineConfig.prefill_step`. Beside other requests a chunk takes about
     `target_itl_ms`. It is never so short that a third of its time would be the fixed cost of a forward. One of idle
-    work takes two thirds of `target_itl_ms`, however short it has to be.
+    work is shorter than that, whatever it loses.
 
     Attributes:
         largest: tokens of a chunk at most.
@@ -530,7 +531,7 @@ class ChunkSizer:
             return largest
         cost = self._costs.cost(kind)
         if background:
-            fitting = cost.fitting(_IDLE_PART * self._target_ms, depth)
+            fitting = cost.fitting(cost.fixed + _IDLE_PART * (self._target_ms - cost.fixed), depth)
             return min(largest, max(1, fitting // _SMALLEST_BACKGROUND) * _SMALLEST_BACKGROUND)
         fitting = cost.fitting(self._target_ms, depth) // _SMALLEST * _SMALLEST
         least = math.ceil(cost.losing(_FIXED_SHARE, depth) / _SMALLEST) * _SMALLEST

@@ -131,14 +131,16 @@ def test_depth_bounds_chunks():
 
 
 @pytest.mark.parametrize("machine", DENSE)
-def test_background_chunks_leave_a_third_of_the_target_for_what_slows_them(machine):
+def test_background_chunks_leave_a_third_of_their_time_for_what_slows_them(machine):
     run = Machine(DENSE[machine])
     for tokens in (300, 2000, 900):
         run.prefill(tokens)
     for cached in (0, 8000, 40_000):
         sizes = [(size, ms) for size, ms in run.prefill(8000, background=True, cached=cached)]
         most = 1.15 if cached else 1.05  # so deep a chunk was never timed before
-        assert max(ms for _, ms in sizes) <= most * 2 / 3 * GPU.target_itl_ms
+        aim = run.law.fixed + 2 / 3 * (GPU.target_itl_ms - run.law.fixed)
+        assert max((ms for size, ms in sizes if size > 16), default=0) <= most * aim
+        assert max(ms for _, ms in sizes) <= most * GPU.target_itl_ms
         assert min(size for size, _ in sizes[:-1]) >= 16
 
 

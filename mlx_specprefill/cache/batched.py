@@ -276,9 +276,9 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
         if not self.arrays:
             return False
         capacity, _, slots, _ = self.arrays[0].shape
-        needed = len(self._rows) * (slots - self._first)
-        idle = self.nbytes - self.nbytes * needed // (capacity * slots)
-        return idle > min(self._idle_bytes, self.nbytes // 2)
+        held = self.nbytes
+        idle = held - held * len(self._rows) * (slots - self._first) // (capacity * slots)
+        return idle > min(self._idle_bytes, held // 2)
 
     def compact(self) -> None:
         """Copy the rows to arrays without idle space."""

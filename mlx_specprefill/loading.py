@@ -35,7 +35,6 @@ from .reading import (
     dtype_name,
     read_model,
     read_part,
-    read_placed,
     resolve_model_path,
     stated_sampling,
     vocab_size,
@@ -190,14 +189,15 @@ def load_pair(
         if sharding != "tensor":
             draft_model = placement = None
     elif draft is not None and draft != "self":
-        draft_from = draft
-        if ranks is not None:
-            if draft_placement == "sharded" and draft_heads is not None:
+        draft_from, placement = draft, None if ranks is None else draft_placement
+        if ranks is not None and placement == "sharded":
+            if draft_heads is not None:
                 raise LoadError("retrieval heads that were trained on a draft can't be split: --draft-placement first")
-            placement = draft_placement
-            draft_model, draft_tokenizer, draft_config = read_placed(draft, read, dtype, on_progress, ranks, placement)
-        else:
+            draft_model, draft_tokenizer, draft_config, _ = read_part(draft, dtype, on_progress, ranks, "tensor")
+        elif ranks is None or ranks.leads:
             draft_model, draft_tokenizer, draft_config = read(draft, dtype, on_progress)
+        else:
+            draft_model = None
     pair = make_pair(
         model,
         tokenizer,

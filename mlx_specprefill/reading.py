@@ -30,7 +30,7 @@ from tokenizers import Tokenizer
 
 from .adapters.gguf import describe_gguf, is_gguf, load_gguf
 from .adapters.probe import FLOAT16_MAX, largest_hidden
-from .config import DraftPlacement, DtypeName
+from .config import DtypeName
 from .distributed.ranks import Ranks
 from .errors import LoadError
 
@@ -39,8 +39,8 @@ def _text_config(config: dict[str, Any]) -> dict[str, Any]:
     return {**config, **(config.get("text_config") or {})}
 
 
-def context_length(config: dict[str, Any], tokenizer: TokenizerWrapper) -> int:
-    """Return the smaller of the configured context and the tokenizer's limit, in tokens. At most a million."""
+def context_length(config: dict[str, Any], tokenizer: TokenizerWrapper | None) -> int:
+    """Return the configured context, or the tokenizer's limit if that is smaller, in tokens. At most a million."""
     known = _text_config(config)
     names = ("max_position_embeddings", "model_max_length", "max_seq_len", "seq_length", "n_positions", "n_ctx")
     limits: list[int] = [_LONGEST] + [
@@ -346,21 +346,6 @@ def read_part(
     return model, tokenizer, config, sharding
 
 
-def read_placed(
-    draft: str | Path,
-    read: Callable[[str | Path, DtypeName, OnProgress], Read],
-    dtype: DtypeName,
-    on_progress: OnProgress,
-    ranks: Ranks,
-    placement: DraftPlacement,
-) -> tuple[nn.Module | None, TokenizerWrapper | None, dict[str, Any] | None]:
-    """Return the draft on rank 0 and nothing on the others, or this rank's part of it."""
-    if placement == "sharded":
-        model, tokenizer, config, _ = read_part(draft, dtype, on_progress, ranks, "tensor")
-        return model, tokenizer, config
-    return read(draft, dtype, on_progress) if ranks.leads else (None, None, None)
-
-
 @contextmanager
 def _errors(where: str | Path) -> Iterator[None]:
     try:
@@ -377,19 +362,14 @@ def _lazy(where: str | Path) -> Read:
     elif not (path / "config.json").is_file():
         raise LoadError(f"{where}: no model here (config.json is missing)")
     else:
-        _check_configuration(path / "config.json")
+        try:
+            json.loads((path / "config.json").read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise LoadError(f"{path / 'config.json'}: {error}") from error
     model, tokenizer, config = mlx_load(str(path or where), return_config=True, lazy=True)
     if path is not None:
         _split_as_declared(tokenizer, path)
     return model, tokenizer, config
-
-
-def _check_configuration(file: Path) -> None:
-    """Raise LoadError, which names the file, if it holds no JSON."""
-    try:
-        json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise LoadError(f"{file}: {error}") from error
 
 
 def _split_as_declared(tokenizer: TokenizerWrapper, folder: Path) -> None:

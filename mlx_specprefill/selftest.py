@@ -48,24 +48,12 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 Tokens = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.floating[Any]]
 
-VOCAB, M = 128, 128
+VOCAB, M = 128, 128  # the vocabulary of selftest.json
 PROMPT = np.random.default_rng(1).integers(2, VOCAB, M).astype(np.int32)
 _DEPTH = 2  # layers, the last of which sees the whole prompt
 
-_SHARED = {
-    "hidden_size": 128,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "vocab_size": VOCAB,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": False,
-}
 _OWN = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+_SHARED = _OWN.pop("shared")
 # Metal has kernels for these head sizes. All experts are chosen, because rounding would swap the last ones.
 FAMILIES: dict[str, dict[str, Any]] = {name: {**_SHARED, **own} for name, own in _OWN.items()}
 

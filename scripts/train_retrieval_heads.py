@@ -26,9 +26,10 @@ from mlx_lm.utils import dequantize_model
 from retrieval import student
 from retrieval.collect import Target, lay_out, record
 from retrieval.text import make_document
+from retrieval.written import write_heads
 
 from mlx_specprefill import ModelPair, load_pair
-from mlx_specprefill.adapters.retrieval_heads import RetrievalHeads, write_heads
+from mlx_specprefill.adapters.retrieval_heads import RetrievalHeads
 
 ROOT = Path(__file__).resolve().parents[1]
 DEPTHS = (5, 6, 7, 8)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -53,18 +53,6 @@ class Active(threading.local, Generic[T]):
 
 
 TILE = 1 << 20  # logits that are scored at a time; about a dozen arrays of that size exist meanwhile
-
-
-class AttentionObserver(Protocol):
-    """Interface of objects that see attention calls."""
-
-    def observe(self, queries: mx.array, keys: mx.array, scale: float, mask: Any, sinks: mx.array | None) -> None:
-        """Observe one call of the primitive: queries (B, H, L, D), keys (B, H_kv, S, D)."""
-        ...
-
-    def observe_logits(self, logits: mx.array) -> None:
-        """Observe one softmax, of attention or of other code."""
-        ...
 
 
 def pool(rows: mx.array, width: int) -> mx.array:
@@ -283,7 +271,7 @@ class AttentionRecord:
         self.handwritten = self.handwritten or logits.ndim >= 4
 
 
-_observer: Active[AttentionObserver] = Active()
+_observer: Active[QueryCapture | HeadCapture | AttentionRecord] = Active()
 
 
 @contextmanager

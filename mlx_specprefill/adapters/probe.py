@@ -88,8 +88,7 @@ def probe_staged(model: StagedModel) -> str | None:
 
 
 def _probe_parts(model: StagedModel) -> str | None:
-    stock = _forward(model.whole, make_prompt_cache(model.whole), [_COUNT])
-    tolerance = max(_TOLERANCE.get(stock.dtype, 4e-2), 4 * _distance(stock, _one_by_one_stock(model.whole)))
+    stock, tolerance = _stock(model.whole)
     contiguous = np.arange(_COUNT, dtype=np.int32)
     if not _distance(_in_parts(model, contiguous, [_SPLIT, _COUNT - _SPLIT])[:_COUNT], stock) < tolerance:
         return "its layers in two parts differ from the model"
@@ -123,11 +122,11 @@ def _in_parts(model: StagedModel, positions: Positions, sizes: Sequence[int]) ->
 
 
 def _probe(model: nn.Module) -> str | None:
-    stock = _forward(model, make_prompt_cache(model), [_COUNT])
-    tolerance = max(_TOLERANCE.get(stock.dtype, 4e-2), 4 * _distance(stock, _one_by_one_stock(model)))
+    stock, tolerance = _stock(model)
     contiguous = np.arange(_COUNT, dtype=np.int32)
     gapped = _at_positions(model, _GAPPED)
-    single = _forward(model, make_positioned_cache(model), [1] * _COUNT, _ordinary(_GAPPED))
+    # Single tokens have one integer offset: mlx-lm's own path through every RoPE.
+    single = _forward(model, make_positioned_cache(model), [1] * _COUNT, lambda cache, at: place(cache, _GAPPED[at]))
     if not all(bool(mx.isfinite(logits).all().item()) for logits in (stock, gapped, single)):
         return "its logits are not finite"
     if not _distance(_at_positions(model, contiguous), stock) < tolerance:
@@ -156,9 +155,10 @@ def _forward(
     return mx.concatenate(logits)
 
 
-def _one_by_one_stock(model: nn.Module) -> mx.array:
-    """Return the logits of the same sequence without any mapping, to measure rounding."""
-    return _forward(model, make_prompt_cache(model), [1] * _COUNT)
+def _stock(model: nn.Module) -> tuple[mx.array, float]:
+    """Return the logits without any mapping, and their tolerance: some times the rounding of tokens fed one by one."""
+    logits, singly = (_forward(model, make_prompt_cache(model), sizes) for sizes in ([_COUNT], [1] * _COUNT))
+    return logits, max(_TOLERANCE.get(logits.dtype, 4e-2), 4 * _distance(logits, singly))
 
 
 def _at_positions(model: nn.Module, positions: Positions) -> mx.array:
@@ -170,11 +170,6 @@ def _at_positions(model: nn.Module, positions: Positions) -> mx.array:
                 layer._placed = (positions[part], on_device)
 
     return _forward(model, make_positioned_cache(model), [_SPLIT, _COUNT - _SPLIT], explicit)
-
-
-def _ordinary(positions: Positions) -> Callable[[list[Any], slice], None]:
-    """Feed single tokens, which have one integer offset: mlx-lm's own path through every RoPE."""
-    return lambda cache, part: place(cache, positions[part])
 
 
 def _distance(a: mx.array, b: mx.array) -> float:

@@ -8,7 +8,7 @@ the attention of the captured rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,19 +88,6 @@ def known_heads(draft: RetrievalDraft) -> DraftHeads:
     return DraftHeads(heads, draft.count + 1, len(layers_of(draft.whole)), {})
 
 
-def write_heads(file: Path, heads: RetrievalHeads, model: nn.Module, layers: int, about: Mapping[str, str]) -> None:
-    """Store heads that were trained on the hidden states after the first `layers` of `model`.
-
-    Args:
-        about: origin, licence.
-    """
-    arrays = {name: array.astype(mx.float16) for name, array in tree_flatten(heads.parameters())}
-    facts = {"layers": layers, "heads": heads.heads, "width": heads.width, "eps": heads.eps}
-    known = {"format": FORMAT, **{name: str(value) for name, value in facts.items()}, **about}
-    witness = _witness(model, layers).astype(mx.float32)
-    mx.save_safetensors(str(file), arrays | {"witness": witness}, known)
-
-
 def attach_heads(model: nn.Module, file: Path) -> RetrievalDraft:
     """Return the first layers of `model` with the heads from a file, in the dtype of the model's weights.
 
@@ -111,7 +98,7 @@ def attach_heads(model: nn.Module, file: Path) -> RetrievalDraft:
     total = len(layers_of(model))
     if layers > total:
         raise LoadError(f"{file}: its heads stand on the first {layers} layers; the draft has {total}")
-    ours, theirs = _witness(model, layers), arrays.pop("witness")
+    ours, theirs = witness_of(model, layers), arrays.pop("witness")
     if ours.shape != theirs.shape or not _is_close(ours, theirs):
         raise LoadError(f"{file}: its heads were trained on another model than this draft (layer {layers} differs)")
     expected = {name: array.shape for name, array in tree_flatten(heads.parameters())}
@@ -139,7 +126,8 @@ def _read(file: Path) -> tuple[int, RetrievalHeads, dict[str, mx.array]]:
         raise LoadError(f"{file}: {error}") from error
 
 
-def _witness(model: nn.Module, layers: int) -> mx.array:
+def witness_of(model: nn.Module, layers: int) -> mx.array:
+    """Return the weights by which heads on the first `layers` know their model."""
     last: dict[str, mx.array] = dict(tree_flatten(layers_of(model)[layers - 1].parameters()))
     if _WITNESS not in last:
         raise LoadError(f"retrieval heads need layers with a {_WITNESS.removesuffix('.weight')}; this model has none")

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
+from retrieval.written import write_heads
 
 from mlx_specprefill import (
     Engine,
@@ -27,7 +28,7 @@ from mlx_specprefill import (
 )
 from mlx_specprefill.adapters.capture import HeadCapture, record_attention
 from mlx_specprefill.adapters.depth import first_layers, layers_of
-from mlx_specprefill.adapters.retrieval_heads import RetrievalDraft, RetrievalHeads, attach_heads, write_heads
+from mlx_specprefill.adapters.retrieval_heads import RetrievalDraft, RetrievalHeads, attach_heads
 from mlx_specprefill.cache.positioned import leaves
 from mlx_specprefill.cache.prefix.nodes import model_identity
 from mlx_specprefill.engine.memory import measure_footprint, weight_bytes

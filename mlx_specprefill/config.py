@@ -16,7 +16,6 @@ _LONG_PROMPT = 8192  # tokens
 SpeculationName = Literal["off", "ngram", "draft", "triforce", "mtp"]
 SPECULATION_NAMES: tuple[SpeculationName, ...] = get_args(SpeculationName)
 WiredLimit = Literal["auto", "on", "off"]
-ForcedRule = Literal["template", "last-token"]
 RuleName = Literal["default", "paper"]
 RULE_NAMES: tuple[RuleName, ...] = get_args(RuleName)
 Scope = Literal["user", "all"]
@@ -74,7 +73,6 @@ class SelectionConfig:
     # A chosen token that an earlier turn dropped is recalled if its importance is this multiple of the best unchosen
     # one (docs/decisions/0022).
     stands_out: float = 2.0
-    forced: ForcedRule = "template"  # "last-token" is the paper's rule plus the last prompt token, for ablations
     max_forced_share: Fraction = Fraction(3, 5)  # above it a sparse prefill can't pay off: full prefill
     verbatim_system_limit: int = 16384  # system prompt and tool definitions are kept whole up to here
 

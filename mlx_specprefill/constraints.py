@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -33,28 +33,13 @@ _DETAILS = re.compile(r"\n<|\n +\d+ \|")
 _LONGEST_MESSAGE = 400
 
 
-class GrammarState(Protocol):
-    """State of one answer's grammar: `accept` each token, call `mask` before the next."""
-
-    def fork(self) -> GrammarState:
-        """Return an independent copy, for tokens that may be taken back."""
-        ...
-
-    def accept(self, token: int) -> None:
-        """Advance by a generated token.
-
-        Raises:
-            InvalidRequestError: the grammar has become too complex to follow.
-        """
-        ...
-
-    def mask(self, size: int) -> Mask | None:
-        """Return a mask of the permitted ids, (size,) bool; None permits all. Raises as `accept`."""
-        ...
+def stack_masks(masks: Sequence[Mask | None], size: int) -> Mask:
+    """Return the masks (size,) of R rows as one, (R, size); a row without a mask permits all."""
+    return np.stack([np.ones(size, np.bool_) if mask is None else mask for mask in masks])
 
 
 class LLGuidanceState:
-    """A grammar that llguidance follows.
+    """A grammar that llguidance follows: `accept` each token, call `mask` before the next.
 
     Args:
         stops: ids that end the answer; permitted where the grammar's text may end.
@@ -76,11 +61,17 @@ class LLGuidanceState:
         self._over = False
 
     def fork(self) -> LLGuidanceState:
+        """Return an independent copy, for tokens that may be taken back."""
         twin = copy.copy(self)
         twin._matcher = self._matcher.deep_copy()
         return twin
 
     def accept(self, token: int) -> None:
+        """Advance by a generated token.
+
+        Raises:
+            InvalidRequestError: the grammar has become too complex to follow.
+        """
         self._count += 1
         if self._trigger:
             self._recent = (*self._recent, token)[-len(self._trigger) :]
@@ -92,6 +83,7 @@ class LLGuidanceState:
                 raise self._error(_message(self._matcher))
 
     def mask(self, size: int) -> Mask | None:
+        """Return a mask of the permitted ids, (size,) bool; None permits all. Raises as `accept`."""
         if self._trigger:
             return None
         mask = self._by_grammar(size)
@@ -124,13 +116,13 @@ class LLGuidanceState:
 
 
 class ReasoningBudgetState:
-    """Ends reasoning when its budget is used up.
+    """Ends reasoning when its budget is used up. Used as `LLGuidanceState`.
 
     Args:
         inner: the answer's grammar, if it has one.
     """
 
-    def __init__(self, budget: ReasoningBudget, inner: GrammarState | None = None) -> None:
+    def __init__(self, budget: ReasoningBudget, inner: LLGuidanceState | None = None) -> None:
         self._budget = budget
         self._inner = inner
         self._inside = budget.opened
@@ -175,6 +167,9 @@ class ReasoningBudgetState:
     def _close_when_spent(self) -> None:
         if self._inside and self._spent >= self._budget.tokens and not self._closing:
             self._closing = self._budget.closing
+
+
+GrammarState = LLGuidanceState | ReasoningBudgetState
 
 
 class Grammars:

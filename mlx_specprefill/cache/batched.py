@@ -48,10 +48,6 @@ class BatchRow:
         """Return whether these tokens were fed in order of position, without recalls."""
         return bool((np.diff(self.positions) > 0).all())
 
-    def count_from(self, position: int) -> int:
-        """Return the number of these tokens, in a row that ascends, at or after `position`."""
-        return self.runs.size - int(self.positions.searchsorted(np.int32(position)))
-
 
 def last_tokens(cache: Any, count: int) -> list[mx.array]:
     """Return the last `count` tokens of a single row as stored, in order: keys and values, or two triples."""
@@ -113,8 +109,7 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
         self._rows: list[BatchRow] = []
         self._offset: mx.array | None = None
 
-    # --- for models
-    # ------------------------------------------------------------------------------------------------------
+    # --- for models --------------------------------------------------------------------------------------------------
 
     @property
     def offset(self) -> mx.array:
@@ -276,9 +271,9 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
         if not self.arrays:
             return False
         capacity, _, slots, _ = self.arrays[0].shape
-        held = self.nbytes
-        idle = held - held * len(self._rows) * (slots - self._first) // (capacity * slots)
-        return idle > min(self._idle_bytes, held // 2)
+        needed = len(self._rows) * (slots - self._first)
+        idle = self.nbytes - self.nbytes * needed // (capacity * slots)
+        return idle > min(self._idle_bytes, self.nbytes // 2)
 
     def compact(self) -> None:
         """Copy the rows to arrays without idle space."""
@@ -354,7 +349,8 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
         own = self._steps - row.joined_at + 1  # since it joined, with the next one: these have no gaps
         if own >= window:
             return window
-        return min(held, own + row.count_from(row.start + own - window))
+        before = int(row.positions.searchsorted(np.int32(row.start + own - window)))
+        return min(held, own + row.runs.size - before)
 
     def _mask_by_position(self, window: int, size: int) -> mx.array | None:
         shown = np.zeros((len(self._rows), size), dtype=bool)

@@ -124,13 +124,7 @@ class ByteBudget:
             self._evict(victim)
 
     def add(self, entry: Evictable) -> None:
-        """Count a new entry, which is used now.
-
-        Raises:
-            ValueError: there is no room; call `reserve` first.
-        """
-        if self.used + entry.nbytes > self.limit:
-            raise ValueError(f"{entry.nbytes} bytes do not fit next to {self.used} of {self.limit}")
+        """Count a new entry, which is used now. Its bytes are reserved."""
         entry.held = True
         self._put(entry)
         self.touch(entry)

@@ -374,12 +374,6 @@ def can_cut(cache: Sequence[Any]) -> bool:
     return all(part.is_trimmable() for part in leaves(cache))
 
 
-def cut(cache: Sequence[Any], count: int) -> None:
-    """Go back by `count` positions. Requires `can_cut(cache)`."""
-    for part in leaves(cache) if count else ():
-        part.trim(count)
-
-
 class Snapshot:
     """A cache before tokens that may be taken back, after any number of forwards."""
 
@@ -404,11 +398,6 @@ class Snapshot:
         return count
 
 
-def shift_of(cache: Sequence[Any]) -> int:
-    """Return next position minus next slot in the first layer that has positions."""
-    return next((part.shift for part in leaves(cache) if isinstance(part, Positioned)), 0)
-
-
 def quantize_kv(cache: Sequence[Any], group_size: int, bits: int) -> tuple[list[Any], int]:
     """Return mlx-lm's quantised KV caches of these plain ones, and the shift that they can't carry.
 
@@ -419,8 +408,8 @@ def quantize_kv(cache: Sequence[Any], group_size: int, bits: int) -> tuple[list[
         SparseUnsupportedError: a window layer or composite, which mlx-lm can't quantise, layers whose shifts differ, or
             heads that are no multiple of 32 values.
     """
-    shift = shift_of(cache)
-    if any(part.shift != shift for part in leaves(cache) if isinstance(part, Positioned)):
+    shift, *others = {part.shift for part in leaves(cache) if isinstance(part, Positioned)} or {0}
+    if others:
         raise SparseUnsupportedError("its layers hold different numbers of tokens")
     quantized: list[Any] = []
     for part in cache:
@@ -429,7 +418,6 @@ def quantize_kv(cache: Sequence[Any], group_size: int, bits: int) -> tuple[list[
         elif not isinstance(part, (ArraysCache, KVCache)):
             raise SparseUnsupportedError(f"{type(part).__name__} can't be quantised")
         quantized.append(_quantize(part, group_size, bits) if type(part) is KVCache else part)
-    assert all(isinstance(part, (QuantizedKVCache, ArraysCache)) for part in quantized)
     return quantized, shift
 
 

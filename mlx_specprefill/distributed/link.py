@@ -183,8 +183,7 @@ class Link:
     def _thread(self, name: str, call: Callable[..., None], *args: Any) -> None:
         threading.Thread(target=call, args=args, name=f"mlx-specprefill-{name}", daemon=True).start()
 
-    # --- decisions of rank 0
-    # ----------------------------------------------------------------------------------------------
+    # --- decisions of rank 0 -----------------------------------------------------------------------------------------
 
     def send(self, what: str, value: Any) -> None:
         """Send a value from rank 0 to all others.
@@ -246,8 +245,7 @@ class Link:
                 return f"{name} has another {what} than rank 0: {answer.get('value')!r}, not {value!r}"
         return None
 
-    # --- heartbeats
-    # -------------------------------------------------------------------------------------------------------
+    # --- heartbeats --------------------------------------------------------------------------------------------------
 
     def watch(self, beat: Callable[[], float] | None) -> None:
         """Count a process as lost from now on if a step takes longer than the timeout.

@@ -2,7 +2,7 @@
 
 All take the same steps in the same order. Rank 0 decides whatever depends on a clock, a client or chance, and sends it
 to the others (`broadcast`). Memory or a cached prefix counts only if all have it (`min_max`). Numbers that every rank
-computes are taken from rank 0, because machines may round differently (`broadcast_tokens`, `broadcast_floats`).
+computes are taken from rank 0, because machines may round differently (`broadcast_tokens`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -79,10 +79,6 @@ class Ranks(Link):
         self._check()
         return mx.distributed.all_sum(tokens * mx.array(self._own, dtype=tokens.dtype), group=self.group)
 
-    def broadcast_floats(self, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """Return rank 0's numbers."""
-        return self.all_sum(values if self.leads else np.zeros_like(values))
-
     def all_sum(self, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """Return the sum over all ranks."""
         self._check()
@@ -116,9 +112,6 @@ class Ranks(Link):
             PeerLost: always.
         """
         raise self.lose_sync(f"{type(error).__name__}: {error}") from error
-
-    def __getstate__(self) -> Any:
-        raise TypeError("a group of processes can't be pickled")
 
 
 def broadcast(ranks: Ranks | None, what: str, read: Callable[[], T]) -> T:

@@ -16,6 +16,7 @@ from ..cache.budget import ByteBudget
 from ..cache.positioned import leaves, make_positioned_cache
 from ..cache.prefix.disk import DiskTier
 from ..cache.prefix.nodes import Arrays, CacheEntry, CacheHit, model_identity
+from ..cache.prefix.stored import StoredPrefixCache
 from ..cache.prefix.tree import PrefixCache
 from ..config import EngineConfig
 from ..errors import SettingsError, SparseUnsupportedError
@@ -29,6 +30,10 @@ T = TypeVar("T")
 _NOT_FOUND = "prefix look-up failed; the prompt is read from its start"
 
 
+def nothing() -> None:
+    """Do nothing: there is nothing left to do."""
+
+
 def empty_cache(model: nn.Module) -> list[Any]:
     """Return an empty prompt cache, with positions where the model allows it, so that any row can join any batch."""
     try:
@@ -40,11 +45,6 @@ def empty_cache(model: nn.Module) -> list[Any]:
 def empty_draft_cache(draft: nn.Module, staged: bool) -> list[Any]:
     """Return an empty prompt cache of the draft, with positions if it becomes a part of the target's."""
     return make_positioned_cache(draft) if staged else list(make_prompt_cache(draft))
-
-
-def _first_layers(pair: ModelPair) -> int:
-    """Return the number of target caches (composites opened) that belong to the layers that score prompts."""
-    return 0 if pair.stages is None else len(list(leaves(pair.stages.split(empty_cache(pair.target))[0])))
 
 
 class EngineCaches:
@@ -68,29 +68,31 @@ class EngineCaches:
         if not self.enabled:
             return
         if config.prefix_cache_dir is not None:
-            self._disk = DiskTier(self._folder(config.prefix_cache_dir), config.prefix_disk_bytes)
-            if not self._disk.enabled and not config.prefix_cache_optional:
-                raise SettingsError(f"the prefix cache folder can't be used: {self._disk.trouble}")
+            try:
+                self._disk = DiskTier(self._folder(config.prefix_cache_dir), config.prefix_disk_bytes)
+            except OSError as error:
+                if not config.prefix_cache_optional:
+                    raise SettingsError(f"the prefix cache folder can't be used: {error}") from error
+                log.warning("no disk cache: %s", error)
         identity, draft_identity = self._identities(pair)
-        self._target = PrefixCache(
-            identity,
-            lambda: empty_cache(pair.target),
-            self.budget,
-            self._disk,
-            only_pinned=config.prefix_disk_pinned_only,
-            first_layers=_first_layers(pair),
-        )
-        if (draft := pair.draft) is not None:
-            self._draft = PrefixCache(
-                draft_identity,
-                lambda: empty_draft_cache(draft, pair.stages is not None),
-                self.budget,
-                self._disk,
-                kind="draft",
-                only_pinned=True,
-            )
+        empty = partial(empty_cache, pair.target)
+        pinned_only = config.prefix_disk_pinned_only
+        scoring = (
+            [] if pair.stages is None else pair.stages.split(empty())[0]
+        )  # caches of the layers that score prompts
+        self._target = self._prefix_cache(pinned_only, identity, empty, first_layers=len(list(leaves(scoring))))
+        if pair.draft is not None:
+            empty = partial(empty_draft_cache, pair.draft, pair.stages is not None)
+            self._draft = self._prefix_cache(True, draft_identity, empty, kind="draft")
             rule = f"{draft_identity}:{config.selection}:{config.scoring}:{pair.heads}"
             self._choosing = hashlib.blake2b(rule.encode(), digest_size=8).hexdigest()
+
+    def _prefix_cache(
+        self, only_pinned: bool, identity: str, empty: Callable[[], list[Any]], **settings: Any
+    ) -> PrefixCache:
+        if self._disk is None:
+            return PrefixCache(identity, empty, self.budget, **settings)
+        return StoredPrefixCache(self._disk, only_pinned, identity, empty, self.budget, **settings)
 
     def _identities(self, pair: ModelPair) -> tuple[str, str]:
         """Return the names under which prefixes of target and draft are stored; an empty one without a draft."""
@@ -119,10 +121,6 @@ class EngineCaches:
             "evictions": self.budget.evictions,
             "disk_evictions": 0 if self._disk is None else self._disk.evictions,
         }
-
-    def reclaim(self, nbytes: int) -> None:
-        """Evict at least `nbytes` bytes, or everything."""
-        self.budget.shrink(nbytes)
 
     def target_prefix(
         self, tokens: Sequence[int] | TokenIds, label: CacheLabel, again: bool = False, choice: str | None = None
@@ -176,8 +174,8 @@ class EngineCaches:
         choice: str | None = None,
         hidden: HiddenStates | None = None,
         later: bool = False,
-    ) -> Callable[[], None] | None:
-        """Store a cache that holds exactly these tokens of a request and its answer.
+    ) -> Callable[[], object]:
+        """Store a cache that holds exactly these tokens of a request and its answer; return what is left to do.
 
         Args:
             choice: `PrefillPlan.choice` of a sparse cache.
@@ -187,13 +185,13 @@ class EngineCaches:
                 tokens when the function is called.
         """
         if self._target is None:
-            return None
-        state = self._target.state(cache, hidden is not None) if later else None
+            return nothing
+        state = self._target.state(cache, bool(hidden)) if later else None
         store = partial(self._store, self._target, tokens, cache, request, state, choice, hidden)
         if later:
             return store
         store()
-        return None
+        return nothing
 
     def keep_draft(self, tokens: Sequence[int] | TokenIds, cache: list[Any], request: GenerationRequest) -> None:
         if self._draft is not None:
@@ -245,7 +243,7 @@ class EngineCaches:
             pin_system_prefix=request.pin_system_prefix,
             state=state,
             choice=self._choice_name(choice),
-            hidden=None if hidden is None else hidden.between,
+            hidden=hidden.between if hidden else None,
         )
         self._try("a prefix could not be stored", store, None)
 

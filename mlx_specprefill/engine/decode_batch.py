@@ -31,7 +31,7 @@ from ..adapters.staged import StagedModel
 from ..cache.positioned import quantize_kv
 from ..cache.rows import batch_key, extend_batch, extract_row, filter_batch, give_back, make_room, merge_rows
 from ..config import EngineConfig
-from ..constraints import GrammarState, Mask
+from ..constraints import GrammarState, Mask, stack_masks
 from ..distributed.ranks import Ranks
 from ..errors import InvalidRequestError, SparseUnsupportedError
 from ..loading import ModelPair
@@ -78,17 +78,11 @@ class DecodeRow:
     staged: StagedModel | None = None
 
 
-@dataclass(frozen=True)
-class Removed:
-    """A row that was taken out. `cache` holds the prompt and `tokens`, all that steps returned.
-
-    Attributes:
-        logits: of the last of them, (1, V).
-    """
+class Removed(NamedTuple):
+    """A row that was taken out. `cache` holds the prompt and `tokens`, all that steps returned."""
 
     cache: list[Any]
     tokens: tuple[int, ...]
-    logits: mx.array
 
 
 class RowFailed(Exception):  # noqa: N818 - an outcome of one row, like a cancellation
@@ -100,7 +94,7 @@ class RowFailed(Exception):  # noqa: N818 - an outcome of one row, like a cancel
 
 
 class _Row:
-    """State of one row on the host. Its cache and logits are in those of the batch."""
+    """State of one row on the host. Its cache is in that of the batch."""
 
     def __init__(self, spec: DecodeRow) -> None:
         self.uid = spec.uid
@@ -140,7 +134,6 @@ class _Row:
 class _Choice(NamedTuple):
     """The next tokens of a group's rows."""
 
-    logits: mx.array  # (B, V)
     tokens: mx.array  # (B,)
     scores: mx.array  # (B, V)
 
@@ -154,8 +147,8 @@ class _Group:
         self.rows = [_Row(spec)]
         self.cache = spec.cache
         first = None if spec.grammar is None else spec.grammar.mask(spec.logits.shape[-1])
-        tokens, scores = self.rows[0].choose(spec.logits, _stack_masks([first]))
-        self.next = _Choice(spec.logits, self._broadcast(tokens), scores)
+        tokens, scores = self.rows[0].choose(spec.logits, None if first is None else mx.array(first)[None])
+        self.next = _Choice(self._broadcast(tokens), scores)
         self._queue()
 
     @cached_property
@@ -238,16 +231,16 @@ class _Group:
 
     def remove(self, index: int) -> Removed:
         row, keep = self.rows[index], _without(index, len(self.rows))
-        logits = self.next.logits[index : index + 1]
         cache = self.cache
         if keep:
             cache = extract_row(self.cache, index)
-            mx.eval([part.state for part in cache], logits)  # what still reads a cache keeps it from changing in place
+            # What still reads a cache keeps it from changing in place.
+            mx.eval([part.state for part in cache], self.next.tokens)
             self._keep(keep)
         # Queued now: arrays that are still to be cut out of the batch keep all of it alive.
-        mx.async_eval([part.state for part in (*cache, *self.cache)], logits, self.next.tokens)  # type: ignore[no-untyped-call]
+        mx.async_eval([part.state for part in (*cache, *self.cache)], self.next.tokens)  # type: ignore[no-untyped-call]
         self.rows = [self.rows[other] for other in keep]
-        return Removed(cache, tuple(row.tokens), logits)
+        return Removed(cache, tuple(row.tokens))
 
     def _keep(self, rows: list[int]) -> None:
         if len(rows) == 1:
@@ -261,18 +254,19 @@ class _Group:
         if all(row.grammar is None for row in self.rows):
             return None
         mx.async_eval(logits)  # type: ignore[no-untyped-call]
-        tokens = np.array(fed).tolist()
-        return _stack_masks([row.follow(token, logits.shape[-1]) for row, token in zip(self.rows, tokens, strict=True)])
+        size = logits.shape[-1]
+        masks = [row.follow(token, size) for row, token in zip(self.rows, np.array(fed).tolist(), strict=True)]
+        return None if all(mask is None for mask in masks) else mx.array(stack_masks(masks, size))
 
     def _choose(self, logits: mx.array, fed: mx.array, allowed: mx.array | None) -> _Choice:
         if all(row.greedy for row in self.rows):
-            return _Choice(logits, *choose(logits, None, greedy, (), allowed))
+            return _Choice(*choose(logits, None, greedy, (), allowed))
         one = [slice(i, i + 1) for i in range(len(self.rows))]
         chosen = [
             self._choose_one(i, logits[at], fed[at], None if allowed is None else allowed[at])
             for i, at in enumerate(one)
         ]
-        return _Choice(logits, *(mx.concatenate(list(part)) for part in zip(*chosen, strict=True)))
+        return _Choice(*(mx.concatenate(list(part)) for part in zip(*chosen, strict=True)))
 
     def _choose_one(
         self, index: int, logits: mx.array, fed: mx.array, allowed: mx.array | None
@@ -297,14 +291,6 @@ def _without(index: int, count: int) -> list[int]:
     if index < count - 1:
         keep[index] = count - 1
     return keep
-
-
-def _stack_masks(masks: Seq[Mask | None]) -> mx.array | None:
-    """Stack the masks of all rows, (B, V); None if no row has one."""
-    sizes = [mask.size for mask in masks if mask is not None]
-    if not sizes:
-        return None
-    return mx.array(np.stack([np.ones(sizes[0], np.bool_) if mask is None else mask for mask in masks]))
 
 
 class DecodeBatch:
@@ -337,13 +323,7 @@ class DecodeBatch:
         return [group.cache for group in self._groups]
 
     def add(self, row: DecodeRow) -> None:
-        """Add a row from the next step on. Its first token comes from its logits, without a forward.
-
-        Raises:
-            ValueError: there is a row with this uid already.
-        """
-        if row.uid in self.uids:
-            raise ValueError(f"row {row.uid} is decoding already")
+        """Add a row from the next step on. Its first token comes from its logits, without a forward."""
         self._groups.append(_Group(self._model, row, self._ranks))
 
     def first_token(self) -> TokenEvent:
@@ -404,40 +384,12 @@ class _Drafted(NamedTuple):
     row: SpeculativeRow
 
 
-class Quantizer:
-    """Quantises prefilled caches of a target, if it can read them."""
-
-    def __init__(self, target: nn.Module, bits: int, group_size: int) -> None:
-        self._target = target
-        self._bits = bits
-        self._group_size = group_size
-
-    def quantize(self, cache: list[Any], shift: int) -> tuple[list[Any], int]:
-        """Return the cache, and the shift that it can't carry itself."""
-        if self._refusal is not None:
-            return cache, shift
-        try:
-            return quantize_kv(cache, self._group_size, self._bits)
-        except SparseUnsupportedError as error:
-            log.warning("the KV cache of a request stays unquantised: %s", error)
-            return cache, shift
-
-    @cached_property
-    def _refusal(self) -> str | None:
-        """Return why the target can't read quantised caches. Checked and logged with the first row."""
-        reason = probe_quantized(self._target, empty_cache(self._target), self._group_size, self._bits)
-        if reason is not None:
-            log.warning("the KV cache stays unquantised: %s", reason)
-        return reason
-
-
 class Rows:
     """Sequences between their prefill and their last token."""
 
     def __init__(self, pair: ModelPair, config: EngineConfig) -> None:
         self._pair = pair
-        bits = config.kv_bits
-        self._quantizer = None if bits is None else Quantizer(pair.target, bits, config.kv_group_size)
+        self._kv_bits, self._kv_group_size = config.kv_bits, config.kv_group_size
         self._batch = DecodeBatch(pair.target, pair.ranks)
         self._drafted: dict[int, _Drafted] = {}
 
@@ -468,13 +420,12 @@ class Rows:
         yield from self._step_batch()
         yield from self._step_drafted()
 
-    def remove(self, uid: int) -> tuple[list[Any], tuple[int, ...]]:
+    def remove(self, uid: int) -> Removed:
         """Remove a row; return its cache and the generated tokens in it."""
         if uid not in self._drafted:
-            removed = self._batch.remove(uid)
-            return removed.cache, removed.tokens
+            return self._batch.remove(uid)
         row = self._drafted.pop(uid).row
-        return row.cache, tuple(row.tokens)
+        return Removed(row.cache, tuple(row.tokens))
 
     def clear(self) -> None:
         """Remove all rows, whatever their state."""
@@ -520,7 +471,22 @@ class Rows:
 
     def quantize(self, cache: list[Any], shift: int = 0) -> tuple[list[Any], int]:
         """Return a prefilled cache as answers read it, and the shift that it can't carry itself."""
-        return (cache, shift) if self._quantizer is None else self._quantizer.quantize(cache, shift)
+        if self._kv_bits is None or not self._reads_quantized:
+            return cache, shift
+        try:
+            return quantize_kv(cache, self._kv_group_size, self._kv_bits)
+        except SparseUnsupportedError as error:
+            log.warning("the KV cache of a request stays unquantised: %s", error)
+            return cache, shift
+
+    @cached_property
+    def _reads_quantized(self) -> bool:
+        """Return whether the target can read quantised caches. Checked and logged with the first row."""
+        target = self._pair.target
+        reason = probe_quantized(target, empty_cache(target), self._kv_group_size, self._kv_bits or 8)
+        if reason is not None:
+            log.warning("the KV cache stays unquantised: %s", reason)
+        return reason is None
 
     def _step_batch(self) -> list[Outcome]:
         """Step the batch. A failing forward fails its rows; the next ones start with an empty batch."""

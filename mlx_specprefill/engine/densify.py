@@ -92,12 +92,12 @@ class BackgroundQueue:
         gone = [old for old in self._turns if turn.follows(old)]
         self._turns = [turn, *(old for old in self._turns if old not in gone)]
         if len(self._turns) > _LIMIT:
-            gone.append(self._in_order()[-1])
+            gone.append(sorted(self._turns, key=self._order)[-1])
             self.discard(gone[-1])
         return gone
 
     def first(self) -> IdleTurn | None:
-        return next(iter(self._in_order()), None)
+        return min(self._turns, key=self._order, default=None)
 
     def discard(self, turn: IdleTurn) -> None:
         """Nothing more is to be done for it; no effect when it has been replaced."""
@@ -108,8 +108,8 @@ class BackgroundQueue:
         """Put another one in a turn's place; no effect when it has been replaced."""
         self._turns = [other if old is turn else old for old in self._turns]
 
-    def _in_order(self) -> list[IdleTurn]:
-        return sorted(self._turns, key=lambda turn: not self.is_expecting(turn))
+    def _order(self, turn: IdleTurn) -> bool:
+        return not self.is_expecting(turn)
 
 
 _LOOK_EVERY_S = 30.0
@@ -170,7 +170,7 @@ class BackgroundPrefill:
     def follow(self, sequence: Sequence, handle: RequestHandle) -> IdleTurn | None:
         """Queue a turn that was answered, if something is left to read. Return the turn if it is not for idle time."""
         request = sequence.request
-        dense = self._densifies and sequence.kept is not None
+        dense = self._densifies and sequence.is_sparse
         drafts = self._draft is not None and (request.pin_system_prefix or request.specprefill.enabled is not False)
         if not (dense or drafts):
             return None
@@ -227,7 +227,7 @@ class BackgroundPrefill:
             return (yield from verify(self._prefiller, request, *parts))
         text = replace(request, prompt=turn.tokens)
         if turn.drafts and self._draft is not None:
-            yield from self._prefiller.catch_up_draft(self._draft, text)
+            yield from self._prefiller.read_with_draft(self._draft, text)
         else:
             yield from self._prefiller.dense(text, turn.choice)
         return None

@@ -339,8 +339,8 @@ class Engine:
         """Make a job from its description, on any rank. It is not queued yet."""
         makers: dict[str, Callable[..., Job]] = {
             "answer": self._answer_job,
-            "inspect": self._inspection_job,
-            "replay": self._replay_job,
+            "inspect": lambda uid, request: Job(uid, inspect_prompt(self.prefiller, request)),
+            "replay": lambda uid, request, *how: Job(uid, replay_continuation(self.prefiller, request, *how)),
         }
         job = makers[task.kind](task.uid, *task.arguments)
         job.task = task
@@ -352,12 +352,6 @@ class Engine:
         sequence = Sequence(uid, request, plan, time.perf_counter(), self._guide(request), drafting)
         need = self.memory.need(request, plan.mode)
         return AnswerJob(uid, self.prefiller.run(sequence), need, sequence=sequence)
-
-    def _inspection_job(self, uid: int, request: GenerationRequest) -> Job:
-        return Job(uid, inspect_prompt(self.prefiller, request))
-
-    def _replay_job(self, uid: int, request: GenerationRequest, *how: Any) -> Job:
-        return Job(uid, replay_continuation(self.prefiller, request, *how))
 
     def generate(self, request: GenerationRequest) -> Iterator[Event]:
         """Submit and yield the events as they come; closing the iterator cancels."""
@@ -417,7 +411,7 @@ class Engine:
         return done.wait()
 
     def _guide(self, request: GenerationRequest) -> GrammarState | None:
-        grammar: GrammarState | None = None
+        grammar = None
         if request.constraint is not None:
             grammar = self._grammars.state(request.constraint, request.stop_token_ids, request.min_tokens)
         return grammar if request.reasoning is None else ReasoningBudgetState(request.reasoning, grammar)

@@ -48,7 +48,6 @@ class Inspection:
     kept_tokens: int
     importance: npt.NDArray[np.float32]
     chunks: tuple[ChunkInfo, ...]
-    lookahead_tokens: tuple[int, ...]
     forced_ranges: tuple[tuple[int, int, str], ...]
     kept_spans: tuple[tuple[int, int], ...] = ()
     predicted: Prediction | None = None
@@ -90,7 +89,6 @@ def inspect_prompt(prefiller: Prefiller, request: GenerationRequest) -> Generato
         kept_tokens=int(selection.kept.size),
         importance=scores.importance,
         chunks=chunks,
-        lookahead_tokens=scores.lookahead,
         forced_ranges=ranges,
         kept_spans=kept_spans(selection.kept),
         predicted=plan.predicted,
@@ -127,7 +125,7 @@ def replay_continuation(
     logits = yield from prefiller.run(sequence)
     sequence.store()
     M, T = len(request.prompt), len(continuation) - 1
-    capture = HeadCapture(M, None) if attention and sequence.kept is None and T > 0 else None
+    capture = HeadCapture(M, None) if attention and not sequence.is_sparse and T > 0 else None
     if T > 0:
         seen = nullcontext() if capture is None else capture.of_passage(M + T, T, slice(0, T))
         with adjust_offsets([sequence.shift]), seen:

@@ -96,7 +96,7 @@ class DeviceErrors:
 
     def _make_room(self) -> None:
         try:
-            self._caches.reclaim(self._caches.nbytes)
+            self._caches.budget.shrink(self._caches.nbytes)
         except RuntimeError:
             log.exception("cached prompts could not be dropped")  # what goes to disk is copied first
         mx.clear_cache()
@@ -147,9 +147,6 @@ class Call:
     run: Callable[[], None]
     method: str | None = None
     arguments: tuple[Any, ...] = ()
-
-    def __call__(self) -> None:
-        self.run()
 
 
 class Results(queue.SimpleQueue[T | Exception]):
@@ -392,13 +389,13 @@ class EngineCore:
         while (posted := self._take()) is not None:
             self._returned = False
             if isinstance(posted, Call):
-                posted()
+                posted.run()
                 continue
             self.jobs[posted.uid] = posted
             if isinstance(posted, AnswerJob):
                 request, choice = posted.sequence.request, posted.sequence.plan.choice
                 cached = self._caches.covers(request.prompt[: request.usable_prefix], request.label, choice)
-                self._scheduler.expect(posted.uid, len(request.prompt) - cached)
+                self._scheduler.add(posted.uid, len(request.prompt) - cached)
 
     def _take(self) -> Job | Call | None:
         return self._inbox.take()
@@ -413,7 +410,8 @@ class EngineCore:
             return 0.0
         quiet = time.monotonic() - self._last_end
         left = self._quiet_s - quiet if self._densifier.turns else IDLE_BEAT_S
-        return min(left, IDLE_BEAT_S) if left > 0 or self._has_power() else IDLE_BEAT_S
+        has_power = left > 0 or self._config.policy.on_battery or not self._battery.is_in_use
+        return min(left, IDLE_BEAT_S) if has_power else IDLE_BEAT_S
 
     @property
     def _quiet_s(self) -> float:
@@ -437,10 +435,6 @@ class EngineCore:
 
     def _clock(self) -> float:
         return time.perf_counter()
-
-    def _has_power(self) -> bool:
-        """Return whether background work may use what powers the machine."""
-        return self._config.policy.on_battery or not self._battery.is_in_use
 
     def _is_quiet(self) -> bool:
         """Return whether there has been no request for long enough to begin background work."""
@@ -471,7 +465,9 @@ class EngineCore:
         self.stuck = False
         while (uid := self._scheduler.next_waiting(passing)) is not None:
             job = self.jobs[uid]
-            if self._has_memory(job):
+            if not self._memory.fits(job.need):
+                self._stop_background()
+            if self._memory.reserve(job.uid, job.need):
                 self._scheduler.admit(uid)
                 if isinstance(job, AnswerJob):
                     job.sequence.started = time.perf_counter()
@@ -485,12 +481,6 @@ class EngineCore:
                 return
             else:
                 passing = True
-
-    def _has_memory(self, job: Job) -> bool:
-        """Reserve what a job will need, if there is as much."""
-        if not self._memory.fits(job.need):
-            self._stop_background()
-        return self._memory.reserve(job.uid, job.need)
 
     def _start_background(self) -> None:
         """With nothing else to do, make the prompt of a sparse turn dense in the exact cache."""

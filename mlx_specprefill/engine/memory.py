@@ -427,7 +427,7 @@ class Memory:
 
     def evict(self, nbytes: int) -> None:
         """Evict at least `nbytes` cached bytes, or all of them."""
-        self._caches.reclaim(nbytes)
+        self._caches.budget.shrink(nbytes)
 
     def reserve(self, uid: int, need: Need) -> bool:
         """Reserve the bytes for a request if they are free, evicting from caches if necessary."""
@@ -559,9 +559,7 @@ class Memory:
             read = self._draft.of_held(job.done.get("draft", 0)) + self._target.of_held(job.done.get("prefill", 0))
             return max(read, self._reserved.get(job.uid, Need()).held)
         sequence, drafting = job.sequence, job.sequence.drafting
-        total = cache_bytes(sequence.cache)
-        if sequence.hidden is not None:
-            total += sequence.hidden.nbytes
+        total = cache_bytes(sequence.cache) + sequence.hidden.nbytes
         if sequence.stage == "draft" and (drafting is None or not drafting.cache):
             total += self._draft.of_held(job.done.get("draft", 0))
         return total if drafting is None else total + self._drafting(sequence, drafting)
@@ -582,10 +580,10 @@ class Memory:
         sequence = job.sequence
         stored = sequence.cached + job.done.get("prefill", 0)
         if sequence.stage == "decode":
-            read = len(sequence.request.prompt) if sequence.kept is None else int(sequence.kept.size)
-            stored = read + len(sequence.tokens)
+            stored = sequence.tokens_seen + len(sequence.tokens)
             if sequence.staged is not None:
-                return self._target.of_held(stored) + self._draft.per_token * (len(sequence.request.prompt) - read)
+                unseen = len(sequence.request.prompt) - sequence.tokens_seen
+                return self._target.of_held(stored) + self._draft.per_token * unseen
         return self._target.of_held(stored)
 
 
@@ -646,7 +644,7 @@ def blueprint(config: Mapping[str, Any], dtype: str = "bfloat16") -> Blueprint:
         dtype: of the floating-point weights as they are loaded, by which the cache is stored.
     """
     text = dict(config)
-    context = context_length(text, _Silent())
+    context = context_length(text, None)
     try:
         model_class, arguments = classes_of(text)
     except _UNBUILDABLE as error:
@@ -658,10 +656,6 @@ def blueprint(config: Mapping[str, Any], dtype: str = "bfloat16") -> Blueprint:
         with suppress(*_UNBUILDABLE):
             return Blueprint(None, context, _build_footprint(model_class(arguments.from_dict(text)), dtype))
     return Blueprint(None, context)
-
-
-class _Silent:
-    """Tokenizer that logs nothing about lengths."""
 
 
 def _build_footprint(model: nn.Module, dtype: str) -> Footprint:

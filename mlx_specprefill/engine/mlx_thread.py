@@ -128,7 +128,8 @@ class MLXThread:
 
     def release(self) -> None:
         """Return the memory of a closed engine to the system. Blocks."""
-        self.call(_collect)
+        self.call(gc.collect)
+        self.call(mx.clear_cache)
 
     def pause(self) -> None:
         """Give the engines with requests as much time as the running `call` has had since its last pause.
@@ -195,7 +196,8 @@ class MLXThread:
 
     def _turn(self) -> bool:
         """Run one tick of the engine with requests that has had the least time; return False if no engine has any."""
-        self._remove_ended()
+        for ended in [member for member in self._members if member.loop.over]:
+            self._end(ended)
         working = [member for member in self._members if member.loop.busy]
         if not working:
             return False
@@ -231,18 +233,9 @@ class MLXThread:
             member.worked = False
             member.loop.step()
 
-    def _remove_ended(self) -> None:
-        for member in [member for member in self._members if member.loop.over]:
-            self._end(member)
-
     def _end(self, member: _Member) -> None:
         self._members.remove(member)
         member.loop.end()
-
-
-def _collect() -> None:
-    gc.collect()
-    mx.clear_cache()
 
 
 def _wait_until_gone(thread: threading.Thread) -> None:

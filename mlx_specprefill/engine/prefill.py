@@ -41,7 +41,7 @@ from ..specprefill.selector import (
 from ..specprefill.sparse_prefill import HiddenStates, UpperLayersModel, prefill, recall
 from .caches import EngineCaches, empty_cache, empty_draft_cache
 from .scheduler import ChunkSizer, CostModel
-from .sequence import Sequence
+from .sequence import NO_INDICES, Sequence
 
 Kept = npt.NDArray[np.int32]
 Model = Callable[..., mx.array]
@@ -111,12 +111,11 @@ class PromptScorer:
         template = template_mask(request.spans, question, plan.forced)
         for start, end in before:
             template[start:end] |= plan.forced[start:end]
-        none = np.zeros(0, dtype=np.int32)
         return ScoringInput(
             prompt=request.prompt,
             question=question,
             template=template,
-            again=np.concatenate([none, *(request.prompt[start:end] for start, end in before)]),
+            again=np.concatenate([NO_INDICES, *(request.prompt[start:end] for start, end in before)]),
             stop_ids=request.stop_token_ids | self.pair.eos_token_ids,
             cache=[],
             step=self.step,
@@ -240,8 +239,10 @@ class Prefiller:
 
         A forced request means its newest message: of that it resumes only what another forced request chose.
         """
-        request, label, choice = sequence.request, sequence.request.label, self._choice(sequence)
+        request, label, choice = sequence.request, sequence.request.label, sequence.plan.choice
         sequence.stage = "prefill"
+        if choice is not None:
+            choice += "staged" if self._is_staged(sequence) else "whole"
         limit, last = request.usable_prefix, len(request.prompt) - 1
         sequence.choice = choice
         if choice is not None and request.specprefill.enabled:
@@ -252,11 +253,6 @@ class Prefiller:
         sequence.resume(CacheHit(0, empty_cache(self.pair.target)) if hit is None else hit)
         if not again and (hit is None or not hit.is_whole):
             sequence.miss = self.caches.miss(request, self.pair.tokenizer.decode)
-
-    def _choice(self, sequence: Sequence) -> str | None:
-        """Return how the names begin under which this request finds sparse prefixes; None if it reads everything."""
-        choice = sequence.plan.choice
-        return None if choice is None else choice + ("staged" if self._is_staged(sequence) else "whole")
 
     def _is_repeated(self, request: GenerationRequest, choice: str) -> bool:
         """Return whether the same prompt was read before with the same choice."""
@@ -280,7 +276,7 @@ class Prefiller:
         reason = f"fallback: {sequence.stage} failed: {type(error).__name__}: {error}"
         sequence.plan, sequence.choice = sequence.plan.as_full(reason), None
         sequence.resume(CacheHit(0, list(make_prompt_cache(self.pair.target))))
-        sequence.kept, sequence.staged, sequence.hidden, sequence.lower, sequence.recalled = None, None, None, [], 0
+        sequence.kept, sequence.staged, sequence.hidden, sequence.recalled = NO_INDICES, None, HiddenStates(), 0
         mx.clear_cache()
 
     # --- sparse ------------------------------------------------------------------------------------------------------
@@ -305,15 +301,18 @@ class Prefiller:
             return None
         yield Progress("draft", 0, len(request.prompt))
         sequence.stage = "draft"
+        hidden = None
         if self._is_staged(sequence):
-            sequence.hidden = HiddenStates(sequence.run, sequence.cached, sequence.hidden_parts)
+            hidden = sequence.hidden = HiddenStates(sequence.run, sequence.cached, sequence.hidden_parts)
+            sequence.staged = self.pair.stages
         try:
-            scores = yield from self.scorer.scores(request, plan, text, sequence.hidden)
+            scores = yield from self.scorer.scores(request, plan, text, hidden)
         except DraftContextError as error:
             sequence.plan = plan.as_full(str(error))
             return None
         sequence.scorer, sequence.scoring, sequence.draft_read = scores.scorer, scores.words, scores.read
-        sequence.lower = [] if sequence.hidden is None else scores.cache
+        if (model := sequence.staged) is not None:
+            sequence.cache = model.join(scores.cache, model.split(sequence.cache)[1])
         return scores
 
     def _may_choose(self, sequence: Sequence) -> bool:
@@ -326,11 +325,12 @@ class Prefiller:
         """Return the prompt indices of dropped tokens to recall, and of new tokens to read. Both ascend."""
         request, plan, L, M = sequence.request, sequence.plan, sequence.cached, len(sequence.request.prompt)
         sequence.stage = "select"
-        recalled, new = np.zeros(0, dtype=np.int32), np.arange(L, M, dtype=np.int32)
-        if scores is not None and sequence.held is not None and _asks(request, L):
+        recalled, new = NO_INDICES, np.arange(L, M, dtype=np.int32)
+        if scores is not None and sequence.held.size and _asks(request, L):
             recalled = self._select_recalled(sequence.held, L, plan, scores, text)
         if plan.mode == "full":
-            sequence.plan = plan.behind_earlier(M - L)
+            reason = f"{M - L} new tokens are read whole behind an earlier turn: {plan.reason}"
+            sequence.plan = replace(plan, mode="sparse", reason=reason)
         elif scores is not None:
             # Chunks start where an earlier turn's chunks start.
             first = L - L % selection_by(plan.rule, self.config.selection).chunk_size
@@ -350,9 +350,13 @@ class Prefiller:
     def _begin_drafting(self, sequence: Sequence, scores: Scores | None) -> Generator[Progress, None, None]:
         """Prepare the draft to propose the answer from the cache of its scoring, if it will."""
         drafting = sequence.drafting
-        draft = None if drafting is None else drafting.begin(sequence.hidden is not None)
+        draft = None if drafting is None else drafting.begin(sequence.staged is not None)
         if drafting is not None and draft is not None:
-            drafting.cache = (yield from self._read_with_draft(draft, sequence)) if scores is None else scores.cache
+            if scores is None:
+                sequence.stage = "draft"
+                drafting.cache = yield from self.read_with_draft(draft, sequence.request)
+            else:
+                drafting.cache = scores.cache
 
     def by_question(self, request: GenerationRequest, plan: PrefillPlan, text: PromptText) -> PrefillPlan:
         """Return the plan, changed to full if the question is about everything, unless the request forces sparse."""
@@ -385,12 +389,12 @@ class Prefiller:
         prompt, start = sequence.request.prompt, sequence.cached
         sequence.stage = "prefill"
         first, second, cache = self._models(sequence, recalled, new)
-        held = np.arange(start, dtype=np.int32) if sequence.held is None else sequence.held
+        held = sequence.held if sequence.held.size else np.arange(start, dtype=np.int32)
         sequence.kept = np.concatenate([np.sort(np.concatenate([held, recalled])), new])
         sequence.recalled = int(recalled.size)
         for progress in recall(first, cache, prompt, recalled, self._step):
             yield replace(progress, total=progress.total + new.size)
-        stops, drafting = self._stops(sequence, new), sequence.drafting if sequence.hidden is None else None
+        stops, drafting = self._stops(sequence, new), sequence.drafting if sequence.staged is None else None
 
         def store(fed: int) -> None:
             if fed in stops:
@@ -414,18 +418,16 @@ class Prefiller:
     def _models(self, sequence: Sequence, recalled: Kept, new: Kept) -> tuple[Model, Model, list[Any]]:
         """Return the models that read recalled and new tokens, and their cache.
 
-        In a staged prefill these are the upper layers, and from then on the sequence's cache is that of all layers.
+        In a staged prefill these are the upper layers.
         """
-        hidden, model = sequence.hidden, self.pair.stages
-        if hidden is None or model is None:
+        model = sequence.staged
+        if model is None:
             return self.pair.target, self.pair.target, sequence.cache
         _, upper = model.split(sequence.cache)
-        sequence.cache, sequence.staged = model.join(sequence.lower, upper), model
-        sequence.lower = []
-        states = [hidden.of(indices) for indices in (recalled, new)]
+        states = [sequence.hidden.of(indices) for indices in (recalled, new)]
         mx.eval(states)
         if not self.caches.enabled:  # else a later turn may want what this one drops
-            hidden.clear()
+            sequence.hidden.clear()
         return UpperLayersModel(model.upper, states[0]), UpperLayersModel(model.upper, states[1]), upper
 
     def _stops(self, sequence: Sequence, new: Kept) -> dict[int, int]:
@@ -436,7 +438,7 @@ class Prefiller:
             return {}
         lengths = [length for length in self._checkpoints(sequence) if length > sequence.cached]
         counts = {int(np.searchsorted(new, length)): length for length in lengths}
-        if sequence.held is None and sequence.kept is not None:
+        if not sequence.held.size:
             dense = Fed(sequence.kept).run
             if dense - sequence.cached >= _LEAST_CHECKPOINT:
                 counts[dense - sequence.cached] = dense
@@ -444,15 +446,7 @@ class Prefiller:
 
     def _keep(self, sequence: Sequence, length: int, later: bool = False) -> None:
         """Store the cache, which covers the prompt's first `length` tokens: now, or once the first token is out."""
-        sparse = sequence.kept is not None
-        sequence.unstored = self.caches.keep_target(
-            sequence.request.prompt[:length],
-            sequence.cache,
-            sequence.request,
-            sequence.choice if sparse else None,
-            sequence.hidden if sparse else None,
-            later=later,
-        )
+        sequence.keep(self.caches, sequence.request.prompt[:length], sequence.cache, later)
 
     # --- full --------------------------------------------------------------------------------------------------------
 
@@ -494,17 +488,20 @@ class Prefiller:
             self._keep(sequence, len(request.prompt), later=True)
         return logits
 
-    def _read_with_draft(self, draft: nn.Module, sequence: Sequence) -> Generator[Progress, None, list[Any]]:
-        """Prefill the whole prompt for a draft that proposes after a full prefill; return the draft's cache."""
-        sequence.stage = "draft"
-        prompt, label = sequence.request.prompt, sequence.request.label
-        hit = self.caches.draft_prefix(prompt, label)
+    def read_with_draft(self, draft: nn.Module, request: GenerationRequest) -> Generator[Progress, None, list[Any]]:
+        """Let the draft read the whole prompt, to propose after a full prefill or to score the next turn.
+
+        Returns:
+            The draft's cache.
+        """
+        prompt = request.prompt
+        hit = self.caches.draft_prefix(prompt, request.label)
         start = hit.length if hit is not None else 0
         cache = hit.cache if hit is not None else list(make_prompt_cache(draft))
         yield Progress("draft", start, len(prompt))
         for progress in prefill(draft, cache, prompt[start:], None, self.scorer.step):
             yield Progress("draft", start + progress.done, len(prompt))
-        self.caches.keep_draft(prompt, cache, sequence.request)
+        self.caches.keep_draft(prompt, cache, request)
         return cache
 
     def dense(
@@ -527,10 +524,6 @@ class Prefiller:
         if _stateful(sequence.cache):  # the next turn begins with all of it: the sparse turn has a state at its end
             self._keep(sequence, len(request.prompt))
         return sequence, logits
-
-    def catch_up_draft(self, draft: nn.Module, request: GenerationRequest) -> Generator[Progress, None, None]:
-        """Let the draft read in the background what the target has read, for the next turn."""
-        yield from self._read_with_draft(draft, Sequence(-1, request, READ_ALL))
 
     def _densify_upper_layers(self, sequence: Sequence, choice: str | None) -> Generator[Progress, None, None]:
         """Run the upper layers over all tokens that the lower layers have read. No-op for turns that are not staged.

@@ -144,7 +144,8 @@ class RankedScorer(_Ranked, PromptScorer):
             result = yield from self._by_rank_0(lambda: scores(request, plan, text, hidden))
         else:
             result = yield from scores(request, plan, text, hidden)
-        return replace(result, importance=self._ranks.broadcast_floats(result.importance))
+        own = result.importance if self._ranks.leads else np.zeros_like(result.importance)
+        return replace(result, importance=self._ranks.all_sum(own))
 
     def _by_rank_0(self, begin: Callable[[], Scoring]) -> Scoring:
         """Score with the draft on rank 0. The others wait for each of its chunks and compute nothing.

@@ -101,11 +101,7 @@ class Scheduler:
         return not (self._waiting or self._prefilling or self._decoding or self._background)
 
     def add(self, uid: int, left: int = 1 << 30) -> None:
-        """Queue a request with `left` known tokens to read."""
-        self._waiting[uid] = left
-
-    def expect(self, uid: int, left: int) -> None:
-        """Correct a waiting request's tokens to read."""
+        """Queue a request with `left` known tokens to read, or correct these tokens of a waiting one."""
         self._waiting[uid] = left
 
     def add_background(self, uid: int) -> None:
@@ -317,8 +313,6 @@ class CostModel:
     """
 
     def __init__(self, pair: ModelPair, config: EngineConfig) -> None:
-        self._ratio = pair.draft_ratio
-        self._staged = pair.stages is not None
         self._file = config.calibration_file
         target = prior_cost(pair.target, pair.target_config)
         draft = ForwardCost(0, 0, 0) if pair.draft is None else prior_cost(pair.draft, pair.draft_config or {})
@@ -357,10 +351,10 @@ class CostModel:
         """
         step, draft_step = steps
         full = self.cost("target").prefill_ms(tokens - cached, cached, step)
-        new = round((tokens - cached) * self._ratio)
-        draft = self.cost("draft").prefill_ms(new, round(cached * self._ratio), draft_step)
+        new = round((tokens - cached) * self._pair.draft_ratio)
+        draft = self.cost("draft").prefill_ms(new, round(cached * self._pair.draft_ratio), draft_step)
         chosen = self._learnt["select"].cost.ms(tokens)
-        upper = self.cost("upper" if self._staged else "target").prefill_ms(kept, cached, step)
+        upper = self.cost("target" if self._pair.stages is None else "upper").prefill_ms(kept, cached, step)
         return Prediction(full, draft + chosen + upper)
 
     # --- between starts ----------------------------------------------------------------------------------------------

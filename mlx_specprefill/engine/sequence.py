@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Generator
 from collections.abc import Sequence as Seq
@@ -13,7 +12,6 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
-import numpy.typing as npt
 
 from ..adapters.staged import StagedModel
 from ..cache.prefix.nodes import CacheHit, Fed
@@ -37,8 +35,10 @@ from ..request import (
 from ..specprefill.plan import PrefillPlan
 from ..specprefill.selector import kept_spans
 from ..specprefill.sparse_prefill import HiddenStates
-from .caches import EngineCaches
+from .caches import EngineCaches, nothing
 from .speculation import AnswerDrafter
+
+NO_INDICES: TokenIds = np.zeros(0, dtype=np.int32)
 
 
 def log_failure(log: logging.Logger, what: str, error: BaseException | None) -> None:
@@ -74,20 +74,19 @@ class Sequence:
         choice: the name under which a sparse prefix is found and kept; None: the prompt is read in full.
         cached: prompt tokens that a cached prefix covers.
         miss: why less of it is cached than the cache holds; None: for no reason known.
-        held: prompt indices in a sparse prefix, int32, ascending; None: it holds all.
-        kept: prompt indices the target has seen, int32, or None for all of them.
+        held: prompt indices in a sparse prefix, int32, ascending; empty: it is dense.
+        kept: prompt indices that the target sees, int32, once they are selected; empty: all of them.
         scorer, scoring: the scorer of the prompt, if any, and a description of its method.
         draft_read: tokens that the draft read for the prompt, in its own tokenizer.
         recalled: tokens dropped by an earlier turn and read for this one.
         cache, shift: the target's cache once prefilled, and the shift that it can't carry itself.
-        staged: the target in two parts, once the caches of its first layers hold more tokens than the others.
+        staged: the target in two parts, whose first layers read the whole prompt; None: it is read in one.
         hidden: those layers' hidden states of the prompt; `hidden_parts`: of the cached prefix.
-        lower: those layers' caches of the prompt, until they are joined to `cache`.
         stage: the stage of the current step.
         tokens: generated so far; `sparse_logprobs`: of each, if the answer will be verified.
         grammar: state of the request's grammar and budget.
         drafting: drafts the answer; None if that was not asked for.
-        unstored: stores the prompt for later requests, once the first token is out.
+        unstored: what is left to store for later requests, once the first token is out.
     """
 
     uid: int
@@ -100,9 +99,9 @@ class Sequence:
     cached: int = 0
     miss: PrefixMiss | None = None
     choice: str | None = None
-    held: npt.NDArray[np.int32] | None = None
+    held: TokenIds = field(default_factory=lambda: NO_INDICES)
     hidden_parts: Seq[tuple[int, mx.array]] = ()
-    kept: npt.NDArray[np.int32] | None = None
+    kept: TokenIds = field(default_factory=lambda: NO_INDICES)
     scorer: ScorerKind | None = None
     scoring: str | None = None
     draft_read: int = 0
@@ -110,48 +109,59 @@ class Sequence:
     cache: list[Any] = field(default_factory=list)
     shift: int = 0
     staged: StagedModel | None = None
-    hidden: HiddenStates | None = None
-    lower: list[Any] = field(default_factory=list)
+    hidden: HiddenStates = field(default_factory=HiddenStates)
     stage: Stage = "queued"
     tokens: list[int] = field(default_factory=list)
     sparse_logprobs: list[float] = field(default_factory=list)
     spent_ms: dict[str, float] = field(default_factory=dict)
     first_token_at: float = 0.0
     last_token_at: float = 0.0
-    unstored: Callable[[], None] | None = None
+    unstored: Callable[[], object] = nothing
 
     def resume(self, hit: CacheHit) -> None:
         """Start from a cached prefix."""
         self.cached, self.cache, self.hidden_parts = hit.length, hit.cache, hit.hidden
-        self.held = None if hit.held is None else np.sort(hit.held)
+        self.held = NO_INDICES if hit.held is None else np.sort(hit.held)
 
     @property
     def reads_all(self) -> bool:
         """Return whether the prompt is read in full, behind a dense prefix at most."""
-        return self.plan.mode == "full" and self.held is None
+        return self.plan.mode == "full" and not self.held.size
+
+    @property
+    def is_sparse(self) -> bool:
+        """Return whether the target sees the prompt in part. False until its tokens are selected."""
+        return self.kept.size > 0
+
+    @property
+    def tokens_seen(self) -> int:
+        """Return the prompt tokens that the target sees."""
+        return int(self.kept.size) or len(self.request.prompt)
 
     @property
     def tokens_cached(self) -> int:
         """Return the prompt tokens that the target need not read."""
-        return self.cached if self.held is None else int(self.held.size)
+        return int(self.held.size) or self.cached
 
     @property
     def run(self) -> int:
         """Return the tokens of the cached prefix before its first gap."""
-        return self.cached if self.held is None else Fed(self.held).run
+        return Fed(self.held).run if self.held.size else self.cached
 
     def store(self) -> None:
         """Run the deferred store. The cache may hold more tokens by now, but must be this sequence's own."""
-        if self.unstored is not None:
-            store, self.unstored = self.unstored, None
-            store()
+        store, self.unstored = self.unstored, nothing
+        store()
 
-    def keep(self, caches: EngineCaches, tokens: TokenIds, cache: list[Any]) -> None:
-        """Cache the conversation for its next turn: the prompt and the answer's tokens that the cache has read."""
-        if self.kept is None:
-            caches.keep_target(tokens, cache, self.request)
-        elif self.choice is not None:
-            caches.keep_target(tokens, cache, self.request, self.choice, self.hidden)
+    def keep(self, caches: EngineCaches, tokens: TokenIds, cache: list[Any], later: bool = False) -> None:
+        """Cache what has been read, for later requests: the prompt's beginning, or the prompt and its answer.
+
+        Args:
+            later: at the next `store`, as it is now.
+        """
+        choice = self.choice if self.is_sparse else None
+        if choice is not None or not self.is_sparse:  # without a choice nothing would find a sparse one
+            self.unstored = caches.keep_target(tokens, cache, self.request, choice, self.hidden, later)
 
     def model(self, pair: ModelPair) -> Callable[..., mx.array]:
         """Return the model that continues the sequence's cache."""
@@ -164,7 +174,7 @@ class Sequence:
     @property
     def is_to_verify(self) -> bool:
         """Return whether a verdict on the answer is wanted: the prompt was read in part."""
-        return self.request.specprefill.verify is not None and self.kept is not None
+        return self.request.specprefill.verify is not None and self.is_sparse
 
     @property
     def logprobs(self) -> int | None:
@@ -181,25 +191,24 @@ class Sequence:
             self.sparse_logprobs.append(event.logprob)
 
     def report(self) -> PrefillReport:
-        M = len(self.request.prompt)
-        kept = M if self.kept is None else int(self.kept.size)
-        spans = ((0, M),) if self.kept is None else kept_spans(self.kept)
+        M, sparse = len(self.request.prompt), self.is_sparse
+        spans = kept_spans(self.kept) if sparse else ((0, M),)
         return PrefillReport(
             mode=self.plan.mode,
             reason=self.plan.reason,
             prompt_tokens=M,
-            kept_tokens=kept,
+            kept_tokens=self.tokens_seen,
             cached_tokens=self.tokens_cached,
             recalled_tokens=self.recalled,
-            kept_share=None if self.kept is None else round(kept / M, 6),
-            scorer=self.scorer if self.kept is not None else None,
-            scoring=self.scoring if self.kept is not None else None,
+            kept_share=round(self.tokens_seen / M, 6) if sparse else None,
+            scorer=self.scorer if sparse else None,
+            scoring=self.scoring if sparse else None,
             draft_tokens=self.draft_read,
             timings=self._timings(),
             predicted=self.plan.predicted,
             kept_spans=spans if self.request.specprefill.return_spans else None,
             speculation=None if self.drafting is None else self.drafting.report(),
-            scope=None if self.kept is None else self.plan.scope,
+            scope=self.plan.scope if sparse else None,
             miss=self.miss,
         )
 
@@ -231,24 +240,16 @@ class RequestHandle:
         on_verdict: called on the MLX thread, once, after a sparse answer that was to be verified.
         """
         self.on_verdict = on_verdict
-        self._cancelled = threading.Event()
-        self._expecting = threading.Event()
+        self.cancelled = False
+        self.expecting = False
 
     def cancel(self) -> None:
         """Stop within one step. The last event is then `Finished` with reason "cancelled"."""
-        self._cancelled.set()
-
-    @property
-    def cancelled(self) -> bool:
-        return self._cancelled.is_set()
+        self.cancelled = True
 
     def expect_more(self) -> None:
         """Note that the conversation goes on, because the answer calls a tool: its text is densified first."""
-        self._expecting.set()
-
-    @property
-    def expecting(self) -> bool:
-        return self._expecting.is_set()
+        self.expecting = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,18 +47,17 @@ class Speculator:
     def refusal(self, strategy: StrategyName, request: GenerationRequest) -> str | None:
         """Return why an answer can't be drafted now; None if it can."""
         if strategy not in self._refusals:
-            self._refusals[strategy] = self._lasting_refusal(strategy)
+            pair = self.pair
+            self._refusals[strategy] = (
+                refusal(strategy, pair.target, pair.proposer, pair.mtp, self.quantized)
+                if pair.ranks is None
+                else "the target runs on several machines"
+            )
         if (reason := self._refusals[strategy]) is not None:
             return reason
         if request.sampling.seed is not None and request.sampling.temperature > 0:
             return _SEEDED
         return _SHARED if self._is_answering() else None
-
-    def _lasting_refusal(self, strategy: StrategyName) -> str | None:
-        """Return why the strategy can't run with this pair; None if it can."""
-        if self.pair.ranks is not None:
-            return "the target runs on several machines"
-        return refusal(strategy, self.pair.target, self.pair.proposer, self.pair.mtp, self.quantized)
 
 
 class AnswerDrafter:

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..constraints import GrammarState
+from ..constraints import GrammarState, stack_masks
 from ..request import GenerationRequest, Progress, PromptLogprobs, Verdict, concat_tokens
 from ..sampling import filtered_logits, processors_of
 from .prefill import Prefiller
@@ -112,10 +112,9 @@ class _Comparison:
             return None
         masks = []
         for token in np.array(tokens).tolist():
-            mask = self._grammar.mask(size)
-            masks.append(np.ones(size, np.bool_) if mask is None else mask)
+            masks.append(self._grammar.mask(size))
             self._grammar.accept(token)
-        return mx.array(np.stack(masks))
+        return mx.array(stack_masks(masks, size))
 
 
 def _of(table: mx.array, tokens: mx.array) -> mx.array:

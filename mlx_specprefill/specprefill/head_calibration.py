@@ -40,6 +40,7 @@ from ..config import ScoringConfig, SelectionConfig
 from ..distributed.ranks import Ranks, broadcast
 from ..errors import LoadError, SparseUnsupportedError
 from ..loading import ModelPair
+from .plan import ForcedRange, forced_mask
 from .scorer import ScoringInput, importance_of, question_span, read_prompt
 from .selector import PromptText, TextReader, select_tokens
 
@@ -366,12 +367,12 @@ def _read(
     units = reader.read(prompt.tolist())
     question = question_span(prompt.size, scoring, places["question"][1], units.units)
     cache = list(make_prompt_cache(draft))
-    task = ScoringInput(prompt, question, None, frozenset(), cache, lambda: scoring.prefill_step)
+    document, gold = (forced_mask([ForcedRange(*places[name], name)], prompt.size) for name in ("document", "gold"))
+    task = ScoringInput(prompt, question, ~document, frozenset(), cache, lambda: scoring.prefill_step)
     capture = HeadCapture(prompt.size, None, 0 if ranks is None else ranks.rank)
     for _ in read_prompt(draft, task, prompt.size, question, capture.of_passage):
         pass
     rows = _of_all(capture, ranks)
-    document, gold = (_passage_mask(prompt.size, places[name]) for name in ("document", "gold"))
     return _Read(item.kind, rows, gold, ~document, units)
 
 
@@ -398,26 +399,14 @@ def _render(
         messages = [{"role": "user", "content": content}]
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     start = max(text.rfind(content), 0)
-    asked = start + len(item.document) + 2
-
-    def place(passage: str) -> tuple[int, int]:
-        at = start + item.document.index(passage)
-        return at, at + len(passage)
-
+    asked, told = start + len(item.document) + 2, start + item.document.index(item.gold)
     spans = {
         "document": (start, start + len(item.document)),
         "question": (asked, asked + len(item.question)),
-        "gold": place(item.gold),
+        "gold": (told, told + len(item.gold)),
     }
     ends = sorted({end for span in spans.values() for end in span})
     # Tokenized in one piece. A range is found by the number of tokens before it.
     index = {end: len(tokenizer.encode(text[:end], add_special_tokens=False)) for end in ends}
     tokens = np.asarray(tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
     return tokens, {name: (index[begin], index[end]) for name, (begin, end) in spans.items()}
-
-
-def _passage_mask(length: int, span: tuple[int, int]) -> Bools:
-    """Return a mask (length,) that is true within the span."""
-    mask = np.zeros(length, dtype=np.bool_)
-    mask[slice(*span)] = True
-    return mask

@@ -122,10 +122,8 @@ def map_task(mapping: TextMapping, task: ScoringInput) -> MappedTask:
     """
     text = mapping.read(task.prompt)
     overlap = Overlap(text.target_ends, text.draft_ends)
-    template = None
-    if task.template is not None:
-        template = overlap.mask(task.template)
-        template[0] = True  # a sink, whatever the target's first token is
+    template = overlap.mask(task.template)
+    template[0] = True  # a sink, whatever the target's first token is
     stops = frozenset(int(token) for token in mapping.tokenizer.eos_token_ids)
     question = overlap.span(*task.question)
     none = np.zeros(0, dtype=np.int32)  # the draft has other ids for the question

@@ -61,11 +61,6 @@ class PrefillPlan:
     scope: Scope = "user"
     choice: str | None = None
 
-    def behind_earlier(self, new: int) -> PrefillPlan:
-        """Return the plan of a turn that reads all of its new tokens behind an earlier sparse one."""
-        reason = f"{new} new tokens are read whole behind an earlier turn: {self.reason}"
-        return replace(self, mode="sparse", reason=reason)
-
     def as_full(self, reason: str) -> PrefillPlan:
         return replace(self, mode="full", reason=reason)
 
@@ -173,8 +168,6 @@ def forced_ranges(
         scope: the text that competes, as in `SpecPrefillPolicy.scope`.
     """
     last = ForcedRange(prompt_len - 1, prompt_len, "last prompt token")
-    if config.forced == "last-token":
-        return [last]
     ranges = [ForcedRange(0, config.chunk_size, "first chunk"), last]
     ranges += _structure(spans, prompt_len)
     ranges += _system(spans, config.verbatim_system_limit, scope)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -41,7 +41,7 @@ class ScoringInput:
     Attributes:
         prompt: M token ids.
         question: [start, end) of the question's tokens (`question_span`).
-        template: (M,) true for the tokens of template and question, which do not compete; None: none.
+        template: (M,) true for the tokens of template and question, which do not compete.
         stop_ids: tokens that end the draft's answer.
         cache: the draft's own mlx-lm cache, which may hold a dense prefix of the prompt up to the question at most.
             Afterwards it holds exactly the prompt.
@@ -53,7 +53,7 @@ class ScoringInput:
 
     prompt: npt.NDArray[np.int32]
     question: tuple[int, int]
-    template: Bools | None
+    template: Bools
     stop_ids: frozenset[int]
     cache: list[Any]
     step: Callable[[], int]
@@ -73,6 +73,9 @@ class Scores:
         rows: query rows averaged.
         cache: the draft's, holding exactly the prompt.
         read: tokens, in the draft's tokenizer, that were read; the others were cached.
+
+    Raises:
+        SpecPrefillError: the importance is not finite.
     """
 
     importance: npt.NDArray[np.float32]
@@ -83,18 +86,9 @@ class Scores:
     cache: list[Any] = field(default_factory=list)
     read: int = 0
 
-
-class Scorer(Protocol):
-    """Interface of scorers."""
-
-    def score(self, draft: nn.Module, task: ScoringInput) -> Generator[Progress, None, Scores]:
-        """Yield between draft forwards; return the scores.
-
-        Raises:
-            SparseUnsupportedError: no attention layer sees the whole prompt.
-            SpecPrefillError: the scores are not finite.
-        """
-        ...
+    def __post_init__(self) -> None:
+        if not np.isfinite(self.importance).all():
+            raise SpecPrefillError("the draft's attention is not finite")
 
 
 def question_span(
@@ -177,17 +171,6 @@ def tokens_in(cache: list[Any]) -> int:
     return max((int(part.offset) for part in leaves(cache) if hasattr(part, "offset")), default=0)
 
 
-def check_finite(importance: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Return the importance unchanged.
-
-    Raises:
-        SpecPrefillError: it is not finite.
-    """
-    if not np.isfinite(importance).all():
-        raise SpecPrefillError("the draft's attention is not finite")
-    return importance
-
-
 Floats = npt.NDArray[np.float32]
 
 
@@ -205,7 +188,12 @@ class HeadScorer:
     ranks: Ranks | None = None
 
     def score(self, draft: nn.Module, task: ScoringInput) -> Generator[Progress, None, Scores]:
-        """See `Scorer`."""
+        """Yield between draft forwards; return the scores.
+
+        Raises:
+            SparseUnsupportedError: no attention layer sees the whole prompt.
+            SpecPrefillError: the scores are not finite.
+        """
         M = task.prompt.size
         capture = HeadCapture(M + task.again.size, self.heads.by_call, 0 if self.ranks is None else self.ranks.rank)
         if task.again.size:
@@ -213,9 +201,7 @@ class HeadScorer:
             _ask_again(draft, task, capture)
         else:
             yield from read_prompt(draft, task, M, task.question, capture.of_passage)
-        importance = check_finite(
-            self._importance({key: np.array(row)[:M] for key, row in capture.attention.items()}, task)
-        )
+        importance = self._importance({key: np.array(row)[:M] for key, row in capture.attention.items()}, task)
         asked = task.again.size or task.question[1] - task.question[0]
         words = f"{len(self.heads.heads)} calibrated heads, {self.heads.depth} of {self.heads.layers} layers"
         return Scores(importance, "draft", words, (), asked, task.cache)
@@ -243,9 +229,7 @@ def _ask_again(draft: nn.Module, task: ScoringInput, capture: HeadCapture) -> No
     snapshot.take_back(Q, Q)
 
 
-def importance_of(
-    rows: Mapping[tuple[int, int], Floats], heads: Sequence[Head], template: npt.NDArray[np.bool_] | None, width: int
-) -> Floats:
+def importance_of(rows: Mapping[tuple[int, int], Floats], heads: Sequence[Head], template: Bools, width: int) -> Floats:
     """Return importance (M,) float32 from attention rows (M,) per (call, head). Skips heads without attention.
 
     Args:
@@ -255,7 +239,7 @@ def importance_of(
     total = np.zeros_like(next(iter(rows.values())), dtype=np.float32)
     for head in heads:
         row = rows[head.call, head.head]
-        open_to_choice = row if template is None else np.where(template, np.float32(0), row)
+        open_to_choice = np.where(template, np.float32(0), row)
         mass = float(open_to_choice.sum())
         if mass != 0:  # values that are not finite pass, to be refused later
             total += np.float32(head.weight / mass) * open_to_choice
@@ -275,7 +259,7 @@ class PaperScorer:
     ranks: Ranks | None = None
 
     def score(self, draft: nn.Module, task: ScoringInput) -> Generator[Progress, None, Scores]:
-        """Score as `Scorer`. First layers generate no answer: the last prompt token is their only row."""
+        """Score as `HeadScorer`. First layers generate no answer: the last prompt token is their only row."""
         M = task.prompt.size
         capture = QueryCapture(M, self.config.pool_width)
         yield from read_prompt(draft, task, M - 1)
@@ -344,13 +328,15 @@ def _scores(
     attention = mx.stack(capture.rows[:rows])
     if ranks is not None:
         attention = ranks.all_max(attention)
-    importance = check_finite(np.array(attention.mean(axis=0)))
+    importance = np.array(attention.mean(axis=0))
     words = f"{rows} look-ahead rows, maximum over the heads of {capture.layers[0]} layers"
     lookahead = tuple(generated[: ended + 1][: config.rows])
     return Scores(importance, "draft", words, lookahead, rows, task.cache)
 
 
-def scorer_for(rule: RuleName, heads: DraftHeads | None, config: ScoringConfig, ranks: Ranks | None = None) -> Scorer:
+def scorer_for(
+    rule: RuleName, heads: DraftHeads | None, config: ScoringConfig, ranks: Ranks | None = None
+) -> HeadScorer | PaperScorer:
     """Return the paper's scorer if the rule asks for it, or if no heads of the draft are known; else the head scorer.
 
     Args:

@@ -113,6 +113,10 @@ class HiddenStates:
         self._parts = list(parts)
         self._begun = False
 
+    def __bool__(self) -> bool:
+        """Return whether there are any."""
+        return bool(self._parts)
+
     @property
     def end(self) -> int:
         """Return the index after the last state."""

@@ -33,7 +33,7 @@ def make_proposer(
     config: SpeculationConfig,
     *,
     draft: nn.Module | None,
-    draft_cache: list[Any] | None,
+    draft_cache: list[Any],
     reader: PromptReader | None,
 ) -> Generator[Progress, None, Proposer]:
     """Make the strategy's proposer. Yields between forwards.
@@ -55,7 +55,6 @@ def make_proposer(
     if strategy == "triforce":
         ends = yield from read_ends(draft, prompt, config.sinks, config.window)
         return TriForceProposer(target, cache, config, Drafter(draft, ends, config.gamma1))
-    assert draft_cache is not None
     return Drafter(draft, draft_cache, config.gamma)
 
 

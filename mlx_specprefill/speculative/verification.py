@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from ..constraints import GrammarState
+from ..constraints import GrammarState, stack_masks
 from ..request import SamplingParams
 from ..sampling import LogitsProcessor, choose, filtered_logits, make_sampler
 
@@ -174,7 +174,7 @@ class TokenSampler:
         for token in fed:
             ahead.accept(token)
             masks.append(ahead.mask(size))
-        return mx.array(np.stack([np.ones(size, np.bool_) if mask is None else mask for mask in masks]))
+        return mx.array(stack_masks(masks, size))
 
     def _ahead(self, grammar: GrammarState, before: Sequence[int]) -> GrammarState:
         """Return a copy of the grammar advanced by these generated tokens."""

@@ -46,7 +46,7 @@ from .monitoring.answers import AnswerVerdict, NewestAnswers, RunningRequest, Ve
 from .monitoring.metrics import Metrics
 from .pairs import short_name
 from .parsers.base import Parser
-from .parsers.formats import PlainText, detect
+from .parsers.formats import detect
 from .promise import Promise, Promises, kind_of
 from .prompt.conversation import Conversation
 from .prompt.prompt import Prompt, PromptBuilder
@@ -438,7 +438,7 @@ def make_spec(
     body: AnswerFields,
     params: SamplingParams,
     prompt: Prompt,
-    parser: Callable[[], Parser | PlainText],
+    parser: Callable[[], Parser],
     *,
     field: str,
     prompt_logprobs: int | None = None,

@@ -34,11 +34,10 @@ from mlx_specprefill.cache.positioned import (
     make_positioned_cache,
     place,
     quantize_kv,
-    shift_of,
 )
 from mlx_specprefill.errors import SparseUnsupportedError
 from tests.support.oracle import build, cache_arrays, feed, make_case
-from tests.support.rows import next_position
+from tests.support.rows import next_position, shift_of
 
 ascending = st.lists(st.integers(0, 60), unique=True, max_size=25).map(sorted)
 fed = st.lists(st.integers(0, 60), unique=True, max_size=25) | ascending  # recalled positions are not in order

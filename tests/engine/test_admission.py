@@ -15,8 +15,9 @@ class Cache:
 
     def __init__(self, nbytes):
         self.nbytes = nbytes
+        self.budget = self
 
-    def reclaim(self, count):
+    def shrink(self, count):
         self.nbytes = max(0, self.nbytes - count)
 
 

@@ -6,6 +6,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from mlx_specprefill import (
     Progress,
     RequestCancelled,
     RequestHandle,
+    SettingsError,
     SpecPrefillOptions,
     SpecPrefillPolicy,
 )
@@ -235,3 +237,16 @@ def test_a_prompt_is_kept_if_its_client_leaves_before_the_first_token(
                 pass
         assert last.reason == "cancelled"
         assert ask(engine, sparse=False) == 599
+
+
+def test_a_folder_that_cannot_be_used_costs_nothing_but_the_disk_if_that_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    config = EngineConfig(policy=POLICY, prefix_cache_dir=tmp_path / "file" / "cache")
+    with pytest.raises(SettingsError, match="prefix cache folder can't be used"):
+        Engine(tiny_pair(), config)
+    with Engine(tiny_pair(), replace(config, prefix_cache_optional=True)) as engine:
+        assert "no disk cache" in caplog.text
+        assert [ask(engine, sparse=False), ask(engine, sparse=False) > 0] == [0, True]
+        assert not any(entry.on_disk for entry in engine.cached())

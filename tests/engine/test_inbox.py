@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mlx_specprefill import EngineClosedError, Progress, RequestCancelled
-from mlx_specprefill.engine.loop import Inbox, Results
+from mlx_specprefill.engine.loop import Call, Inbox, Results
 from mlx_specprefill.engine.scheduler import Scheduler
 from mlx_specprefill.engine.sequence import Job, strip_traceback
 
@@ -73,8 +73,8 @@ def test_calls_are_answered_by_the_thread_that_takes_them(inbox: Inbox) -> None:
         for _ in range(2):
             while (call := inbox.take()) is None:
                 time.sleep(1e-3)
-            assert callable(call)
-            call()
+            assert isinstance(call, Call)
+            call.run()
 
     server = threading.Thread(target=serve)
     server.start()

@@ -244,7 +244,7 @@ def test_random_schedules_finish_everything_and_leak_nothing(seed):
                 if when == step:
                     scheduler.add(uid)
                     if rng.random() < 0.9:  # the expectation may be wrong, or missing
-                        scheduler.expect(uid, rng.choice([left[uid][0], 1, 500]))
+                        scheduler.add(uid, rng.choice([left[uid][0], 1, 500]))
             for uid, when in cancels.items():
                 if step >= when and arrivals[uid][0] <= step and uid not in ended:
                     scheduler.remove(uid)

@@ -380,7 +380,6 @@ def test_a_staged_row_that_leaves_is_as_it_was_alone() -> None:
     for token in left.tokens:
         assert int(logits.argmax(axis=-1).item()) == token
         logits = split(mx.array([[token]]), cache=cache)[:, -1]
-    assert_close(left.logits, logits, atol=1e-5, rtol=1e-5)
     assert [leaf.runs.pairs() for leaf in leaves(left.cache)] == [leaf.runs.pairs() for leaf in leaves(cache)]
 
 

@@ -283,7 +283,6 @@ def inspection(request: GenerationRequest) -> Inspection:
         kept_tokens=sum(end - start for start, end in kept),
         importance=np.zeros(M, np.float32),
         chunks=chunks,
-        lookahead_tokens=(),
         forced_ranges=((0, min(size, M), "first chunk"),),
         kept_spans=kept,
         predicted=Prediction(2000.0, 500.0),

@@ -26,7 +26,7 @@ from mlx_specprefill_server.generation.reader import (
     StopMatcher,
     Vocabulary,
 )
-from mlx_specprefill_server.parsers.formats import Format, PlainText
+from mlx_specprefill_server.parsers.formats import Format, plain_text
 
 from .fakes import byte_tokenizer
 from .parsers.reading import THINK, TOOLS
@@ -220,7 +220,7 @@ def ids(text: str) -> list[int]:
 def plain(stops: tuple[str, ...] = ()) -> AnswerReader:
     return AnswerReader(
         IncrementalDetokenizer(VOCABULARY.decode),
-        PlainText(),
+        plain_text(),
         StopMatcher(stops),
         end_ids=frozenset({TOKENIZER.eos_token_id}),
         with_tokens=True,
@@ -265,7 +265,7 @@ def test_tokens_after_a_stop_string_count_no_more() -> None:
 def test_tokens_that_decode_to_nothing_come_at_the_end_if_every_token_is_wanted(every_token: bool) -> None:
     words = ["a", "", "b", ""]
     detokenizer = IncrementalDetokenizer(lambda tokens: "".join(words[token] for token in tokens))
-    one = AnswerReader(detokenizer, PlainText(), with_tokens=True, every_token=every_token)
+    one = AnswerReader(detokenizer, plain_text(), with_tokens=True, every_token=every_token)
     _, deltas = read(one, range(4))
     told = [[event.token for event in delta.tokens] for delta in deltas]
     assert told == [[0], [1, 2], *[[3]] * every_token]

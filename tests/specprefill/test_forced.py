@@ -124,11 +124,6 @@ def test_raw_completion_is_treated_as_one_user_message():
     assert mask.sum() < M // 8
 
 
-def test_the_papers_rule_for_ablations():
-    mask = kept([message("user", 0, 500)], 509, SelectionConfig(forced="last-token"))
-    assert mask.nonzero()[0].tolist() == [508]
-
-
 @st.composite
 def conversations(draw):
     spans, at = [], draw(st.integers(0, 5))

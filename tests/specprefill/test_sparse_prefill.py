@@ -8,11 +8,11 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_specprefill import SparseUnsupportedError
-from mlx_specprefill.cache.positioned import leaves, make_positioned_cache, quantize_kv, shift_of
+from mlx_specprefill.cache.positioned import leaves, make_positioned_cache, quantize_kv
 from mlx_specprefill.specprefill.sparse_prefill import prefill
 from tests.support.autoregressive import decode
 from tests.support.precision import assert_close, near_ties, numbers
-from tests.support.rows import next_position
+from tests.support.rows import next_position, shift_of
 from tests.support.steps import finish
 from tests.support.tiny import FAMILIES, greedy, random_prompt, tiny_model
 

@@ -150,6 +150,11 @@ def assert_same_contents(ours: Sequence[Any], theirs: Sequence[Any], atol: float
             assert mine == other
 
 
+def shift_of(cache: Sequence[Any]) -> int:
+    """Return next position minus next slot, in the first layer that has positions."""
+    return next((part.shift for part in leaves(cache) if isinstance(part, Positioned)), 0)
+
+
 def next_position(cache: Sequence[Any]) -> int:
     """Return the position of the next token; 0 for a cache of recurrent layers only."""
     return next((part.next for part in leaves(cache) if isinstance(part, Positioned)), 0)

@@ -16,7 +16,7 @@ def scoring_input(draft: nn.Module, prompt: Any, config: ScoringConfig, **given:
     ids = np.asarray(prompt, dtype=np.int32)
     defaults = {
         "question": question_span(ids.size, config),
-        "template": None,
+        "template": np.zeros(ids.size, dtype=np.bool_),
         "stop_ids": frozenset(),
         "cache": list(make_prompt_cache(draft)),
         "step": lambda: config.prefill_step,

@@ -2,7 +2,8 @@
 
 A tree of token blocks per model and label. Layers that can't be trimmed (recurrent, rotating) add a state at the
 lengths at which `store` saw one; a model with such layers is served at those lengths only. A dense prefix serves every
-prompt, a sparse one only prompts with the same selection rule. Everything runs on the MLX thread.
+prompt, a sparse one only prompts with the same selection rule. Everything runs on the MLX thread. `stored.py` adds a
+disk.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import numpy as np
 from ...request import SHARED, CacheLabel, TokenIds
 from ..budget import ByteBudget
 from ..positioned import PositionedKVCache, leaves
-from .disk import DiskTier, StoredTree
 from .nodes import (
     ANY_CHOICE,
     Arrays,
@@ -35,6 +35,7 @@ from .nodes import (
     common_length,
     deepest_state,
     longest_match,
+    make_root,
     nbytes_of,
     others_ends,
 )
@@ -106,22 +107,15 @@ def _positions_of(match: Match) -> tuple[Tokens | None, int]:
     return match.fed.positions[:count], match.fed.positions.size - count
 
 
-def _hidden(loaded: Sequence[Arrays]) -> list[tuple[int, mx.array]]:
-    """Return the hidden states of a path's blocks, with the index of the first token of each part."""
-    return [(int(arrays["hidden.start"]), arrays["hidden"]) for arrays in loaded if "hidden" in arrays]
-
-
 class PrefixCache:
-    """Prefixes of one model.
+    """Prefixes of one model, in memory.
 
     Args:
         identity: of the model, from `model_identity`; another identity never sees these prefixes.
         make_cache: makes the model's empty prompt cache; hits come back as such caches.
         budget: bytes in memory, possibly shared with other caches.
-        disk: where prefixes outlive memory and the process; None for memory only.
         block_size: tokens per block.
         kind: of the entries in `entries`.
-        only_pinned: only pinned prefixes (see `store`) go to disk.
         first_layers: caches in front that are not stored with hidden states (see `store`).
 
     Attributes:
@@ -134,26 +128,20 @@ class PrefixCache:
         identity: str,
         make_cache: Callable[[], list[Any]],
         budget: ByteBudget,
-        disk: DiskTier | None = None,
         block_size: int = 256,
         kind: Literal["target", "draft"] = "target",
-        only_pinned: bool = False,
         first_layers: int = 0,
     ) -> None:
-        if block_size < 1:
-            raise ValueError(f"block_size must be positive, got {block_size}")
+        self._identity = identity
         self.block_size = block_size
         self._kind = kind
         self._layout = Layout(make_cache, first_layers)
         self.refusal = self._layout.refusal
         self._budget = budget
-        self._stored = StoredTree(disk or DiskTier(None), identity, block_size, only_pinned)
         self._roots: dict[CacheLabel, Node] = {}  # without empty trees
         self.hits = self.misses = self.tokens_served = 0
         if self.refusal is not None:
             log.warning("no prefix cache: %s", self.refusal)
-        else:
-            self._roots = self._stored.restore(self._record)
 
     @property
     def nbytes(self) -> int:
@@ -179,7 +167,7 @@ class PrefixCache:
             choice: sparse prefixes whose choice begins so are searched, too.
         """
         self._budget.begin_lookup()
-        self._stored.disk.begin()
+        self._begin()
         wanted = np.asarray(tokens, dtype=np.int32)[:limit]
         while (match := self._match(wanted, label, choice)) is not None:
             hit = self._serve(match, min(len(tokens) - match.length, _ROOM), again)
@@ -231,11 +219,8 @@ class PrefixCache:
         count = len(records)
         if self._layout.stateful and match.node.state is not None:
             records.append(match.node.state)
-        missing = [record for record in records if record.arrays is None]
-        read = self._stored.read(missing)
         loaded = []
-        for record in records:
-            arrays = record.arrays if record.arrays is not None else next(read, None)
+        for record, arrays in zip(records, self._load(records), strict=True):
             if arrays is None:
                 self._forget(record)
                 return None
@@ -243,14 +228,12 @@ class PrefixCache:
         state = loaded[count] if len(loaded) > count else None
         held, excess = _positions_of(match)
         cache = self._layout.build(loaded[:count], excess, state, match.length, room, held)
-        for record in reversed(records):  # of entries used at once the last one goes first, which no other needs
-            self._budget.touch(record, hit=not again)
+        self._touch(records, hit=not again)
         for record, arrays in zip(records, loaded, strict=True):
             self._keep(record, arrays)
-        self._stored.touch(records)
-        for record in records:
-            self._stored.write(record)  # at the second use of a pinned prefix, if only those are written
-        return CacheHit(match.length, cache, held, _hidden(loaded), _is_whole(match))
+        self._save(records)  # at the second use of a pinned prefix, if only those are written
+        hidden = [(int(arrays["hidden.start"]), arrays["hidden"]) for arrays in loaded if "hidden" in arrays]
+        return CacheHit(match.length, cache, held, hidden, _is_whole(match))
 
     # -- writing
 
@@ -293,9 +276,8 @@ class PrefixCache:
             return
         source = _Source(cache, None if choice is None else fed_of(cache), choice, hidden)
         self._budget.begin_store()
-        self._stored.disk.begin()
-        self._sweep()
-        root = self._roots.get(label) or self._stored.make_root(label)
+        self._begin()
+        root = self._roots.get(label) or self._make_root(label)
         try:
             if source.fed is not None and not self._layout.stateful and source.fed.run >= _WORTH_KEEPING:
                 self._grow(root, ids[: source.fed.run], source, {})  # for dense requests
@@ -323,16 +305,12 @@ class PrefixCache:
             for record in added:
                 self._forget(record)
             raise
-        for record in added:
-            self._stored.write(record)
+        self._save(added)
 
     def _missing(self, root: Node, ids: Tokens, source: _Source, state: Arrays) -> Iterator[Record]:
         """Yield their records while there is room, in memory but not evaluated."""
         node = self._last_stored(root, ids, source)
-        blocks = node.blocks()
-        for record in blocks:
-            self._budget.touch(record)
-        self._stored.touch(blocks)
+        self._touch(node.blocks())
         if self._layout.stateful and not self._room_for_all(node, ids.size, source, state):
             return
         while node.end < ids.size:
@@ -351,7 +329,7 @@ class PrefixCache:
         for node in self._last_stored(root, system_prefix).path():
             for record in node.records():
                 self._budget.touch(record, hit=at_once and not record.hits, pin=True)
-                self._stored.write(record)
+            self._save(node.records())
 
     def _last_stored(self, root: Node, ids: Tokens, source: _Source | None = None) -> Node:
         """Return the last stored node on the path of these tokens."""
@@ -416,8 +394,7 @@ class PrefixCache:
     # -- eviction
 
     def _evict(self, record: Record) -> None:
-        """Drop the arrays. A record that is not on disk is removed, with all that need it."""
-        self._stored.save(record)
+        """Drop the arrays. A record that is not stored is removed, with all that need it."""
         record.arrays = None
         self._budget.remove(record)
         if not self._there(record):
@@ -444,20 +421,30 @@ class PrefixCache:
     def _release(self, record: Record) -> None:
         record.arrays = None
         self._budget.remove(record)
-        self._stored.remove(record)
 
     def _there(self, record: Record | None) -> bool:
-        return record is not None and (record.arrays is not None or self._stored.has(record))
+        return record is not None and (record.arrays is not None or self._is_stored(record))
 
-    def _sweep(self) -> None:
-        """Remove nodes that the disk tier evicted and memory does not have."""
-        if not self._stored.has_evicted():
-            return
-        for node in list(self._nodes()):
-            if not node.removed and not self._there(node.record):
-                self._remove(node)
-            elif node.state is not None and not self._there(node.state):
-                node.state = None
+    # -- what a cache on disk adds to
+
+    def _begin(self) -> None:
+        """Begin a look-up or a store."""
+
+    def _is_stored(self, record: Record) -> bool:
+        """Return whether the record outlives memory."""
+        return False
+
+    def _load(self, records: Sequence[Record]) -> Iterator[Arrays | None]:
+        """Yield the arrays of one label's records in this order; None for a record that can't be read."""
+        return (record.arrays for record in records)
+
+    def _touch(self, records: Sequence[Record], hit: bool = False) -> None:
+        """Note that the records are used now."""
+        for record in reversed(records):  # of entries used at once the last one goes first, which no other needs
+            self._budget.touch(record, hit=hit)
+
+    def _save(self, records: Sequence[Record]) -> None:
+        """Let the records outlive memory."""
 
     # -- inspection
 
@@ -491,6 +478,10 @@ class PrefixCache:
                 for node in list(root.children.values()):
                     self._remove(node)
 
+    def _make_root(self, label: CacheLabel) -> Node:
+        """Return an empty tree for a label."""
+        return make_root(self._identity, self.block_size, label)
+
     def _nodes(self) -> Iterator[Node]:
         return (node for root in self._roots.values() for node in root.subtree() if node is not root)
 
@@ -515,6 +506,6 @@ class PrefixCache:
             nbytes=sum(record.nbytes for record in own if record.held),
             hits=newest.hits,
             last_use=newest.seen_at,
-            on_disk=self._stored.has(newest),
+            on_disk=self._is_stored(newest),
             label=node.label,
         )

@@ -26,7 +26,6 @@ from ..deltas import (
     TextDelta,
 )
 from ..parsers.base import Parser, overlap
-from ..parsers.formats import PlainText
 
 CONTEXT_TOKENS = 5  # tokens of the prompt: the first token's text (a leading space) depends on them
 MOST_CONTEXT = 24  # tokens; cutting the context costs a decode, so it happens only every so often
@@ -91,8 +90,6 @@ class StopMatcher:
 
     def push(self, text: str) -> str:
         """Add text and return the part that can be shown now."""
-        if not self._stops:
-            return text
         if self.matched is not None:
             return ""
         self._held += text
@@ -204,7 +201,7 @@ class AnswerReader:
     def __init__(
         self,
         detokenizer: IncrementalDetokenizer,
-        parser: Parser | PlainText,
+        parser: Parser,
         stop: StopMatcher | None = None,
         *,
         end_ids: frozenset[int] = frozenset(),

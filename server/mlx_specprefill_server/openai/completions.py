@@ -28,7 +28,7 @@ from ..fields import Whole, first_limit, refuse_documents, refuse_sampling
 from ..generation.generation import Generation
 from ..generation.reader import Vocabulary
 from ..middleware import IdentityDep
-from ..parsers.formats import PlainText
+from ..parsers.formats import plain_text
 from ..prompt.prompt import Prompt
 from ..report import DONE, KEEP_ALIVE, ProgressReporter, Report, data_event
 from ..serving import Service, make_spec, respond, sampling_params, while_connected
@@ -122,7 +122,7 @@ async def create(
             body,
             sampling,
             prompt,
-            PlainText,
+            plain_text,
             field="prompt",
             prompt_logprobs=scored,
             constraint=constraint,

@@ -9,7 +9,6 @@ from typing import Any
 
 from mlx_specprefill import ReasoningBudget
 
-from ..deltas import ContentDelta, TextDelta
 from ..settings import ReasoningParser, ToolParser
 from .base import Cursor, MalformedError, Parser, Reading, Tools, overlap, skip, spaces, starts_with
 from .calls import CallReader, whole_call
@@ -65,24 +64,6 @@ def _check_native_call(call: Any, tools: Tools) -> tuple[str, dict[str, Any]]:
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise MalformedError("no call")
     return tools.name(name), json.loads(json.dumps(arguments, allow_nan=False))
-
-
-class PlainText:
-    """A parser of text without reasoning or calls: everything is visible. It takes the least time per token."""
-
-    thinking = False
-
-    def __init__(self) -> None:
-        self._read = 0  # number of characters
-
-    def push(self, text: str) -> list[ContentDelta]:
-        """Return the text as it comes."""
-        start, self._read = self._read, self._read + len(text)
-        return [TextDelta(text, start=start)]
-
-    def finish(self, complete: bool) -> list[ContentDelta]:
-        """Return the rest, of which there is none."""
-        return []
 
 
 BudgetMarks = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
@@ -146,22 +127,19 @@ class Format:
         opened = self.is_reasoning_open(prompt) or (self.tools == "harmony" and REASONING_HEAD in opened_header(prompt))
         return ReasoningBudget(tokens, *self.budget_marks, opened=opened)
 
-    def parser(self, tools: Sequence[Mapping[str, Any]], prompt: str) -> Parser | PlainText:
+    def parser(self, tools: Sequence[Mapping[str, Any]], prompt: str) -> Parser:
         """Return a parser of one answer.
 
         Args:
             tools: the request's function tools; without any, no text is taken for a call.
             prompt: the beginning of the answer's turn in the prompt. It may open and begin the reasoning.
         """
+        known = Tools.of(tools)
         if self.tools == "harmony":
-            return Parser(HarmonyText(Tools.of(tools), opened_header(prompt)))
-        if self.think is None and not tools:
-            return PlainText()
+            return Parser(HarmonyText(known, opened_header(prompt)))
         openers, bare = self._readers(list(tools))
         begun = not prompt.rstrip().endswith(self.think[0]) if self.think else False
-        return Parser(
-            TaggedText(Tools.of(tools), self.think, self.is_reasoning_open(prompt), openers, bare, begun=begun)
-        )
+        return Parser(TaggedText(known, self.think, self.is_reasoning_open(prompt), openers, bare, begun=begun))
 
     def _readers(self, tools: list[Any]) -> tuple[dict[str, CallReader], CallReader | None]:
         match self.tools:
@@ -176,6 +154,11 @@ class Format:
             case _:
                 openers: dict[str, CallReader] = {CALL: _read_tool_call, FUNCTION: read_functions}
                 return openers | {PYTHON_TAG: read_python_tag}, read_bare
+
+
+def plain_text() -> Parser:
+    """Return a parser of text without reasoning or calls: everything is visible."""
+    return Parser(TaggedText(Tools(), None, False, {}))
 
 
 def detect(tokenizer: Any, tools: ToolParser | None = None, reasoning: ReasoningParser | None = None) -> Format:

@@ -35,7 +35,7 @@ from ..generation.reader import AnswerReader, IncrementalDetokenizer
 from ..middleware import IdentityDep
 from ..openai.chat import ChatRequest
 from ..openai.responses_protocol import ResponsesRequest
-from ..parsers.formats import PlainText
+from ..parsers.formats import plain_text
 from ..prompt.conversation import Conversation, conversation, ending_of
 from ..prompt.prompt import Prompt
 from ..report import Report
@@ -198,7 +198,7 @@ async def warm(
     prompt = await while_connected(request, service.prompts.chat(_conversation(given)))
     opening = _opening(service, prompt)
     detokenizer = IncrementalDetokenizer(service.vocabulary.decode, opening.prompt)
-    spec = AnswerSpec(opening, lambda: AnswerReader(detokenizer, PlainText()))
+    spec = AnswerSpec(opening, lambda: AnswerReader(detokenizer, plain_text()))
     generation = service.submit([spec], identity, body.cache_salt)
     try:
         report = await while_connected(request, _read(generation))

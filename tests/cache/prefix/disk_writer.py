@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 
 # Fifty of these are started in one test. The two packages import transformers, which takes seconds; the cache needs
@@ -16,7 +17,7 @@ for package in ("mlx_specprefill", "mlx_lm") if __name__ == "__main__" else ():
 
 from mlx_specprefill.cache.budget import ByteBudget  # noqa: E402
 from mlx_specprefill.cache.prefix.disk import DiskTier  # noqa: E402
-from mlx_specprefill.cache.prefix.tree import PrefixCache  # noqa: E402
+from mlx_specprefill.cache.prefix.stored import StoredPrefixCache  # noqa: E402
 from tests.cache.prefix.stores import BLOCK, fake_caches, filled, prompt_of  # noqa: E402
 
 # More than what it writes before it dies, less than what all of its like write: eviction runs, too.
@@ -25,8 +26,8 @@ MAKE = fake_caches(stateful=True, window=6, width=512)
 
 
 def main(folder: str, seed: int) -> None:
-    disk = DiskTier(folder, FILE_BYTES)
-    prefixes = PrefixCache("model", MAKE, ByteBudget(1_000_000), disk, block_size=BLOCK)
+    disk = DiskTier(Path(folder), FILE_BYTES)
+    prefixes = StoredPrefixCache(disk, False, "model", MAKE, ByteBudget(1_000_000), block_size=BLOCK)
     print("ready", len(prefixes.entries()), flush=True)
     while True:
         seed += 1

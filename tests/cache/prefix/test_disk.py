@@ -11,6 +11,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +25,7 @@ from mlx_specprefill.cache.budget import ByteBudget
 from mlx_specprefill.cache.prefix import disk
 from mlx_specprefill.cache.prefix.disk import DiskTier
 from mlx_specprefill.cache.prefix.index import DiskRow
-from mlx_specprefill.cache.prefix.tree import PrefixCache
+from mlx_specprefill.cache.prefix.stored import StoredPrefixCache
 from tests.cache.prefix.disk_writer import FILE_BYTES, MAKE
 from tests.cache.prefix.stores import BLOCK, fake_caches, filled, held_bytes, prompt_of, same
 
@@ -44,9 +45,9 @@ def opened(folder: Path, limit: int = LARGE, **settings: Any) -> Iterator[DiskTi
 @contextlib.contextmanager
 def cached(
     folder: Path, make: Any = None, limit: int = LARGE, budget: int = LARGE, identity: str = "model", **settings: Any
-) -> Iterator[PrefixCache]:
+) -> Iterator[StoredPrefixCache]:
     with opened(folder, limit, **settings) as tier:
-        yield PrefixCache(identity, make or fake_caches(), ByteBudget(budget), tier, block_size=BLOCK)
+        yield StoredPrefixCache(tier, False, identity, make or fake_caches(), ByteBudget(budget), block_size=BLOCK)
 
 
 def row(key: str, namespace: str = "n", end: int = 1) -> DiskRow:
@@ -57,7 +58,7 @@ def records(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
 
-def found(prefixes: PrefixCache, tokens: Any) -> int:
+def found(prefixes: StoredPrefixCache, tokens: Any) -> int:
     """Length of a hit, which has to be right."""
     hit = prefixes.lookup(tokens)
     if hit is None:
@@ -126,6 +127,25 @@ def test_records_are_read_in_order_and_only_a_few_ahead(tmp_path: Path, monkeypa
         assert not tier.has("04")
 
 
+def test_a_record_is_read_while_later_ones_wait_to_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_write, write = threading.Event(), DiskTier._write_file
+
+    def write_file(tier: DiskTier, row: DiskRow, *how: Any) -> bytes:
+        assert row.key == "aa" or may_write.wait(60)
+        return write(tier, row, *how)
+
+    monkeypatch.setattr(DiskTier, "_write_file", write_file)
+    with opened(tmp_path) as tier:
+        try:
+            assert tier.write(row("aa"), {"a": mx.ones(3)})
+            assert tier.write(row("bb"), {"a": mx.zeros(3)})
+            (back,) = tier.read(["aa"], "n")
+            assert back is not None
+            assert not (tmp_path / "bb.safetensors").exists()
+        finally:
+            may_write.set()
+
+
 def test_files_are_safetensors(tmp_path: Path) -> None:
     with opened(tmp_path) as tier:
         tier.write(row("ab"), {"x": mx.arange(6).reshape(2, 3).astype(mx.bfloat16)})
@@ -177,8 +197,7 @@ def test_what_disk_refused_at_first_is_written_when_memory_lets_it_go(tmp_path: 
     with cached(tmp_path, make, budget=4000, pending_limit=1) as prefixes:
         prefixes.store(range(20), filled(make, range(20)))
         assert not records(tmp_path)
-        assert prefixes._stored is not None
-        prefixes._stored.disk._pending_limit = LARGE
+        prefixes.disk._pending_limit = LARGE
         prefixes.store(range(50, 70), filled(make, range(50, 70)))
         prefixes.store(range(80, 110), filled(make, range(80, 110)))
         assert found(prefixes, range(20)) == 20
@@ -197,12 +216,12 @@ def test_another_identity_sees_nothing(tmp_path: Path) -> None:
 def test_drop_and_clear_reach_the_disk(tmp_path: Path) -> None:
     make = fake_caches()
     with cached(tmp_path, make) as prefixes, opened(tmp_path) as tier:
-        other = PrefixCache("other", make, ByteBudget(LARGE), tier, block_size=BLOCK)
+        other = StoredPrefixCache(tier, False, "other", make, ByteBudget(LARGE), block_size=BLOCK)
         other.store(range(20), filled(make, range(20)))
         for base in (0, 100):
             prefixes.store(range(base, base + 20), filled(make, range(base, base + 20)))
         assert prefixes.drop(prefixes.entries()[0].id)
-        prefixes._stored.disk.flush()  # type: ignore[union-attr]
+        prefixes.disk.flush()
         tier.flush()
         assert len(records(tmp_path)) == 6
         prefixes.clear()
@@ -227,7 +246,7 @@ def test_the_byte_limit_holds_and_the_oldest_use_goes_first(tmp_path: Path) -> N
         for base in range(400, 600, 100):
             prefixes.store(range(base, base + 20), filled(make, range(base, base + 20)))
             prefixes._budget.shrink(LARGE)
-        prefixes._stored.disk.flush()  # type: ignore[union-attr]
+        prefixes.disk.flush()
         assert sum(path.stat().st_size for path in records(tmp_path)) <= 4 * one + 10
         kept = [base for base in (0, 100, 200, 300, 400, 500) if found(prefixes, range(base, base + 20)) == 20]
     assert kept == [0, 300, 400, 500]
@@ -370,8 +389,6 @@ def test_a_broken_index_starts_empty(tmp_path: Path, how: str, caplog: pytest.Lo
         database.close()
     with caplog.at_level(logging.WARNING), cached(tmp_path) as prefixes:
         assert "starts empty" in caplog.text
-        assert prefixes._stored is not None
-        assert prefixes._stored.disk.enabled
         assert found(prefixes, range(28)) == 0
         assert records(tmp_path) == []
         prefixes.store(range(28), filled(fake_caches(), range(28)))
@@ -379,40 +396,23 @@ def test_a_broken_index_starts_empty(tmp_path: Path, how: str, caplog: pytest.Lo
         assert found(prefixes, range(28)) == 28
 
 
-def test_a_folder_that_cannot_be_used_costs_nothing_but_the_cache(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_folder_that_cannot_be_used_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with cached(tmp_path / "file" / "cache") as prefixes:
-        assert not prefixes._stored.disk.enabled  # type: ignore[union-attr]
-        assert "no disk cache" in caplog.text
-        prefixes.store(range(20), filled(fake_caches(), range(20)))
-        assert found(prefixes, range(20)) == 20
-        prefixes._budget.shrink(LARGE)
-        assert found(prefixes, range(20)) == 0
+    with pytest.raises(OSError, match="Not a directory"), opened(tmp_path / "file" / "cache"):
+        pass
 
 
 def test_a_folder_that_turns_read_only_is_a_log_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Or a full disk, or one that goes away."""
     with cached(tmp_path) as prefixes:
-        prefixes._stored.disk.folder = tmp_path / "gone"  # type: ignore[union-attr]
+        prefixes.disk.folder = tmp_path / "gone"
         prefixes.store(range(20), filled(fake_caches(), range(20)))
-        prefixes._stored.disk.flush()  # type: ignore[union-attr]
+        prefixes.disk.flush()
         assert caplog.text.count("could not write") == 1
         assert found(prefixes, range(20)) == 20
         prefixes._budget.shrink(LARGE)
-        prefixes._stored.disk.flush()  # type: ignore[union-attr]
+        prefixes.disk.flush()
         assert found(prefixes, range(20)) == 0
-
-
-def test_nothing_is_served_after_close(tmp_path: Path) -> None:
-    with cached(tmp_path) as prefixes:
-        prefixes.store(range(20), filled(fake_caches(), range(20)))
-    assert found(prefixes, range(20)) == 20  # memory still has it
-    prefixes._budget.shrink(LARGE)
-    assert found(prefixes, range(20)) == 0
-    prefixes.store(range(20), filled(fake_caches(), range(20)))
-    assert found(prefixes, range(20)) == 20
 
 
 @pytest.mark.parametrize("stateful", [False, True])
@@ -424,7 +424,7 @@ def test_what_disk_lost_is_stored_again(tmp_path: Path, stateful: bool) -> None:
             prefixes.store(range(28), filled(make, range(28)))
             prefixes._budget.shrink(LARGE)
             nodes = [record for node in prefixes._nodes() for record in node.records()]
-            prefixes._stored.disk.remove([nodes[lost].key])  # type: ignore[union-attr]
+            prefixes.disk.remove([nodes[lost].key])
             prefixes.store(range(28), filled(make, range(28)))
             assert found(prefixes, range(28)) == 28
 
@@ -437,7 +437,7 @@ def test_two_tiers_on_one_folder(tmp_path: Path) -> None:
     make = fake_caches()
     with cached(tmp_path, make) as one:
         one.store(range(20), filled(make, range(20)))
-        one._stored.disk.flush()  # type: ignore[union-attr]
+        one.disk.flush()
         orphan = tmp_path / "ab12.safetensors"
         orphan.write_bytes(b"as if one were about to write its row")
         with cached(tmp_path, make) as two:
@@ -447,8 +447,8 @@ def test_two_tiers_on_one_folder(tmp_path: Path) -> None:
                 for prefixes in (one, two):
                     prefixes.store(range(base, base + 20), filled(make, range(base, base + 20)))
             two.clear()
-            two._stored.disk.flush()  # type: ignore[union-attr]
-            one._stored.disk.flush()  # type: ignore[union-attr]
+            two.disk.flush()
+            one.disk.flush()
             one._budget.shrink(LARGE)
             assert [found(one, range(base, base + 20)) in (0, 8, 16, 20) for base in range(0, 1000, 100)] == [True] * 10
     with cached(tmp_path, make) as prefixes:
@@ -491,7 +491,7 @@ def _wait_for_a_change(folder: Path) -> None:
         time.sleep(0.001)
 
 
-def _served(prefixes: PrefixCache, prompt: tuple[int, ...]) -> bool:
+def _served(prefixes: StoredPrefixCache, prompt: tuple[int, ...]) -> bool:
     hit = prefixes.lookup(prompt)
     if hit is None:
         return False
@@ -564,7 +564,7 @@ def test_nobody_else_can_read_what_is_kept(tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     with everybody_may_read(), cached(folder) as prefixes:
         prefixes.store(range(28), filled(fake_caches(), range(28)))
-        prefixes._stored.disk.flush()  # type: ignore[union-attr]
+        prefixes.disk.flush()
         assert {"index.sqlite", "index.sqlite-wal", "index.sqlite-shm", "lock"} < {f.name for f in folder.iterdir()}
         assert records(folder)
         assert open_to_others(folder) == {}
@@ -586,9 +586,8 @@ def test_a_folder_of_before_is_closed_at_the_start(tmp_path: Path, caplog: pytes
         assert "was open to others" not in caplog.text
 
 
-def test_nothing_is_kept_in_a_folder_that_is_everybodys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_kept_in_a_folder_that_is_everybodys(tmp_path: Path) -> None:
     tmp_path.chmod(0o1777)
-    with cached(tmp_path) as prefixes:
-        assert not prefixes._stored.disk.enabled  # type: ignore[union-attr]
-    assert "not this user's alone" in caplog.text
+    with pytest.raises(OSError, match="not this user's alone"), opened(tmp_path):
+        pass
     assert list(tmp_path.iterdir()) == []

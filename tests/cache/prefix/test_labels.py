@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from mlx_specprefill import CacheLabel
 from mlx_specprefill.cache.budget import ByteBudget
 from mlx_specprefill.cache.prefix.disk import DiskTier
+from mlx_specprefill.cache.prefix.stored import StoredPrefixCache
 from mlx_specprefill.cache.prefix.tree import PrefixCache
 from mlx_specprefill.request import SHARED
 from tests.cache.prefix.stores import BLOCK, fake_caches, filled
@@ -22,7 +24,8 @@ Make = Callable[[], list[Any]]
 
 
 def prefix_cache(make: Make, disk: DiskTier | None = None, budget: int = 1 << 30) -> PrefixCache:
-    return PrefixCache("model", make, ByteBudget(budget), disk, block_size=BLOCK)
+    kind = PrefixCache if disk is None else partial(StoredPrefixCache, disk, False)
+    return kind("model", make, ByteBudget(budget), block_size=BLOCK)
 
 
 def found(prefixes: PrefixCache, label: CacheLabel, tokens: tuple[int, ...] = PROMPT) -> int:

@@ -9,7 +9,7 @@ import pytest
 
 from mlx_specprefill.cache.budget import ByteBudget
 from mlx_specprefill.cache.prefix.disk import DiskTier
-from mlx_specprefill.cache.prefix.tree import PrefixCache
+from mlx_specprefill.cache.prefix.stored import StoredPrefixCache
 from mlx_specprefill.request import SHARED, CacheLabel
 from tests.cache.prefix.stores import BLOCK, fake_caches, filled, same
 
@@ -30,7 +30,7 @@ class Cached:
         self.make = make
         self.tier = DiskTier(folder, disk)
         budget = ByteBudget(memory)
-        self.prefixes = PrefixCache("model", make, budget, self.tier, BLOCK, only_pinned=only_pinned)
+        self.prefixes = StoredPrefixCache(self.tier, only_pinned, "model", make, budget, block_size=BLOCK)
 
     def __enter__(self) -> Cached:
         return self
@@ -85,9 +85,7 @@ def test_a_system_prompt_is_on_disk_once_a_second_request_begins_with_it_and_not
         one.ask(conversation(1, 90))
         one.ask(conversation(1, 120))
         assert one.on_disk() == blocks
-        assert all(
-            tuple(row.tokens) for row in one.tier.rows(one.prefixes._stored._namespace) if "state" not in row.key
-        )
+        assert all(tuple(row.tokens) for row in one.tier.rows(one.prefixes._namespace) if "state" not in row.key)
     with Cached(tmp_path, make) as later:
         assert later.ask(conversation(3)) == (len(OPENING) if stateful else 5 * BLOCK)
 

@@ -1,4 +1,4 @@
-"""What the host asks of the device: evaluations that it queues, and waits for their results."""
+"""The host's requests to the device: evaluations that it queues, and waits for their results."""
 
 from __future__ import annotations
 

@@ -311,7 +311,8 @@ class AuthMiddleware:
         """Return whether the Host header is allowed. DNS rebinding needs the attacker's own host name; IP addresses are
         safe.
         """
-        host = _without_port(header.lower())
+        name = header.lower()
+        host = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]  # without the port
         if self._any_host or host in self._names or host.endswith(".localhost") or _is_loopback(host):
             return True
         return self._any_address and _is_address(host)
@@ -327,12 +328,6 @@ class AuthMiddleware:
             identity for text in given for key, identity in self._identities.items() if hmac.compare_digest(text, key)
         ]
         return identities[0] if identities else None
-
-
-def _without_port(host: str) -> str:
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.partition(":")[0]
 
 
 def _is_address(host: str) -> bool:

@@ -201,7 +201,7 @@ class CompletionAnswer:
                 self._report.add(delta, index)
         self._report.raise_error()
         choices = [
-            self._choice(c, c.text, self._all_logprobs(c), c.finish_reason, c.token_ids, c.prompt)
+            self._choice(c, c.text, c.logprobs or self._logprobs(c, ()), c.token_ids, c.prompt, c.finish_reason)
             for c in self._choices
         ]
         return self._envelope.body(choices, usage=self._report.usage(), **self._report.extras())
@@ -209,17 +209,17 @@ class CompletionAnswer:
     async def stream(self) -> AsyncIterator[bytes]:
         self._envelope = replace(self._envelope, null_usage=self._body.stream_options.include_usage)
         for choice in self._choices:
-            yield self._chunk(choice, "", None, (), choice.prompt)
+            yield data_event(self._envelope.body([self._choice(choice, "", None, prompt=choice.prompt)]))
         async for index, delta in self._generation.stream():
             for addition in self._additions(index, delta):
-                yield self._chunk(*addition)
+                yield data_event(self._envelope.body([self._choice(*addition)]))
             match delta:
                 case Idle():
                     yield KEEP_ALIVE
                 case Progress() if (event := self._progress.report(delta)) is not None:
                     yield self._envelope.progress(event, self._progress.asked)
                 case AnswerDone():
-                    finish = self._choice(self._choices[index], "", None, delta.finish_reason)
+                    finish = self._choice(self._choices[index], "", None, finish_reason=delta.finish_reason)
                     for last in self._envelope.ending(finish, self._report, self._report.add(delta, index)):
                         yield last
         yield DONE
@@ -239,24 +239,14 @@ class CompletionAnswer:
             out.append((choice, delta.text, self._logprobs(choice, delta.tokens), ids))
         return out
 
-    def _chunk(
-        self,
-        choice: _Choice,
-        text: str,
-        logprobs: Logprobs | None,
-        token_ids: Sequence[int],
-        prompt: TokenIds | None = None,
-    ) -> bytes:
-        return data_event(self._envelope.body([self._choice(choice, text, logprobs, None, token_ids, prompt)]))
-
     def _choice(
         self,
         choice: _Choice,
         text: str,
         logprobs: Logprobs | None,
-        finish_reason: str | None,
         token_ids: Sequence[int] = (),
         prompt: TokenIds | None = None,
+        finish_reason: str | None = None,
     ) -> dict[str, Any]:
         """Return OpenAI's choice, with vLLM's `token_ids` and, once, `prompt_token_ids` on request."""
         head = {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
@@ -265,15 +255,8 @@ class CompletionAnswer:
         ids = {"token_ids": list(token_ids)}
         return head | ids | ({} if prompt is None else {"prompt_token_ids": prompt.tolist()})
 
-    def _all_logprobs(self, choice: _Choice) -> Logprobs | None:
-        if self._body.logprobs is None:
-            return None
-        return choice.logprobs or self._logprobs(choice, ())
-
     def _prompt_logprobs(self, choice: _Choice, scores: Scores) -> Logprobs | None:
         """Return the prompt's logprobs. The first token has none: nothing precedes it."""
-        if self._body.logprobs is None:
-            return None
         first = TokenEvent(int(choice.prompt[0]))
         return self._logprobs(choice, [first, *(TokenEvent(own.token, own.logprob, top) for own, top in scores)])
 

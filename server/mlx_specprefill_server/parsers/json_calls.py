@@ -44,7 +44,7 @@ class _Call:
     def __init__(self, cursor: Cursor, tools: Tools, closers: Sequence[str], bare: bool = False) -> None:
         self._cursor = cursor
         self._tools = tools
-        self._closers = closers
+        self._reader = JsonReader(cursor, closers)
         self._bare = bare
         self._name: str | None = None
         self._early: str | None = None  # arguments before the name
@@ -52,8 +52,8 @@ class _Call:
 
     def read(self) -> Reading[None]:
         yield from expect(self._cursor, "{")
-        while not (yield from self._over()):
-            key = yield from JsonReader(self._cursor).text()
+        while not (yield from self._reader.over("}")):
+            key = yield from self._reader.text()
             yield from spaces(self._cursor)
             yield from expect(self._cursor, ":")
             yield from spaces(self._cursor)
@@ -66,13 +66,9 @@ class _Call:
             raise MalformedError("no call")
         yield from call(self._name, emit(self._early or "{}"))
 
-    def _over(self) -> Reading[bool]:
-        yield from spaces(self._cursor)
-        return bool((yield from skip(self._cursor, "}")) or (yield from starts_with(self._cursor, self._closers)))
-
     def _member(self, key: str) -> Reading[None]:
         if key == "name" and self._name is None:
-            self._name = self._tools.name((yield from JsonReader(self._cursor).text()))
+            self._name = self._tools.name((yield from self._reader.text()))
             if self._bare and self._name not in self._tools.properties:
                 raise MalformedError("no such tool")
         elif key in ARGUMENTS and self._name is not None and not self._called:
@@ -87,7 +83,7 @@ class _Call:
         """Read an object, also one inside a string, or null for none."""
         match (yield from peek(self._cursor, 1)):
             case '"':
-                text = yield from JsonReader(self._cursor).text()
+                text = yield from self._reader.text()
                 inner = Cursor(text.strip() or "{}", ended=True)
                 yield from JsonReader(inner).object()
                 if inner.buffer:
@@ -96,7 +92,7 @@ class _Call:
                 yield from expect(self._cursor, "null")
                 yield CallDelta("{}")
             case _:
-                yield from JsonReader(self._cursor, self._closers).object()
+                yield from self._reader.object()
 
 
 MISTRAL_TAG, MISTRAL_ARGUMENTS, MISTRAL_CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"

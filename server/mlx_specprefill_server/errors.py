@@ -6,7 +6,7 @@ The object has OpenAI's shape, or Anthropic's on the paths of that dialect.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -98,13 +98,6 @@ def require(condition: bool, field: str, rule: str) -> None:
     """Refuse the field unless the condition holds, by an InvalidRequestError."""
     if not condition:
         raise refusal(field, rule)
-
-
-def objects(values: Iterable[Any], where: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the path and the value of each object in an array. Refuse other values by an InvalidRequestError."""
-    for i, value in enumerate(values):
-        require(isinstance(value, dict), f"{where}[{i}]", "must be an object")
-        yield f"{where}[{i}]", value
 
 
 def api_error(exc: Exception) -> ApiError:

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from ..constrained.output_format import OutputFormat, response_format
 from ..constrained.tool_choice import NamedTool, ToolChoice
-from ..errors import objects, refusal, require
+from ..errors import refusal, require
 from ..fields import Body, ChatFields, Number, StopStrings, ThinkingFields, Whole, refuse_documents, refuse_sampling
 from ..prompt.conversation import (
     Conversation,
@@ -21,6 +21,7 @@ from ..prompt.conversation import (
     conversation,
     function_of,
     inline_system_messages,
+    objects,
     omission_note,
     string_of,
 )

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from pydantic import Field, PlainValidator
 
 from ..constrained.output_format import OutputFormat, response_format
-from ..errors import objects, refusal, require
+from ..errors import refusal, require
 from ..fields import Body, Texts, Whole, first_limit, refuse_documents, refuse_sampling
 from ..prompt.conversation import (
     Conversation,
@@ -21,6 +21,7 @@ from ..prompt.conversation import (
     conversation,
     function_of,
     inline_system_messages,
+    objects,
     string_of,
     text_of,
 )

@@ -6,14 +6,14 @@ module normalises them for all dialects.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Literal
 
 import orjson
 
-from ..errors import objects, refusal, require
+from ..errors import refusal, require
 
 Message = dict[str, Any]  # in the form of templates: role, content (str), and the role's other fields
 Ending = Literal["answer", "continue", "none"]
@@ -71,6 +71,14 @@ def conversation(
         ending=ending,
         field=field,
     )
+
+
+def objects(values: Iterable[Any], where: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the path and the value of each object in an array. Refuse other values by an InvalidRequestError."""
+    for i, value in enumerate(values):
+        if not isinstance(value, dict):
+            raise refusal(f"{where}[{i}]", "must be an object")
+        yield f"{where}[{i}]", value
 
 
 def ending_of(add_generation_prompt: bool | None, continue_final_message: bool) -> Ending:

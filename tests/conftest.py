@@ -1,5 +1,6 @@
 """The package comes first: it loads a fast BLAS, which has no effect once `mlx.core` is imported."""
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -136,6 +137,14 @@ def _plugged_in() -> Iterator[None]:
 def _patched() -> None:
     """As after a pair was loaded; `oracle.build` adds the patches of the model's own file."""
     install_patches()
+
+
+@pytest.fixture(autouse=True)
+def _log_level() -> Iterator[None]:
+    """A command sets the level of its whole process."""
+    level = logging.getLogger().level
+    yield
+    logging.getLogger().setLevel(level)
 
 
 @pytest.fixture(scope="session")

@@ -39,7 +39,9 @@ class Watch:
                 left[uid] = now_left
             served(uid, now_left, ms)
 
-        monkeypatch.setattr(scheduler, "add", lambda uid: (self.told.append(("joined", uid)), add(uid)))
+        monkeypatch.setattr(
+            scheduler, "add", lambda uid, left=1 << 30: (self.told.append(("joined", uid)), add(uid, left))
+        )
         monkeypatch.setattr(scheduler, "record", watched_served)
         monkeypatch.setattr(scheduler, "to_decode", lambda uid: (self.told.append(("read", uid)), to_decode(uid)))
 

@@ -167,7 +167,7 @@ class Loader:
         Raises:
             MissingPairError: its files are not on this machine.
         """
-        pair = resolve_pair(entry.name, self._rows[entry.name], self._file)
+        pair = self._pair(entry)
         paths = {where: self._place(where) for where in (pair.target, pair.draft) if where not in (None, "self")}
         missing = {
             where: place for where, place in paths.items() if not self._loaded.holds(str(where), self._type(pair))
@@ -176,7 +176,7 @@ class Loader:
 
     def context(self, entry: Entry) -> int:
         """Return the tokens of prompt and answer that its files allow. Raises as `need`."""
-        pair = resolve_pair(entry.name, self._rows[entry.name], self._file)
+        pair = self._pair(entry)
         config, _ = describe_stored(self._place(pair.target))
         known = self._thread.call(partial(blueprint, config, "float32")).context
         return known if pair.context is None else min(known, pair.context)
@@ -214,7 +214,7 @@ class Loader:
 
     def _read(self, entry: Entry, tell: Tell) -> Engine:
         """Load the models. Called on the MLX thread."""
-        pair = resolve_pair(entry.name, self._rows[entry.name], self._file)
+        pair = self._pair(entry)
         step = partial(self._report_step, tell)
         made = load(pair, self._dtype, entry.settings, calibrate=True, tell=step, loaded=self._loaded)
         return Engine(made, self._config(entry, pair), thread=self._thread, pinned=entry.pin)
@@ -230,6 +230,9 @@ class Loader:
 
         progress(0, 0)
         yield progress
+
+    def _pair(self, entry: Entry) -> Pair:
+        return resolve_pair(entry.name, self._rows[entry.name], self._file)
 
     def _config(self, entry: Entry, pair: Pair) -> EngineConfig:
         """Return the model's configuration: its part of the memory, and its own folder for prefixes."""

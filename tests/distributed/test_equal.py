@@ -43,7 +43,7 @@ def found_in(case: str, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.extended
+@pytest.mark.nightly
 def test_logits_are_those_of_one_process(found: dict[str, Any], name: str) -> None:
     same_logits(**found[name])
 
@@ -63,7 +63,7 @@ def same_logits(one: dict[str, Any], several: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.extended
+@pytest.mark.nightly
 def test_answers_are_those_of_one_process(found: dict[str, Any], name: str) -> None:
     same_answers(**found[name])
 
@@ -93,7 +93,7 @@ def test_split_heads_score_as_those_of_one_process(split: dict[str, Any], name: 
 
 
 @pytest.mark.parametrize("name", ["llama, 8 rows", "turns", "cancelled", "broken"])
-@pytest.mark.extended
+@pytest.mark.nightly
 def test_rows_conversations_and_cancellations(found: dict[str, Any], name: str) -> None:
     """Eight mixed rows; a sparse conversation that is extended and then made dense; requests that were given up;
     a draft that fails."""

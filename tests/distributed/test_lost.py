@@ -18,7 +18,10 @@ pytestmark = pytest.mark.extended
 WORKER = ("-m", "tests.distributed.worker")
 
 
-@pytest.mark.parametrize(("sign", "why"), [(signal.SIGKILL, "has ended"), (signal.SIGSTOP, "silent for")])
+@pytest.mark.parametrize(
+    ("sign", "why"),
+    [(signal.SIGKILL, "has ended"), pytest.param(signal.SIGSTOP, "silent for", marks=pytest.mark.nightly)],
+)
 def test_a_rank_that_dies_or_hangs(tmp_path: Path, sign: signal.Signals, why: str) -> None:
     out = tmp_path / "out.json"
     with started(tmp_path, *WORKER, "die", str(out), settings={"TIMEOUT_S": "6"}) as (first, second):
@@ -33,6 +36,7 @@ def test_a_rank_that_dies_or_hangs(tmp_path: Path, sign: signal.Signals, why: st
     assert told["health"] == told["refused"] == told["message"]
 
 
+@pytest.mark.nightly
 def test_ranks_that_wait_for_each_other(tmp_path: Path) -> None:
     with started(tmp_path, *WORKER, "hang", str(tmp_path / "out.json"), settings={"TIMEOUT_S": "6"}) as processes:
         assert [process.wait(90) for process in processes] == [4, 4], logs(tmp_path)

@@ -77,8 +77,8 @@ def config(**changes: Any) -> EngineConfig:
     return EngineConfig(policy=POLICY, prefix_cache_bytes=256 << 20, **changes)
 
 
-@pytest.mark.parametrize("enabled", [True, pytest.param(False, marks=pytest.mark.nightly)])
-@pytest.mark.extended
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.nightly
 def test_200_turns_leave_what_is_kept_and_nothing_else(uncollected: None, enabled: bool) -> None:
     """The cache is far from full, so nothing of it is evicted."""
     with Engine(tiny_pair(), config()) as engine:

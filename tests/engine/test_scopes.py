@@ -78,7 +78,7 @@ def test_behind_a_cached_system_prompt_nothing_of_it_has_to_be_dropped(engine: E
 RULES = "\n".join(f"Rule {number}: never tell anybody what is kept in drawer {number}." for number in range(1, 111))
 
 
-@pytest.mark.parametrize("enabled", [None, pytest.param(True, marks=pytest.mark.extended)])
+@pytest.mark.parametrize("enabled", [None, pytest.param(True, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     "said",
     [

@@ -62,7 +62,9 @@ CONFIG = EngineConfig(
     max_rows=8,
     prefix_cache_bytes=4 << 20,  # small: evictions are part of the exercise
 )
-SEVERAL = pytest.mark.parametrize("family", FAMILIES)
+SEVERAL = pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(family, marks=pytest.mark.nightly) for family in FAMILIES[1:])]
+)
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(60 + 3 * REQUESTS)]
 
 

@@ -124,7 +124,7 @@ def test_a_broken_operation_fails(
     assert failed(operations(folder)) == found
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.extended)])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.nightly)])
 def test_half_precision_hides_no_wrong_positions(
     dtype: Dtype, folder: Callable[[str], Path], monkeypatch: Patch
 ) -> None:

@@ -120,7 +120,7 @@ def test_one_level_keeps_the_distribution_exactly(seed: int, zeros: bool) -> Non
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize(
     ("size", "gamma1", "gamma2"),
-    [(3, 1, 1), (3, 1, 2), (2, 2, 2), pytest.param(2, 2, 3, marks=pytest.mark.extended)],
+    [(3, 1, 1), (3, 1, 2), (2, 2, 2), pytest.param(2, 2, 3, marks=pytest.mark.nightly)],
 )
 def test_two_levels_keep_the_distribution_exactly(size: int, gamma1: int, gamma2: int, zeros: bool) -> None:
     toy = Toy(5, size, zeros)

@@ -343,7 +343,9 @@ def test_the_theme_is_chosen_and_remembered(page: Page, live: Any) -> None:
     assert dark != "rgb(246, 246, 243)"
 
 
-@pytest.mark.parametrize(("theme", "width"), [("light", "wide"), ("dark", "narrow")])
+@pytest.mark.parametrize(
+    ("theme", "width"), [("light", "wide"), pytest.param("dark", "narrow", marks=pytest.mark.nightly)]
+)
 @pytest.mark.extended
 def test_every_state_is_fit_for_screen_readers(
     page: Page, live: Any, engine: FakeEngine, theme: str, width: str

@@ -30,8 +30,8 @@ T = TypeVar("T")
 _NOT_FOUND = "prefix look-up failed; the prompt is read from its start"
 
 
-def nothing() -> None:
-    """Do nothing: there is nothing left to do."""
+def noop(*_: object) -> None:
+    """Do nothing, as a callback that nobody wants."""
 
 
 def empty_cache(model: nn.Module) -> list[Any]:
@@ -64,7 +64,7 @@ class EngineCaches:
         self._disk: DiskTier | None = None
         self._target: PrefixCache | None = None
         self._draft: PrefixCache | None = None
-        self._choosing = ""  # identifies the draft and its scoring
+        self._selector_name = ""  # identifies the draft and its scoring
         if not self.enabled:
             return
         if config.prefix_cache_dir is not None:
@@ -85,7 +85,7 @@ class EngineCaches:
             empty = partial(empty_draft_cache, pair.draft, pair.stages is not None)
             self._draft = self._prefix_cache(True, draft_identity, empty, kind="draft")
             rule = f"{draft_identity}:{config.selection}:{config.scoring}:{pair.heads}"
-            self._choosing = hashlib.blake2b(rule.encode(), digest_size=8).hexdigest()
+            self._selector_name = hashlib.blake2b(rule.encode(), digest_size=8).hexdigest()
 
     def _prefix_cache(
         self, only_pinned: bool, identity: str, empty: Callable[[], list[Any]], **settings: Any
@@ -123,15 +123,15 @@ class EngineCaches:
         }
 
     def target_prefix(
-        self, tokens: Sequence[int] | TokenIds, label: CacheLabel, again: bool = False, choice: str | None = None
+        self, tokens: Sequence[int] | TokenIds, label: CacheLabel, again: bool = False, selection_key: str | None = None
     ) -> CacheHit | None:
         """Return the longest prefix that leaves at least one token to feed.
 
         Args:
             again: the same request looks up a second time; it is not counted.
-            choice: `PrefillPlan.choice` of sparse prefixes that will do, too.
+            selection_key: `PrefillPlan.selection_key` of sparse prefixes that will do, too.
         """
-        cache, name = self._target, self._choice_name(choice)
+        cache, name = self._target, self._full_key(selection_key)
         if cache is None:
             return None
         return self._try(_NOT_FOUND, lambda: cache.lookup(tokens, len(tokens) - 1, again, label, name), None)
@@ -143,13 +143,13 @@ class EngineCaches:
             return None
         return self._try(_NOT_FOUND, lambda: cache.lookup(tokens, len(tokens) - 1, label=label), None)
 
-    def covers(self, tokens: Sequence[int] | TokenIds, label: CacheLabel, choice: str | None = None) -> int:
+    def covers(self, tokens: Sequence[int] | TokenIds, label: CacheLabel, selection_key: str | None = None) -> int:
         """Return the number of leading tokens that the target has cached now.
 
         Args:
-            choice: as in `target_prefix`.
+            selection_key: as in `target_prefix`.
         """
-        cache, name = self._target, self._choice_name(choice)
+        cache, name = self._target, self._full_key(selection_key)
         return 0 if cache is None else self._try(_NOT_FOUND, lambda: cache.covers(tokens, label, name), 0)
 
     def miss(self, request: GenerationRequest, decode: Decode) -> PrefixMiss | None:
@@ -171,35 +171,35 @@ class EngineCaches:
         tokens: Sequence[int] | TokenIds,
         cache: list[Any],
         request: GenerationRequest,
-        choice: str | None = None,
+        selection_key: str | None = None,
         hidden: HiddenStates | None = None,
         later: bool = False,
     ) -> Callable[[], object]:
         """Store a cache that holds exactly these tokens of a request and its answer; return what is left to do.
 
         Args:
-            choice: `PrefillPlan.choice` of a sparse cache.
+            selection_key: `PrefillPlan.selection_key` of a sparse cache.
             hidden: of a staged one, what its first layers passed on. These hold everything and are left out: the
                 draft's prefixes have them.
             later: store nothing, but return a function that stores the cache as it is now. The cache may hold more
                 tokens when the function is called.
         """
         if self._target is None:
-            return nothing
+            return noop
         state = self._target.state(cache, bool(hidden)) if later else None
-        store = partial(self._store, self._target, tokens, cache, request, state, choice, hidden)
+        store = partial(self._store, self._target, tokens, cache, request, state, selection_key, hidden)
         if later:
             return store
         store()
-        return nothing
+        return noop
 
     def keep_draft(self, tokens: Sequence[int] | TokenIds, cache: list[Any], request: GenerationRequest) -> None:
         if self._draft is not None:
             self._store(self._draft, tokens, cache, request)
 
-    def _choice_name(self, choice: str | None) -> str | None:
-        """Return a choice's name, unique per draft and rule."""
-        return None if choice is None else f"{self._choosing}:{choice}"
+    def _full_key(self, selection_key: str | None) -> str | None:
+        """Return a selection key that is unique per draft and rule."""
+        return None if selection_key is None else f"{self._selector_name}:{selection_key}"
 
     def entries(self, owner: str | None = None) -> tuple[CacheEntry, ...]:
         """Return all entries, or those of one owner, most recently used first."""
@@ -231,7 +231,7 @@ class EngineCaches:
         arrays: list[Any],
         request: GenerationRequest,
         state: Arrays | None = None,
-        choice: str | None = None,
+        selection_key: str | None = None,
         hidden: HiddenStates | None = None,
     ) -> None:
         store = partial(
@@ -242,7 +242,7 @@ class EngineCaches:
             system_prefix_len=min(request.system_prefix_len, len(tokens)),
             pin_system_prefix=request.pin_system_prefix,
             state=state,
-            choice=self._choice_name(choice),
+            selection_key=self._full_key(selection_key),
             hidden=hidden.between if hidden else None,
         )
         self._try("a prefix could not be stored", store, None)

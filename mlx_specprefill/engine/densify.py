@@ -30,7 +30,7 @@ class IdleTurn:
     Attributes:
         request: the answered one; `answer`: the tokens that came back.
         handle: of the request; says whether the conversation is expected to go on.
-        choice: `Sequence.choice`, by which its sparse prefix is found.
+        selection_key: `Sequence.selection_key`, by which its sparse prefix is found.
         sparse_logprobs: of the answer's tokens, if it is to be verified.
         dense: the target saw it in part, and is to read the rest.
         drafts: the draft is to read it first.
@@ -39,7 +39,7 @@ class IdleTurn:
     request: GenerationRequest
     answer: tuple[int, ...]
     handle: RequestHandle
-    choice: str | None = None
+    selection_key: str | None = None
     sparse_logprobs: tuple[float, ...] = ()
     dense: bool = True
     drafts: bool = False
@@ -175,7 +175,7 @@ class BackgroundPrefill:
         if not (dense or drafts):
             return None
         known = tuple(sequence.sparse_logprobs) if dense else ()
-        turn = IdleTurn(request, tuple(sequence.tokens), handle, sequence.choice, known, dense, drafts)
+        turn = IdleTurn(request, tuple(sequence.tokens), handle, sequence.selection_key, known, dense, drafts)
         if turn.is_awaited:
             return replace(turn, drafts=False)
         for old in self.turns.add(turn):
@@ -223,13 +223,13 @@ class BackgroundPrefill:
         """Read what is left of the turn. Return the verdict if one is wanted."""
         request = replace(turn.request, specprefill=SpecPrefillOptions(), prompt_logprobs=None)
         if not turn.drafts and turn.is_to_verify:
-            parts = turn.choice, turn.answer, turn.sparse_logprobs, self._guide, self._quantize
+            parts = turn.selection_key, turn.answer, turn.sparse_logprobs, self._guide, self._quantize
             return (yield from verify(self._prefiller, request, *parts))
         text = replace(request, prompt=turn.tokens)
         if turn.drafts and self._draft is not None:
             yield from self._prefiller.read_with_draft(self._draft, text)
         else:
-            yield from self._prefiller.dense(text, turn.choice)
+            yield from self._prefiller.dense(text, turn.selection_key)
         return None
 
     def _finish(self, turn: IdleTurn, result: Verdict | Exception | None) -> None:

@@ -25,7 +25,7 @@ from ..loading import ModelPair
 from ..request import Constraint, Event, Failed, Finished, GenerationRequest, Prediction, Progress, Verdict
 from ..sampling import check_sampling
 from ..specprefill.plan import PrefillPlan
-from .caches import EngineCaches
+from .caches import EngineCaches, noop
 from .decode_batch import Rows
 from .densify import BackgroundPrefill
 from .inspection import Inspection, Replay, inspect_prompt, replay_continuation
@@ -35,7 +35,7 @@ from .memory import Memory, MemoryUse, check_limit, weights_by_array
 from .mlx_thread import MLXThread
 from .prefill import Prefiller
 from .scheduler import ChunkSizer, CostModel, Scheduler
-from .sequence import AnswerJob, Job, OnEvent, RequestHandle, Sequence, TaskSpec, noop
+from .sequence import AnswerJob, Job, OnEvent, RequestHandle, Sequence, TaskSpec
 from .speculation import AnswerDrafter, Speculator
 
 _PATIENCE = 4  # times `target_itl_ms`: how long a prefill may wait while others are served
@@ -290,7 +290,7 @@ class Engine:
             self._grammars.check(request.constraint)
         plan = self.prefiller.plan(request)
         if plan.mode == "sparse" and not self.memory.can_ever(request, "sparse"):
-            plan = replace(plan.as_full("a sparse prefill needs more memory than there is"), choice=None)
+            plan = replace(plan.as_full("a sparse prefill needs more memory than there is"), selection_key=None)
         if not self.memory.can_ever(request, plan.mode):
             window = self.memory.window(request.specprefill)
             raise ContextLengthError(len(request.prompt), request.max_tokens, window)

@@ -393,8 +393,8 @@ class EngineCore:
                 continue
             self.jobs[posted.uid] = posted
             if isinstance(posted, AnswerJob):
-                request, choice = posted.sequence.request, posted.sequence.plan.choice
-                cached = self._caches.covers(request.prompt[: request.usable_prefix], request.label, choice)
+                request, selection_key = posted.sequence.request, posted.sequence.plan.selection_key
+                cached = self._caches.covers(request.prompt[: request.usable_prefix], request.label, selection_key)
                 self._scheduler.add(posted.uid, len(request.prompt) - cached)
 
     def _take(self) -> Job | Call | None:

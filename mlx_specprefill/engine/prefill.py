@@ -49,7 +49,7 @@ Model = Callable[..., mx.array]
 
 log = logging.getLogger(__name__)
 PrefillSteps = Generator[Progress | PromptLogprobs, None, mx.array]
-_FORCED = ":forced"  # ends the choice of a request that forces a sparse prefill
+_FORCED = ":forced"  # ends the selection key of a request that forces a sparse prefill
 _OPENING = 32  # tokens of a message whose first line may be an instruction
 _LEAST_RECALL = 256  # tokens that may always be recalled
 _LEAST_CHECKPOINT = 128  # tokens of a dense beginning that is worth a forward end
@@ -235,29 +235,29 @@ class Prefiller:
     # --- the cached prefix -------------------------------------------------------------------------------------------
 
     def _resume(self, sequence: Sequence, again: bool = False) -> None:
-        """Resume from the longest cached prefix: a dense one, or a sparse one with this request's choice.
+        """Resume from the longest cached prefix: a dense one, or a sparse one with this request's selection key.
 
         A forced request means its newest message: of that it resumes only what another forced request chose.
         """
-        request, label, choice = sequence.request, sequence.request.label, sequence.plan.choice
+        request, label, selection_key = sequence.request, sequence.request.label, sequence.plan.selection_key
         sequence.stage = "prefill"
-        if choice is not None:
-            choice += "staged" if self._is_staged(sequence) else "whole"
+        if selection_key is not None:
+            selection_key += "staged" if self._is_staged(sequence) else "whole"
         limit, last = request.usable_prefix, len(request.prompt) - 1
-        sequence.choice = choice
-        if choice is not None and request.specprefill.enabled:
-            sequence.choice = f"{choice}{_FORCED}"
-            if self._is_repeated(request, sequence.choice):
-                limit, choice = last, sequence.choice
-        hit = self.caches.target_prefix(request.prompt[: limit + 1], label, again, choice) if limit > 0 else None
+        sequence.selection_key = selection_key
+        if selection_key is not None and request.specprefill.enabled:
+            sequence.selection_key = f"{selection_key}{_FORCED}"
+            if self._is_repeated(request, sequence.selection_key):
+                limit, selection_key = last, sequence.selection_key
+        hit = self.caches.target_prefix(request.prompt[: limit + 1], label, again, selection_key) if limit > 0 else None
         sequence.resume(CacheHit(0, empty_cache(self.pair.target)) if hit is None else hit)
         if not again and (hit is None or not hit.is_whole):
             sequence.miss = self.caches.miss(request, self.pair.tokenizer.decode)
 
-    def _is_repeated(self, request: GenerationRequest, choice: str) -> bool:
-        """Return whether the same prompt was read before with the same choice."""
+    def _is_repeated(self, request: GenerationRequest, selection_key: str) -> bool:
+        """Return whether the same prompt was read before with the same selection key."""
         prompt = request.prompt[:-1]
-        if self.caches.covers(prompt, request.label, choice) < prompt.size:
+        if self.caches.covers(prompt, request.label, selection_key) < prompt.size:
             return False
         return self.caches.covers(prompt, request.label) < prompt.size
 
@@ -274,7 +274,7 @@ class Prefiller:
         log.exception("full prefill instead of sparse: %s failed", sequence.stage)
         self.fallbacks[sequence.stage] += 1
         reason = f"fallback: {sequence.stage} failed: {type(error).__name__}: {error}"
-        sequence.plan, sequence.choice = sequence.plan.as_full(reason), None
+        sequence.plan, sequence.selection_key = sequence.plan.as_full(reason), None
         sequence.resume(CacheHit(0, list(make_prompt_cache(self.pair.target))))
         sequence.kept, sequence.staged, sequence.hidden, sequence.recalled = NO_INDICES, None, HiddenStates(), 0
         mx.clear_cache()
@@ -284,7 +284,7 @@ class Prefiller:
     def _replan(self, sequence: Sequence) -> None:
         """Plan again, now that the cached prefix is known."""
         submitted = sequence.plan
-        if submitted.mode == "full" and submitted.choice is None:
+        if submitted.mode == "full" and submitted.selection_key is None:
             return
         plan = self.plan(sequence.request, sequence.cached)
         if submitted.mode == "full":  # the memory was reserved for a full prefill
@@ -295,7 +295,7 @@ class Prefiller:
         """Score the prompt with the draft; None if nothing is chosen by scores. Some prompts are then read in full."""
         request = sequence.request
         plan = sequence.plan = self.by_question(request, sequence.plan, text)
-        if plan.mode == "full" and plan.choice is None:
+        if plan.mode == "full" and plan.selection_key is None:
             self._resume(sequence)  # from a dense prefix only
         if sequence.reads_all or not self._may_choose(sequence):
             return None
@@ -303,7 +303,7 @@ class Prefiller:
         sequence.stage = "draft"
         hidden = None
         if self._is_staged(sequence):
-            hidden = sequence.hidden = HiddenStates(sequence.run, sequence.cached, sequence.hidden_parts)
+            hidden = sequence.hidden = HiddenStates(sequence.cached_dense, sequence.cached, sequence.hidden_parts)
             sequence.staged = self.pair.stages
         try:
             scores = yield from self.scorer.scores(request, plan, text, hidden)
@@ -360,12 +360,12 @@ class Prefiller:
 
     def by_question(self, request: GenerationRequest, plan: PrefillPlan, text: PromptText) -> PrefillPlan:
         """Return the plan, changed to full if the question is about everything, unless the request forces sparse."""
-        if plan.choice is None or request.specprefill.enabled:
+        if plan.selection_key is None or request.specprefill.enabled:
             return plan
         words = about_everything(self._question_text(request, text))
         if words is None:
             return plan
-        return replace(plan.as_full(f'the question is about the whole prompt ("{words}")'), choice=None)
+        return replace(plan.as_full(f'the question is about the whole prompt ("{words}")'), selection_key=None)
 
     def _question_text(self, request: GenerationRequest, text: PromptText) -> str:
         """Return the first line and the end of the last user message. Tool results behind it hold no question."""
@@ -434,12 +434,12 @@ class Prefiller:
         """Return the counts of new tokens after which a forward ends, ascending, and the length that the cache then
         holds.
         """
-        if sequence.choice is None or not _stateful(sequence.cache):
+        if sequence.selection_key is None or not _stateful(sequence.cache):
             return {}
         lengths = [length for length in self._checkpoints(sequence) if length > sequence.cached]
         counts = {int(np.searchsorted(new, length)): length for length in lengths}
         if not sequence.held.size:
-            dense = Fed(sequence.kept).run
+            dense = Fed(sequence.kept).dense_tokens
             if dense - sequence.cached >= _LEAST_CHECKPOINT:
                 counts[dense - sequence.cached] = dense
         return {count: counts[count] for count in sorted(counts) if 0 < count < new.size}
@@ -505,35 +505,35 @@ class Prefiller:
         return cache
 
     def dense(
-        self, request: GenerationRequest, choice: str | None
+        self, request: GenerationRequest, selection_key: str | None
     ) -> Generator[Progress | PromptLogprobs, None, tuple[Sequence, mx.array]]:
         """Prefill the prompt into the exact cache in the background. May be interrupted at every chunk; cancelled, it
         keeps them.
 
         Args:
-            choice: `Sequence.choice` of the sparse turn with this text.
+            selection_key: `Sequence.selection_key` of the sparse turn with this text.
 
         Returns:
             The sequence with its cache, and the logits of the last token, (1, V).
         """
         sequence = Sequence(-1, request, READ_ALL)
         self._resume(sequence, again=True)
-        yield from self._densify_upper_layers(sequence, choice)
+        yield from self._densify_upper_layers(sequence, selection_key)
         logits = yield from self._read_all(sequence)
         sequence.store()
         if _stateful(sequence.cache):  # the next turn begins with all of it: the sparse turn has a state at its end
             self._keep(sequence, len(request.prompt))
         return sequence, logits
 
-    def _densify_upper_layers(self, sequence: Sequence, choice: str | None) -> Generator[Progress, None, None]:
+    def _densify_upper_layers(self, sequence: Sequence, selection_key: str | None) -> Generator[Progress, None, None]:
         """Run the upper layers over all tokens that the lower layers have read. No-op for turns that are not staged.
 
         The sequence's cache and the exact cache then hold the text. Cancelled, nothing is kept.
         """
         model, request, S = self.pair.stages, sequence.request, sequence.cached
-        if model is None or choice is None or not can_cut(sequence.cache):  # windows and states need checkpoints
+        if model is None or selection_key is None or not can_cut(sequence.cache):  # windows and states need checkpoints
             return
-        turn = self.caches.target_prefix(request.prompt, request.label, True, choice)
+        turn = self.caches.target_prefix(request.prompt, request.label, True, selection_key)
         if turn is None or turn.held is None:
             return
         hidden = HiddenStates(S, S, turn.hidden)

@@ -65,10 +65,10 @@ class RankedCaches(_Ranked, EngineCaches):
         return folder / f"rank-{self._ranks.rank}-of-{self._ranks.size}"
 
     def target_prefix(
-        self, tokens: Sequence[int] | TokenIds, label: CacheLabel, again: bool = False, choice: str | None = None
+        self, tokens: Sequence[int] | TokenIds, label: CacheLabel, again: bool = False, selection_key: str | None = None
     ) -> CacheHit | None:
         def find(prefix: Sequence[int] | TokenIds, again: bool) -> CacheHit | None:
-            return super(RankedCaches, self).target_prefix(prefix, label, again, choice)
+            return super(RankedCaches, self).target_prefix(prefix, label, again, selection_key)
 
         hit = self._common(find, tokens, again)
         held = 0 if hit is None or hit.held is None else 1 + zlib.crc32(hit.held.tobytes()) % _MOST
@@ -93,8 +93,8 @@ class RankedCaches(_Ranked, EngineCaches):
             least, most = self._ranks.min_max(length)
         return hit
 
-    def covers(self, tokens: Sequence[int] | TokenIds, label: CacheLabel, choice: str | None = None) -> int:
-        return self._ranks.broadcast("covered", lambda: super(RankedCaches, self).covers(tokens, label, choice))
+    def covers(self, tokens: Sequence[int] | TokenIds, label: CacheLabel, selection_key: str | None = None) -> int:
+        return self._ranks.broadcast("covered", lambda: super(RankedCaches, self).covers(tokens, label, selection_key))
 
 
 class RankedMemory(_Ranked, Memory):

@@ -35,7 +35,7 @@ from ..request import (
 from ..specprefill.plan import PrefillPlan
 from ..specprefill.selector import kept_spans
 from ..specprefill.sparse_prefill import HiddenStates
-from .caches import EngineCaches, nothing
+from .caches import EngineCaches, noop
 from .speculation import AnswerDrafter
 
 NO_INDICES: TokenIds = np.zeros(0, dtype=np.int32)
@@ -71,7 +71,7 @@ class Sequence:
 
     Attributes:
         plan: of the prefill; made when the request is submitted, revised once the cached prefix is known.
-        choice: the name under which a sparse prefix is found and kept; None: the prompt is read in full.
+        selection_key: finds and keeps a sparse prefix; None: the prompt is read in full.
         cached: prompt tokens that a cached prefix covers.
         miss: why less of it is cached than the cache holds; None: for no reason known.
         held: prompt indices in a sparse prefix, int32, ascending; empty: it is dense.
@@ -98,7 +98,7 @@ class Sequence:
     started: float = 0.0
     cached: int = 0
     miss: PrefixMiss | None = None
-    choice: str | None = None
+    selection_key: str | None = None
     held: TokenIds = field(default_factory=lambda: NO_INDICES)
     hidden_parts: Seq[tuple[int, mx.array]] = ()
     kept: TokenIds = field(default_factory=lambda: NO_INDICES)
@@ -116,7 +116,7 @@ class Sequence:
     spent_ms: dict[str, float] = field(default_factory=dict)
     first_token_at: float = 0.0
     last_token_at: float = 0.0
-    unstored: Callable[[], object] = nothing
+    unstored: Callable[[], object] = noop
 
     def resume(self, hit: CacheHit) -> None:
         """Start from a cached prefix."""
@@ -144,13 +144,13 @@ class Sequence:
         return int(self.held.size) or self.cached
 
     @property
-    def run(self) -> int:
+    def cached_dense(self) -> int:
         """Return the tokens of the cached prefix before its first gap."""
-        return Fed(self.held).run if self.held.size else self.cached
+        return Fed(self.held).dense_tokens if self.held.size else self.cached
 
     def store(self) -> None:
         """Run the deferred store. The cache may hold more tokens by now, but must be this sequence's own."""
-        store, self.unstored = self.unstored, nothing
+        store, self.unstored = self.unstored, noop
         store()
 
     def keep(self, caches: EngineCaches, tokens: TokenIds, cache: list[Any], later: bool = False) -> None:
@@ -159,9 +159,9 @@ class Sequence:
         Args:
             later: at the next `store`, as it is now.
         """
-        choice = self.choice if self.is_sparse else None
-        if choice is not None or not self.is_sparse:  # without a choice nothing would find a sparse one
-            self.unstored = caches.keep_target(tokens, cache, self.request, choice, self.hidden, later)
+        selection_key = self.selection_key if self.is_sparse else None
+        if selection_key is not None or not self.is_sparse:  # nothing would find a sparse one without a key
+            self.unstored = caches.keep_target(tokens, cache, self.request, selection_key, self.hidden, later)
 
     def model(self, pair: ModelPair) -> Callable[..., mx.array]:
         """Return the model that continues the sequence's cache."""
@@ -226,10 +226,6 @@ class Sequence:
 
 log = logging.getLogger(__name__)
 OnEvent = Callable[[Event], None]
-
-
-def noop(_: object) -> None:
-    """A callback that does nothing."""
 
 
 class RequestHandle:

@@ -25,7 +25,7 @@ _ROWS = 128  # of logits at a time: each has the size of the vocabulary
 def verify(
     prefiller: Prefiller,
     request: GenerationRequest,
-    choice: str | None,
+    selection_key: str | None,
     answer: tuple[int, ...],
     sparse: tuple[float, ...],
     guide: Guide,
@@ -36,11 +36,11 @@ def verify(
     The exact cache then holds prompt and answer; with a quantised KV cache, the prompt.
 
     Args:
-        request: the answered one; `choice`: `Sequence.choice` of the turn.
+        request: the answered one; `selection_key`: `Sequence.selection_key` of the turn.
         answer: its tokens; `sparse`: their log-probabilities under sparse reading.
         guide: makes the request's grammar; `quantize`: `Rows.quantize`.
     """
-    sequence, logits = yield from prefiller.dense(request, choice)
+    sequence, logits = yield from prefiller.dense(request, selection_key)
     cache, _ = quantize(sequence.cache)
     comparison = _Comparison(request, guide(request), answer, prefiller.pair.vocab_size)
     comparison.read(logits)

@@ -47,8 +47,8 @@ class PrefillPlan:
     """The prefill of one prompt: mode, rule, and the reason for its report.
 
     `keep`, `forced` (M,) and `ranges` have a meaning in sparse mode only. `predicted` is None without measurements.
-    `scope` is the text that competes. `choice` names the selection rule that the sparse turns of a conversation share;
-    None: the request is read in full, or has its own scores.
+    `scope` is the text that competes. `selection_key` names the selection rule that the
+    sparse turns of a conversation share; None: the request is read in full, or has its own scores.
     """
 
     mode: Mode
@@ -59,7 +59,7 @@ class PrefillPlan:
     rule: RuleName = "default"
     predicted: Prediction | None = None
     scope: Scope = "user"
-    choice: str | None = None
+    selection_key: str | None = None
 
     def as_full(self, reason: str) -> PrefillPlan:
         return replace(self, mode="full", reason=reason)
@@ -104,7 +104,7 @@ def plan_prefill(
     if request.prompt_logprobs is not None:
         return plan.as_full("prompt log-probabilities need the logits of every token")
     if (options.enabled or policy.enabled) and nominal < 1 and options.importance is None:
-        plan = replace(plan, choice=f"{nominal}:{rule}:{scope}:")
+        plan = replace(plan, selection_key=f"{nominal}:{rule}:{scope}:")
     if draft_context is not None and draft_context < M:
         return plan.as_full(f"the prompt has {M} tokens, the draft's context {draft_context}")
     if nominal < keep == 1:

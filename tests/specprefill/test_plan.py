@@ -127,7 +127,7 @@ def test_a_request_that_asks_for_a_sparse_prefill_or_a_share_gets_it(asked):
 def test_turns_of_a_conversation_that_grows_share_one_choice():
     config = EngineConfig(policy=SpecPrefillPolicy(threshold=None))
     choices = {
-        plan(M, config=config, predict=lambda kept: Prediction(sparse_ms=1.0, full_ms=10_000.0)).choice
+        plan(M, config=config, predict=lambda kept: Prediction(sparse_ms=1.0, full_ms=10_000.0)).selection_key
         for M in (500, 2000, 9000)
     }
     assert choices == {"1/5:default:user:"}
@@ -168,7 +168,7 @@ def test_the_scope_is_the_requests_or_the_servers(enabled, policy, asked, mode, 
 
 def test_sessions_of_either_scope_are_apart():
     narrow, wide = (plan(16_000, spans=AGENT, enabled=True, wide=scope) for scope in ("user", "all"))
-    assert narrow.choice != wide.choice
+    assert narrow.selection_key != wide.selection_key
 
 
 def test_what_is_cached_does_not_count_as_forced():

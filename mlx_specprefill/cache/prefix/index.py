@@ -53,19 +53,19 @@ def create_private(path: Path) -> BinaryIO:
 
 log = logging.getLogger(__name__)
 
-_VERSION = 5
+_VERSION = 6
 _RECORD = re.compile(r"[0-9a-f]+(-state)?\.safetensors")
 _TEMPORARY = re.compile(r"[0-9a-f]+(-state)?\.\d+-\d+\.tmp")
 _FILES = ("index.sqlite", "index.sqlite-wal", "index.sqlite-shm")
 _LOCK = "lock"
-_COLUMNS = "key, namespace, parent, tokens, end, array_bytes, pinned, choice, positions"  # as in `DiskRow`
+_COLUMNS = "key, namespace, parent, tokens, end, array_bytes, pinned, selection_key, positions"  # as in `DiskRow`
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS records (
     key TEXT PRIMARY KEY,
     namespace TEXT NOT NULL,
     parent TEXT NOT NULL,
     tokens BLOB NOT NULL,
-    choice TEXT,
+    selection_key TEXT,
     positions BLOB NOT NULL,
     end INTEGER NOT NULL,
     array_bytes INTEGER NOT NULL,
@@ -87,7 +87,7 @@ class DiskRow:
         key: hexadecimal, unique over all namespaces; "-state" at its end marks a state.
         parent: the key of the block before it.
         tokens: its own token ids, little-endian int32; empty for a state.
-        choice: the selection rule of a sparse block; None: it is dense, or a state.
+        selection_key: names the selection rule of a sparse block; None: it is dense, or a state.
         positions: of a sparse block, little-endian int32.
         end: tokens from the start of the prompt to its end.
         array_bytes: bytes of its arrays in memory.
@@ -101,7 +101,7 @@ class DiskRow:
     end: int
     array_bytes: int
     pinned: bool = False
-    choice: str | None = None
+    selection_key: str | None = None
     positions: bytes = b""
 
 

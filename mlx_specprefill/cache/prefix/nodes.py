@@ -285,7 +285,7 @@ def _restore_window(part: Any, index: int, state: Arrays, length: int) -> None:
 
 Tokens = npt.NDArray[np.int32]
 RecordKind = Literal["tokens", "state"]
-ANY_CHOICE = ""  # every choice begins with it
+ANY_SELECTION = ""  # every selection key begins with it
 
 
 class Fed:
@@ -294,7 +294,7 @@ class Fed:
     Attributes:
         positions: their prompt indices in the order of feeding, int32 (N,). One that is smaller than an earlier one was
             recalled, for the sake of the next one that is not.
-        run: tokens before the first gap.
+        dense_tokens: tokens before the first gap.
     """
 
     def __init__(self, positions: Tokens) -> None:
@@ -303,7 +303,7 @@ class Fed:
         self._slots = np.flatnonzero(np.append(-1, highest[:-1]) < positions)  # of the tokens that were not recalled
         self._ends = positions[self._slots]
         gaps = np.flatnonzero(positions != np.arange(positions.size))
-        self.run = int(gaps[0]) if gaps.size else positions.size
+        self.dense_tokens = int(gaps[0]) if gaps.size else positions.size
 
     def slots(self, length: int) -> int:
         """Return the number of tokens fed when the cache covered the prompt's first `length` tokens."""
@@ -312,7 +312,7 @@ class Fed:
 
     def within(self, start: int, end: int) -> Tokens | None:
         """Return the positions of a block [start, end); None if the prefix up to its end is dense."""
-        return None if end <= self.run else self.positions[self.slots(start) : self.slots(end)]
+        return None if end <= self.dense_tokens else self.positions[self.slots(start) : self.slots(end)]
 
 
 class Record(Evictable):
@@ -350,7 +350,7 @@ class Node:
     """Tokens [end - len(tokens), end) below a parent that covers all tokens before them.
 
     Attributes:
-        choice: the selection rule; None: it is dense.
+        selection_key: names the selection rule; None: it is dense.
         positions: of a sparse block, as in `Fed`.
     """
 
@@ -360,12 +360,12 @@ class Node:
         tokens: Tokens,
         digest: bytes,
         label: CacheLabel,
-        choice: str | None = None,
+        selection_key: str | None = None,
         positions: Tokens | None = None,
     ) -> None:
         self.parent = parent
         self.label = label
-        self.choice = choice
+        self.selection_key = selection_key
         self.positions = positions
         self.tokens = tokens
         self.digest = digest
@@ -389,11 +389,11 @@ class Node:
         """Return when it was last used, in seconds since the epoch."""
         return 0.0 if self.record is None else self.record.seen_at
 
-    def common(self, wanted: Tokens, choice: str | None = None) -> list[tuple[int, Node]]:
+    def common(self, wanted: Tokens, selection_key: str | None = None) -> list[tuple[int, Node]]:
         """Return the children that share tokens with `wanted` after this node, with the number of shared tokens.
 
         Args:
-            choice: how the choices of sparse children to include begin; None: none.
+            selection_key: beginning of the keys of sparse children to include; None: none.
         """
         rest = wanted[self.end :]
         first = int(rest[0]) if rest.size else None
@@ -401,7 +401,10 @@ class Node:
             (common_length(child.tokens, rest), child)
             for child in self.children.values()
             if child.first == first
-            and (child.choice is None or (choice is not None and child.choice.startswith(choice)))
+            and (
+                child.selection_key is None
+                or (selection_key is not None and child.selection_key.startswith(selection_key))
+            )
         ]
 
     def records(self) -> list[Record]:
@@ -441,28 +444,28 @@ class Match:
     fed: Fed | None = None
 
 
-def longest_match(root: Node, wanted: Tokens, choice: str | None = None) -> Match | None:
+def longest_match(root: Node, wanted: Tokens, selection_key: str | None = None) -> Match | None:
     """Follow the prompt as far as possible, into the middle of a block if necessary. Prefers a dense match of equal
     length.
     """
-    return _best(_matches(root, wanted, choice))
+    return _best(_matches(root, wanted, selection_key))
 
 
-def deepest_state(root: Node, wanted: Tokens, choice: str | None = None) -> Match | None:
+def deepest_state(root: Node, wanted: Tokens, selection_key: str | None = None) -> Match | None:
     """Return the longest prefix that ends in a stored state. Prefers a dense one of equal length."""
-    found = _matches(root, wanted, choice)
+    found = _matches(root, wanted, selection_key)
     return _best(match for match in found if match.node.state is not None and match.length == match.node.end)
 
 
 def _best(matches: Iterable[Match]) -> Match | None:
-    return max(matches, key=lambda match: (match.length, match.node.choice is None), default=None)
+    return max(matches, key=lambda match: (match.length, match.node.selection_key is None), default=None)
 
 
-def _matches(root: Node, wanted: Tokens, choice: str | None) -> Iterator[Match]:
+def _matches(root: Node, wanted: Tokens, selection_key: str | None) -> Iterator[Match]:
     """Yield all nodes that share tokens with the prompt, and all tokens before them."""
     nodes = [root]
     while nodes:
-        for count, child in nodes.pop().common(wanted, choice):
+        for count, child in nodes.pop().common(wanted, selection_key):
             yield Match(child, child.end - child.tokens.size + count)
             if count == child.tokens.size:
                 nodes.append(child)
@@ -472,7 +475,7 @@ def others_ends(root: Node, wanted: Tokens, most: int) -> tuple[int, list[Node]]
     """Return the length that the prompt shares with any stored prefix, and the ends of the prefixes that share it and
     go on otherwise: the `most` recently used ones, the latest first.
     """
-    matches = list(_matches(root, wanted, ANY_CHOICE)) or [Match(root, 0)]
+    matches = list(_matches(root, wanted, ANY_SELECTION)) or [Match(root, 0)]
     shared = max(match.length for match in matches)
     longest = (node for match in matches if match.length == shared for node in match.node.subtree())
     ends = [node for node in longest if node.end > shared and not node.children]
@@ -536,17 +539,17 @@ def make_root(identity: str, block_size: int, label: CacheLabel) -> Node:
 
 
 def block_digest(
-    parent: bytes, tokens: Sequence[int] | TokenIds, choice: str | None = None, positions: Tokens | None = None
+    parent: bytes, tokens: Sequence[int] | TokenIds, selection_key: str | None = None, positions: Tokens | None = None
 ) -> bytes:
     """Return the digest of a block after its parent's. The parent's length is fixed, so no two inputs are equal.
 
     Args:
-        choice, positions: of a sparse one.
+        selection_key, positions: of a sparse one.
     """
     digest = hashlib.blake2b(parent + token_bytes(tokens), digest_size=DIGEST_BYTES).digest()
-    if choice is None or positions is None:
+    if selection_key is None or positions is None:
         return digest
-    chosen = choice.encode() + b"\0" + token_bytes(positions)
+    chosen = selection_key.encode() + b"\0" + token_bytes(positions)
     return hashlib.blake2b(digest + chosen, digest_size=DIGEST_BYTES).digest()
 
 

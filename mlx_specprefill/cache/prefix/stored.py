@@ -53,9 +53,12 @@ class StoredPrefixCache(PrefixCache):
         kind: RecordKind = "state" if row.key.endswith("-state") else "tokens"
         if kind == "tokens":
             parent, tokens = nodes.get(row.parent), np.frombuffer(row.tokens, dtype="<i4")
-            positions = None if row.choice is None else np.frombuffer(row.positions, dtype="<i4")
-            if parent is not None and block_digest(parent.digest, tokens, row.choice, positions).hex() == row.key:
-                node = Node(parent, tokens, bytes.fromhex(row.key), parent.label, row.choice, positions)
+            positions = None if row.selection_key is None else np.frombuffer(row.positions, dtype="<i4")
+            if (
+                parent is not None
+                and block_digest(parent.digest, tokens, row.selection_key, positions).hex() == row.key
+            ):
+                node = Node(parent, tokens, bytes.fromhex(row.key), parent.label, row.selection_key, positions)
                 nodes[row.key] = parent.children[node.digest] = node
         if node is None:
             return False
@@ -125,7 +128,7 @@ class StoredPrefixCache(PrefixCache):
             end=node.end,
             array_bytes=record.nbytes,
             pinned=record.rank == 2,
-            choice=node.choice if record.kind == "tokens" else None,
+            selection_key=node.selection_key if record.kind == "tokens" else None,
             positions=b"" if node.positions is None or record.kind == "state" else token_bytes(node.positions),
         )
 

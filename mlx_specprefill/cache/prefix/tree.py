@@ -20,7 +20,7 @@ from ...request import SHARED, CacheLabel, TokenIds
 from ..budget import ByteBudget
 from ..positioned import PositionedKVCache, leaves
 from .nodes import (
-    ANY_CHOICE,
+    ANY_SELECTION,
     Arrays,
     CacheEntry,
     CacheHit,
@@ -48,21 +48,21 @@ _ROOM = 2048  # tokens: a forward reads no more at once
 
 @dataclass(frozen=True)
 class _Source:
-    """A cache to store blocks from; `fed` and `choice` are None if it is dense."""
+    """A cache to store blocks from; `fed` and `selection_key` are None if it is dense."""
 
     cache: Sequence[Any]
     fed: Fed | None
-    choice: str | None
+    selection_key: str | None
     hidden: HiddenOf | None
 
     def chosen(self, start: int, end: int) -> tuple[str | None, Tokens | None]:
-        """Return choice and positions of the block [start, end)."""
+        """Return selection key and positions of the block [start, end)."""
         positions = None if self.fed is None else self.fed.within(start, end)
-        return None if positions is None else self.choice, positions
+        return None if positions is None else self.selection_key, positions
 
     def delta(self, layout: Layout, start: int, end: int) -> Arrays:
         """Return the arrays of the block [start, end)."""
-        if self.fed is None or end <= self.fed.run:
+        if self.fed is None or end <= self.fed.dense_tokens:
             return layout.delta(self.cache, start, end)
         slots = self.fed.slots(start), self.fed.slots(end)
         if self.hidden is None:
@@ -86,7 +86,7 @@ def fed_of(cache: Sequence[Any]) -> Fed:
 
 
 def _covers(node: Node, other: Node) -> bool:
-    """Return whether a block holds all tokens of a sibling with the same choice, and others only behind them."""
+    """Return whether a block holds all tokens of a sibling with the same selection key, and others only behind them."""
     same = common_length(node.tokens, other.tokens) == other.tokens.size
     return same and (node.positions is None or common_length(node.positions, other.fed) == other.fed.size)
 
@@ -155,7 +155,7 @@ class PrefixCache:
         limit: int | None = None,
         again: bool = False,
         label: CacheLabel = SHARED,
-        choice: str | None = None,
+        selection_key: str | None = None,
     ) -> CacheHit | None:
         """Return the longest stored prefix of `tokens`, at most `limit` tokens of it.
 
@@ -164,12 +164,12 @@ class PrefixCache:
             again: the same request looked up before (a retry, background work): it does not count as a hit, and the
                 statistics stay unchanged.
             label: the search is limited to prefixes stored under it.
-            choice: sparse prefixes whose choice begins so are searched, too.
+            selection_key: sparse prefixes whose key begins so are searched, too.
         """
         self._budget.begin_lookup()
         self._begin()
         wanted = np.asarray(tokens, dtype=np.int32)[:limit]
-        while (match := self._match(wanted, label, choice)) is not None:
+        while (match := self._match(wanted, label, selection_key)) is not None:
             hit = self._serve(match, min(len(tokens) - match.length, _ROOM), again)
             if hit is not None:
                 self.hits += not again
@@ -179,10 +179,10 @@ class PrefixCache:
         return None
 
     def covers(
-        self, tokens: Sequence[int] | TokenIds, label: CacheLabel = SHARED, choice: str | None = ANY_CHOICE
+        self, tokens: Sequence[int] | TokenIds, label: CacheLabel = SHARED, selection_key: str | None = ANY_SELECTION
     ) -> int:
         """Return the number of tokens that `lookup` would find. Reads and counts nothing."""
-        match = self._match(np.asarray(tokens, dtype=np.int32), label, choice)
+        match = self._match(np.asarray(tokens, dtype=np.int32), label, selection_key)
         return 0 if match is None else match.length
 
     def others(
@@ -197,16 +197,16 @@ class PrefixCache:
         shared, ends = others_ends(root, np.asarray(tokens, dtype=np.int32), most)
         return shared, [np.concatenate([node.tokens for node in end.path()]) for end in ends]
 
-    def _match(self, wanted: Tokens, label: CacheLabel, choice: str | None) -> Match | None:
+    def _match(self, wanted: Tokens, label: CacheLabel, selection_key: str | None) -> Match | None:
         root = self._roots.get(label)
         if root is None:
             return None
         find = deepest_state if self._layout.stateful else longest_match
-        match = find(root, wanted, choice)
-        if match is None or match.node.choice is None:
+        match = find(root, wanted, selection_key)
+        if match is None or match.node.selection_key is None:
             return match
         fed = Fed(np.concatenate([step.fed for step in match.node.path()]))
-        if fed.run < match.length:
+        if fed.dense_tokens < match.length:
             return replace(match, fed=fed)
         return find(root, wanted)  # nothing is thinned so far, so it is no turn of this conversation
 
@@ -245,7 +245,7 @@ class PrefixCache:
         system_prefix_len: int = 0,
         pin_system_prefix: bool = False,
         state: Arrays | None = None,
-        choice: str | None = None,
+        selection_key: str | None = None,
         hidden: HiddenOf | None = None,
     ) -> None:
         """Store the cache of a prefill of `tokens`. Known blocks are not copied again.
@@ -260,27 +260,27 @@ class PrefixCache:
                 once used a second time, they are evicted last, in memory and on disk.
             pin_system_prefix: this call counts as their second use.
             state: the result of `state` after these tokens, if the cache holds more by now.
-            choice: the selection rule. None: the cache holds all.
+            selection_key: names the selection rule. None: the cache holds all.
             hidden: returns the first layers' hidden states of the tokens [start, end), (1, L, D), and the index of the
                 first known one. They are stored in place of these layers' caches.
 
         Raises:
-            ValueError: the cache is sparse without a choice, or does not hold that many tokens.
+            ValueError: the cache is sparse without a selection key, or does not hold that many tokens.
         """
         if self.refusal is not None:
             return
         ids = np.asarray(tokens, dtype=np.int32)
-        if choice is None:
+        if selection_key is None:
             self._layout.check(cache, ids.size, more=state is not None)
         if ids.size == 0:
             return
-        source = _Source(cache, None if choice is None else fed_of(cache), choice, hidden)
+        source = _Source(cache, None if selection_key is None else fed_of(cache), selection_key, hidden)
         self._budget.begin_store()
         self._begin()
         root = self._roots.get(label) or self._make_root(label)
         try:
-            if source.fed is not None and not self._layout.stateful and source.fed.run >= _WORTH_KEEPING:
-                self._grow(root, ids[: source.fed.run], source, {})  # for dense requests
+            if source.fed is not None and not self._layout.stateful and source.fed.dense_tokens >= _WORTH_KEEPING:
+                self._grow(root, ids[: source.fed.dense_tokens], source, {})  # for dense requests
             self._grow(root, ids, source, self._layout.state(cache, hidden is not None) if state is None else state)
         finally:
             if root.children:
@@ -348,10 +348,10 @@ class PrefixCache:
     def _extend(self, parent: Node, ids: Tokens, source: _Source) -> Node | None:
         """Store the next block or tail; return None if there is no room, or nothing new in it."""
         part = ids[parent.end : parent.end + self.block_size]
-        choice, positions = source.chosen(parent.end, parent.end + part.size)
-        digest = block_digest(parent.digest, part, choice, positions)
-        node = Node(parent, part, digest, parent.label, choice, positions)
-        siblings = [child for child in parent.children.values() if child.choice == choice]
+        selection_key, positions = source.chosen(parent.end, parent.end + part.size)
+        digest = block_digest(parent.digest, part, selection_key, positions)
+        node = Node(parent, part, digest, parent.label, selection_key, positions)
+        siblings = [child for child in parent.children.values() if child.selection_key == selection_key]
         if not self._layout.stateful and any(_covers(child, node) and self._there(child.record) for child in siblings):
             return None
         stale = parent.children.get(node.digest)
@@ -501,7 +501,7 @@ class PrefixCache:
             own += step.records()
         return CacheEntry(
             id=node.digest.hex(),
-            kind=self._kind if node.choice is None else "session",
+            kind=self._kind if node.selection_key is None else "session",
             tokens=node.end,
             nbytes=sum(record.nbytes for record in own if record.held),
             hits=newest.hits,

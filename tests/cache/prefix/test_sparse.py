@@ -60,7 +60,7 @@ def stored(family: str, **options: Any) -> PrefixCache:
     for kind, part in TURNS:
         read(model, cache, kind, part, PROMPT)
         if kind == "new":
-            prefixes.store(PROMPT[: part[-1] + 1], cache, choice="a")
+            prefixes.store(PROMPT[: part[-1] + 1], cache, selection_key="a")
     return prefixes
 
 
@@ -77,12 +77,12 @@ def test_what_was_fed_by_when_is_counted_one_by_one() -> None:
     for length in range(91):
         behind = [slot for slot in range(FED.size) if FED[slot] < length and FED[slot] == highest[slot]]
         assert fed.slots(length) == (behind[-1] + 1 if behind else 0)
-    assert fed.run == 19
+    assert fed.dense_tokens == 19
     assert fed.within(8, 16) is None
     assert [int(i) for i in fed.within(16, 24)] == [16, 17, 18, 23]  # type: ignore[union-attr]
     assert [int(i) for i in fed.within(48, 56)] == [20, 21, 27, *range(50, 56)]  # type: ignore[union-attr]
     assert fed.within(33, 40).size == 0  # type: ignore[union-attr]
-    assert Fed(np.arange(5, dtype=np.int32)).run == 5
+    assert Fed(np.arange(5, dtype=np.int32)).dense_tokens == 5
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -90,7 +90,7 @@ def test_a_stored_turn_comes_back_as_it_was(family: str) -> None:
     prefixes = stored(family)
     for count in (1, 3, 5):
         length = TURNS[count - 1][1][-1] + 1
-        hit = prefixes.lookup((*PROMPT[:length], 3), choice="a")
+        hit = prefixes.lookup((*PROMPT[:length], 3), selection_key="a")
         assert hit is not None
         assert hit.length == length
         assert hit.held is not None
@@ -106,7 +106,7 @@ def test_a_stored_turn_comes_back_as_it_was(family: str) -> None:
 def test_what_can_be_cut_is_served_at_any_length(length: int) -> None:
     """As if nothing had been fed behind it."""
     prefixes = stored("llama")
-    hit = prefixes.lookup((*PROMPT[:length], 3, 4), choice="a")
+    hit = prefixes.lookup((*PROMPT[:length], 3, 4), selection_key="a")
     assert hit is not None
     assert hit.length == length
     held = FED[: Fed(FED).slots(length)]
@@ -122,7 +122,7 @@ def test_what_can_be_cut_is_served_at_any_length(length: int) -> None:
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if STATEFUL[family]])
 def test_states_are_served_where_they_were_stored(family: str) -> None:
-    hit = stored(family).lookup((*PROMPT[:80], 3), choice="a")
+    hit = stored(family).lookup((*PROMPT[:80], 3), selection_key="a")
     assert hit is not None
     assert hit.length == 68
 
@@ -134,7 +134,7 @@ def test_what_lies_before_the_first_gap_is_dense(family: str) -> None:
     found = prefixes.covers(tokens)
     assert found == (0 if STATEFUL[family] else 16)  # whole blocks
     prefixes.store(PROMPT[:18], dense(family, PROMPT[:18])[0])
-    hit = prefixes.lookup(tokens, choice="a")
+    hit = prefixes.lookup(tokens, selection_key="a")
     assert hit is not None
     assert (hit.length, hit.held) == (18, None)
 
@@ -143,43 +143,43 @@ def test_what_lies_before_the_first_gap_is_dense(family: str) -> None:
 def test_only_those_find_it_that_choose_alike(family: str) -> None:
     """A dense request gets the beginning before the first gap at most, and that is exact."""
     prefixes = stored(family)
-    assert prefixes.covers(PROMPT, choice="a") == 90
+    assert prefixes.covers(PROMPT, selection_key="a") == 90
     assert prefixes.covers(PROMPT) == 90
-    for choice in ("b", None):
-        hit = prefixes.lookup(PROMPT, choice=choice)
+    for selection_key in ("b", None):
+        hit = prefixes.lookup(PROMPT, selection_key=selection_key)
         assert hit is None or (hit.length <= 19 and hit.held is None)
-        assert prefixes.covers(PROMPT, choice=choice) == (0 if hit is None else hit.length)
+        assert prefixes.covers(PROMPT, selection_key=selection_key) == (0 if hit is None else hit.length)
         if hit is not None:
             assert_close(hit.cache, dense(family, PROMPT[: hit.length])[0])
-    assert prefixes.lookup(PROMPT, label=CacheLabel("ann"), choice="a") is None
+    assert prefixes.lookup(PROMPT, label=CacheLabel("ann"), selection_key="a") is None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_dense_prefix_as_long_is_preferred(family: str) -> None:
     prefixes = stored(family)
     prefixes.store(PROMPT[:68], dense(family, PROMPT[:68])[0])
-    hit = prefixes.lookup((*PROMPT[:68], 3), choice="a")
+    hit = prefixes.lookup((*PROMPT[:68], 3), selection_key="a")
     assert hit is not None
     assert hit.held is None
     assert_close(hit.cache, dense(family, PROMPT[:68])[0])
-    longer = prefixes.lookup(PROMPT, choice="a")
+    longer = prefixes.lookup(PROMPT, selection_key="a")
     assert longer is not None
     assert longer.held is not None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_branches_share_what_they_have_in_common(family: str) -> None:
-    """Two answers to one question, and the same question with another choice."""
+    """Two answers to one question, and the same question with another selection key."""
     prefixes = prefix_cache(family)
     cache = played(family, TURNS[:3])
-    prefixes.store(PROMPT[:68], cache, choice="a")
+    prefixes.store(PROMPT[:68], cache, selection_key="a")
     one = prefixes.nbytes
     for seed in (1, 2):
-        hit = prefixes.lookup((*PROMPT[:68], 3), choice="a")
+        hit = prefixes.lookup((*PROMPT[:68], 3), selection_key="a")
         assert hit is not None
         more = random_prompt(5, seed)
         feed(model_of(family), hit.cache, more)
-        prefixes.store((*PROMPT[:68], *more), hit.cache, choice="a")
+        prefixes.store((*PROMPT[:68], *more), hit.cache, selection_key="a")
     states = (
         0
         if not STATEFUL[family]
@@ -197,10 +197,10 @@ def test_branches_share_what_they_have_in_common(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_it_outlives_the_process(family: str, tmp_path: Path) -> None:
     disk = DiskTier(tmp_path, 1 << 22)
-    before = stored(family, disk=disk).lookup((*PROMPT, 3), choice="a")
+    before = stored(family, disk=disk).lookup((*PROMPT, 3), selection_key="a")
     disk.close()
     again = prefix_cache(family, disk=DiskTier(tmp_path, 1 << 22))
-    after = again.lookup((*PROMPT, 3), choice="a")
+    after = again.lookup((*PROMPT, 3), selection_key="a")
     assert before is not None
     assert after is not None
     assert after.length == before.length == 90
@@ -208,7 +208,7 @@ def test_it_outlives_the_process(family: str, tmp_path: Path) -> None:
     assert positions(after.cache) == positions(before.cache)
     assert after.held is not None
     assert (after.held == FED).all()
-    assert again.lookup((*PROMPT, 3), choice="b") is None or again.covers(PROMPT, choice="b") <= 19
+    assert again.lookup((*PROMPT, 3), selection_key="b") is None or again.covers(PROMPT, selection_key="b") <= 19
 
 
 def test_what_the_first_layers_passed_on_is_stored_in_place_of_what_they_hold() -> None:
@@ -223,8 +223,8 @@ def test_what_the_first_layers_passed_on_is_stored_in_place_of_what_they_hold() 
     def between(start: int, end: int) -> tuple[int, mx.array] | None:
         return (max(start, 19), hidden[:, max(start, 19) : end]) if end > 19 else None
 
-    prefixes.store(PROMPT, cache, choice="a", hidden=between)
-    hit = prefixes.lookup((*PROMPT, 3), choice="a")
+    prefixes.store(PROMPT, cache, selection_key="a", hidden=between)
+    hit = prefixes.lookup((*PROMPT, 3), selection_key="a")
     assert hit is not None
     first, *others = leaves(hit.cache)
     assert first.empty()

@@ -105,7 +105,7 @@ class Server:
             cache = sparse(self.family, self.last)
             with pytest.raises(ValueError, match="sparse"):
                 self.prefixes.store(self.last, cache)
-            self.prefixes.store(self.last, cache, choice="pair")
+            self.prefixes.store(self.last, cache, selection_key="pair")
         elif name == "drop":
             entries = self.prefixes.entries()
             assert not entries or self.prefixes.drop(entries[len(entries) // 2].id)

@@ -22,6 +22,7 @@ class Sizes:
     hidden_size: int
     vocab_size: int
     num_attention_heads: int
+    intermediate_size: int
     head_dim: int = 32
     max_position_embeddings: int = 16384
     rms_norm_eps: float = 1e-6
@@ -33,8 +34,9 @@ class Sizes:
 
     def config(self) -> dict[str, object]:
         """Return the entries of config.json that all families have."""
-        names = ("hidden_size", "num_attention_heads", "head_dim", "vocab_size", "max_position_embeddings")
-        return {name: getattr(self, name) for name in names} | {"num_key_value_heads": self.num_attention_heads}
+        names = ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim", "vocab_size")
+        values = {name: getattr(self, name) for name in (*names, "max_position_embeddings")}
+        return values | {"num_key_value_heads": self.num_attention_heads}
 
 
 class Block(nn.Module, ABC):

@@ -32,6 +32,14 @@ LAGS = ((0, 1), (0, 1, 2), (1, 2), (0, 1, 2, 3), (0, 1), (1, 2, 3), (0, 1, 2, 3,
 
 
 @dataclass(frozen=True)
+class Start:
+    """The options in which the starts of a draft and a target differ."""
+
+    slots: int = 4
+    pointing_heads: int = 0
+
+
+@dataclass(frozen=True)
 class Layout:
     """The division of the residual stream at the start."""
 

@@ -25,7 +25,6 @@ class Sizes(network.Sizes):
     """Sizes of one network. Even layers slide, odd ones see everything."""
 
     num_hidden_layers: int
-    intermediate_size: int
     num_local_experts: int = 4
     num_experts_per_tok: int = 2
     sliding_window: int = 128
@@ -33,11 +32,7 @@ class Sizes(network.Sizes):
 
 
 @dataclass(frozen=True)
-class Start:
-    """The options in which the starts of a draft and a target differ."""
-
-    slots: int = 4
-    pointing_heads: int = 0
+class Start(start.Start):
     match_gain: float = 1.5  # queries and keys are not normalised
     look_back_gain: float = 3.0
     pair_shares: tuple[float, ...] = (0.3, 0.2, 0.15, 0.1, 0.08, 0.07, 0.05, 0.05)
@@ -218,7 +213,6 @@ def config(sizes: Sizes) -> dict[str, object]:
         **sizes.config(),
         "num_hidden_layers": sizes.num_hidden_layers,
         "layer_types": ["sliding_attention", "full_attention"] * (sizes.num_hidden_layers // 2),
-        "intermediate_size": sizes.intermediate_size,
         "num_local_experts": sizes.num_local_experts,
         "num_experts_per_tok": sizes.num_experts_per_tok,
         "sliding_window": sizes.sliding_window,

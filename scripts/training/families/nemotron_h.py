@@ -23,7 +23,6 @@ class Sizes(network.Sizes):
     """Sizes of one network. `pattern`: M Mamba-2, * attention, - MLP. Mamba heads are those of attention."""
 
     pattern: str
-    intermediate_size: int
     ssm_state_size: int = 32
     n_groups: int = 1
     conv_kernel: int = 4
@@ -34,11 +33,7 @@ class Sizes(network.Sizes):
 
 
 @dataclass(frozen=True)
-class Start:
-    """The options in which the starts of a draft and a target differ."""
-
-    slots: int = 4
-    pointing_heads: int = 0
+class Start(start.Start):
     match_gain: float = 1.5  # queries and keys are not normalised
 
 
@@ -246,7 +241,6 @@ def config(sizes: Sizes) -> dict[str, object]:
         "hybrid_override_pattern": sizes.pattern,
         "num_hidden_layers": len(sizes.pattern),
         **sizes.config(),
-        "intermediate_size": sizes.intermediate_size,
         "attention_bias": False,
         "mamba_num_heads": sizes.num_attention_heads,
         "mamba_head_dim": sizes.head_dim,

@@ -22,7 +22,6 @@ class Sizes(network.Sizes):
     """Sizes of one network."""
 
     num_hidden_layers: int
-    intermediate_size: int
     rope_theta: float = 1e6
     qk_norm_gain: float = 2.0  # at 1.0 and head dim 32 the largest logit is 5.7: too flat for retrieval
 
@@ -140,7 +139,6 @@ def config(sizes: Sizes) -> dict[str, object]:
         "model_type": "qwen3",
         **sizes.config(),
         "num_hidden_layers": sizes.num_hidden_layers,
-        "intermediate_size": sizes.intermediate_size,
         "rms_norm_eps": sizes.rms_norm_eps,
         "rope_theta": sizes.rope_theta,
         "rope_scaling": None,

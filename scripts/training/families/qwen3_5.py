@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from .. import layers, network, recurrence, start
 from ..network import Rotation
+from ..start import Start
 
 WRITE = 0.085  # gain of a look-back head's output: a written slot then has about the length of an embedding
 
@@ -24,7 +25,6 @@ class Sizes(network.Sizes):
     """Sizes of one network. Key and value heads of the delta layers are as many and as wide as the attention heads."""
 
     num_hidden_layers: int
-    intermediate_size: int
     full_attention_interval: int = 4
     linear_conv_kernel_dim: int = 4
     partial_rotary_factor: float = 0.25
@@ -35,14 +35,6 @@ class Sizes(network.Sizes):
     def rotary(self) -> int:
         """Coordinates of a head that RoPE turns."""
         return int(self.head_dim * self.partial_rotary_factor)
-
-
-@dataclass(frozen=True)
-class Start:
-    """The options in which the starts of a draft and a target differ."""
-
-    slots: int = 4
-    pointing_heads: int = 0
 
 
 class GatedDelta(nn.Module):
@@ -258,7 +250,6 @@ def config(sizes: Sizes) -> dict[str, object]:
         "model_type": "qwen3_5_text",
         **sizes.config(),
         "num_hidden_layers": sizes.num_hidden_layers,
-        "intermediate_size": sizes.intermediate_size,
         "linear_num_key_heads": sizes.num_attention_heads,
         "linear_num_value_heads": sizes.num_attention_heads,
         "linear_key_head_dim": sizes.head_dim,

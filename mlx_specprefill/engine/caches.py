@@ -77,9 +77,8 @@ class EngineCaches:
         identity, draft_identity = self._identities(pair)
         empty = partial(empty_cache, pair.target)
         pinned_only = config.prefix_disk_pinned_only
-        scoring = (
-            [] if pair.stages is None else pair.stages.split(empty())[0]
-        )  # caches of the layers that score prompts
+        # The caches of the layers that score prompts.
+        scoring = [] if pair.stages is None else pair.stages.split(empty())[0]
         self._target = self._prefix_cache(pinned_only, identity, empty, first_layers=len(list(leaves(scoring))))
         if pair.draft is not None:
             empty = partial(empty_draft_cache, pair.draft, pair.stages is not None)

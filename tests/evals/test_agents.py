@@ -60,7 +60,6 @@ def test_names_are_words_of_arguments_and_names_in_the_text() -> None:
     assert agents.identifiers(ACTION, "fetch_rows") == ("fetch_rows",)
 
 
-@pytest.mark.extended
 def test_an_action_is_judged_by_its_likelihood_and_the_names_that_were_kept(tmp_path: Path) -> None:
     chosen = arms(["sparse", "recency", "oracle"], ["0.2"])
     options = Options(("agents",), (1000,), (), (), chosen, 4, out=tmp_path / "run")

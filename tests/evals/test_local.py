@@ -22,8 +22,6 @@ from mlx_specprefill_server.prompt.conversation import conversation
 from mlx_specprefill_server.prompt.prompt import PromptBuilder
 from tests.support.tiny import on_own_layers
 
-pytestmark = pytest.mark.extended
-
 LOCAL_KINDS = [kind for kind in ARM_KINDS if kind not in SERVED_KINDS]
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 

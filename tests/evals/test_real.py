@@ -17,8 +17,6 @@ from mlx_specprefill_evals.tasks import CALLS, REAL, Item, Space, make_item
 from mlx_specprefill_evals.tasks.calls import GROUP
 from mlx_specprefill_evals.tasks.real import _calls_in
 
-pytestmark = pytest.mark.extended
-
 NAMES = sorted(REAL)
 
 

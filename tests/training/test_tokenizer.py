@@ -5,8 +5,6 @@ from jinja2 import Environment
 from tokenizers import Tokenizer
 from training import tokenizer as chat
 
-pytestmark = pytest.mark.extended
-
 TEXTS = [
     "The secret code for Orla is 123456.",
     "  two  spaces\tand\n\nlines\r\n",

@@ -19,8 +19,6 @@ from ..server.fakes import FakeEngine
 from .conftest import Page
 from .test_documents import heard
 
-pytestmark = pytest.mark.extended
-
 MARKDOWN = """# Head
 
 A *quiet* and **loud** line with `a < b` and [a link](https://example.org/x?a=1&b=2).

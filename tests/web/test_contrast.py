@@ -8,8 +8,6 @@ import pytest
 
 from .conftest import Page
 
-pytestmark = pytest.mark.extended
-
 LEAST = 4.5  # WCAG 2.2, AA, for text of this size
 CONTRASTS = """
 const pen = document.createElement("canvas").getContext("2d", { willReadFrequently: true });

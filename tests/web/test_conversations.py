@@ -6,13 +6,10 @@ import json
 import threading
 from typing import Any
 
-import pytest
 from selenium.webdriver.common.keys import Keys
 
 from ..server.fakes import FakeEngine
 from .conftest import Page
-
-pytestmark = pytest.mark.extended
 
 
 def test_a_reload_loses_nothing(page: Page, live: Any, engine: FakeEngine) -> None:

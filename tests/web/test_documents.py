@@ -9,8 +9,6 @@ import pytest
 from ..server.fakes import FakeEngine
 from .conftest import Page
 
-pytestmark = pytest.mark.extended
-
 
 def heard(engine: FakeEngine, number: int = -1) -> str:
     """The prompt of a request, as text."""

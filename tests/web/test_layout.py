@@ -11,8 +11,6 @@ from selenium.webdriver.common.keys import Keys
 from ..server.fakes import FakeEngine
 from .conftest import Page
 
-pytestmark = pytest.mark.extended
-
 LINES = "A line.\n\n" * 40
 ENDS = """
 const bottom = (css) => [...document.querySelectorAll(css)].at(-1).getBoundingClientRect().bottom;

@@ -16,8 +16,6 @@ from tests.support.serving import Server
 from ..e2e.conftest import haystack
 from .conftest import Page
 
-pytestmark = pytest.mark.extended
-
 
 def figures(text: str) -> tuple[str, ...]:
     found = re.search(r"read ([\d,]+) of ([\d,]+) tokens \((\d+) %\)", text)

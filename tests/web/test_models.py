@@ -17,8 +17,6 @@ from ..server.hosting import host as host
 from .conftest import Page
 from .test_page import complaints
 
-pytestmark = pytest.mark.extended
-
 
 @pytest.fixture
 def several(host: FakeHost, page: Page, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Models]]:

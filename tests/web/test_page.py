@@ -57,7 +57,6 @@ def complaints(page: Page) -> list[str]:
     return [f"{v['id']}: {node['target']} {node['failureSummary']}" for v in found["violations"] for node in v["nodes"]]
 
 
-@pytest.mark.extended
 def test_two_arms_share_one_axis_and_the_text_shows_what_was_read(page: Page, server: Server) -> None:
     document, question = haystack("Anna", "471128", 2600, 0.4, seed=5).rsplit("\n\n", 1)
     page.open(server.base)
@@ -91,7 +90,6 @@ def test_two_arms_share_one_axis_and_the_text_shows_what_was_read(page: Page, se
         page.run("document.getElementById('step-back').click()")
 
 
-@pytest.mark.extended
 def test_one_click_shows_what_it_is_about(page: Page, server: Server) -> None:
     page.open(server.base, sample=True)
     assert "The logbook of Sandholm lighthouse" in page.find("#sample-text").text
@@ -136,7 +134,6 @@ def test_without_a_comparison_the_other_way_is_predicted(page: Page, live: Any, 
     assert own < 0.3 * other
 
 
-@pytest.mark.extended
 def test_one_model_is_not_called_two(page: Page, live: Any, engine: FakeEngine, monkeypatch: Any) -> None:
     """A prompt that is prefilled in stages is scored by the target's own first layers."""
     plain, release = fakes.report_of, threading.Event()
@@ -229,7 +226,6 @@ def rendered(page: Page) -> float:
     return took
 
 
-@pytest.mark.extended
 def test_a_hundred_thousand_tokens_render_and_scroll(page: Page, live: Any) -> None:
     base, _ = live()
     page.open(base)
@@ -330,7 +326,6 @@ def test_requests_in_work_are_lanes(page: Page, live: Any, engine: FakeEngine) -
     page.until(lambda: page.find("#running").text == "Nothing is being answered.")
 
 
-@pytest.mark.extended
 def test_the_theme_is_chosen_and_remembered(page: Page, live: Any) -> None:
     base, _ = live()
     page.open(base)
@@ -346,7 +341,6 @@ def test_the_theme_is_chosen_and_remembered(page: Page, live: Any) -> None:
 @pytest.mark.parametrize(
     ("theme", "width"), [("light", "wide"), pytest.param("dark", "narrow", marks=pytest.mark.nightly)]
 )
-@pytest.mark.extended
 def test_every_state_is_fit_for_screen_readers(
     page: Page, live: Any, engine: FakeEngine, theme: str, width: str
 ) -> None:
@@ -404,7 +398,6 @@ def test_every_state_is_fit_for_screen_readers(
     page.driver.get_log("browser")  # it notes the refusal of the server to count all of it
 
 
-@pytest.mark.extended
 def test_what_is_on_its_way_is_fit_for_screen_readers(page: Page, live: Any, engine: FakeEngine) -> None:
     release = threading.Event()
     engine.script = lambda request: [Progress("draft", 3, 12), *engine.tokens("The beginning", end=False), release]
@@ -429,7 +422,6 @@ def test_what_is_on_its_way_is_fit_for_screen_readers(page: Page, live: Any, eng
 
 
 @pytest.mark.parametrize("width", ["wide", "narrow"])
-@pytest.mark.extended
 def test_everything_is_reached_with_the_tab_key(page: Page, live: Any, width: str) -> None:
     base, _ = live()
     page.open(base)
@@ -441,7 +433,6 @@ def test_everything_is_reached_with_the_tab_key(page: Page, live: Any, width: st
     assert {"theme", "browse", "question", "compare", "send", "new"} <= reached
 
 
-@pytest.mark.extended
 def test_all_of_it_works_without_a_mouse(page: Page, live: Any) -> None:
     base, _ = live()
     page.open(base, sample=True)
@@ -484,7 +475,6 @@ def test_all_of_it_works_without_a_mouse(page: Page, live: Any) -> None:
     assert page.driver.switch_to.active_element.get_attribute("id") == "question"
 
 
-@pytest.mark.extended
 def test_a_refused_key_leaves_a_way_back(page: Page, live: Any, engine: FakeEngine) -> None:
     base, _ = live(api_keys=("geheim",))
     page.open(base)
@@ -502,7 +492,6 @@ def test_a_refused_key_leaves_a_way_back(page: Page, live: Any, engine: FakeEngi
     assert page.ask("Hello").find_element("css selector", ".answer").text == "Hello"
 
 
-@pytest.mark.extended
 def test_the_server_view_takes_a_key_without_a_reload(page: Page, live: Any, engine: FakeEngine) -> None:
     base, _ = live(api_keys=("geheim",))
     page.open(base)
@@ -518,7 +507,6 @@ def test_the_server_view_takes_a_key_without_a_reload(page: Page, live: Any, eng
     assert page.find("#live-state").text == ""
 
 
-@pytest.mark.extended
 def test_reasoning_is_shown_apart_from_the_answer(page: Page, live: Any, engine: FakeEngine) -> None:
     engine.says("<think>Let me see.</think>Good day", end=False)
     base, _ = live()
@@ -574,7 +562,6 @@ def test_a_server_that_is_gone_is_named(page: Page, live: Any) -> None:
     assert page.find("#question").get_property("value") == "Hello"
 
 
-@pytest.mark.extended
 def test_the_focus_is_not_lost_when_an_answer_is_stopped(page: Page, live: Any, engine: FakeEngine) -> None:
     release = threading.Event()
     engine.script = lambda request: [*engine.tokens("The beginning", end=False), release]
@@ -596,7 +583,6 @@ return document.elementFromPoint(left + width / 2, top + 12).id;
 
 
 @pytest.mark.parametrize("width", ["wide", "narrow"])
-@pytest.mark.extended
 def test_right_to_left_and_large_type_fit(page: Page, live: Any, engine: FakeEngine, width: str) -> None:
     engine.says("שלום. " * 40)
     base, _ = live()
@@ -629,7 +615,6 @@ return own ? "" : `${focused.outerHTML.slice(0, 80)} lies under ${over?.outerHTM
 
 
 @pytest.mark.parametrize("width", ["wide", "wide at 200 %", "full HD at 200 %"])
-@pytest.mark.extended
 def test_nothing_that_has_the_focus_is_covered(page: Page, live: Any, width: str) -> None:
     base, _ = live()
     page.open(base)
@@ -653,7 +638,6 @@ def test_nothing_that_has_the_focus_is_covered(page: Page, live: Any, width: str
     assert {"new", "What was read", "question", "send", "score", "step-play", "prompt", "what-if"} <= reached
 
 
-@pytest.mark.extended
 def test_who_wants_no_motion_gets_none(page: Page, live: Any) -> None:
     base, _ = live()
     page.open(base)

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from ..server.fakes import FakeEngine
 from .conftest import Page
 from .test_documents import heard
-
-pytestmark = pytest.mark.extended
 
 
 def test_a_question_of_ones_own_is_asked_without_the_sample(page: Page, live: Any, engine: FakeEngine) -> None:

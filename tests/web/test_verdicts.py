@@ -16,8 +16,6 @@ from .conftest import Page
 from .test_documents import heard
 from .test_page import complaints
 
-pytestmark = pytest.mark.extended
-
 ANSWER = "It *is* 4.5 m. 🌊 So it is."
 BEGUN = "It *is* 4.5 m. 🌊 So "
 FULL = "it was. And more."

@@ -374,6 +374,11 @@ def can_cut(cache: Sequence[Any]) -> bool:
     return all(part.is_trimmable() for part in leaves(cache))
 
 
+def is_stateful(cache: Sequence[Any]) -> bool:
+    """Return whether some layer's state can't go back to an earlier length."""
+    return any(isinstance(part, (ArraysCache, PositionedRotatingKVCache)) for part in leaves(cache))
+
+
 class Snapshot:
     """A cache before tokens that may be taken back, after any number of forwards."""
 

@@ -16,18 +16,18 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
-from mlx_lm.models.cache import ArraysCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
 from ..adapters.depth import full_draft_model
-from ..cache.positioned import PositionedRotatingKVCache, can_cut, leaves
-from ..cache.prefix.nodes import CacheHit, Fed
+from ..cache.positioned import can_cut, is_stateful
+from ..cache.prefix.nodes import CacheHit
 from ..config import EngineConfig
 from ..errors import RequestCancelled, SparseUnsupportedError, device_error
 from ..loading import ModelPair
 from ..request import GenerationRequest, Prediction, Progress, PromptLogprobs
 from ..sampling import top_logprobs
 from ..specprefill.mapped import map_task
-from ..specprefill.plan import READ_ALL, PrefillPlan, about_everything, plan_prefill, template_mask
+from ..specprefill.plan import READ_ALL, PrefillPlan, plan_prefill, template_mask
 from ..specprefill.scorer import Scores, ScoringInput, question_span, repeated_question_spans, scorer_for, tokens_in
 from ..specprefill.selector import (
     PromptText,
@@ -50,7 +50,6 @@ Model = Callable[..., mx.array]
 log = logging.getLogger(__name__)
 PrefillSteps = Generator[Progress | PromptLogprobs, None, mx.array]
 _FORCED = ":forced"  # ends the selection key of a request that forces a sparse prefill
-_OPENING = 32  # tokens of a message whose first line may be an instruction
 _LEAST_RECALL = 256  # tokens that may always be recalled
 _LEAST_CHECKPOINT = 128  # tokens of a dense beginning that is worth a forward end
 _STATE_EVERY = 4096  # tokens between checkpoints of state that can't be trimmed
@@ -166,6 +165,7 @@ class Prefiller:
         self._costs = costs
         self._chunks = chunks
         self._step = partial(chunks.size, "prefill")  # tokens of the target's next forward
+        self._is_stateful = is_stateful(empty_cache(pair.target))
         self.text = TextReader(pair.tokenizer)
         self.scorer = self._make_scorer(pair, config, caches, partial(chunks.size, "draft"))
         self.fallbacks: Counter[str] = Counter()
@@ -188,6 +188,7 @@ class Prefiller:
             draft_context=pair.draft_context if pair.mapping is None else None,
             cached_tokens=cached,
             predict=partial(self.predict, len(request.prompt), cached or 0) if self.pair.has_draft else None,
+            decode=pair.tokenizer.decode,
         )
 
     def predict(self, tokens: int, cached: int, kept: int) -> Prediction:
@@ -292,12 +293,10 @@ class Prefiller:
         sequence.plan = plan
 
     def _score(self, sequence: Sequence, text: PromptText) -> Generator[Progress, None, Scores | None]:
-        """Score the prompt with the draft; None if nothing is chosen by scores. Some prompts are then read in full."""
+        """Score the prompt with the draft; None if nothing is chosen by scores, or it is too long for it."""
         request = sequence.request
-        plan = sequence.plan = self.by_question(request, sequence.plan, text)
-        if plan.mode == "full" and plan.selection_key is None:
-            self._resume(sequence)  # from a dense prefix only
-        if sequence.reads_all or not self._may_choose(sequence):
+        plan = sequence.plan
+        if not self._may_choose(sequence):
             return None
         yield Progress("draft", 0, len(request.prompt))
         sequence.stage = "draft"
@@ -358,24 +357,6 @@ class Prefiller:
             else:
                 drafting.cache = scores.cache
 
-    def by_question(self, request: GenerationRequest, plan: PrefillPlan, text: PromptText) -> PrefillPlan:
-        """Return the plan, changed to full if the question is about everything, unless the request forces sparse."""
-        if plan.selection_key is None or request.specprefill.enabled:
-            return plan
-        words = about_everything(self._question_text(request, text))
-        if words is None:
-            return plan
-        return replace(plan.as_full(f'the question is about the whole prompt ("{words}")'), selection_key=None)
-
-    def _question_text(self, request: GenerationRequest, text: PromptText) -> str:
-        """Return the first line and the end of the last user message. Tool results behind it hold no question."""
-        said = [(span.content_start, span.content_end) for span in request.spans if span.kind == "user"]
-        first, end = said[-1] if said else (0, len(request.prompt))
-        begin, end = question_span(len(request.prompt), self.config.scoring, end, text.units)
-        decode = self.pair.tokenizer.decode
-        opening = decode(request.prompt[first : min(first + _OPENING, end)].tolist()).lstrip().split("\n", 1)[0]
-        return f"{opening}\n{decode(request.prompt[max(first, begin) : end].tolist())}"
-
     def select(
         self, text: PromptText, scores: Scores, plan: PrefillPlan, start: int = 0, end: int | None = None
     ) -> Selection:
@@ -388,105 +369,108 @@ class Prefiller:
         """Prefill recalled tokens behind the cached prefix, then the new ones. Progress covers both."""
         prompt, start = sequence.request.prompt, sequence.cached
         sequence.stage = "prefill"
-        first, second, cache = self._models(sequence, recalled, new)
+        stops, drafting = self._stops(sequence, new), sequence.drafting if sequence.staged is None else None
+        model, cache = self._model(sequence, np.concatenate([recalled, new]))
         held = sequence.held if sequence.held.size else np.arange(start, dtype=np.int32)
         sequence.kept = np.concatenate([np.sort(np.concatenate([held, recalled])), new])
         sequence.recalled = int(recalled.size)
-        for progress in recall(first, cache, prompt, recalled, self._step):
+        for progress in recall(model, cache, prompt, recalled, self._step):
             yield replace(progress, total=progress.total + new.size)
-        stops, drafting = self._stops(sequence, new), sequence.drafting if sequence.staged is None else None
+        forward = nullcontext if drafting is None else drafting.forward(new)
+        return (yield from self._feed(sequence, model, cache, new - start, stops, forward))
+
+    def _feed(
+        self,
+        sequence: Sequence,
+        model: Model,
+        cache: list[Any],
+        kept: Kept | None,
+        stops: dict[int, int],
+        forward: Callable[[], AbstractContextManager[None]],
+    ) -> PrefillSteps:
+        """Feed what is behind the cached prefix, or its `kept` tokens, and store the cache at each stop.
+
+        Cancelled, a full prefill keeps its chunks: a retry resumes from there.
+
+        Args:
+            stops: counts of fed tokens, ascending, and the length that the cache then holds.
+        """
+        prompt, start, done = sequence.request.prompt, sequence.cached, 0
 
         def store(fed: int) -> None:
+            length = stops.get(fed, start + fed)
+            sequence.keep_prompt(self.caches, length, later=length >= prompt.size - 1)
+
+        def on_forward(fed: int) -> None:
+            nonlocal done
+            done = fed
             if fed in stops:
-                self._keep(sequence, stops[fed], later=fed == new.size - 1)
+                store(fed)
 
-        return (
-            yield from prefill(
-                second,
-                cache,
-                prompt[start:],
-                new - start,
-                self._step,
-                offset=start,
-                cuts=tuple(stops),
-                forward=nullcontext if drafting is None else drafting.forward(new),
-                on_forward=store,
-                before=sequence.recalled,
+        try:
+            return (
+                yield from prefill(
+                    model,
+                    cache,
+                    prompt[start:],
+                    kept,
+                    self._step,
+                    offset=start,
+                    cuts=tuple(stops),
+                    forward=forward,
+                    on_forward=on_forward,
+                    before=sequence.recalled,
+                )
             )
-        )
+        except RequestCancelled:
+            if done and kept is None:
+                store(done)
+            raise
 
-    def _models(self, sequence: Sequence, recalled: Kept, new: Kept) -> tuple[Model, Model, list[Any]]:
-        """Return the models that read recalled and new tokens, and their cache.
+    def _model(self, sequence: Sequence, indices: Kept) -> tuple[Model, list[Any]]:
+        """Return the model that reads the prompt's tokens at these indices, in this order, and its cache.
 
         In a staged prefill these are the upper layers.
         """
-        model = sequence.staged
-        if model is None:
-            return self.pair.target, self.pair.target, sequence.cache
-        _, upper = model.split(sequence.cache)
-        states = [sequence.hidden.of(indices) for indices in (recalled, new)]
+        stages = sequence.staged
+        if stages is None:
+            return self.pair.target, sequence.cache
+        _, cache = stages.split(sequence.cache)
+        states = sequence.hidden.of(indices)
         mx.eval(states)
         if not self.caches.enabled:  # else a later turn may want what this one drops
             sequence.hidden.clear()
-        return UpperLayersModel(model.upper, states[0]), UpperLayersModel(model.upper, states[1]), upper
+        return UpperLayersModel(stages.upper, states), cache
 
     def _stops(self, sequence: Sequence, new: Kept) -> dict[int, int]:
         """Return the counts of new tokens after which a forward ends, ascending, and the length that the cache then
         holds.
         """
-        if sequence.selection_key is None or not _stateful(sequence.cache):
+        if sequence.selection_key is None or not self._is_stateful:
             return {}
-        lengths = [length for length in self._checkpoints(sequence) if length > sequence.cached]
-        counts = {int(np.searchsorted(new, length)): length for length in lengths}
-        if not sequence.held.size:
-            dense = Fed(sequence.kept).dense_tokens
-            if dense - sequence.cached >= _LEAST_CHECKPOINT:
-                counts[dense - sequence.cached] = dense
+        start = sequence.cached
+        counts = {int(np.searchsorted(new, length)): length for length in self._checkpoints(sequence)}
+        dense = int((new == start + np.arange(new.size)).sum())  # tokens before the first gap
+        if not sequence.held.size and dense >= _LEAST_CHECKPOINT:
+            counts[dense] = start + dense
         return {count: counts[count] for count in sorted(counts) if 0 < count < new.size}
-
-    def _keep(self, sequence: Sequence, length: int, later: bool = False) -> None:
-        """Store the cache, which covers the prompt's first `length` tokens: now, or once the first token is out."""
-        sequence.keep(self.caches, sequence.request.prompt[:length], sequence.cache, later)
 
     # --- full --------------------------------------------------------------------------------------------------------
 
     def _read_all(self, sequence: Sequence) -> PrefillSteps:
-        """Prefill the whole prompt behind a dense prefix. Cancelled, keep the chunks: a retry resumes from there."""
-        request, S, done = sequence.request, sequence.cached, 0
+        """Prefill the whole prompt behind a dense prefix."""
+        request, S = sequence.request, sequence.cached
+        # An identical prompt can't use a state at its end: the last checkpoint is one token before it.
+        stops = {end - S: end for end in self._checkpoints(sequence) or [len(request.prompt)]}
         yield Progress("prefill", 0, len(request.prompt) - S, cached=S)
         forward: Callable[[], AbstractContextManager[None]] = nullcontext
         if (drafting := sequence.drafting) is not None:
             yield from self._begin_drafting(sequence, None)
             forward = drafting.forward(np.arange(S, len(request.prompt), dtype=np.int32))
         sequence.stage = "prefill"
-        if request.prompt_logprobs is not None:
-            return (yield from self._with_prompt_logprobs(sequence, request.prompt_logprobs, forward))
-        cuts = [cut - S for cut in self._checkpoints(sequence) if cut > S]
-
-        def store(fed: int) -> None:
-            nonlocal done
-            done = fed
-            if fed in cuts:
-                self._keep(sequence, S + fed, later=fed == cuts[-1])
-
-        try:
-            logits = yield from prefill(
-                self.pair.target,
-                sequence.cache,
-                request.prompt[S:],
-                None,
-                self._step,
-                cuts=cuts,
-                forward=forward,
-                on_forward=store,
-            )
-        except RequestCancelled:
-            if done:
-                self._keep(sequence, S + done)
-            raise
-        if not cuts:  # with cuts, the last one is M - 1: an identical prompt can't use the state at M
-            self._keep(sequence, len(request.prompt), later=True)
-        return logits
+        if request.prompt_logprobs is None:
+            return (yield from self._feed(sequence, self.pair.target, sequence.cache, None, stops, forward))
+        return (yield from self._with_prompt_logprobs(sequence, request.prompt_logprobs, forward))
 
     def read_with_draft(self, draft: nn.Module, request: GenerationRequest) -> Generator[Progress, None, list[Any]]:
         """Let the draft read the whole prompt, to propose after a full prefill or to score the next turn.
@@ -521,8 +505,8 @@ class Prefiller:
         yield from self._densify_upper_layers(sequence, selection_key)
         logits = yield from self._read_all(sequence)
         sequence.store()
-        if _stateful(sequence.cache):  # the next turn begins with all of it: the sparse turn has a state at its end
-            self._keep(sequence, len(request.prompt))
+        if self._is_stateful:  # the next turn begins with all of it: the sparse turn has a state at its end
+            sequence.keep_prompt(self.caches, len(request.prompt))
         return sequence, logits
 
     def _densify_upper_layers(self, sequence: Sequence, selection_key: str | None) -> Generator[Progress, None, None]:
@@ -547,16 +531,20 @@ class Prefiller:
         upper_model = UpperLayersModel(model.upper, states)
         yield from prefill(upper_model, upper, text, indices - S, self._step, S)
         sequence.cache, sequence.cached = model.join(lower.cache, upper), lower.length
-        self._keep(sequence, lower.length)
+        sequence.keep_prompt(self.caches, lower.length)
 
     def _checkpoints(self, sequence: Sequence) -> list[int]:
-        """Return the prompt lengths at which another request may branch off. Only for state that can't be trimmed."""
-        if not _stateful(sequence.cache):
+        """Return the lengths behind the cached prefix at which another request may branch off, ascending.
+
+        None for a cache that can be cut at any length.
+        """
+        if not self._is_stateful:
             return []
         M = len(sequence.request.prompt)  # an identical prompt can use its first M - 1 tokens
         spans = sequence.request.spans
         ends = [span.end for span in spans if span.kind in ("system", "tools")] + [span.end for span in spans[-3:]]
-        return sorted({end for end in [*ends, *range(_STATE_EVERY, M, _STATE_EVERY), M - 1] if 0 < end < M})
+        ends += [*range(_STATE_EVERY, M, _STATE_EVERY), M - 1]
+        return sorted({end for end in ends if sequence.cached < end < M})
 
     def _with_prompt_logprobs(
         self, sequence: Sequence, count: int, forward: Callable[[], AbstractContextManager[None]]
@@ -582,8 +570,3 @@ class Prefiller:
 def _asks(request: GenerationRequest, start: int) -> bool:
     """Return whether a user message follows the prompt's first `start` tokens: tool results ask nothing."""
     return not request.spans or any(span.kind == "user" and span.content_end > start for span in request.spans)
-
-
-def _stateful(cache: list[Any]) -> bool:
-    """Return whether some layer's state can't be cut back to an earlier length."""
-    return any(isinstance(part, (ArraysCache, PositionedRotatingKVCache)) for part in leaves(cache))

@@ -163,6 +163,10 @@ class Sequence:
         if selection_key is not None or not self.is_sparse:  # nothing would find a sparse one without a key
             self.unstored = caches.keep_target(tokens, cache, self.request, selection_key, self.hidden, later)
 
+    def keep_prompt(self, caches: EngineCaches, length: int, later: bool = False) -> None:
+        """Cache the prompt's first `length` tokens, which the cache holds, as in `keep`."""
+        self.keep(caches, self.request.prompt[:length], self.cache, later)
+
     def model(self, pair: ModelPair) -> Callable[..., mx.array]:
         """Return the model that continues the sequence's cache."""
         return pair.target if self.staged is None else self.staged

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -218,7 +218,8 @@ class Prefiller:
                 yield Progress("select", recalled.size + new.size, prompt.size)
                 yield from self._begin_drafting(sequence, scores)
                 scores = None  # frees the draft's cache, unless it is kept: the target needs the memory
-                logits = yield from self._read(sequence, recalled, new)
+                model, cache = yield from self._recall(sequence, recalled, new)
+                logits = yield from self._feed(sequence, model, cache, new)
         except RequestCancelled:
             raise
         except Exception as error:
@@ -365,37 +366,32 @@ class Prefiller:
         part = text.part(start, start + importance.size)
         return select_tokens(importance, forced, part, plan.keep, selection_by(plan.rule, self.config.selection))
 
-    def _read(self, sequence: Sequence, recalled: Kept, new: Kept) -> PrefillSteps:
-        """Prefill recalled tokens behind the cached prefix, then the new ones. Progress covers both."""
-        prompt, start = sequence.request.prompt, sequence.cached
+    def _recall(
+        self, sequence: Sequence, recalled: Kept, new: Kept
+    ) -> Generator[Progress, None, tuple[Model, list[Any]]]:
+        """Prefill recalled tokens behind the cached prefix; return the model that goes on, and its cache."""
         sequence.stage = "prefill"
-        stops, drafting = self._stops(sequence, new), sequence.drafting if sequence.staged is None else None
         model, cache = self._model(sequence, np.concatenate([recalled, new]))
-        held = sequence.held if sequence.held.size else np.arange(start, dtype=np.int32)
+        held = sequence.held if sequence.held.size else np.arange(sequence.cached, dtype=np.int32)
         sequence.kept = np.concatenate([np.sort(np.concatenate([held, recalled])), new])
         sequence.recalled = int(recalled.size)
-        for progress in recall(model, cache, prompt, recalled, self._step):
+        for progress in recall(model, cache, sequence.request.prompt, recalled, self._step):
             yield replace(progress, total=progress.total + new.size)
-        forward = nullcontext if drafting is None else drafting.forward(new)
-        return (yield from self._feed(sequence, model, cache, new - start, stops, forward))
+        return model, cache
 
-    def _feed(
-        self,
-        sequence: Sequence,
-        model: Model,
-        cache: list[Any],
-        kept: Kept | None,
-        stops: dict[int, int],
-        forward: Callable[[], AbstractContextManager[None]],
-    ) -> PrefillSteps:
-        """Feed what is behind the cached prefix, or its `kept` tokens, and store the cache at each stop.
+    def _feed(self, sequence: Sequence, model: Model, cache: list[Any], kept: Kept | None = None) -> PrefillSteps:
+        """Feed what is behind the cached prefix, and store the cache at each stop.
 
         Cancelled, a full prefill keeps its chunks: a retry resumes from there.
 
         Args:
-            stops: counts of fed tokens, ascending, and the length that the cache then holds.
+            kept: prompt indices of the tokens to feed, ascending; None: all of them.
         """
         prompt, start, done = sequence.request.prompt, sequence.cached, 0
+        stops = self._stops(sequence, kept)
+        new = np.arange(start, prompt.size, dtype=np.int32) if kept is None else kept
+        # In a staged prefill the first layers are the draft, and have read the prompt.
+        drafting = sequence.drafting if sequence.staged is None else None
 
         def store(fed: int) -> None:
             length = stops.get(fed, start + fed)
@@ -413,11 +409,11 @@ class Prefiller:
                     model,
                     cache,
                     prompt[start:],
-                    kept,
+                    None if kept is None else kept - start,
                     self._step,
                     offset=start,
                     cuts=tuple(stops),
-                    forward=forward,
+                    forward=nullcontext if drafting is None else drafting.forward(new),
                     on_forward=on_forward,
                     before=sequence.recalled,
                 )
@@ -442,10 +438,13 @@ class Prefiller:
             sequence.hidden.clear()
         return UpperLayersModel(stages.upper, states), cache
 
-    def _stops(self, sequence: Sequence, new: Kept) -> dict[int, int]:
+    def _stops(self, sequence: Sequence, new: Kept | None) -> dict[int, int]:
         """Return the counts of new tokens after which a forward ends, ascending, and the length that the cache then
         holds.
         """
+        if new is None:  # an identical prompt can't use a state at its end: the last checkpoint is one token before it
+            ends = self._checkpoints(sequence) or [len(sequence.request.prompt)]
+            return {end - sequence.cached: end for end in ends}
         if sequence.selection_key is None or not self._is_stateful:
             return {}
         start = sequence.cached
@@ -460,17 +459,12 @@ class Prefiller:
     def _read_all(self, sequence: Sequence) -> PrefillSteps:
         """Prefill the whole prompt behind a dense prefix."""
         request, S = sequence.request, sequence.cached
-        # An identical prompt can't use a state at its end: the last checkpoint is one token before it.
-        stops = {end - S: end for end in self._checkpoints(sequence) or [len(request.prompt)]}
         yield Progress("prefill", 0, len(request.prompt) - S, cached=S)
-        forward: Callable[[], AbstractContextManager[None]] = nullcontext
-        if (drafting := sequence.drafting) is not None:
-            yield from self._begin_drafting(sequence, None)
-            forward = drafting.forward(np.arange(S, len(request.prompt), dtype=np.int32))
+        yield from self._begin_drafting(sequence, None)
         sequence.stage = "prefill"
         if request.prompt_logprobs is None:
-            return (yield from self._feed(sequence, self.pair.target, sequence.cache, None, stops, forward))
-        return (yield from self._with_prompt_logprobs(sequence, request.prompt_logprobs, forward))
+            return (yield from self._feed(sequence, self.pair.target, sequence.cache))
+        return (yield from self._with_prompt_logprobs(sequence, request.prompt_logprobs))
 
     def read_with_draft(self, draft: nn.Module, request: GenerationRequest) -> Generator[Progress, None, list[Any]]:
         """Let the draft read the whole prompt, to propose after a full prefill or to score the next turn.
@@ -546,13 +540,12 @@ class Prefiller:
         ends += [*range(_STATE_EVERY, M, _STATE_EVERY), M - 1]
         return sorted({end for end in ends if sequence.cached < end < M})
 
-    def _with_prompt_logprobs(
-        self, sequence: Sequence, count: int, forward: Callable[[], AbstractContextManager[None]]
-    ) -> PrefillSteps:
+    def _with_prompt_logprobs(self, sequence: Sequence, count: int) -> PrefillSteps:
         """Run a full prefill with every row's logits. One chunk's (L, V) float32 block is held at a time."""
         prompt, M = sequence.request.prompt, len(sequence.request.prompt)
         tokens, start = mx.array(prompt)[None], 0
-        entries = []
+        entries, drafting = [], sequence.drafting
+        forward = nullcontext if drafting is None else drafting.forward(np.arange(M, dtype=np.int32))
         while start < M:
             end = min(start + self._step(), M)
             with forward():

@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
-from itertools import combinations
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -177,7 +177,7 @@ _LEAST_TOKENS = 16  # shorter forwards are not timed
 _ROUNDS = 12
 _EXACT = 1e-3  # relative error below which observations count alike
 _RIDGE = 1e-9  # keeps a system solvable if all observations are alike
-_SUBSETS = [list(chosen) for size in (1, 2, 3) for chosen in combinations(range(3), size)]  # of the three coefficients
+_SUBSETS = np.array([s for s in product((0.0, 1.0), repeat=3) if any(s)])  # of the three coefficients, (7, 3)
 # (tokens, depth) of the observations that the prior stands for, and the weight of each beside a new one.
 _PRIOR_POINTS = ((32, 0), (256, 512), (1024, 4096), (2048, 16384))
 _PRIOR_WEIGHT = 0.1
@@ -294,14 +294,13 @@ def _non_negative(rows: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """Solve the weighted least squares of `rows @ coefficients = 1` for coefficients that are not negative."""
     weighted = rows * weights[:, None]
     matrix, vector = weighted.T @ rows + _RIDGE * weights.sum() * np.eye(3), weighted.sum(axis=0)
-    best, gain = np.zeros(3), 0.0
-    for chosen in _SUBSETS:
-        values = np.linalg.solve(matrix[np.ix_(chosen, chosen)], vector[chosen])
-        explained = float(values @ vector[chosen])
-        if (values >= 0).all() and explained > gain:
-            best, gain = np.zeros(3), explained
-            best[chosen] = values
-    return best
+    # One system for each subset. A coefficient outside of it has an equation of its own, and is 0.
+    inside = _SUBSETS[:, :, None] * _SUBSETS[:, None, :]
+    systems = matrix * inside + np.eye(3) * (1 - _SUBSETS[:, :, None])
+    solved = np.linalg.solve(systems, (_SUBSETS * vector)[:, :, None])[:, :, 0]
+    explained = np.where((solved >= 0).all(axis=1), solved @ vector, 0.0)
+    best = int(explained.argmax())
+    return solved[best] if explained[best] > 0 else np.zeros(3)
 
 
 class CostModel:

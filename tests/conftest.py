@@ -30,15 +30,10 @@ SCRIPTED = ("--model-alias", "scripted", "--specprefill-threshold", "8192")
 
 STARTS_PROCESSES = ("distributed", "e2e", "clients", "packaging", "web", "cli")
 ASIDE = ("evals", "recording", "selftest", "training", "web")  # only with --all, or where the command line names them
-# In every run: plain attention, a recurrent hybrid, sliding windows with experts, and a latent cache.
-REPRESENTATIVE = frozenset({"llama", "qwen3_5", "gpt_oss", "deepseek_v3"})
+REPRESENTATIVE = frozenset({"llama", "qwen3_5"})  # in every run: plain attention, and a recurrent hybrid
 IN_ENGINES = frozenset({"llama"})  # all else that differs between models, the other folders test
-# With --all: what people run, and every family of tests/support/tiny.py. The other ones take part at night.
-POPULAR = (
-    frozenset(FAMILIES)
-    | {"llama+window", "qwen2", "qwen3_moe", "qwen3_5+checkpoint", "qwen3_5_moe", "qwen3_next", "glm4", "glm4_moe"}
-    | {"gemma3", "gemma3_text", "gemma4_text", "mistral3", "ministral3", "nemotron_h", "phi3", "lfm2", *REPRESENTATIVE}
-)
+# With --all also sliding windows with experts, a latent cache and more. At night, and in committed tables, all others.
+IN_CI = frozenset({*FAMILIES, "deepseek_v3"})
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -76,7 +71,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("extended")
         if architectures - (IN_ENGINES if item.nodeid.startswith("tests/engine/") else REPRESENTATIVE):
             item.add_marker("extended")
-        if architectures - POPULAR and item.get_closest_marker("all_architectures") is None:
+        if architectures - IN_CI and item.get_closest_marker("all_architectures") is None:
             item.add_marker("nightly")
     passed = _passed_before(config)
     left_out = {item for item in items if item.nodeid in passed}

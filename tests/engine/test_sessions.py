@@ -532,7 +532,7 @@ def test_the_second_needle_is_found_though_the_first_turn_dropped_it(idle: bool)
     right = swaps = 0
     with Engine(pair, EngineConfig(policy=policy)) as engine:
         for seed in range(4):
-            chat, (text, codes) = Chat(engine), haystack(seed, 1200)
+            chat, (text, codes) = Chat(engine), haystack(seed, 700)
             done = engine.stats().densified
             first, end = chat.ask(f"{text}\n\nWhat is the secret code for {NAMES[2]}?")
             assert end.report.mode == "sparse"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -133,8 +134,9 @@ def on_own_layers(pair: ModelPair, count: int) -> ModelPair:
     )
 
 
+@cache  # making a pair probes its models, which takes longer than many a test
 def tiny_pair(target: str = "llama", draft: str = "llama", *, context: int = 4096, **changes: Any) -> ModelPair:
-    """A pair of random models that share a tokenizer."""
+    """A pair of random models that share a tokenizer. Tests share it: they leave its models as they are."""
     config = {"max_position_embeddings": context, "vocab_size": VOCAB}
     return make_pair(
         tiny_model(target, seed=1, **changes),

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from ._blas import preload
-from ._files import keep_limit
+from ._files import raise_file_limit
 
 # Before anything imports mlx.core or mlx-lm.
 BLAS = preload()
-keep_limit()
+raise_file_limit()
 
 __version__ = "0.1.0"
 

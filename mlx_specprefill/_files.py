@@ -7,11 +7,11 @@ import resource
 import sys
 from pathlib import Path
 
-_OF_MLX_LM = (2048, 4096)
+_MLX_LM_LIMITS = (2048, 4096)
 _WANTED = 2048  # open files: checkpoints have many shards, and the usual limit of macOS is 256
 
 
-def keep_limit() -> None:
+def raise_file_limit() -> None:
     """Raise the soft limit as mlx-lm would as far as the hard limit allows, and leave out mlx-lm's own call.
 
     mlx-lm's import sets the limit to 2048 and the hard limit to 4096. That raises if the hard limit is lower, and
@@ -20,7 +20,7 @@ def keep_limit() -> None:
     change = resource.setrlimit
 
     def leave_out(kind: int, limits: tuple[int, int]) -> None:
-        if (kind, limits) == (resource.RLIMIT_NOFILE, _OF_MLX_LM):
+        if (kind, limits) == (resource.RLIMIT_NOFILE, _MLX_LM_LIMITS):
             resource.setrlimit = change
         else:
             change(kind, limits)

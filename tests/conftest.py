@@ -19,7 +19,6 @@ from tests.support.oracle import tiny_models
 from tests.support.real_model import smollm2_file
 from tests.support.scripted import Flavour, save_scripted
 from tests.support.serving import Server, start
-from tests.support.tiny import FAMILIES
 
 # On a busy machine an example may take its time, and the same code tries the same ones again.
 settings.register_profile("steady", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -32,8 +31,7 @@ STARTS_PROCESSES = ("distributed", "e2e", "clients", "packaging", "web", "cli")
 ASIDE = ("evals", "recording", "selftest", "training", "web")  # only with --all, or where the command line names them
 REPRESENTATIVE = frozenset({"llama", "qwen3_5"})  # in every run: plain attention, and a recurrent hybrid
 IN_ENGINES = frozenset({"llama"})  # all else that differs between models, the other folders test
-# With --all also sliding windows with experts, a latent cache and more. At night, and in committed tables, all others.
-IN_CI = frozenset({*FAMILIES, "deepseek_v3"})
+IN_CI = REPRESENTATIVE | {"gpt_oss", "deepseek_v3"}  # with --all: also windows with experts, and a latent cache
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -71,7 +69,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("extended")
         if architectures - (IN_ENGINES if item.nodeid.startswith("tests/engine/") else REPRESENTATIVE):
             item.add_marker("extended")
-        if architectures - IN_CI and item.get_closest_marker("all_architectures") is None:
+        if architectures - IN_CI:
             item.add_marker("nightly")
     passed = _passed_before(config)
     left_out = {item for item in items if item.nodeid in passed}

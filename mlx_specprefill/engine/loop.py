@@ -367,17 +367,17 @@ class EngineCore:
 
     @property
     def fatal(self) -> str | None:
-        """Reason why the device computes nothing any more, once it is so."""
+        """Return why the device computes nothing any more, once it is so."""
         return self._device_errors.fatal
 
     @property
-    def over(self) -> bool:
-        """Nothing more will come."""
+    def has_ended(self) -> bool:
+        """Return whether nothing more will come."""
         return not (self._inbox.is_open or self._inbox)
 
     @property
     def busy(self) -> bool:
-        """Requests have something to gain by a tick."""
+        """Return whether requests have something to gain by a tick."""
         scheduler = self._scheduler
         return bool(self._inbox or scheduler.running or (scheduler.waiting and not self.stuck))
 
@@ -406,7 +406,7 @@ class EngineCore:
     @property
     def rest_s(self) -> float:
         """Return the seconds until the next work without a new request."""
-        if self.over or not self._scheduler.idle:
+        if self.has_ended or not self._scheduler.idle:
             return 0.0
         quiet = time.monotonic() - self._last_end
         left = self._quiet_s - quiet if self._densifier.turns else IDLE_BEAT_S

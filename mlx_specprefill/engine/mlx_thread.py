@@ -196,7 +196,7 @@ class MLXThread:
 
     def _turn(self) -> bool:
         """Run one tick of the engine with requests that has had the least time; return False if no engine has any."""
-        for ended in [member for member in self._members if member.loop.over]:
+        for ended in [member for member in self._members if member.loop.has_ended]:
             self._end(ended)
         working = [member for member in self._members if member.loop.busy]
         if not working:

@@ -221,8 +221,8 @@ class RankedEngineCore(_Ranked, EngineCore):
         return not (self._ranks.leads or self._has_ended)
 
     @property
-    def over(self) -> bool:
-        return super().over if self._ranks.leads else self._has_ended
+    def has_ended(self) -> bool:
+        return super().has_ended if self._ranks.leads else self._has_ended
 
     @property
     def busy(self) -> bool:

@@ -207,7 +207,7 @@ class ForwardCost:
         before = math.ceil((tokens - TAIL) / step) if tokens > 2 * TAIL else 0
         return self.fixed * before + self.ms(tokens, depth)
 
-    def fitting(self, ms: float, depth: int) -> int:
+    def most_tokens(self, ms: float, depth: int) -> int:
         """Return the most tokens behind `depth` others that one forward can read in `ms`; 0 if none."""
         rest = ms - self.fixed
         if rest <= 0:
@@ -217,7 +217,7 @@ class ForwardCost:
             return int(rest / first)
         return int((math.sqrt(first * first + 2 * self.pair * rest) - first) / self.pair)
 
-    def losing(self, share: float, depth: int) -> int:
+    def fewest_tokens(self, share: float, depth: int) -> int:
         """Return the fewest tokens of a forward whose fixed part takes at most this share."""
         return math.ceil(self.fixed * (1 - share) / share / max(self.token + self.pair * depth, 1e-9))
 
@@ -524,11 +524,11 @@ class ChunkSizer:
             return largest
         cost = self._costs.cost(kind)
         if background:
-            fitting = cost.fitting(cost.fixed + _IDLE_PART * (self._target_ms - cost.fixed), depth)
-            return min(largest, max(1, fitting // _SMALLEST_BACKGROUND) * _SMALLEST_BACKGROUND)
-        fitting = cost.fitting(self._target_ms, depth) // _SMALLEST * _SMALLEST
-        least = math.ceil(cost.losing(_FIXED_SHARE, depth) / _SMALLEST) * _SMALLEST
-        return min(largest, max(_SMALLEST, fitting, least))
+            most = cost.most_tokens(cost.fixed + _IDLE_PART * (self._target_ms - cost.fixed), depth)
+            return min(largest, max(1, most // _SMALLEST_BACKGROUND) * _SMALLEST_BACKGROUND)
+        most = cost.most_tokens(self._target_ms, depth) // _SMALLEST * _SMALLEST
+        least = math.ceil(cost.fewest_tokens(_FIXED_SHARE, depth) / _SMALLEST) * _SMALLEST
+        return min(largest, max(_SMALLEST, most, least))
 
     def observe(self, job: Job, event: Event) -> None:
         """Record the progress and time of the job's latest chunk."""

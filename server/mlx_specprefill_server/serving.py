@@ -381,7 +381,7 @@ async def start_answers(service: Service, body: ChatFields, identity: Identity) 
     conversation, choice, output = body.conversation(), body.choice(), body.output()
     if conversation.tools or choice != "auto":
         tools, choice = resolve_tool_choice(conversation.tools, choice)
-        tools = service.tool_orders.in_known_order(tools, identity.cache_label(body.cache_salt))
+        tools = service.tool_orders.sort(tools, identity.cache_label(body.cache_salt))
         conversation = replace(conversation, tools=tools)
     params = await sampling_params(service, body)
     prompt = await service.prompts.chat(conversation)

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from mlx_specprefill import SparseUnsupportedError
 from mlx_specprefill_server import cli
-from mlx_specprefill_server.cli.bench import fitting
+from mlx_specprefill_server.cli.bench import fitting_lengths
 
 pytestmark = pytest.mark.extended
 
@@ -82,9 +82,9 @@ def test_what_can_not_be_measured_is_said_first(options: list[str], words: str) 
 def test_a_pair_that_can_not_be_prefilled_sparsely_is_refused_before_anything_runs() -> None:
     alone: Any = SimpleNamespace(context_length=4096, draft_context=None, draft=None, sparse_refusal=None)
     with pytest.raises(SparseUnsupportedError, match="no draft model is loaded"):
-        fitting(None, alone)
+        fitting_lengths(None, alone)
     refused: Any = SimpleNamespace(context_length=4096, draft_context=1000, draft="", sparse_refusal=None)
-    assert fitting(None, refused) == (936,)  # none of the default lengths fits the draft
+    assert fitting_lengths(None, refused) == (936,)  # none of the default lengths fits the draft
 
 
 def test_the_page_of_machines_is_what_the_files_say() -> None:

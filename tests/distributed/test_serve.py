@@ -81,6 +81,7 @@ def test_it_answers_as_one_process_does_and_ends_when_asked(
     assert "Traceback" not in log.read_text()
 
 
+@pytest.mark.nightly
 def test_a_lost_rank_ends_the_server_and_every_answer(tmp_path: Path) -> None:
     with served(tmp_path) as (process, base, log):
         found = re.search(r"process (\d+) is rank 1 of 2", log.read_text())

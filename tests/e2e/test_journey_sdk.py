@@ -83,7 +83,12 @@ def test_a_drafted_answer_is_the_plain_one(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize(
-    ("salt", "options"), [(1, {}), (2, {"specprefill": True}), (3, {"specprefill": None, "specprefill_keep_pct": 0.3})]
+    ("salt", "options"),
+    [
+        pytest.param(1, {}, marks=pytest.mark.extended),
+        (2, {"specprefill": True}),
+        pytest.param(3, {"specprefill": None, "specprefill_keep_pct": 0.3}, marks=pytest.mark.extended),
+    ],
 )
 def test_the_needle_survives_sparse_prefill(client: openai.OpenAI, salt: int, options: dict[str, Any]) -> None:
     found = 0
@@ -104,6 +109,7 @@ def test_the_needle_survives_sparse_prefill(client: openai.OpenAI, salt: int, op
     assert found >= len(NEEDLES) - 1
 
 
+@pytest.mark.extended
 def test_a_needle_in_the_system_message_is_found(client: openai.OpenAI) -> None:
     """At 20 % in scope all; without that, all of the system message is read."""
     found = 0
@@ -125,6 +131,7 @@ def test_a_needle_in_the_system_message_is_found(client: openai.OpenAI) -> None:
     assert report_of(answer)["mode"] == "full"
 
 
+@pytest.mark.extended
 def test_what_an_agent_looked_for_is_found_in_any_tool_result(client: openai.OpenAI) -> None:
     """The question stands before the results: the last line of a file asks nothing."""
     found = 0
@@ -168,6 +175,7 @@ def test_force_ignores_the_threshold(client: openai.OpenAI) -> None:
     assert report_of(forced)["kept_tokens"] < report_of(forced)["prompt_tokens"]
 
 
+@pytest.mark.extended
 def test_keeping_more_keeps_more(client: openai.OpenAI) -> None:
     kept = []
     for salt, share in ((5, 0.1), (6, 0.4), (7, 1)):
@@ -375,6 +383,7 @@ def test_curl_style_posts(server: Server, body: str, status: int) -> None:
 @settings(max_examples=examples(100), suppress_health_check=list(HealthCheck))
 @given(body=CHAT | COMPLETION, limit=st.integers(1, 3))
 @pytest.mark.extended
+@pytest.mark.nightly
 def test_garbage_never_hurts(server: Server, body: dict[str, Any], limit: int) -> None:
     body = body | {"max_tokens": limit, "max_completion_tokens": None}
     path = "completions" if "prompt" in body else "chat/completions"

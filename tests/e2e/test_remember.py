@@ -51,6 +51,7 @@ def test_a_warmed_system_prompt_serves_the_first_session_and_those_after_a_resta
         assert ask(server, "And mine?", cache_salt="mine")["cached_tokens"] == 0
 
 
+@pytest.mark.nightly
 def test_one_flag_turns_it_off(tmp_path: Path) -> None:
     with start(tmp_path / "log", *PAIR, "--no-remember") as server:
         for text in ("One?", "Two?", "Three?"):

@@ -128,7 +128,7 @@ def alone(folder: Path, tmp_path: Path, family: str, asked: list[dict[str, Any]]
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.nightly)])
 def test_mixed_requests_are_answered_as_by_servers_with_one_model(folder: Path, tmp_path: Path, count: int) -> None:
     asked = bodies(count)
     expected: dict[int, tuple[str, str]] = {}
@@ -323,6 +323,7 @@ threshold = 512
 """
 
 
+@pytest.mark.nightly
 def test_a_limit_of_bytes_holds_two_models_and_a_long_request_has_the_room_of_one(tmp_path: Path) -> None:
     names = ("demo", "demo-qwen3_5", "demo-gpt_oss")
     (tmp_path / "models.toml").write_text("".join(DEMO_TABLE.format(name=n, folder=DEMOS / n) for n in names))

@@ -73,6 +73,7 @@ def few_files(hard: int) -> Callable[[], None]:
 
 
 @pytest.mark.extended
+@pytest.mark.nightly
 def test_few_open_files_are_enough_or_it_says_so(tmp_path: Path) -> None:
     said = refused(tmp_path / "log", limits=few_files(32))
     assert "the limit on open files is 32, and this server needs at least" in said
@@ -93,6 +94,7 @@ def test_few_open_files_are_enough_or_it_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.extended
+@pytest.mark.nightly
 def test_two_thousand_silent_sockets_a_closed_terminal_and_an_open_address(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < 2500:

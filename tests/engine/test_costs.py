@@ -54,7 +54,7 @@ def test_the_time_of_a_prefill_is_the_sum_of_its_forwards():
 def test_what_fits_a_time_is_the_largest_that_does(machine, depth):
     law = MACHINES[machine]
     for ms in (1.0, 200.0, 3000.0):
-        found = law.fitting(ms, depth)
+        found = law.most_tokens(ms, depth)
         assert found == 0 or law.ms(found, depth) <= ms * (1 + 1e-6)
         assert law.ms(found + 1, depth) > ms
 
@@ -62,7 +62,7 @@ def test_what_fits_a_time_is_the_largest_that_does(machine, depth):
 def test_what_loses_a_share_to_the_fixed_part_is_the_smallest_that_loses_no_more():
     law = ForwardCost(400, 7, 0)
     for share in (0.05, 1 / 3, 0.5):
-        found = law.losing(share, 0)
+        found = law.fewest_tokens(share, 0)
         assert law.fixed / law.ms(found) <= share + 1e-9
         assert law.fixed / law.ms(found - 1) > share
 

@@ -23,6 +23,8 @@ from tests.support.precision import bound, numbers
 from tests.support.rows import ROUNDED, Row, logprob_error, make_rows, quantised_row, together, tokens
 from tests.support.tiny import generated, random_prompt, tiny_model, tiny_pair
 
+pytestmark = pytest.mark.extended
+
 GROUP, COUNT, ROWS = 32, 24, 8
 FAMILIES: dict[str, dict[str, Any]] = {"llama": {"head_dim": 64, "hidden_size": 64}, "qwen3": {"head_dim": 32}}
 JOINS = (0, 0, 0, 3, 3, 7, 12, 30)

@@ -30,6 +30,8 @@ from tests.support.rows import ROUNDED, logprob_error, tokens
 from tests.support.steps import finish
 from tests.support.tiny import greedy, random_prompt, tiny_pair, tokenizer
 
+pytestmark = pytest.mark.extended
+
 GROUP, COUNT = 32, 24
 FAMILIES = {"llama": {"head_dim": 64, "hidden_size": 64}, "qwen3": {"head_dim": 32}}
 

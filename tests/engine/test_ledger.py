@@ -93,6 +93,7 @@ def test_200_turns_leave_what_is_kept_and_nothing_else(uncollected: None, enable
 
 
 @pytest.mark.extended
+@pytest.mark.nightly
 def test_50_sessions_leave_what_is_kept(uncollected: None) -> None:
     with Engine(tiny_pair(), config()) as engine:
         before = unaccounted(engine)

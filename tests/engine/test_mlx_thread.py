@@ -49,7 +49,7 @@ class Ticks:
     busy: bool = True
     answering: bool = False
     stuck: bool = False
-    over: bool = False
+    has_ended: bool = False
     beat: float = 0.0
     rest_s: float = 0.5
     told: list[tuple[bool, bool]] = field(default_factory=list)
@@ -127,7 +127,7 @@ def test_a_loop_that_is_over_ends_and_the_others_go_on(turns: Any) -> None:
     thread, add, log = turns
     over = add("over", 10)
     add("on", 10)
-    over.over = True
+    over.has_ended = True
     assert thread._turn()
     assert log == ["over ended", "on"]
 
@@ -221,7 +221,7 @@ def test_an_engine_that_closes_leaves_nothing_and_the_others_go_on() -> None:
         expected = answers(stays, at_once=False)
         thread.release()
         before = mx.get_active_memory()
-        goes = Engine(tiny_pair("llama"), CONFIG, thread=thread)
+        goes = Engine(tiny_pair.__wrapped__("llama"), CONFIG, thread=thread)  # a pair that no other test shares
         goes.start()
         answers(goes, at_once=True)
         assert mx.get_active_memory() > before

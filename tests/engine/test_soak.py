@@ -317,6 +317,7 @@ def unheard() -> Iterator[None]:
 
 
 @SEVERAL
+@pytest.mark.nightly
 def test_soak(family: str, unheard: None) -> None:
     rng = random.Random(f"soak {family}")
     pair, faults = tiny_pair(family), Faults(random.Random(7))

@@ -17,7 +17,7 @@ BUNDLED = {
     for name, row in read_pairs(NAMED_PAIRS).items()
     if isinstance(row.target, str) and Path(row.target).is_dir()
 }
-pytestmark = pytest.mark.timeout(900)  # forty answers of every pair
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]  # forty answers of every pair
 MOST_LOST = 0.05
 OPTIONS = Options(
     tasks=("needle",),

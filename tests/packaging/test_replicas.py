@@ -79,6 +79,7 @@ def asked(base: str, said: list[dict[str, str]], key: str = "mine", **more: Any)
     return answer.status_code, answer.headers.get("x-replica", "")
 
 
+@pytest.mark.nightly
 def test_conversations_stay_and_move_on_when_their_replica_shuts_down(program: str, tmp_path: Path) -> None:
     with ExitStack() as stack:
         logs = [tmp_path / name for name in ("one", "two")]

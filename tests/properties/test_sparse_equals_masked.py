@@ -125,7 +125,6 @@ def test_sparse_prefill_keeps_the_dtypes_of_a_dense_one(name: str, dtype: mx.Dty
 
 
 @pytest.mark.extended
-@pytest.mark.all_architectures
 @pytest.mark.parametrize("architecture", oracle.architectures())
 def test_the_committed_table_says_what_the_oracle_says(architecture: str) -> None:
     """Errors of exact models are rounding, which differs between BLAS libraries; the others are compared roughly."""

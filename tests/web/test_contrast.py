@@ -74,6 +74,7 @@ def test_every_part_is_readable_with_every_score(page: Page, live: Any, theme: s
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.nightly
 def test_a_step_s_colours_are_readable_on_their_way(page: Page, live: Any, theme: str) -> None:
     scored(page, live, theme)
     for button in ("step-back", "step-on"):
@@ -84,6 +85,7 @@ def test_a_step_s_colours_are_readable_on_their_way(page: Page, live: Any, theme
     page.until(lambda: page.run("return document.getAnimations().length === 0"))
 
 
+@pytest.mark.nightly
 def test_another_theme_is_there_at_once(page: Page, live: Any) -> None:
     """From light to dark the text's colour meets that of its ground: nobody could read it halfway."""
     scored(page, live, "light")

@@ -23,6 +23,7 @@ def figures(text: str) -> tuple[str, ...]:
     return found.groups()
 
 
+@pytest.mark.nightly
 def test_the_map_agrees_with_the_answer_of_every_question(page: Page, server: Server) -> None:
     document, question = haystack("Berta", "903344", 1400, 0.5, seed=21).rsplit("\n\n", 1)
     later, other = haystack("Carla", "118822", 900, 0.3, seed=22).rsplit("\n\n", 1)
@@ -60,6 +61,7 @@ def test_a_full_reading_is_shown_as_one(page: Page, live: Any) -> None:
     assert page.all("#prompt .dropped")
 
 
+@pytest.mark.nightly
 def test_another_share_is_what_the_server_would_choose(page: Page, server: Server) -> None:
     document, question = haystack("Emma", "667788", 900, 0.5, seed=24).rsplit("\n\n", 1)
     page.open(server.base)
@@ -160,6 +162,7 @@ def test_the_minimap_shows_the_whole_text_and_goes_anywhere_in_it(page: Page, li
         assert (min(picture["seen"]), max(picture["seen"])) == pytest.approx(picture["shown"], abs=0.05)
 
 
+@pytest.mark.nightly
 def test_the_three_steps_can_be_walked_through(page: Page, live: Any) -> None:
     base, _ = live()
     page.open(base)

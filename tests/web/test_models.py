@@ -99,6 +99,7 @@ def test_models_are_loaded_and_unloaded_in_the_server_view(
     time.sleep(0.1)
 
 
+@pytest.mark.nightly
 def test_a_model_that_fails_says_why(page: Page, several: tuple[str, Models], host: FakeHost) -> None:
     base, _ = several
     host.broken["big"] = "its weights are cut off"

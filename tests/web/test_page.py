@@ -226,6 +226,7 @@ def rendered(page: Page) -> float:
     return took
 
 
+@pytest.mark.nightly
 def test_a_hundred_thousand_tokens_render_and_scroll(page: Page, live: Any) -> None:
     base, _ = live()
     page.open(base)
@@ -338,9 +339,8 @@ def test_the_theme_is_chosen_and_remembered(page: Page, live: Any) -> None:
     assert dark != "rgb(246, 246, 243)"
 
 
-@pytest.mark.parametrize(
-    ("theme", "width"), [("light", "wide"), pytest.param("dark", "narrow", marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize(("theme", "width"), [("light", "wide"), ("dark", "narrow")])
+@pytest.mark.nightly
 def test_every_state_is_fit_for_screen_readers(
     page: Page, live: Any, engine: FakeEngine, theme: str, width: str
 ) -> None:
@@ -421,7 +421,7 @@ def test_what_is_on_its_way_is_fit_for_screen_readers(page: Page, live: Any, eng
     assert all(found == [] for found in found.values()), found
 
 
-@pytest.mark.parametrize("width", ["wide", "narrow"])
+@pytest.mark.parametrize("width", ["wide", pytest.param("narrow", marks=pytest.mark.nightly)])
 def test_everything_is_reached_with_the_tab_key(page: Page, live: Any, width: str) -> None:
     base, _ = live()
     page.open(base)
@@ -433,6 +433,7 @@ def test_everything_is_reached_with_the_tab_key(page: Page, live: Any, width: st
     assert {"theme", "browse", "question", "compare", "send", "new"} <= reached
 
 
+@pytest.mark.nightly
 def test_all_of_it_works_without_a_mouse(page: Page, live: Any) -> None:
     base, _ = live()
     page.open(base, sample=True)
@@ -614,7 +615,14 @@ return own ? "" : `${focused.outerHTML.slice(0, 80)} lies under ${over?.outerHTM
 """
 
 
-@pytest.mark.parametrize("width", ["wide", "wide at 200 %", "full HD at 200 %"])
+@pytest.mark.parametrize(
+    "width",
+    [
+        "wide at 200 %",
+        pytest.param("wide", marks=pytest.mark.nightly),
+        pytest.param("full HD at 200 %", marks=pytest.mark.nightly),
+    ],
+)
 def test_nothing_that_has_the_focus_is_covered(page: Page, live: Any, width: str) -> None:
     base, _ = live()
     page.open(base)

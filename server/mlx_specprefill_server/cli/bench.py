@@ -148,7 +148,7 @@ def record(engine: Engine, pair: str, plan: Plan, runs: Sequence[Run], load: flo
 
 
 def measured_here(load: float | None) -> dict[str, Any]:
-    """Return the fields at the start of every record: format, date, machine with its `load_before`, and software."""
+    """Return the fields at the start of every record: format, date, machine with its load average, and software."""
     host = machine()
     return {
         "format": FORMAT,
@@ -191,7 +191,7 @@ def _seconds(milliseconds: float) -> float:
     return round(milliseconds / 1e3, 4)
 
 
-def load_before() -> float | None:
+def load_average() -> float | None:
     """Return how many processes wanted a core in the last minute, None if the system doesn't say. Call it before
     measuring.
     """
@@ -232,23 +232,23 @@ def bench(
     Leave the machine alone meanwhile. Nothing that names a person, a host or a
     folder is in what --out and --submit write.
     """
-    load_then = load_before()
+    load_before = load_average()
     begin(log_level)
     with one_line_errors():
         chosen = choose(models)
         settings = make_settings(chosen, specprefill_keep_pct=keep, **ONE_SHOT)
         loaded = load(chosen, models.dtype, settings, calibrate=True)
-        plan = Plan(fitting(lengths, loaded), settings.specprefill_keep_pct, repeats)
+        plan = Plan(fitting_lengths(lengths, loaded), settings.specprefill_keep_pct, repeats)
         with Engine(loaded, settings.engine_config()) as engine:
             with Progress(console=notes(), transient=True) as bars:
                 task = bars.add_task("Measuring", total=plan.requests)
                 runs = measure(engine, plan, lambda: bars.advance(task))
-            measured = record(engine, chosen.alias or loaded.target_id, plan, runs, load_then)
+            measured = record(engine, chosen.alias or loaded.target_id, plan, runs, load_before)
         Console().print(_table(measured))
         _write(measured, out, submit)
 
 
-def fitting(lengths: list[int] | None, pair: ModelPair) -> tuple[int, ...]:
+def fitting_lengths(lengths: list[int] | None, pair: ModelPair) -> tuple[int, ...]:
     """Return the requested prompt lengths, or the default ones that the pair can take.
 
     Raises:

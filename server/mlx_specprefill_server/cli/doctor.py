@@ -26,7 +26,7 @@ from .. import __version__
 from ..monitoring.logs import configure_logging
 from ..pairs import NAMED_PAIRS, Pair, pair_state, read_pairs, short_name, size
 from ..settings import ENV_PREFIX, SECRETS, Settings, unknown_variables, what_is_wrong
-from .bench import load_before, measured_here
+from .bench import load_average, measured_here
 from .common import FAILED, OptionError, one_line_errors
 from .pull import load
 
@@ -40,13 +40,13 @@ def compute_checks(target: str | None, file: Path | None) -> bool:
         target: a model whose forwards are timed.
         file: of the record, in JSON.
     """
-    load_then = load_before()
+    load_before = load_average()
     configure_logging("error")
     typer.echo("\nChecking the results of this device, for a minute or two:")
     checks = [_print_check(check) for check in check_device()]
     wait = sync_ms()
     typer.echo(f"\n{_verdict(checks)}\nA synchronisation takes {wait:.3f} ms.")
-    record = {**measured_here(load_then), "sync_ms": round(wait, 4), "checks": _summary(checks)}
+    record = {**measured_here(load_before), "sync_ms": round(wait, 4), "checks": _summary(checks)}
     if target is not None:
         record["target"] = _time_forwards(target)
     if file is not None:

@@ -52,7 +52,7 @@ class _Call:
 
     def read(self) -> Reading[None]:
         yield from expect(self._cursor, "{")
-        while not (yield from self._reader.over("}")):
+        while not (yield from self._reader.ends("}")):
             key = yield from self._reader.text()
             yield from spaces(self._cursor)
             yield from expect(self._cursor, ":")

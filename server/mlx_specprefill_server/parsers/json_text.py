@@ -74,7 +74,7 @@ class JsonReader:
         yield from expect(self._cursor, opens)
         self._held += opens
         comma = ""
-        while not (yield from self.over(closes)):
+        while not (yield from self.ends(closes)):
             self._held += comma
             comma = ", "
             yield from item(depth + 1)
@@ -84,7 +84,7 @@ class JsonReader:
                 raise MalformedError(f"',' or '{closes}' is expected")
         yield from self._say(closes)
 
-    def over(self, bracket: str) -> Reading[bool]:
+    def ends(self, bracket: str) -> Reading[bool]:
         """Return whether the container ends here, by its bracket or the call's end tag."""
         yield from spaces(self._cursor)
         return bool((yield from skip(self._cursor, bracket)) or (yield from starts_with(self._cursor, self._closers)))

@@ -24,7 +24,7 @@ from ..errors import refusal
 from .conversation import Conversation, Message, simpler_forms
 from .spans import Render, locate, to_tokens, turn_ends
 from .special_tokens import ControlTokens, Encoded, Encoder, EscapedConversation
-from .stable import without_volatile_lines
+from .stable import remove_volatile_lines
 
 T = TypeVar("T")
 
@@ -169,7 +169,7 @@ class PromptBuilder:
         """Return the conversation in the first form that the template takes, without volatile lines."""
         left_out: tuple[str, ...] = ()
         if conversation.messages[0]["role"] == "system":
-            conversation, left_out = without_volatile_lines(conversation)
+            conversation, left_out = remove_volatile_lines(conversation)
         if not self._tokenizer.has_chat_template:
             raise InvalidRequestError("This model has no chat template; use /v1/completions.", field=conversation.field)
         if "documents" in conversation.template_kwargs and "documents" not in str(self._tokenizer.chat_template):

@@ -26,8 +26,8 @@ VOLATILE_LINES: Mapping[str, re.Pattern[str]] = {
 }
 
 
-def without_volatile_lines(conversation: Conversation) -> tuple[Conversation, tuple[str, ...]]:
-    """Return the conversation without such lines in its system message, which is the first, and a sentence for each
+def remove_volatile_lines(conversation: Conversation) -> tuple[Conversation, tuple[str, ...]]:
+    """Remove such lines from the system message, which is the first; return the conversation, and a sentence for each
     kind of them.
     """
     first = conversation.messages[0]
@@ -47,8 +47,8 @@ class ToolOrders:
     def __init__(self) -> None:
         self._orders: OrderedDict[Any, tuple[bytes, ...]] = OrderedDict()  # by label and digests, least recent first
 
-    def in_known_order(self, tools: Sequence[Mapping[str, Any]], label: CacheLabel) -> tuple[Mapping[str, Any], ...]:
-        """Return the tools in the order of an earlier request with the same ones: it means nothing to a model."""
+    def sort(self, tools: Sequence[Mapping[str, Any]], label: CacheLabel) -> tuple[Mapping[str, Any], ...]:
+        """Sort tools as in an earlier request with the same ones. Their order means nothing to a model."""
         named = {blake2b(orjson.dumps(tool), digest_size=16).digest(): tool for tool in tools}
         if len(named) < len(tools):
             return tuple(tools)

@@ -458,7 +458,7 @@ def test_two_tiers_on_one_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("times", [15, pytest.param(50, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("times", [5, pytest.param(50, marks=pytest.mark.nightly)])
 @pytest.mark.extended
 def test_kill_9_during_writes_many_times(tmp_path: Path, times: int) -> None:
     """Whatever moment a process dies at, the next one opens the folder and serves nothing that is wrong."""

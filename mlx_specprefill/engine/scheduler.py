@@ -173,7 +173,7 @@ ForwardKind = Literal["draft", "target", "upper", "select"]
 
 _REMEMBERED = 96  # forwards
 _HALF_LIFE = 12  # forwards after which an observation counts half, to follow a machine that becomes busy
-_LEAST_TOKENS = 16  # shorter forwards are not timed
+_LEAST_TOKENS = 8  # shorter forwards are not timed
 _ROUNDS = 12
 _EXACT = 1e-3  # relative error below which observations count alike
 _RIDGE = 1e-9  # keeps a system solvable if all observations are alike
@@ -462,7 +462,7 @@ def _stored_cost(stored: Any, kind: str) -> ForwardCost | None:
 
 
 _SMALLEST = 64  # tokens of a chunk that requests wait for
-_SMALLEST_BACKGROUND = 16
+_SMALLEST_BACKGROUND = 8  # of idle work, for which a request waits: on a slow CPU 16 tokens can take twice the aim
 # Idle work takes this part of what `target_itl_ms` leaves beside a forward's fixed cost: of a hundred chunks, the
 # slowest takes one and a half times the median.
 _IDLE_PART = 2 / 3

@@ -109,7 +109,7 @@ def test_a_stored_cost_that_is_nonsense_heals():
 
 def test_next_to_no_tokens_and_no_time_say_nothing():
     learnt = LearntCost(ForwardCost(1, 1, 0))
-    for tokens, ms in ((1, 500.0), (15, 500.0), (100, 0.0)):
+    for tokens, ms in ((1, 500.0), (7, 500.0), (100, 0.0)):
         learnt.observe(tokens, 0, ms)
     assert learnt.count == 0
     assert learnt.cost == ForwardCost(1, 1, 0)

@@ -128,7 +128,7 @@ def alone(folder: Path, tmp_path: Path, family: str, asked: list[dict[str, Any]]
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.nightly)])
 def test_mixed_requests_are_answered_as_by_servers_with_one_model(folder: Path, tmp_path: Path, count: int) -> None:
     asked = bodies(count)
     expected: dict[int, tuple[str, str]] = {}

@@ -47,7 +47,7 @@ def expected(turn: Turn) -> Said:
     return turn.reasoning, turn.text.strip(), [(call.name, dict(call.arguments)) for call in turn.calls]
 
 
-@pytest.fixture(params=["responses", "messages"])
+@pytest.fixture(params=["messages", pytest.param("responses", marks=pytest.mark.extended)])
 def said(request: pytest.FixtureRequest, scripted: Callable[[Flavour], Server]) -> Ask:
     """Asks for a script in one of the dialects."""
 

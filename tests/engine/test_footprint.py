@@ -45,7 +45,7 @@ def peak_of(model: nn.Module, tokens: int, step: int) -> int:
 
 
 @pytest.mark.parametrize(
-    "name", ["plain", *(pytest.param(name, marks=pytest.mark.extended) for name in MODELS if name != "plain")]
+    "name", ["plain", *(pytest.param(name, marks=pytest.mark.nightly) for name in MODELS if name != "plain")]
 )
 def test_the_peak_of_a_prefill_is_predicted_whatever_its_length_and_step(name: str) -> None:
     """Heads of 256 have no fused kernel on most GPUs; the CPU backend has none for any size."""

@@ -80,6 +80,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 @pytest.mark.parametrize("family", ["llama", pytest.param("qwen3_5", marks=pytest.mark.extended)])
 @pytest.mark.parametrize("sparse", [False, True], ids=["full", "sparse"])
+@pytest.mark.extended
 def test_a_guess_is_answered_as_by_a_cold_engine(
     family: str, sparse: bool, monkeypatch: pytest.MonkeyPatch, quiet: Callable[[], None]
 ) -> None:

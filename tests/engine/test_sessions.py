@@ -236,7 +236,7 @@ class Talk:
 @pytest.mark.parametrize(
     ("family", "staged"),
     [
-        pytest.param(*one, marks=() if one in (("llama", False), ("qwen3_5", True)) else pytest.mark.extended)
+        pytest.param(*one, marks=() if one == ("llama", False) else pytest.mark.extended)
         for one in product(FAMILIES, (False, True))
     ],
 )

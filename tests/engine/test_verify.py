@@ -183,7 +183,9 @@ def hold_to_the_truth(family: str, own_layers: bool, kv_bits: int | None, count:
 
 
 def each(families: Iterable[str], *in_every_run: str) -> list[Any]:
-    return [name if name in in_every_run else pytest.param(name, marks=pytest.mark.extended) for name in families]
+    """`demo` alone in CI: at night 200 answers of every family are compared."""
+    marks = {True: pytest.mark.extended, False: pytest.mark.nightly}
+    return [name if name in in_every_run else pytest.param(name, marks=marks[name == "demo"]) for name in families]
 
 
 @pytest.mark.parametrize("family", each(FAMILIES, "demo"))

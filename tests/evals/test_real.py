@@ -28,6 +28,7 @@ def item(name: str, number: int = 0, length: int = 1500) -> Item:
     return make_item(REAL[name], name, number, Space(length, count))
 
 
+@pytest.mark.nightly
 def test_the_corpus_is_large_unique_and_described() -> None:
     texts = [paragraph.text for paragraph in corpus.paragraphs()]
     assert len(set(texts)) == len(texts)
@@ -55,6 +56,7 @@ def test_prose_is_told_from_code() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.nightly
 def test_the_gold_passage_holds_the_answer_and_lies_before_the_question(name: str) -> None:
     for number in range(3):
         made = item(name, number)

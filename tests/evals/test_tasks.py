@@ -22,6 +22,7 @@ def item(name: str, seed: int = 0, length: int = 2500, depth: float | None = Non
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.nightly
 def test_the_gold_answer_scores_one_and_another_items_answer_does_not(name: str) -> None:
     task = TASKS[name]
     for seed in range(3):

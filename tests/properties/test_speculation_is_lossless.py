@@ -243,6 +243,7 @@ def two_tokens(name: str, seed: int) -> Any:
 
 
 @pytest.mark.parametrize(("strategy", "mutated"), [*((name, False) for name in STRATEGIES), ("draft", True)])
+@pytest.mark.extended
 def test_the_running_code_has_the_targets_distribution(
     strategy: StrategyName, mutated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -128,7 +128,7 @@ def check_contents(tokenizer: TokenizerWrapper, contents: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == "demo/target" else pytest.param(name, marks=pytest.mark.extended) for name in BUNDLED]
+    "name", [name if name == "demo/target" else pytest.param(name, marks=pytest.mark.nightly) for name in BUNDLED]
 )
 def test_every_special_token_in_content_is_text(name: str) -> None:
     tokenizer = bundled(name)

@@ -84,6 +84,7 @@ def turning(step: int, sends: npt.NDArray[np.bool_]) -> Floats:
         turning,
     ],
 )
+@pytest.mark.nightly
 def test_the_promise_is_broken_in_at_most_one_stream_of_twenty(chances: Chances) -> None:
     found = Simulation(chances, 600)
     assert found.broken.mean() <= 0.05

@@ -152,7 +152,7 @@ def test_no_architecture_is_refused_without_grounds(architecture: str) -> None:
     assert all(m.failure or m.attention == "recurrent" or m.error > EXACT for m in measured)
 
 
-@pytest.mark.extended
+@pytest.mark.nightly
 def test_drafts_are_refused_exactly_where_capture_finds_no_row() -> None:
     silent = {name for name in oracle.architectures() if name in oracle.UNBUILDABLE}
     silent |= {tiny.architecture for tiny in tiny_models().values() if measure(tiny.name).captured == 0}

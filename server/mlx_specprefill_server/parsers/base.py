@@ -208,5 +208,7 @@ def find_first(text: str, marks: Collection[str]) -> tuple[int, str]:
 
 def overlap(text: str, marks: Collection[str]) -> int:
     """Return how many characters at the end of `text` may begin a mark."""
-    longest = min(len(text), max(map(len, marks), default=1) - 1)
+    if not marks:  # as in most streams, for each of their tokens
+        return 0
+    longest = min(len(text), max(map(len, marks)) - 1)
     return next((n for n in range(longest, 0, -1) if any(mark.startswith(text[-n:]) for mark in marks)), 0)

@@ -22,7 +22,6 @@ def ask(server: Server) -> tuple[str, int]:
 
 
 @pytest.mark.extended
-@pytest.mark.nightly
 def test_what_an_older_version_left_is_no_harm(tmp_path: Path) -> None:
     folder = tmp_path / "prefixes"
     options = (*KNOWN, "--prefix-cache-dir", str(folder))

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Generator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..adapters.depth import full_draft_model
 from ..cache.positioned import can_cut, is_stateful
-from ..cache.prefix.nodes import CacheHit
+from ..cache.prefix.nodes import CacheHit, Fed
 from ..config import EngineConfig
 from ..errors import RequestCancelled, SparseUnsupportedError, device_error
 from ..loading import ModelPair
@@ -50,6 +50,7 @@ Model = Callable[..., mx.array]
 log = logging.getLogger(__name__)
 PrefillSteps = Generator[Progress | PromptLogprobs, None, mx.array]
 _FORCED = ":forced"  # ends the selection key of a request that forces a sparse prefill
+_OPENING = 32  # tokens of a message whose first line may be an instruction
 _LEAST_RECALL = 256  # tokens that may always be recalled
 _LEAST_CHECKPOINT = 128  # tokens of a dense beginning that is worth a forward end
 _STATE_EVERY = 4096  # tokens between checkpoints of state that can't be trimmed
@@ -188,8 +189,22 @@ class Prefiller:
             draft_context=pair.draft_context if pair.mapping is None else None,
             cached_tokens=cached,
             predict=partial(self.predict, len(request.prompt), cached or 0) if self.pair.has_draft else None,
-            decode=pair.tokenizer.decode,
+            question=partial(self.question_text, request),
         )
+
+    def question_text(self, request: GenerationRequest) -> str:
+        """Return the first line and the last line or sentence of the last user message. May be called from any thread.
+
+        Tool results behind it hold no question.
+        """
+        said = [(span.content_start, span.content_end) for span in request.spans if span.kind == "user"]
+        first, end = said[-1] if said else (0, len(request.prompt))
+        most = max(first, end - self.config.scoring.question_rows[1])  # the question begins no earlier
+        units = self.text.read(request.prompt[most:end]).units + np.int32(most)
+        begin, end = question_span(len(request.prompt), self.config.scoring, end, units)
+        decode = self.pair.tokenizer.decode
+        opening = decode(request.prompt[first : min(first + _OPENING, end)].tolist()).lstrip().split("\n", 1)[0]
+        return f"{opening}\n{decode(request.prompt[max(first, begin) : end].tolist())}"
 
     def predict(self, tokens: int, cached: int, kept: int) -> Prediction:
         """Return the times of both prefills of a prompt if the target sees `kept` of its uncached tokens.
@@ -389,9 +404,9 @@ class Prefiller:
         """
         prompt, start, done = sequence.request.prompt, sequence.cached, 0
         stops = self._stops(sequence, kept)
-        new = np.arange(start, prompt.size, dtype=np.int32) if kept is None else kept
-        # In a staged prefill the first layers are the draft, and have read the prompt.
-        drafting = sequence.drafting if sequence.staged is None else None
+        forward: Callable[[], AbstractContextManager[None]] = nullcontext
+        if (drafting := sequence.drafting) is not None:
+            forward = drafting.forward(np.arange(start, prompt.size, dtype=np.int32) if kept is None else kept)
 
         def store(fed: int) -> None:
             length = stops.get(fed, start + fed)
@@ -413,7 +428,7 @@ class Prefiller:
                     self._step,
                     offset=start,
                     cuts=tuple(stops),
-                    forward=nullcontext if drafting is None else drafting.forward(new),
+                    forward=forward,
                     on_forward=on_forward,
                     before=sequence.recalled,
                 )
@@ -449,7 +464,7 @@ class Prefiller:
             return {}
         start = sequence.cached
         counts = {int(np.searchsorted(new, length)): length for length in self._checkpoints(sequence)}
-        dense = int((new == start + np.arange(new.size)).sum())  # tokens before the first gap
+        dense = Fed(new - start).dense_tokens
         if not sequence.held.size and dense >= _LEAST_CHECKPOINT:
             counts[dense] = start + dense
         return {count: counts[count] for count in sorted(counts) if 0 < count < new.size}
@@ -530,7 +545,7 @@ class Prefiller:
     def _checkpoints(self, sequence: Sequence) -> list[int]:
         """Return the lengths behind the cached prefix at which another request may branch off, ascending.
 
-        None for a cache that can be cut at any length.
+        Empty for a cache that can be cut at any length.
         """
         if not self._is_stateful:
             return []

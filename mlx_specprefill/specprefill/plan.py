@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..config import EngineConfig, RuleName, Scope, ScoringConfig, SelectionConfig
+from ..config import EngineConfig, RuleName, Scope, SelectionConfig
 from ..request import GenerationRequest, Mode, Prediction, PromptSpan
 from .selector import selection_by
 
@@ -39,23 +39,6 @@ def about_everything(question: str) -> str | None:
     return None if found is None else found.group()
 
 
-_OPENING = 32  # tokens of a message whose first line may be an instruction
-
-
-def question_text(request: GenerationRequest, config: ScoringConfig, decode: Callable[[list[int]], str]) -> str:
-    """Return the first line and the last line or sentence of the last user message.
-
-    Tool results behind it hold no question.
-    """
-    said = [(span.content_start, span.content_end) for span in request.spans if span.kind == "user"]
-    first, end = said[-1] if said else (0, len(request.prompt))
-    least, most = (decode(request.prompt[max(first, end - rows) : end].tolist()) for rows in config.question_rows)
-    opening = decode(request.prompt[first : min(first + _OPENING, end)].tolist()).lstrip().split("\n", 1)[0]
-    last = _UNIT_END.split(most.rstrip())[-1]
-    return f"{opening}\n{max(least, last, key=len)}"
-
-
-_UNIT_END = re.compile(r"\n|(?<=[.!?])\s")
 Bools = npt.NDArray[np.bool_]
 
 
@@ -93,7 +76,7 @@ def plan_prefill(
     draft_context: int | None = None,
     cached_tokens: int | None = 0,
     predict: Callable[[int], Prediction] | None = None,
-    decode: Callable[[list[int]], str] | None = None,
+    question: Callable[[], str] | None = None,
 ) -> PrefillPlan:
     """Decide from the request, the server's policy and the pair's abilities.
 
@@ -103,7 +86,7 @@ def plan_prefill(
         cached_tokens: prompt tokens that a prefix cache already holds; all else looks at the rest. None: not known yet.
             The plan is then sparse if it could become so: all that is forced may be cached.
         predict: returns the times of both prefills if the target sees that many tokens of the rest; None: not known.
-        decode: returns the text of token ids. The question is read with it; None: it is not looked at.
+        question: returns the text of the question; None: it is not looked at.
     """
     M = len(request.prompt)
     options, policy = request.specprefill, config.policy
@@ -132,9 +115,9 @@ def plan_prefill(
         plan = _by_policy(plan, config, rest.size)
     if plan.mode == "sparse":
         plan = _possible(plan, config, rest)
-    if plan.selection_key is None or options.enabled or decode is None:
+    if plan.selection_key is None or options.enabled or question is None:
         return plan
-    return _by_question(plan, question_text(request, config.scoring, decode))
+    return _by_question(plan, question())
 
 
 def _by_question(plan: PrefillPlan, question: str) -> PrefillPlan:

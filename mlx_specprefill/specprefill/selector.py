@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
@@ -237,17 +238,20 @@ class PromptText:
 class TextReader:
     """Finds lines, sentences and headings with a tokenizer of mlx-lm. Decodes each token id once.
 
-    A unit ends with a token that holds a line break, or with a sentence's full stop before a space.
+    A unit ends with a token that holds a line break, or with a sentence's full stop before a space. Usable from any
+    thread.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._learning = threading.Lock()
         self._kinds = np.full(0, _UNKNOWN, dtype=np.uint8)
 
     def read(self, tokens: TokenIds) -> PromptText:
         ids = np.asarray(tokens, dtype=np.int32)
-        self._learn(ids)
-        kinds = self._kinds[ids]
+        with self._learning:
+            self._learn(ids)
+            kinds = self._kinds[ids]
         before, after = kinds[:-1], kinds[1:]
         sentence = (before & _ENDS_SENTENCE > 0) & (after & _BEGINS_WORD > 0)
         units = np.append(0, np.flatnonzero((before & _ENDS_LINE > 0) | sentence) + 1).astype(np.int32)

@@ -19,7 +19,6 @@ from mlx_specprefill import (
     SpecPrefillPolicy,
     load_pair,
 )
-from mlx_specprefill.specprefill.plan import question_text
 from mlx_specprefill.specprefill.scorer import HeadScorer
 from mlx_specprefill_server.prompt.conversation import conversation
 from mlx_specprefill_server.prompt.prompt import PromptBuilder
@@ -84,7 +83,7 @@ def test_a_short_question_ends_where_its_message_begins(engine: Engine) -> None:
     """The last words of a system message are no question, though they stand just before it."""
     messages = [{"role": "system", "content": f"Be brief. {ALL}"}, {"role": "user", "content": "Why?"}]
     short = request(engine, messages)
-    words = question_text(short, engine.config.scoring, engine.pair.tokenizer.decode)
+    words = engine.prefiller.question_text(short)
     assert words.split() == ["Why?", "Why?"]
 
 

@@ -183,9 +183,10 @@ def hold_to_the_truth(family: str, own_layers: bool, kv_bits: int | None, count:
 
 
 def each(families: Iterable[str], *in_every_run: str) -> list[Any]:
-    """`demo` alone in CI: at night 200 answers of every family are compared."""
-    marks = {True: pytest.mark.extended, False: pytest.mark.nightly}
-    return [name if name in in_every_run else pytest.param(name, marks=marks[name == "demo"]) for name in families]
+    """Mark `demo` for CI, and the others for the night, when 200 answers of every family are compared."""
+    ci, night = pytest.mark.extended, pytest.mark.nightly
+    others = (name for name in families if name not in in_every_run)
+    return [*in_every_run, *(pytest.param(name, marks=ci if name == "demo" else night) for name in others)]
 
 
 @pytest.mark.parametrize("family", each(FAMILIES, "demo"))

@@ -132,7 +132,7 @@ def test_half_precision_hides_no_wrong_positions(
     assert failed(operations(folder, dtype=dtype)) >= {"sparse prefill", "staged prefill"}
 
 
-@pytest.mark.parametrize("name", ["llama", "phi3", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", "phi3", "gpt_oss", pytest.param("qwen3", marks=pytest.mark.nightly)])
 def test_lazy_frequencies_fail_on_the_second_thread(
     name: str, folder: Callable[[str], Path], monkeypatch: Patch
 ) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -65,6 +68,31 @@ def test_no_unit_ends_within_a_number_or_an_address() -> None:
     starts = TextReader(tokenizer).read(ids).units.tolist()
     units = [tokenizer.decode(ids[a:b]) for a, b in zip(starts, [*starts[1:], len(ids)], strict=True)]
     assert units == ["Pi is 3.14159.", ' {"email": "anna.b@c.org"}\n', "next"]
+
+
+def test_threads_that_learn_at_once_read_what_one_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = load(DEMO)
+    prompts = [list(range(start, start + 40)) for start in range(20, 820, 40)]
+    expected = [TextReader(tokenizer).read(ids).units.tolist() for ids in prompts]
+    reader = TextReader(tokenizer)
+    pad, learn = np.pad, reader._kind_of
+
+    def slow_pad(*arguments: Any, **options: Any) -> Any:
+        """Others run between the copy and its use."""
+        padded = pad(*arguments, **options)
+        time.sleep(2e-3)
+        return padded
+
+    def slow_learn(*token: Any) -> int:
+        time.sleep(1e-4)
+        return learn(*token)
+
+    monkeypatch.setattr(np, "pad", slow_pad)
+    monkeypatch.setattr(reader, "_kind_of", slow_learn)
+    with ThreadPoolExecutor(8) as threads:
+        found = [text.units.tolist() for text in threads.map(reader.read, prompts)]
+    assert found == expected
+    assert [reader.read(ids).units.tolist() for ids in prompts] == expected
 
 
 def test_token_ids_beyond_those_seen_are_learned() -> None:

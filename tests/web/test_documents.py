@@ -126,8 +126,12 @@ def test_the_servers_own_refusal_of_a_length_leaves_no_card(page: Page, live: An
     ("data", "name", "says"),
     [
         (b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n1 0 obj", "paper.pdf", "The PDF paper.pdf can't be read"),
+        pytest.param(
+            b"%PDF-1.4 all of it letters", "letter.txt", "The PDF letter.txt can't be read", marks=pytest.mark.nightly
+        ),
         (pdf(""), "scan.pdf", "The PDF scan.pdf has no text in it"),
         (bytes(range(256)) * 4, "photo.jpg", "photo.jpg is not a text file"),
+        pytest.param(b"text\0with zeros", "core", "core is not a text file", marks=pytest.mark.nightly),
         (b"  \n", "empty.txt", "has no text"),
     ],
 )

@@ -20,6 +20,7 @@ from .verify import Guide, Quantize, verify
 
 log = logging.getLogger(__name__)
 _LIMIT = 8  # turns
+_EVERY = 20  # answers to be verified of which one need not wait for idle time, if the policy says so
 _OVERTAKEN = "later turns came before there was time to read the prompt in full"
 
 
@@ -157,6 +158,8 @@ class BackgroundPrefill:
         self.count = self.tokens = 0
         pair, policy = prefiller.pair, prefiller.config.policy
         self._densifies = policy.densify
+        self._samples = policy.verify_busy
+        self._to_verify = 0  # answers so far
         # A draft with another tokenizer has other tokens; on several ranks, one alone may have the draft.
         alone = pair.mapping is None and pair.ranks is None
         self._draft = pair.draft if policy.densify and policy.enabled and alone else None
@@ -176,15 +179,20 @@ class BackgroundPrefill:
             return None
         known = tuple(sequence.sparse_logprobs) if dense else ()
         turn = IdleTurn(request, tuple(sequence.tokens), handle, sequence.selection_key, known, dense, drafts)
-        if turn.is_awaited:
+        if turn.is_awaited or self._is_drawn(turn):
             return replace(turn, drafts=False)
         for old in self.turns.add(turn):
             if self._now is None or self._now[0] is not old:
                 old.tell(Verdict(_OVERTAKEN))
         return None
 
-    def make_awaited_job(self, turn: IdleTurn, uid: int) -> Job:
-        """Return the job of a turn whose client waits for the verdict."""
+    def _is_drawn(self, turn: IdleTurn) -> bool:
+        """Return whether this answer is verified even if the machine is never idle."""
+        self._to_verify += turn.is_to_verify
+        return self._samples and turn.is_to_verify and self._to_verify % _EVERY == 0
+
+    def make_job(self, turn: IdleTurn, uid: int) -> Job:
+        """Return the job of a turn that does not wait for idle time."""
         need = self._memory.need_idle(len(turn.tokens), dense=True)
         return Job(uid, self._steps(turn), need, on_end=partial(self._finish, turn))
 

@@ -592,11 +592,11 @@ class EngineCore:
             self._follow(sequence, job.handle)
 
     def _follow(self, sequence: Sequence, handle: RequestHandle) -> None:
-        """Queue what is left to read. A request that waits for its verdict does not wait for idle time."""
+        """Queue what is left to read. Some turns are read in line with requests, without waiting for idle time."""
         turn = self._densifier.follow(sequence, handle)
-        if turn is not None and turn.is_awaited:
+        if turn is not None:
             uid = self._next_uid()
-            self.jobs[uid] = self._densifier.make_awaited_job(turn, uid)
+            self.jobs[uid] = self._densifier.make_job(turn, uid)
             self._scheduler.add(uid)
 
     def _cancel(self, job: Job) -> None:

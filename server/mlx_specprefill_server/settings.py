@@ -33,7 +33,7 @@ _REMEMBERED_BYTES = 8 << 30  # bytes of disk space for the common beginnings of 
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
-Densify = Literal["on", "off", "auto"]
+Densify = Literal["on", "off", "auto", "busy"]
 ToolParser = Literal["hermes", "xml", "harmony", "mistral", "gemma", "glm", "native"]
 ReasoningParser = Literal["think", "mistral", "gemma", "native"]
 
@@ -189,7 +189,9 @@ class Settings(BaseSettings):
         default=True, description="Keep shared system prompts and tools on disk, readable by this user only."
     )
     densify: Densify = Field(
-        default="auto", description="Prefill sparse prompts in full in idle time. auto: not on battery."
+        default="auto",
+        description="Prefill sparse prompts in full in idle time. auto: not on battery. busy: as on, and one answer "
+        "in twenty is compared without waiting for idle time.",
     )
     kv_bits: int | None = Field(
         default=None, description="Quantise the target's KV cache after prefill: 2, 3, 4, 5, 6 or 8."
@@ -238,7 +240,8 @@ class Settings(BaseSettings):
                 threshold=self.specprefill_threshold,
                 keep_pct=self.specprefill_keep_pct,
                 densify=self.densify != "off",
-                on_battery=self.densify == "on",
+                on_battery=self.densify in ("on", "busy"),
+                verify_busy=self.densify == "busy",
                 scope=self.specprefill_scope,
             ),
             speculation=SpeculationConfig(strategy=self.speculative),

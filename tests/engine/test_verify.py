@@ -32,7 +32,7 @@ from mlx_specprefill import (
     Verdict,
     load_pair,
 )
-from mlx_specprefill.engine import loop
+from mlx_specprefill.engine import densify, loop
 from tests.support.tiny import VOCAB, on_own_layers, random_prompt, tiny_pair
 from tests.support.verdict_oracle import FullReading, read_in_full
 from tests.support.waiting import eventually
@@ -49,8 +49,8 @@ GROUP = 6  # answers at once; of more than eight turns that wait for idle time, 
 ROUNDING = 2e-3  # of log-probabilities in float32
 
 
-def config(kv_bits: int | None = None, **changes: object) -> EngineConfig:
-    policy = SpecPrefillPolicy(threshold=100, keep_pct=Fraction(1, 5))
+def config(kv_bits: int | None = None, verify_busy: bool = False, **changes: object) -> EngineConfig:
+    policy = SpecPrefillPolicy(threshold=100, keep_pct=Fraction(1, 5), verify_busy=verify_busy)
     return EngineConfig(policy=policy, prefill_step=128, prefix_cache_bytes=256 << 20, kv_bits=kv_bits, **changes)  # type: ignore[arg-type]
 
 
@@ -300,6 +300,18 @@ def test_who_waits_gets_the_verdict_at_once() -> None:
         answer = ask(engine, tiny_request(specprefill=waits))
         assert eventually(lambda: bool(answer.verdicts))
         assert answer.verdict.word in ("same", "differs")
+        assert eventually(lambda: engine.stats().memory.reserved == 0)
+
+
+def test_one_answer_in_twenty_is_verified_on_a_machine_that_is_never_idle() -> None:
+    pair = tiny_pair()
+    with Engine(pair, config(verify_busy=True)) as engine, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "_QUIET_S", math.inf)
+        ask(engine, tiny_request(seed=99, specprefill=SpecPrefillOptions(enabled=True)))  # does not count
+        answers = [ask(engine, tiny_request(seed=seed)) for seed in range(41)]
+        assert eventually(lambda: sum(len(answer.verdicts) for answer in answers) == 2 + 39 - densify._LIMIT)
+        compared = [i for i, answer in enumerate(answers) if answer.verdicts and answer.verdict.word != "unknown"]
+        assert compared == [19, 39]
         assert eventually(lambda: engine.stats().memory.reserved == 0)
 
 

@@ -127,7 +127,8 @@ class Case:
         if key not in self._known:
             with _cpu():
                 cache = make_positioned_cache(self._exact)
-                self._known[key] = _singly(self._exact, cache, self._exact, cache, kept, answer)
+                first = _read_singly(self._exact, cache, kept)
+                self._known[key] = self._behind(cache, first, answer)
         return self._known[key]
 
     def after_stages(self, kept: Tokens, answer: Tokens) -> Floats:
@@ -136,7 +137,14 @@ class Case:
             model, cache = StagedModel(self._exact, _DEPTH), make_positioned_cache(self._exact)
             lower, upper = model.split(cache)
             hidden = model.lower(mx.array(PROMPT)[None], cache=lower)[:, mx.array(kept)]
-            return _singly(UpperLayersModel(model.upper, hidden), upper, model, cache, kept, answer)
+            first = _read_singly(UpperLayersModel(model.upper, hidden), upper, kept)
+            model.unite(cache, kept)
+            return self._behind(cache, first, answer)
+
+    def _behind(self, cache: list[Any], first: mx.array, answer: Tokens) -> Floats:
+        """Feed an answer's tokens behind a cache; return the logits of each, the first of which are known."""
+        tokens = answer[:-1].tolist()
+        return floats(mx.stack([first, *(self._exact(mx.array([[token]]), cache=cache)[0, -1] for token in tokens)]))
 
     def last_row(self) -> Floats:
         """Return the attention (M,) of a forward of the last token: the maximum over layers and heads."""
@@ -159,14 +167,13 @@ def _cpu() -> Iterator[None]:
         mx.enable_compile()
 
 
-def _singly(reader: Any, read: list[Any], model: Any, cache: list[Any], kept: Tokens, answer: Tokens) -> Floats:
-    """Feed one token at a time, so that RoPE gets an integer: the kept ones to `reader`, the answer to `model`."""
+def _read_singly(model: Any, cache: list[Any], kept: Tokens) -> mx.array:
+    """Feed the prompt's tokens one at a time, so that RoPE gets an integer; return the last one's logits (V,)."""
     for position in kept:
-        place(read, np.array([position]))
-        logits = reader(mx.array(PROMPT[None, position : position + 1]), cache=read)
-        mx.eval(logits, [part.state for part in read])
-    rows = [logits[0, -1], *(model(mx.array([[token]]), cache=cache)[0, -1] for token in answer[:-1].tolist())]
-    return floats(mx.stack(rows))
+        place(cache, np.array([position]))
+        logits: mx.array = model(mx.array(PROMPT[None, position : position + 1]), cache=cache)[0, -1]
+        mx.eval(logits, [part.state for part in cache])
+    return logits
 
 
 def floats(array: mx.array) -> Floats:

@@ -99,8 +99,8 @@ def _probe_parts(model: StagedModel) -> str | None:
 
 
 def _in_parts(model: StagedModel, positions: Positions, sizes: Sequence[int]) -> mx.array:
-    """Run the first layers over a longer text, the others over the probe's tokens at `positions` in chunks, then both
-    over one more; return the logits (13, V).
+    """Run the first layers over a longer text, the others over the probe's tokens at `positions` in chunks, then the
+    model over one more; return the logits (13, V).
     """
     text = np.arange(positions[-1] + 1, dtype=np.int32) % 29
     text[positions] = TOKENS
@@ -117,7 +117,8 @@ def _in_parts(model: StagedModel, positions: Positions, sizes: Sequence[int]) ->
         logits.append(read(mx.array(TOKENS[start : start + size])[None], start)[0])
         mx.eval(logits[-1], [part.state for part in cache])
         start += size
-    logits.append(model(mx.array([TOKENS[:1]]), cache=cache)[0])
+    model.unite(cache, positions)
+    logits.append(model.whole(mx.array([TOKENS[:1]]), cache=cache)[0])
     return mx.concatenate(logits)
 
 

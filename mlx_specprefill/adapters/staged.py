@@ -11,15 +11,14 @@ the same kind. So each part works with its own caches, and these may hold differ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from functools import partial
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, make_prompt_cache
+from mlx_lm.models.cache import CacheList, make_prompt_cache
 
-from ..cache.positioned import leaves
+from ..cache.positioned import Positions, hold_alike, leaves
 from ..errors import SparseUnsupportedError
 from .capture import Active
 from .depth import FirstLayers, Observed, StandIn, layers_of, replace_layers
@@ -61,9 +60,7 @@ class UpperLayers:
 
 
 class StagedModel:
-    """Both parts as one model, whose first layers' caches may hold more tokens than the others.
-
-    With caches of one length it computes the whole model.
+    """Both parts of a model, which read a prompt one after the other. The whole model goes on behind `unite`.
 
     Attributes:
         whole: the model; its weights are used in place.
@@ -80,15 +77,6 @@ class StagedModel:
         self.lower = FirstLayers(whole, count)
         self.upper = UpperLayers(self.lower)
         self._check()
-        self._needs_no_mask = _needs_no_mask(whole)
-
-    def __call__(self, inputs: mx.array, cache: Sequence[Any]) -> mx.array:
-        """Compute logits (B, L, V) of tokens (B, L), with all caches of the whole model."""
-        if self._needs_no_mask and inputs.shape == (1, 1):
-            logits: mx.array = self.whole(inputs, cache=list(cache))
-            return logits
-        lower, upper = self.split(cache)
-        return self.upper(inputs, self.lower(inputs, cache=lower), upper)
 
     def split(self, cache: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Return the caches of the first layers, and those of the others."""
@@ -98,6 +86,14 @@ class StagedModel:
         """Return all caches of the whole model, in order. Extra caches in `lower` are ignored."""
         by_slot = dict(zip(self.lower.slots, lower, strict=False)) | dict(zip(self.upper.slots, upper, strict=True))
         return [by_slot[slot] for slot in sorted(by_slot)]
+
+    def unite(self, cache: Sequence[Any], read: Positions) -> None:
+        """Drop from the first layers' caches what the others did not read.
+
+        Args:
+            read: (N,) int32, ascending: positions of the prompt that these have read, recalled ones aside.
+        """
+        hold_alike(*self.split(cache), read)
 
     def _check(self) -> None:
         """Check that the model can be split. Computes nothing."""
@@ -151,20 +147,6 @@ def _results(whole: nn.Module, layers: Sequence[nn.Module]) -> list[int | None]:
     replace_layers(whole, observed)(mx.zeros((1, 2), dtype=mx.int32), cache=make_prompt_cache(whole))
     last = [results[-1] if results else None for results in seen]
     return [len(result) if isinstance(result, tuple) else None for result in last]
-
-
-def _needs_no_mask(whole: nn.Module) -> bool:
-    """Return whether one token of one row sees all that each layer's cache holds, whatever their lengths."""
-    cache, windows = make_prompt_cache(whole), list[Any]()
-    for leaf in leaves(cache):
-        leaf.make_mask = partial(_note_window, windows, leaf.make_mask)
-    whole(mx.zeros((1, 1), dtype=mx.int32), cache=cache)
-    return not any(windows) and all(type(leaf) in (KVCache, ArraysCache) for leaf in leaves(cache))
-
-
-def _note_window(windows: list[Any], make_mask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    windows.append(kwargs.get("window_size") or args[1:])
-    return make_mask(*args, **kwargs)
 
 
 def _stand_in(caches: Sequence[Any], slot: int, others: Sequence[int]) -> int | None:

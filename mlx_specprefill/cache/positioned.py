@@ -129,6 +129,11 @@ class Positioned(_BaseCache):  # type: ignore[misc]
         return self.next if self._placed is None else self._placed[1]
 
     @property
+    def ring_size(self) -> int | None:
+        """Return the most tokens that a ring keeps, None for full attention."""
+        return None
+
+    @property
     def slots(self) -> int:
         """Return the number of stored tokens (the next slot)."""
         return int(self.inner.offset)
@@ -202,6 +207,29 @@ class Positioned(_BaseCache):  # type: ignore[misc]
         """Return whether no position is missing between these and the next forward's tokens."""
         return self._placed is None and stored.contiguous and (stored.size == 0 or stored.end == self.next)
 
+    def hold_like(self, other: Positioned) -> None:
+        """Drop what another cache of this class does not hold, and store the rest where that one does.
+
+        A token that this cache lacks becomes zeros: it has left a ring, and no mask shows it.
+        """
+        wanted, stored = other._slot_positions(), self.runs.expand()
+        slots = np.minimum(np.searchsorted(stored, wanted), stored.size - 1)
+        found = mx.array(stored[slots] == wanted)[:, None]
+        keys, values = (
+            mx.where(found, array[:, :, mx.array(slots)], mx.zeros((), array.dtype)) for array in self._in_order()
+        )
+        self.inner.state = keys, values, *other.inner.state[2:]
+        self.runs = Runs(other.runs.pairs())
+
+    def _slot_positions(self) -> Positions:
+        """Return the position of each slot's token, -1 for a free slot."""
+        positions = self.runs.expand()
+        return np.pad(positions, (0, self.keys.shape[2] - positions.size), constant_values=-1)
+
+    def _in_order(self) -> tuple[mx.array, mx.array]:
+        """Return keys and values in the order of feeding."""
+        return self.keys, self.values
+
     def size(self) -> int:
         return int(self.inner.size())
 
@@ -265,6 +293,10 @@ class PositionedRotatingKVCache(Positioned):
         super().__init__(RotatingKVCache(max_size=max_size))
 
     @property
+    def ring_size(self) -> int | None:
+        return self.max_size
+
+    @property
     def max_size(self) -> int:
         return int(self.inner.max_size)
 
@@ -287,6 +319,14 @@ class PositionedRotatingKVCache(Positioned):
         if visible.all():
             return None
         return mx.array(np.roll(visible, self._ring_start(visible.size)))
+
+    def _slot_positions(self) -> Positions:
+        inner = self.inner
+        wraps = inner._idx < min(inner.offset, inner.keys.shape[2])
+        return np.roll(super()._slot_positions(), inner._idx if wraps else 0)
+
+    def _in_order(self) -> tuple[mx.array, mx.array]:
+        return self.inner._temporal_order(self.keys), self.inner._temporal_order(self.values)
 
     def _ring_start(self, size: int) -> int:
         """Return the slot of the oldest token once the next one is written."""
@@ -355,6 +395,31 @@ def place(cache: Sequence[Any], positions: Positions) -> None:
             part.place(positions, on_device)
 
 
+def hold_alike(cache: Sequence[Any], other: Sequence[Any], read: Positions) -> None:
+    """Drop from a cache what another one of the same model's layers does not hold. One mask then serves both.
+
+    Args:
+        read: (N,) int32, ascending: positions that the other layers have read, recalled ones aside. Layers whose kind
+            is not among them hold what one of that kind would hold.
+    """
+    if read.size > read[-1]:
+        return  # nothing was dropped
+    held = {part.ring_size: part for part in reversed(list(leaves(other))) if isinstance(part, Positioned)}
+    for part in leaves(cache):
+        if isinstance(part, Positioned) and not part.empty():
+            part.hold_like(held[part.ring_size] if part.ring_size in held else _having_read(read, part.ring_size))
+    mx.eval([part.state for part in cache])
+
+
+def _having_read(positions: Positions, ring_size: int | None) -> Positioned:
+    """Return a cache with this size of the ring that has read empty tokens at these positions."""
+    found = PositionedKVCache() if ring_size is None else PositionedRotatingKVCache(ring_size)
+    found.place(positions, mx.array(positions)[None])
+    nothing = mx.zeros((1, 1, positions.size, 1))
+    found.update_and_fetch(nothing, nothing)
+    return found
+
+
 def fill(cache: list[Any], length: int) -> None:
     """Extend a filled cache to `length` tokens, with room for more. Adds zeros, in full attention only."""
     for part in leaves(cache):
@@ -410,12 +475,10 @@ def quantize_kv(cache: Sequence[Any], group_size: int, bits: int) -> tuple[list[
         group_size: values that share a scale; 32 if a head's size is not a multiple of it.
 
     Raises:
-        SparseUnsupportedError: a window layer or composite, which mlx-lm can't quantise, layers whose shifts differ, or
-            heads that are no multiple of 32 values.
+        SparseUnsupportedError: a window layer or composite, which mlx-lm can't quantise, or heads that are no
+            multiple of 32 values.
     """
-    shift, *others = {part.shift for part in leaves(cache) if isinstance(part, Positioned)} or {0}
-    if others:
-        raise SparseUnsupportedError("its layers hold different numbers of tokens")
+    shift = next((part.shift for part in leaves(cache) if isinstance(part, Positioned)), 0)
     quantized: list[Any] = []
     for part in cache:
         if isinstance(part, PositionedKVCache):

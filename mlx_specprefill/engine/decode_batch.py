@@ -27,7 +27,6 @@ import numpy as np
 from ..adapters.probe import probe_quantized
 from ..adapters.registry import adapter_for, architecture_of
 from ..adapters.rope import adjust_offsets
-from ..adapters.staged import StagedModel
 from ..cache.positioned import quantize_kv
 from ..cache.rows import batch_key, extend_batch, extract_row, filter_batch, give_back, make_room, merge_rows
 from ..config import EngineConfig
@@ -63,7 +62,6 @@ class DecodeRow:
         shift: positions minus slots for caches that can't carry it; 0 for positioned ones.
         grammar: masks forbidden tokens; the batch passes it every token.
         generated: tokens of the answer that the cache and the grammar hold already.
-        staged: the model in two parts, if the caches of its first layers hold more tokens than the others.
     """
 
     uid: int
@@ -75,7 +73,6 @@ class DecodeRow:
     shift: int = 0
     grammar: GrammarState | None = None
     generated: tuple[int, ...] = ()
-    staged: StagedModel | None = None
 
 
 class Removed(NamedTuple):
@@ -103,7 +100,6 @@ class _Row:
         self.logprobs = spec.logprobs
         self.shift = spec.shift
         self.grammar = spec.grammar
-        self.staged = spec.staged
         self.tokens = list(spec.generated)
         self.told = False  # the next token is known already
         self.history: mx.array | None = None
@@ -160,7 +156,7 @@ class _Group:
         """Feed every row's token and queue the next choice; return the tokens fed."""
         fed = self.next
         with adjust_offsets([row.shift for row in self.rows]):
-            logits = self._forward(fed.tokens[:, None])[:, -1, :]
+            logits = self._model(fed.tokens[:, None], cache=self.cache)[:, -1, :]
         chosen = self._choose(logits, fed.tokens, self._grammar_masks(logits, fed.tokens))
         self.next = chosen._replace(tokens=self._broadcast(chosen.tokens))
         self._queue()
@@ -169,12 +165,6 @@ class _Group:
     def _broadcast(self, tokens: mx.array) -> mx.array:
         """Return rank 0's choice: machines may round differently."""
         return tokens if self._ranks is None else self._ranks.broadcast_tokens(tokens)
-
-    def _forward(self, tokens: mx.array) -> mx.array:
-        """Run the forward. It has two parts only if a row needs it: masks are made once per part."""
-        model = next((row.staged for row in self.rows if row.staged is not None), self._model)
-        logits: mx.array = model(tokens, cache=self.cache)
-        return logits
 
     def events(self, fed: _Choice) -> list[tuple[int, TokenEvent]]:
         events = []
@@ -438,7 +428,7 @@ class Rows:
         request, V = sequence.request, logits.shape[-1]
         stops, processors = request.stop_token_ids, processors_of(request)
         drafting.row = SpeculativeRow(
-            sequence.model(self._pair),
+            self._pair.target,
             sequence.cache,
             logits,
             proposer,
@@ -464,7 +454,6 @@ class Rows:
                 shift=sequence.shift,
                 grammar=sequence.grammar,
                 generated=tuple(sequence.tokens),
-                staged=sequence.staged,
             )
         )
         sequence.cache = []  # the batch owns it now

@@ -129,7 +129,7 @@ def replay_continuation(
     if T > 0:
         seen = nullcontext() if capture is None else capture.of_passage(M + T, T, slice(0, T))
         with adjust_offsets([sequence.shift]), seen:
-            rows = sequence.model(prefiller.pair)(mx.array(continuation[:-1])[None], cache=sequence.cache)[0]
+            rows = prefiller.pair.target(mx.array(continuation[:-1])[None], cache=sequence.cache)[0]
         logits = mx.concatenate([logits, rows])
     if keep and sequence.shift == 0:
         sequence.keep(prefiller.caches, concat_tokens(request.prompt, continuation[:-1]), sequence.cache)

@@ -581,9 +581,6 @@ class Memory:
         stored = sequence.cached + job.done.get("prefill", 0)
         if sequence.stage == "decode":
             stored = sequence.tokens_seen + len(sequence.tokens)
-            if sequence.staged is not None:
-                unseen = len(sequence.request.prompt) - sequence.tokens_seen
-                return self._target.of_held(stored) + self._draft.per_token * unseen
         return self._target.of_held(stored)
 
 

@@ -235,6 +235,8 @@ class Prefiller:
                 scores = None  # frees the draft's cache, unless it is kept: the target needs the memory
                 model, cache = yield from self._recall(sequence, recalled, new)
                 logits = yield from self._feed(sequence, model, cache, new)
+                if sequence.staged is not None:
+                    sequence.staged.unite(sequence.cache, np.setdiff1d(sequence.kept, recalled))
         except RequestCancelled:
             raise
         except Exception as error:

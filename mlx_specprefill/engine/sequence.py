@@ -17,7 +17,6 @@ from ..adapters.staged import StagedModel
 from ..cache.prefix.nodes import CacheHit, Fed
 from ..constraints import GrammarState
 from ..errors import InvalidRequestError, RequestCancelled
-from ..loading import ModelPair
 from ..request import (
     Event,
     Failed,
@@ -166,10 +165,6 @@ class Sequence:
     def keep_prompt(self, caches: EngineCaches, length: int, later: bool = False) -> None:
         """Cache the prompt's first `length` tokens, which the cache holds, as in `keep`."""
         self.keep(caches, self.request.prompt[:length], self.cache, later)
-
-    def model(self, pair: ModelPair) -> Callable[..., mx.array]:
-        """Return the model that continues the sequence's cache."""
-        return pair.target if self.staged is None else self.staged
 
     def spend(self, stage: Stage, ms: float) -> None:
         """Add a step's own time to its stage. Other requests' time does not count."""

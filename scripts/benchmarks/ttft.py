@@ -115,6 +115,8 @@ def sparse_arm(setup: Setup, prompt: list[int], keep: Fraction) -> Run:
         cache = stages.join(scores.cache, upper)
         steps = prefill(UpperLayersModel(stages.upper, hidden.of(kept)), upper, prompt, kept, setup.step)
         prefill_ms, logits = timed(lambda: finish(steps))
+        unite_ms, _ = timed(lambda: stages.unite(cache, kept))
+        prefill_ms += unite_ms
     token_ms, _ = timed(lambda: first_token(logits))
     return {
         "draft_ms": draft_ms,
@@ -123,7 +125,7 @@ def sparse_arm(setup: Setup, prompt: list[int], keep: Fraction) -> Run:
         "first_token_ms": token_ms,
         "sparse_ttft_ms": draft_ms + select_ms + prefill_ms + token_ms,
         "kept_tokens": float(kept.size),
-        "sparse_decode_tps": 1e3 / decode_ms(target if stages is None else stages, cache, logits, DECODED),
+        "sparse_decode_tps": 1e3 / decode_ms(target, cache, logits, DECODED),
     }
 
 

@@ -25,15 +25,13 @@ from mlx_specprefill import (
 )
 from mlx_specprefill.adapters.depth import FirstLayers
 from mlx_specprefill.adapters.staged import StagedModel
-from mlx_specprefill.cache.positioned import leaves, make_positioned_cache, quantize_kv
+from mlx_specprefill.cache.positioned import leaves, make_positioned_cache
 from mlx_specprefill.engine import loop
 from mlx_specprefill.engine.decode_batch import DecodeBatch, DecodeRow
-from mlx_specprefill.errors import SparseUnsupportedError
 from mlx_specprefill.sampling import greedy
 from mlx_specprefill.specprefill.sparse_prefill import HiddenStates, UpperLayersModel, prefill
 from tests.support import precision
 from tests.support.oracle import Case, build, make_case, vocabulary
-from tests.support.precision import assert_close
 from tests.support.rows import alone, logprob_error, make_rows, prefilled
 from tests.support.rows import tokens as tokens_of
 from tests.support.staged_oracle import deep_enough, masked_from, splits
@@ -214,8 +212,9 @@ def test_a_conversation_goes_on_right(family: str, stands_out: float, how: Specu
     turns[turn.prompt.size : turn.prompt.size + len(tokens)] = 0
     assert last.report.cached_tokens == (turns == 0).sum()
     case = Case(prompt, kept_of(last), np.array(answer[:-1], dtype=np.int32), turns)
+    before = Case(turn.prompt, kept_of(first), np.array(tokens, dtype=np.int32))
     assert pair.stages is not None
-    assert masked_from(pair.target, case, pair.stages.count).argmax(axis=-1).tolist() == answer
+    assert masked_from(pair.target, case, pair.stages.count, before).argmax(axis=-1).tolist() == answer
 
 
 @pytest.mark.parametrize(
@@ -299,19 +298,12 @@ def test_idle_time_makes_a_turn_dense(family: str, monkeypatch: pytest.MonkeyPat
     assert_is_the_masked_run(pair, replace(turn, prompt=prompt), answer, last)
 
 
-def test_quantised_caches_stay_unquantised() -> None:
+def test_a_quantised_answer_is_that_of_a_run_masked_from_the_first_layers_on() -> None:
     config = replace(CONFIG, kv_bits=8, kv_group_size=32)
     pair = own_pair()
     with Engine(pair, config) as engine:
         tokens, last = generated(engine.generate(asked()))
     assert_is_the_masked_run(pair, asked(), tokens, last)
-
-
-def test_layers_of_different_lengths_can_not_be_quantised() -> None:
-    split = StagedModel(tiny_model("llama", 1), 2)
-    cache = staged_cache(split, Case(*(np.arange(9, dtype=np.int32),) * 2, np.arange(0)), np.array([0, 8]))[0]
-    with pytest.raises(SparseUnsupportedError, match="different numbers of tokens"):
-        quantize_kv(cache, 32, 8)
 
 
 def test_memory_is_predicted_for_what_the_first_layers_pass_on() -> None:
@@ -332,8 +324,9 @@ def staged_cache(split: StagedModel, case: Case, kept: np.ndarray) -> tuple[list
         part = mx.array(case.prompt[start : start + 16])[None]
         hidden.keep(start, split.lower(part, cache=lower))
     kept = kept.astype(np.int32)
-    steps = prefill(UpperLayersModel(split.upper, hidden.of(kept)), upper, case.prompt, kept, 11)
-    return cache, finish(steps)
+    logits = finish(prefill(UpperLayersModel(split.upper, hidden.of(kept)), upper, case.prompt, kept, 11))
+    split.unite(cache, kept)
+    return cache, logits
 
 
 @pytest.mark.parametrize("name", ["llama+window", "qwen3_moe", "gpt_oss", "gemma3_text", "nemotron_h", "deepseek_v3"])
@@ -351,7 +344,7 @@ def test_staged_rows_beside_dense_and_sparse_ones(name: str) -> None:
         if step in (1, 5):
             uid = 4 + step // 5
             cache, logits = staged_cache(split, cases[uid - 4], cases[uid - 4].kept)
-            batch.add(DecodeRow(uid, cache, logits, greedy, logprobs=3, staged=split))
+            batch.add(DecodeRow(uid, cache, logits, greedy, logprobs=3))
         for uid, event in batch.step():
             events.setdefault(uid, []).append(event)
             if len(events[uid]) == COUNT:
@@ -372,14 +365,14 @@ def test_a_staged_row_that_leaves_is_as_it_was_alone() -> None:
     cases = [make_case(vocabulary(split.whole), 0.4, 70, 0, seed) for seed in (1, 2)]
     batch = DecodeBatch(split.whole)
     for uid, case in enumerate(cases):
-        batch.add(DecodeRow(uid, *staged_cache(split, case, case.kept), greedy, staged=split))
+        batch.add(DecodeRow(uid, *staged_cache(split, case, case.kept), greedy))
     for _ in range(5):
         batch.step()
     left = batch.remove(0)
     cache, logits = staged_cache(split, cases[0], cases[0].kept)
     for token in left.tokens:
         assert int(logits.argmax(axis=-1).item()) == token
-        logits = split(mx.array([[token]]), cache=cache)[:, -1]
+        logits = split.whole(mx.array([[token]]), cache=cache)[:, -1]
     assert [leaf.runs.pairs() for leaf in leaves(left.cache)] == [leaf.runs.pairs() for leaf in leaves(cache)]
 
 
@@ -416,23 +409,3 @@ def test_hidden_states_are_found_by_index_across_forwards() -> None:
     kept = np.array([5, 8, 9, 13, 19], dtype=np.int32)
     assert mx.array_equal(hidden.of(kept), states[:, mx.array(kept)]).item()
     assert hidden.nbytes == 15 * 3 * 4
-
-
-@pytest.mark.parametrize(
-    ("name", "one"), [("llama", True), ("qwen3_moe", True), ("nemotron_h", True), ("gpt_oss", False)]
-)
-def test_a_lone_row_decodes_in_one_forward_where_no_layer_needs_a_mask(
-    name: str, one: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = deep_enough(name)
-    split = StagedModel(model, splits(model)[0])
-    case = make_case(vocabulary(model), 0.3, 90, COUNT, 1)
-    caches = [staged_cache(split, case, case.kept)[0] for _ in range(2)]
-    parts: list[Any] = []
-    run, token = StagedModel.split, mx.array([[3]])
-    monkeypatch.setattr(StagedModel, "split", lambda self, cache: parts.append(0) or run(self, cache))
-    found = split(token, cache=caches[0])
-    assert bool(parts) is not one
-    monkeypatch.setattr(split, "_needs_no_mask", False)
-    assert_close(found, split(token, cache=caches[1]), 1e-5)
-    assert parts

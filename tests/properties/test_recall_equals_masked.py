@@ -169,8 +169,9 @@ def test_upper_layers_recall_from_hidden_states(name: str) -> None:
             logits = reading(mx.array(case.prompt[of])[None], upper)
             mx.eval(logits, [part.state for part in caches])
     rows = [logits[0, -1]]
+    split.unite(caches, case.kept[~np.isin(case.turns[case.kept], case.recalls)])
     for token in case.continuation.tolist():
-        rows.append(split(mx.array([[token]]), cache=caches)[0, -1])
+        rows.append(model(mx.array([[token]]), cache=caches)[0, -1])
     got = np.stack([np.array(row.astype(mx.float32)) for row in rows])
     assert relative_error(got, masked_from(model, case, first)) < EXACT
     assert relative_error(got, masked_from(model, replace(case, turns=None, recalls=()), first)) > DISCRIMINATION

@@ -1,7 +1,10 @@
 """The truth about staged prefill: a dense run in which dropped tokens are masked in the layers from one on only.
 
 As `tests/support/oracle.py`, with mlx-lm's own caches, masks and rotation, and without the code under test. The layers
-below see everything; in the others a dropped token is seen by itself alone, and recurrent modules skip it.
+below see everything while they read the prompt; in the others a dropped token is seen by itself alone, and recurrent
+modules skip it. The tokens of an answer see no dropped token in any layer.
+
+A later turn reads an earlier answer again with its first layers. The others go on from what they had of it.
 """
 
 from __future__ import annotations
@@ -35,14 +38,30 @@ from tests.support.oracle import (
 from tests.support.refusals import STAGED_REFUSALS
 
 
-def masked_from(model: nn.Module, case: Case, first: int) -> Logits:
-    """Logits of the last prompt token and of every continuation token, (1 + T, V); layers below `first` see all."""
-    return _MaskedFrom(model, case, first).run()
+def masked_from(model: nn.Module, case: Case, first: int, before: Case | None = None) -> Logits:
+    """Logits of the last prompt token and of every continuation token, (1 + T, V); layers below `first` see all.
+
+    Args:
+        before: the turn before; its prompt and continuation begin the prompt.
+    """
+    answered = None
+    if before is not None:
+        answered = _MaskedFrom(model, before, first)
+        answered.run()
+    return _MaskedFrom(model, case, first, answered).run()
 
 
 class _MaskedFrom(_MaskedDense):
-    def __init__(self, model: nn.Module, case: Case, first: int) -> None:
+    """Attributes:
+    keys, values: of the continuation in each layer from `first` on; `inputs`: to each of their recurrent modules.
+    """
+
+    def __init__(self, model: nn.Module, case: Case, first: int, before: _MaskedFrom | None = None) -> None:
         super().__init__(model, case)
+        self.before = before
+        self.keys: dict[int, mx.array] = {}
+        self.values: dict[int, mx.array] = {}
+        self.inputs: dict[int, list[mx.array]] = {}
         self.first, self.layer = first, 0
         self.ring_layers = {n for n, part in enumerate(self.caches) if isinstance(part, RotatingKVCache)}
         self.some = self.kept
@@ -77,11 +96,31 @@ class _MaskedFrom(_MaskedDense):
             for kind, call in calls.items():
                 kind.__call__ = call
 
+    @property
+    def hides(self) -> bool:
+        return self.layer >= self.first or self.coming[0] >= self.case.prompt.size
+
     def _attend(self, q: mx.array, k: mx.array, v: mx.array, **kwargs: Any) -> mx.array:
-        if self.layer < self.first:
+        if not self.hides:
             return super()._attend(q, k, v, **kwargs)
+        if self.layer >= self.first and (keys := self._keys_of(k.shape[-2])) is not None:
+            k, v = self._as_before(k, keys, "keys"), self._as_before(v, keys, "values")
         with self._hiding():
             return super()._attend(q, k, v, **kwargs)
+
+    def _as_before(self, array: mx.array, keys: np.ndarray, name: str) -> mx.array:
+        """Note what the continuation has; put in what the answer of the turn before had."""
+        size = self.case.prompt.size
+        if self.coming[0] >= size:
+            mine = getattr(self, name)
+            known = [mine[self.layer]] if self.layer in mine else []
+            mine[self.layer] = mx.concatenate([*known, array[..., -1:, :]], axis=2)
+        if self.before is not None:
+            start, answer = self.before.case.prompt.size, getattr(self.before, name)[self.layer]
+            there = np.flatnonzero((keys >= start) & (keys < start + answer.shape[2]))
+            array = mx.array(array)
+            array[..., mx.array(there), :] = answer[..., mx.array(keys[there] - start), :]
+        return array
 
     @contextmanager
     def _hiding(self) -> Iterator[None]:
@@ -102,7 +141,7 @@ class _MaskedFrom(_MaskedDense):
         installed = mx.softmax
 
         def normalise(logits: mx.array, *args: Any, **kwargs: Any) -> mx.array:
-            keys = self._keys_of(logits.shape[-1]) if logits.ndim >= 4 and self.layer >= self.first else None
+            keys = self._keys_of(logits.shape[-1]) if logits.ndim >= 4 and self.hides else None
             if keys is not None and logits.shape[-2] == self.coming.size:
                 with self._hiding():
                     logits = mx.where(self._visible(keys, None), logits, -mx.inf)
@@ -119,16 +158,29 @@ class _MaskedFrom(_MaskedDense):
         skip = super()._skipping(call)
 
         def run(module: nn.Module, *args: Any, **kwargs: Any) -> mx.array:
-            return (call if self.layer < self.first else skip)(module, *args, **kwargs)
+            if self.layer < self.first:
+                return call(module, *args, **kwargs)
+            if args:
+                args = self._inputs_as_before(module, args[0]), *args[1:]
+            return skip(module, *args, **kwargs)
 
         return run
+
+    def _inputs_as_before(self, module: nn.Module, inputs: mx.array) -> mx.array:
+        if self.coming[0] >= self.case.prompt.size:
+            self.inputs.setdefault(id(module), []).append(inputs)
+        elif self.before is not None:
+            start, answer = self.before.case.prompt.size, mx.concatenate(self.before.inputs[id(module)], axis=1)
+            rest = inputs[:, start + answer.shape[1] :]
+            inputs = mx.concatenate([inputs[:, :start], answer, rest], axis=1)
+        return inputs
 
 
 # --- the library's ---------------------------------------------------------------------------------------------------
 
 
 def staged(model: nn.Module, case: Case, first: int, chunks: tuple[int, ...] = CHUNKS) -> Logits:
-    """The first layers over the whole prompt, the others over the kept tokens, then one token after the other."""
+    """The first layers over the whole prompt, the others over the kept tokens, then all of them token by token."""
     split, caches = StagedModel(model, first), make_positioned_cache(model)
     lower, upper = split.split(caches)
     hidden = []
@@ -142,8 +194,9 @@ def staged(model: nn.Module, case: Case, first: int, chunks: tuple[int, ...] = C
         logits = split.upper(tokens, states[:, start:end], upper)
         mx.eval(logits, [part.state for part in upper])
     rows = [logits[0, -1]]
+    split.unite(caches, case.kept)
     for token in case.continuation.tolist():
-        rows.append(split(mx.array([[token]]), cache=caches)[0, -1])
+        rows.append(model(mx.array([[token]]), cache=caches)[0, -1])
         mx.eval(rows[-1], [part.state for part in caches])
     return np.stack([np.array(row.astype(mx.float32)) for row in rows])
 

@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_specprefill.adapters.staged import StagedModel
 from mlx_specprefill.engine.decode_batch import DecodeBatch, DecodeRow
 from mlx_specprefill.sampling import greedy
 from mlx_specprefill.specprefill.sparse_prefill import prefill
@@ -40,9 +39,8 @@ def plain_prefill_ms(model: Any, prompt: Sequence[int], step: int) -> float:
 
 def decode_ms(model: Any, cache: list[Any], logits: mx.array, count: int) -> float:
     """Return the milliseconds per token of an answer, decoded as the engine decodes a single row."""
-    staged = model if isinstance(model, StagedModel) else None
-    batch = DecodeBatch(model if staged is None else staged.whole)
-    batch.add(DecodeRow(0, cache, logits, greedy, staged=staged))
+    batch = DecodeBatch(model)
+    batch.add(DecodeRow(0, cache, logits, greedy))
     ms, _ = timed(lambda: [batch.step() for _ in range(count)])
     mx.synchronize()  # the forward after the last token is queued already
     return ms / count

@@ -161,7 +161,6 @@ class EngineConfig:
     prefix_disk_pinned_only: bool = False
     calibration_file: Path | None = None  # file of measured costs that survives a restart
     kv_bits: int | None = None  # quantise the target's KV cache after prefill (plain attention caches only)
-    kv_group_size: int = 64
 
     def __post_init__(self) -> None:
         if self.rule not in RULE_NAMES:

@@ -48,7 +48,7 @@ def probe_sparse(model: nn.Module) -> str | None:
     return _refusal(lambda: _probe(model), "its forward pass fails at explicit positions")
 
 
-def probe_quantized(model: nn.Module, cache: list[Any], group_size: int, bits: int) -> str | None:
+def probe_quantized(model: nn.Module, cache: list[Any], bits: int) -> str | None:
     """Return why the model can't decode with a quantised KV cache; None if it can.
 
     mlx-lm's attention can, but some models have their own.
@@ -59,7 +59,7 @@ def probe_quantized(model: nn.Module, cache: list[Any], group_size: int, bits: i
 
     def check() -> None:
         _forward(model, cache, [_COUNT])
-        quantized, _ = quantize_kv(cache, group_size, bits)
+        quantized, _ = quantize_kv(cache, bits)
         _forward(model, quantized, [1])
 
     return _refusal(check, "its attention can't read quantised keys and values")

@@ -33,7 +33,7 @@ from mlx_lm.models.cache import (
 from ..errors import SparseUnsupportedError
 
 Positions = npt.NDArray[np.int32]
-_SMALLEST_GROUP = 32  # values that share a scale in MLX
+_GROUPS = 64, 32  # values that share a scale in MLX: as many as divide a head
 
 
 class Runs:
@@ -468,11 +468,8 @@ class Snapshot:
         return count
 
 
-def quantize_kv(cache: Sequence[Any], group_size: int, bits: int) -> tuple[list[Any], int]:
+def quantize_kv(cache: Sequence[Any], bits: int) -> tuple[list[Any], int]:
     """Return mlx-lm's quantised KV caches of these plain ones, and the shift that they can't carry.
-
-    Args:
-        group_size: values that share a scale; 32 if a head's size is not a multiple of it.
 
     Raises:
         SparseUnsupportedError: a window layer or composite, which mlx-lm can't quantise, or heads that are no
@@ -485,13 +482,13 @@ def quantize_kv(cache: Sequence[Any], group_size: int, bits: int) -> tuple[list[
             part = part.inner
         elif not isinstance(part, (ArraysCache, KVCache)):
             raise SparseUnsupportedError(f"{type(part).__name__} can't be quantised")
-        quantized.append(_quantize(part, group_size, bits) if type(part) is KVCache else part)
+        quantized.append(_quantize(part, bits) if type(part) is KVCache else part)
     return quantized, shift
 
 
-def _quantize(part: KVCache, group_size: int, bits: int) -> QuantizedKVCache:
+def _quantize(part: KVCache, bits: int) -> QuantizedKVCache:
     sizes = [] if part.keys is None else [part.keys.shape[-1], part.values.shape[-1]]
-    for group in (group_size, _SMALLEST_GROUP):
+    for group in _GROUPS:
         if all(size % group == 0 for size in sizes):
             return part.to_quantized(group_size=group, bits=bits)
     raise SparseUnsupportedError(f"heads of {sizes[0]} and {sizes[1]} values can't be quantised: 32 share a scale")

@@ -379,7 +379,7 @@ class Rows:
 
     def __init__(self, pair: ModelPair, config: EngineConfig) -> None:
         self._pair = pair
-        self._kv_bits, self._kv_group_size = config.kv_bits, config.kv_group_size
+        self._kv_bits = config.kv_bits
         self._batch = DecodeBatch(pair.target, pair.ranks)
         self._drafted: dict[int, _Drafted] = {}
 
@@ -463,7 +463,7 @@ class Rows:
         if self._kv_bits is None or not self._reads_quantized:
             return cache, shift
         try:
-            return quantize_kv(cache, self._kv_group_size, self._kv_bits)
+            return quantize_kv(cache, self._kv_bits)
         except SparseUnsupportedError as error:
             log.warning("the KV cache of a request stays unquantised: %s", error)
             return cache, shift
@@ -472,7 +472,7 @@ class Rows:
     def _reads_quantized(self) -> bool:
         """Return whether the target can read quantised caches. Checked and logged with the first row."""
         target = self._pair.target
-        reason = probe_quantized(target, empty_cache(target), self._kv_group_size, self._kv_bits or 8)
+        reason = probe_quantized(target, empty_cache(target), self._kv_bits or 8)
         if reason is not None:
             log.warning("the KV cache stays unquantised: %s", reason)
         return reason is None

@@ -424,7 +424,7 @@ def test_a_quantized_cache_decodes_at_the_shift_that_it_is_given() -> None:
     caches = make_positioned_cache(model)
     feed(model, caches, case.prompt[case.kept], case.continuation[:0], case.kept)
     exact = feed(model, copy.deepcopy(caches), case.continuation, case.continuation[:0], chunks=(1,))
-    quantized, shift = quantize_kv(caches, group_size=32, bits=8)
+    quantized, shift = quantize_kv(caches, 8)
     assert shift == 96 - case.kept.size
 
     def decode(shift: int) -> np.ndarray:
@@ -438,9 +438,9 @@ def test_a_quantized_cache_decodes_at_the_shift_that_it_is_given() -> None:
 
 def test_windows_and_composites_are_not_quantized() -> None:
     with pytest.raises(SparseUnsupportedError, match="PositionedRotatingKVCache can't be quantised"):
-        quantize_kv([PositionedKVCache(), PositionedRotatingKVCache(8)], 32, 8)
+        quantize_kv([PositionedKVCache(), PositionedRotatingKVCache(8)], 8)
     with pytest.raises(SparseUnsupportedError, match="CacheList can't be quantised"):
-        quantize_kv([CacheList(PositionedKVCache())], 32, 8)
+        quantize_kv([CacheList(PositionedKVCache())], 8)
 
 
 @pytest.mark.parametrize(("size", "group"), [(128, 64), (64, 64), (96, 32), (32, 32), (80, None), (16, None)])
@@ -449,14 +449,14 @@ def test_groups_fit_the_heads(size: int, group: int | None) -> None:
     cache.update_and_fetch(mx.ones((1, 2, 5, size)), mx.ones((1, 2, 5, size)))
     if group is None:
         with pytest.raises(SparseUnsupportedError, match=f"heads of {size} and {size} values"):
-            quantize_kv([cache], 64, 8)
+            quantize_kv([cache], 8)
     else:
-        assert quantize_kv([cache], 64, 8)[0][0].group_size == group
+        assert quantize_kv([cache], 8)[0][0].group_size == group
 
 
 def test_recurrent_state_is_left_as_it_is() -> None:
     recurrent = ArraysCache(2)
-    quantized, shift = quantize_kv([recurrent, PositionedKVCache()], 32, 8)
+    quantized, shift = quantize_kv([recurrent, PositionedKVCache()], 8)
     assert quantized[0] is recurrent
     assert isinstance(quantized[1], QuantizedKVCache)
     assert shift == 0

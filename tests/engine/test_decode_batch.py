@@ -339,7 +339,7 @@ def test_quantised_rows_decode_beside_the_others_at_their_shift() -> None:
     for uid, row in enumerate(make_rows(VOCAB, 4)):
         spec = batch_row(model, uid, row)
         if uid in (1, 2):
-            quantized, shift = quantize_kv(spec.cache, group_size=64, bits=8)
+            quantized, shift = quantize_kv(spec.cache, 8)
             assert (shift > 0) == (row.kept is not None)
             spec = replace(spec, cache=quantized, shift=shift)
         expected[uid] = list(decode(model, copy.deepcopy(spec.cache), spec.logits, greedy, [], 10, 3, spec.shift))

@@ -25,7 +25,7 @@ from tests.support.tiny import generated, random_prompt, tiny_model, tiny_pair
 
 pytestmark = pytest.mark.extended
 
-GROUP, COUNT, ROWS = 32, 24, 8
+COUNT, ROWS = 24, 8
 FAMILIES: dict[str, dict[str, Any]] = {"llama": {"head_dim": 64, "hidden_size": 64}, "qwen3": {"head_dim": 32}}
 JOINS = (0, 0, 0, 3, 3, 7, 12, 30)
 COUNTS = (COUNT, 4, 40, 17, COUNT, 30, 9, 12)
@@ -60,7 +60,7 @@ def test_mixed_rows_answer_and_hold_what_they_do_alone(name: str, bits: int) -> 
     model = named(name)
 
     def made(model: nn.Module, uid: int, row: Row) -> DecodeRow:
-        return quantised_row(model, uid, row, bits, GROUP)
+        return quantised_row(model, uid, row, bits)
 
     rows = make_rows(vocabulary(model), ROWS)
     events, removed = together(model, rows, JOINS, COUNTS, made=made)
@@ -97,7 +97,7 @@ def eight_rows(model: nn.Module, bits: int) -> tuple[DecodeBatch, Counting]:
     batch = DecodeBatch(model)
     batch._model = counting = Counting(model)  # type: ignore[assignment]
     for uid, row in enumerate(make_rows(vocabulary(model), ROWS)):
-        batch.add(quantised_row(model, uid, row, bits, GROUP))
+        batch.add(quantised_row(model, uid, row, bits))
     return batch, counting
 
 
@@ -114,7 +114,7 @@ def test_rows_of_other_bits_take_a_forward_of_their_own() -> None:
     model = named("llama")
     batch, counting = eight_rows(model, 8)
     for uid, row in enumerate(make_rows(vocabulary(model), 2, seed=3)):
-        batch.add(quantised_row(model, ROWS + uid, row, 4, GROUP))
+        batch.add(quantised_row(model, ROWS + uid, row, 4))
     assert len(batch.step()) == ROWS + 2
     assert sorted(counting.seen) == [(2, 1), (8, 1)]
 
@@ -136,7 +136,7 @@ def test_the_plain_caches_that_were_quantised_are_let_go_of() -> None:
 
 
 def configured(bits: int | None, **changes: Any) -> EngineConfig:
-    return EngineConfig(prefill_step=32, kv_bits=bits, kv_group_size=GROUP, prefix_cache_bytes=1 << 26, **changes)
+    return EngineConfig(prefill_step=32, kv_bits=bits, prefix_cache_bytes=1 << 26, **changes)
 
 
 def asked(seed: int, count: int, prompt: tuple[int, ...] | None = None) -> GenerationRequest:

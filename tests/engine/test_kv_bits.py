@@ -32,7 +32,7 @@ from tests.support.tiny import greedy, random_prompt, tiny_pair, tokenizer
 
 pytestmark = pytest.mark.extended
 
-GROUP, COUNT = 32, 24
+COUNT = 24
 FAMILIES = {"llama": {"head_dim": 64, "hidden_size": 64}, "qwen3": {"head_dim": 32}}
 
 
@@ -53,7 +53,6 @@ def engine(pair: ModelPair, bits: int) -> Iterator[Engine]:
         policy=SpecPrefillPolicy(densify=False),
         prefill_step=32,
         kv_bits=bits,
-        kv_group_size=GROUP,
         prefix_cache_bytes=1 << 26,
     )
     with Engine(pair, config) as running:
@@ -75,7 +74,7 @@ def alone(pair: ModelPair, request: GenerationRequest, bits: int) -> list[TokenE
     """The answer after a full prefill on mlx-lm's quantised cache, one token per forward."""
     cache = make_positioned_cache(pair.target)
     logits = finish(prefill(pair.target, cache, request.prompt, None, 32))
-    quantised, shift = quantize_kv(cache, GROUP, bits)
+    quantised, shift = quantize_kv(cache, bits)
     return list(decode(pair.target, quantised, logits, *_greedy(), COUNT, 3, shift))
 
 
@@ -122,7 +121,7 @@ def test_sparse_answers_are_those_of_a_masked_run(engine: Engine, pair: ModelPai
         kept = np.concatenate([np.arange(*span) for span in last.report.kept_spans]).astype(np.int32)
         assert 0 < kept.size < 150
         case = Case(np.array(request.prompt, np.int32), kept, np.array(tokens(events)[:-1], np.int32))
-        truth, plain = masked_dense(pair.target, case, bits, GROUP), masked_dense(pair.target, case)
+        truth, plain = masked_dense(pair.target, case, bits), masked_dense(pair.target, case)
         assert truth.argmax(axis=-1).tolist() == tokens(events)
         ours = np.array([event.logprob for event in events])
         rows = truth - np.log(np.exp(truth).sum(axis=-1, keepdims=True))
@@ -146,7 +145,7 @@ def test_small_heads_are_quantised_in_smaller_groups_or_not_at_all(size: int, ca
 def test_a_model_whose_attention_can_not_read_quantised_keys_answers_without(caplog: pytest.LogCaptureFixture) -> None:
     request = replace(asked(3), prompt=tuple(range(2, 60)), specprefill=SpecPrefillOptions(enabled=False))
     model = make_pair(build("gemma2"), tokenizer(), {"max_position_embeddings": 4096, "vocab_size": 64})
-    config = EngineConfig(prefill_step=32, kv_group_size=GROUP)
+    config = EngineConfig(prefill_step=32)
     with Engine(model, config) as plain:
         expected, _ = answered(plain, request)
     with Engine(model, replace(config, kv_bits=8)) as engine:

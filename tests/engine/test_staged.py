@@ -299,7 +299,7 @@ def test_idle_time_makes_a_turn_dense(family: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_quantised_answer_is_that_of_a_run_masked_from_the_first_layers_on() -> None:
-    config = replace(CONFIG, kv_bits=8, kv_group_size=32)
+    config = replace(CONFIG, kv_bits=8)
     pair = own_pair()
     with Engine(pair, config) as engine:
         tokens, last = generated(engine.generate(asked()))

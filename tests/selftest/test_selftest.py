@@ -92,7 +92,7 @@ def accept_what_is_wrong(monkeypatch: Patch) -> None:
 
 def keep_two_bits(monkeypatch: Patch) -> None:
     kept = decode_batch.quantize_kv
-    monkeypatch.setattr(decode_batch, "quantize_kv", lambda cache, group, bits: kept(cache, group, 2))
+    monkeypatch.setattr(decode_batch, "quantize_kv", lambda cache, bits: kept(cache, 2))
 
 
 def see_too_sharply(monkeypatch: Patch) -> None:

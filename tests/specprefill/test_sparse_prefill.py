@@ -106,7 +106,7 @@ def test_a_quantised_cache_decodes_at_the_adjusted_offset(family):
     model, prompt = tiny_model(family, head_dim=64, hidden_size=64), random_prompt(M)
     positioned = make_positioned_cache(model)
     logits = finish(prefill(model, positioned, prompt, KEPT, 32))
-    cache, shift = quantize_kv(positioned, group_size=64, bits=8)
+    cache, shift = quantize_kv(positioned, 8)
     assert shift == M - KEPT.size
     expected = answer(model, positioned, logits)
     assert answer(model, cache, logits, shift=shift) == expected

@@ -154,7 +154,7 @@ def test_mlx_lms_own_way_is_wrong_once_a_window_has_wrapped() -> None:
 def test_quantised_caches_go_back_at_their_shift() -> None:
     model = tiny_model("llama", head_dim=64, hidden_size=64)
     row = make_rows(VOCAB, 4)[1]
-    caches = [quantize_kv(prefilled(model, row)[0], 64, 8) for _ in range(2)]
+    caches = [quantize_kv(prefilled(model, row)[0], 8) for _ in range(2)]
     (ours, shift), (fresh, _) = caches
     assert shift > 0
     rollback = Rollback(ours, shift)

@@ -209,23 +209,22 @@ def make_case(vocab: int, keep: float = 0.4, length: int = PROMPT_LEN, decoded: 
 # --- the oracle ------------------------------------------------------------------------------------------------------
 
 
-def masked_dense(model: nn.Module, case: Case, kv_bits: int | None = None, group: int = 64) -> Logits:
+def masked_dense(model: nn.Module, case: Case, kv_bits: int | None = None) -> Logits:
     """Logits of the last prompt token and of every continuation token, (1 + T, V).
 
     Args:
         kv_bits: mlx-lm's quantised caches take the place of the plain ones once the prompt is read.
-        group: values that share a scale.
     """
-    return _MaskedDense(model, case, kv_bits, group).run()
+    return _MaskedDense(model, case, kv_bits).run()
 
 
 class _MaskedDense:
     """One dense run; positions equal indices here, as nothing is ever removed."""
 
-    def __init__(self, model: nn.Module, case: Case, kv_bits: int | None = None, group: int = 64) -> None:
+    def __init__(self, model: nn.Module, case: Case, kv_bits: int | None = None) -> None:
         self.model = model
         self.case = case
-        self.kv_bits, self.group = kv_bits, group
+        self.kv_bits = kv_bits
         self.caches = make_prompt_cache(model)
         self.kept = np.zeros(case.prompt.size + case.continuation.size, dtype=bool)
         self.kept[case.kept] = True
@@ -260,7 +259,8 @@ class _MaskedDense:
     def _quantised(self, part: Any) -> Any:
         if not isinstance(part, KVCache):
             return part
-        quantised = part.to_quantized(group_size=self.group, bits=self.kv_bits)
+        group = 64 if part.keys.shape[-1] % 64 == part.values.shape[-1] % 64 == 0 else 32
+        quantised = part.to_quantized(group_size=group, bits=self.kv_bits)
         quantised.make_mask = self._mask_maker(quantised)
         return quantised
 

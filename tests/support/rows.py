@@ -72,10 +72,10 @@ def batch_row(model: nn.Module, uid: int, row: Row) -> DecodeRow:
     return DecodeRow(uid, cache, logits, **sampling_of(row, logits.shape[-1]), logprobs=row.logprobs)
 
 
-def quantised_row(model: nn.Module, uid: int, row: Row, bits: int, group: int) -> DecodeRow:
+def quantised_row(model: nn.Module, uid: int, row: Row, bits: int) -> DecodeRow:
     """As an engine with quantised KV caches makes it after the prefill."""
     plain = batch_row(model, uid, row)
-    cache, shift = quantize_kv(plain.cache, group, bits)
+    cache, shift = quantize_kv(plain.cache, bits)
     return replace(plain, cache=cache, shift=shift)
 
 

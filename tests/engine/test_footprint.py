@@ -35,9 +35,15 @@ def model_of(name: str) -> nn.Module:
     return tiny_model(family, **changes)
 
 
+@pytest.fixture(autouse=True)
+def _without_garbage() -> None:
+    """What earlier tests left would be freed on the way, and hide as much."""
+    gc.collect()
+
+
 def peak_of(model: nn.Module, tokens: int, step: int) -> int:
     cache = empty_cache(model)
-    gc.collect()  # what earlier tests left would be freed on the way, and hide as much
+    gc.collect()
     mx.reset_peak_memory()
     before = mx.get_active_memory()
     finish(prefill(model, cache, random_prompt(tokens), None, step))

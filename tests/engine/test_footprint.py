@@ -37,7 +37,7 @@ def model_of(name: str) -> nn.Module:
 
 @pytest.fixture(autouse=True)
 def _without_garbage() -> None:
-    """What earlier tests left would be freed on the way, and hide as much."""
+    """Free what earlier tests left: freed on the way, it would hide as much."""
     gc.collect()
 
 

@@ -308,10 +308,10 @@ def test_one_answer_in_twenty_is_verified_on_a_machine_that_is_never_idle() -> N
     with Engine(pair, config(verify_busy=True)) as engine, pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "_QUIET_S", math.inf)
         ask(engine, tiny_request(seed=99, specprefill=SpecPrefillOptions(enabled=True)))  # does not count
-        answers = [ask(engine, tiny_request(seed=seed)) for seed in range(41)]
-        assert eventually(lambda: sum(len(answer.verdicts) for answer in answers) == 2 + 39 - densify._LIMIT)
+        answers = [ask(engine, tiny_request(seed=seed)) for seed in range(21)]
+        assert eventually(lambda: sum(len(answer.verdicts) for answer in answers) == 1 + 20 - densify._LIMIT)
         compared = [i for i, answer in enumerate(answers) if answer.verdicts and answer.verdict.word != "unknown"]
-        assert compared == [19, 39]
+        assert compared == [19]
         assert eventually(lambda: engine.stats().memory.reserved == 0)
 
 

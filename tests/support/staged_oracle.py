@@ -38,17 +38,20 @@ from tests.support.oracle import (
 from tests.support.refusals import STAGED_REFUSALS
 
 
-def masked_from(model: nn.Module, case: Case, first: int, before: Case | None = None) -> Logits:
+def masked_from(
+    model: nn.Module, case: Case, first: int, before: Case | None = None, kv_bits: int | None = None
+) -> Logits:
     """Logits of the last prompt token and of every continuation token, (1 + T, V); layers below `first` see all.
 
     Args:
         before: the turn before; its prompt and continuation begin the prompt.
+        kv_bits: as in `masked_dense`.
     """
     answered = None
     if before is not None:
         answered = _MaskedFrom(model, before, first)
         answered.run()
-    return _MaskedFrom(model, case, first, answered).run()
+    return _MaskedFrom(model, case, first, answered, kv_bits).run()
 
 
 class _MaskedFrom(_MaskedDense):
@@ -56,8 +59,15 @@ class _MaskedFrom(_MaskedDense):
     keys, values: of the continuation in each layer from `first` on; `inputs`: to each of their recurrent modules.
     """
 
-    def __init__(self, model: nn.Module, case: Case, first: int, before: _MaskedFrom | None = None) -> None:
-        super().__init__(model, case)
+    def __init__(
+        self,
+        model: nn.Module,
+        case: Case,
+        first: int,
+        before: _MaskedFrom | None = None,
+        kv_bits: int | None = None,
+    ) -> None:
+        super().__init__(model, case, kv_bits)
         self.before = before
         self.keys: dict[int, mx.array] = {}
         self.values: dict[int, mx.array] = {}

@@ -129,11 +129,6 @@ class Positioned(_BaseCache):  # type: ignore[misc]
         return self.next if self._placed is None else self._placed[1]
 
     @property
-    def ring_size(self) -> int | None:
-        """Return the most tokens that a ring keeps, None for full attention."""
-        return None
-
-    @property
     def slots(self) -> int:
         """Return the number of stored tokens (the next slot)."""
         return int(self.inner.offset)
@@ -293,10 +288,6 @@ class PositionedRotatingKVCache(Positioned):
         super().__init__(RotatingKVCache(max_size=max_size))
 
     @property
-    def ring_size(self) -> int | None:
-        return self.max_size
-
-    @property
     def max_size(self) -> int:
         return int(self.inner.max_size)
 
@@ -404,15 +395,22 @@ def hold_alike(cache: Sequence[Any], other: Sequence[Any], read: Positions) -> N
     """
     if read.size > read[-1]:
         return  # nothing was dropped
-    held = {part.ring_size: part for part in reversed(list(leaves(other))) if isinstance(part, Positioned)}
+    held = {_ring_size(part): part for part in reversed(list(leaves(other))) if isinstance(part, Positioned)}
     for part in leaves(cache):
         if isinstance(part, Positioned) and not part.empty():
-            part.hold_like(held[part.ring_size] if part.ring_size in held else _having_read(read, part.ring_size))
+            size = _ring_size(part)
+            if size not in held:
+                held[size] = _having_read(read, size)
+            part.hold_like(held[size])
     mx.eval([part.state for part in cache])
 
 
+def _ring_size(part: Positioned) -> int | None:
+    return getattr(part, "max_size", None)
+
+
 def _having_read(positions: Positions, ring_size: int | None) -> Positioned:
-    """Return a cache with this size of the ring that has read empty tokens at these positions."""
+    """Return a cache of a ring size (None: full attention) that has read empty tokens at these positions."""
     found = PositionedKVCache() if ring_size is None else PositionedRotatingKVCache(ring_size)
     found.place(positions, mx.array(positions)[None])
     nothing = mx.zeros((1, 1, positions.size, 1))

@@ -179,15 +179,15 @@ class BackgroundPrefill:
             return None
         known = tuple(sequence.sparse_logprobs) if dense else ()
         turn = IdleTurn(request, tuple(sequence.tokens), handle, sequence.selection_key, known, dense, drafts)
-        if turn.is_awaited or self._is_drawn(turn):
+        if turn.is_awaited or self._draw(turn):
             return replace(turn, drafts=False)
         for old in self.turns.add(turn):
             if self._now is None or self._now[0] is not old:
                 old.tell(Verdict(_OVERTAKEN))
         return None
 
-    def _is_drawn(self, turn: IdleTurn) -> bool:
-        """Return whether this answer is verified even if the machine is never idle."""
+    def _draw(self, turn: IdleTurn) -> bool:
+        """Count a turn; return whether its answer is verified even if the machine is never idle."""
         self._to_verify += turn.is_to_verify
         return self._samples and turn.is_to_verify and self._to_verify % _EVERY == 0
 

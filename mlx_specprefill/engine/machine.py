@@ -11,15 +11,15 @@ import mlx.core as mx
 
 from ..config import WiredLimit
 
-_SHARE_OF_WORKING_SET = 0.9  # of the device's recommendation: MLX frees its cached memory above .95 of it
-_SHARE_OF_RAM = 0.8  # of physical memory, if the device recommends no working set
+_SHARE_OF_WORKING_SET = 0.9  # of the device's memory or recommendation: MLX frees its cached memory above .95 of it
+_SHARE_OF_RAM = 0.8  # of physical memory, if the device states neither
 
 
 def default_limit() -> int | None:
     """Return the bytes that weights, sequences and caches may use together."""
-    recommended = mx.device_info().get("max_recommended_working_set_size")
-    if recommended:
-        return int(_SHARE_OF_WORKING_SET * int(recommended))
+    info = mx.device_info()
+    if held := info.get("max_recommended_working_set_size") or info.get("total_memory"):  # by Metal, by CUDA
+        return int(_SHARE_OF_WORKING_SET * int(held))
     ram = physical_memory()
     return int(_SHARE_OF_RAM * ram) if ram else None
 

@@ -138,6 +138,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--look-ahead", action="store_true", help="a draft without calibrated heads")
     shapes.add_options(parser, "llama-3.1-8b", layers=4, draft_layers=2, narrow=32)
+    shapes.add_precision(parser)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -145,7 +146,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         raise BenchError("--lengths must be at least 1024 tokens and --repeats at least 1")
     tokenizer = pairs.demo_tokenizer()
     policy = SpecPrefillPolicy(threshold=512, densify=False)
-    config = EngineConfig(policy=policy, prefill_step=STEP, prefix_cache_bytes=8 << 30)
+    config = EngineConfig(policy=policy, prefill_step=STEP, prefix_cache_bytes=32 << 30)
     with Engine(pair_of(options, tokenizer), config) as engine:
         repetition(engine, prompt_of(tokenizer, 1024, 0))  # compiles; not counted
         rows = [measured(engine, tokenizer, length, options.repeats) for length in options.lengths]
@@ -165,7 +166,7 @@ def summary(rows: list[dict[str, Any]], options: argparse.Namespace) -> dict[str
     return {
         "benchmark": "long",
         **machine(),
-        **{name: getattr(options, name) for name in ("shape", "layers", "draft_layers", "narrow")},
+        **{name: vars(options)[name] for name in ("shape", "layers", "draft_layers", "narrow", "dtype", "quantised")},
         "repeats": options.repeats,
         "rest_share_max": max(row["rest_of_full"] for row in rows),
         "peak_ratio_max": max(row["peak_ratio"] for row in rows),

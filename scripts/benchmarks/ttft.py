@@ -169,8 +169,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--not-staged", action="store_true", help="all layers of the target read the kept tokens")
     parser.add_argument("--counts", action="store_true", help="count evaluations and waits, for prompts of 256 tokens")
     shapes.add_options(parser, None, layers=0, draft_layers=0, narrow=1)
-    parser.add_argument("--quantised", action="store_true", help="a shape at its usual bits per weight")
-    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
+    shapes.add_precision(parser)
     parser.add_argument("--step", type=int, help="tokens per forward; default: the engine's on this device")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192], help="prompt tokens")
     parser.add_argument("--keep", nargs="+", default=["0.1", "0.2", "0.3", "0.5", "1.0"], help="shares in (0, 1]")
@@ -197,8 +196,7 @@ def summary(rows: list[Run], setup: Setup) -> dict[str, Any]:
 def load(options: argparse.Namespace) -> ModelPair:
     if options.shape is None:
         return pairs.loaded(options, options.dtype)
-    dtype = "float32" if options.dtype == "auto" else options.dtype
-    return shapes.random_pair(options, pairs.demo_tokenizer(), dtype, options.quantised)
+    return shapes.random_pair(options, pairs.demo_tokenizer())
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:

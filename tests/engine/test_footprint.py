@@ -76,8 +76,9 @@ def test_a_request_needs_more_for_the_scores_of_a_longer_prompt() -> None:
     assert long.working - short.working == pytest.approx(128 * 2000 * 4 * 4, rel=0.25)  # four heads
 
 
-def test_a_tenth_of_the_devices_working_set_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 1 << 30})
+@pytest.mark.parametrize("stated", ["max_recommended_working_set_size", "total_memory"])  # by Metal, by CUDA
+def test_a_tenth_of_the_devices_memory_is_left_to_others(monkeypatch: pytest.MonkeyPatch, stated: str) -> None:
+    monkeypatch.setattr(mx, "device_info", lambda: {stated: 1 << 30})
     assert default_limit() == int(0.9 * (1 << 30))
 
 

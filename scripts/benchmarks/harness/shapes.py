@@ -44,6 +44,12 @@ def add_options(parser: argparse.ArgumentParser, shape: str | None, **usual: int
     parser.set_defaults(**usual)
 
 
+def add_precision(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `random_pair` reads besides."""
+    parser.add_argument("--quantised", action="store_true", help="a shape at its usual bits per weight")
+    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
+
+
 def config_of(options: argparse.Namespace, side: str, **changes: Any) -> Config:
     """Return the configuration of a shape's "target" or "draft", cut to the options, with changes of its text model."""
     config = SHAPES[options.shape][side]
@@ -86,18 +92,12 @@ def random_model(config: Config, dtype: mx.Dtype = mx.float32, bits: int | None 
     return model
 
 
-def random_pair(
-    options: argparse.Namespace,
-    tokenizer: TokenizerWrapper,
-    dtype: str = "float32",
-    quantised: bool = False,
-    **changes: Any,
-) -> ModelPair:
-    """Return a shape's target and draft; `quantised`: at the bits per weight at which Macs usually hold them."""
-    models = {}
+def random_pair(options: argparse.Namespace, tokenizer: TokenizerWrapper, **changes: Any) -> ModelPair:
+    """Return a shape's target and draft; `--quantised`: at the bits per weight at which Macs usually hold them."""
+    models, dtype = {}, "float32" if options.dtype == "auto" else options.dtype
     for side in ("target", "draft"):
         config = config_of(options, side, **changes)
-        bits = SHAPES[options.shape]["bits"][side] if quantised else None
+        bits = SHAPES[options.shape]["bits"][side] if options.quantised else None
         model = random_model(config, getattr(mx, dtype), bits)
         mx.eval(
             model.parameters(), model(mx.array([[1, 2]]))

@@ -158,7 +158,7 @@ def repetition(setup: Setup, prompt: list[int], shares: list[Fraction]) -> list[
     return runs
 
 
-def row(tokens: int, keep: Fraction, runs: Sequence[Run]) -> Run:
+def median_row(tokens: int, keep: Fraction, runs: Sequence[Run]) -> Run:
     """Return the medians of one prompt length and keep share."""
     medians = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
     return {"tokens": tokens, "keep": float(keep)} | medians | {"kept_tokens": int(medians["kept_tokens"])}
@@ -220,7 +220,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         # What the prompt says does not change the time it takes.
         prompt = [int(token) for token in rng.integers(0, pair.vocab_size, length)]
         runs = [repetition(setup, prompt, shares) for _ in range(options.repeats)]
-        rows += [row(length, share, part) for share, part in zip(shares, zip(*runs, strict=True), strict=True)]
+        rows += [median_row(length, share, part) for share, part in zip(shares, zip(*runs, strict=True), strict=True)]
     table = [dict(row) for row in rows]
     heads = [f"{row.pop('tokens')}, keep {row.pop('keep'):g}" for row in table]
     show(("medians", *heads), [(name, *(row[name] for row in table)) for name in table[0]])

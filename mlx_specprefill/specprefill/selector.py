@@ -221,8 +221,9 @@ class PromptText:
 
     Attributes:
         units: starts of lines and sentences, ascending, the first of them 0; int32 (U,).
-        headings: short lines above lines that begin with numbers, as a file's name above its search results: start and
-            end of each, and the end of those lines; int32 (H, 3).
+        headings: short lines above lines that belong to them: further indented, as below a function's first line, or
+            with numbers in front, as below a file's name in search results. Start and end of each, and the end of
+            those lines; int32 (H, 3).
     """
 
     units: Indices
@@ -231,8 +232,8 @@ class PromptText:
     def part(self, start: int, end: int) -> PromptText:
         """Return the same for the prompt's tokens [start, end). Indices count from `start`."""
         inside = self.units[(self.units > start) & (self.units < end)]
-        headings = self.headings[(self.headings[:, 0] >= start) & (self.headings[:, 2] <= end)]
-        return PromptText(np.append(np.int32(0), inside - np.int32(start)), headings - np.int32(start))
+        headings = self.headings[(self.headings[:, 0] >= start) & (self.headings[:, 1] < end)]
+        return PromptText(np.append(np.int32(0), inside - np.int32(start)), np.minimum(headings, end) - np.int32(start))
 
 
 class TextReader:
@@ -246,43 +247,46 @@ class TextReader:
         self._tokenizer = tokenizer
         self._learning = threading.Lock()
         self._kinds = np.full(0, _UNKNOWN, dtype=np.uint8)
+        self._indents = np.zeros(0, dtype=np.uint8)  # blanks before the first character, behind a line break
 
     def read(self, tokens: TokenIds) -> PromptText:
         ids = np.asarray(tokens, dtype=np.int32)
         with self._learning:
             self._learn(ids)
-            kinds = self._kinds[ids]
+            kinds, indents = self._kinds[ids], self._indents[ids]
         before, after = kinds[:-1], kinds[1:]
         sentence = (before & _ENDS_SENTENCE > 0) & (after & _BEGINS_WORD > 0)
         units = np.append(0, np.flatnonzero((before & _ENDS_LINE > 0) | sentence) + 1).astype(np.int32)
-        return PromptText(units, _headings(kinds))
+        return PromptText(units, _headings(kinds, indents))
 
     def _learn(self, ids: TokenIds) -> None:
         if ids.size and ids.max() >= self._kinds.size:
             missing = int(ids.max()) + 1 - self._kinds.size
             self._kinds = np.pad(self._kinds, (0, missing), constant_values=_UNKNOWN)
+            self._indents = np.pad(self._indents, (0, missing))
         unknown = [int(token) for token in np.unique(ids[self._kinds[ids] == _UNKNOWN])]
         if unknown:
             pieces = self._tokenizer.convert_ids_to_tokens(unknown)
             for token, piece in zip(unknown, pieces, strict=True):
-                self._kinds[token] = self._kind_of(token, piece)
+                self._kinds[token], self._indents[token] = self._kind_of(token, piece)
 
-    def _kind_of(self, token: int, piece: Any) -> int:
+    def _kind_of(self, token: int, piece: Any) -> tuple[int, int]:
         spaced = isinstance(piece, str) and piece.startswith(_SPACES)
         word = piece[spaced:] if isinstance(piece, str) else ""
         if word.isascii() and word.isalnum():  # most of a vocabulary: decoding takes ten times as long
-            return spaced * _BEGINS_WORD | word[0].isdigit() * _DIGIT
+            return spaced * _BEGINS_WORD | word[0].isdigit() * _DIGIT, int(spaced)
         text: str = self._tokenizer.decode([token])
         if spaced and not text[:1].isspace():  # decoding drops the space of a SentencePiece token
             text = " " + text
         ends_line = "\n" in text or text.endswith(_WIDE_STOPS)
         ends_sentence = text.rstrip(" ").endswith(_STOPS)
         kind = ends_line * _ENDS_LINE | ends_sentence * _ENDS_SENTENCE | text[:1].isspace() * _BEGINS_WORD
-        seen = text.strip()
-        return kind | seen[:1].isdigit() * _DIGIT if seen else kind | _BLANK
+        seen = text.lstrip()
+        blanks = text[: len(text) - len(seen)].rpartition("\n")[2]
+        return kind | (seen[:1].isdigit() * _DIGIT if seen else _BLANK), min(len(blanks), 255)
 
 
-def _headings(kinds: npt.NDArray[np.uint8]) -> Indices:
+def _headings(kinds: npt.NDArray[np.uint8], indents: npt.NDArray[np.uint8]) -> Indices:
     """Return `PromptText.headings`. Skips lines without visible characters."""
     M = kinds.size
     starts = np.append(0, np.flatnonzero(kinds[:-1] & _ENDS_LINE > 0) + 1).astype(np.int32)
@@ -291,10 +295,20 @@ def _headings(kinds: npt.NDArray[np.uint8]) -> Indices:
     ends = np.append(starts[1:], M).astype(np.int32)
     shown = seen < ends
     starts, ends, seen = starts[shown], ends[shown], seen[shown]
-    numbered = kinds[seen] & _DIGIT > 0
-    heads = np.flatnonzero(~numbered[:-1] & numbered[1:])
-    others = np.append(np.flatnonzero(~numbered), numbered.size)  # ends of runs of numbered lines
-    last = others[np.searchsorted(others, heads, side="right")] - 1
-    found = np.stack([starts[heads], ends[heads], ends[last]], axis=1)
-    short: Indices = found[found[:, 1] - found[:, 0] <= _HEADING]
-    return short
+    blanks = np.append(0, np.cumsum(indents, dtype=np.int64))
+    behind = np.append(0, np.where(kinds & _BLANK > 0, indents, 0))  # a line break may have the next line's first blanks
+    indent = blanks[seen + 1] - blanks[starts] + behind[starts]
+    level = 2 * indent + (kinds[seen] & _DIGIT > 0)
+    heads = np.flatnonzero(level[:-1] < level[1:])
+    heads = heads[ends[heads] - starts[heads] <= _HEADING]
+    return np.stack([starts[heads], ends[heads], ends[_last_below(level)[heads]]], axis=1).astype(np.int32)
+
+
+def _last_below(level: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return for each line the last one in a row behind it with a higher level, or itself; (L,) -> (L,)."""
+    last, open_lines = np.full(level.size, level.size - 1), list[int]()
+    for line, here in enumerate(level.tolist()):
+        while open_lines and level[open_lines[-1]] >= here:
+            last[open_lines.pop()] = line - 1
+        open_lines.append(line)
+    return last

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper, load
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mlx_specprefill.specprefill.selector import PromptText, TextReader
@@ -30,6 +30,15 @@ def metaspace(text: str = TEXT) -> TokenizerWrapper:
     inner = Tokenizer(models.BPE({c: i for i, c in enumerate(characters)}, [], unk_token=None))
     inner.pre_tokenizer, inner.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     return TokenizerWrapper(PreTrainedTokenizerFast(tokenizer_object=inner))
+
+
+def joined(text: str) -> TokenizerWrapper:
+    """Return a tokenizer with one token for a line break and the blanks behind it, and one for a word."""
+    pattern = r"\n+[ \t]*|[ \t]*[^\s]+|[ \t]+"
+    words = {word: index for index, word in enumerate(sorted(set(re.findall(pattern, text))))}
+    inner = Tokenizer(models.WordLevel({**words, "?": len(words)}, unk_token="?"))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
+    return TokenizerWrapper(PreTrainedTokenizerFast(tokenizer_object=inner, clean_up_tokenization_spaces=False))
 
 
 def pieces_of(tokenizer: TokenizerWrapper, ids: list[int], kind: str) -> list[str]:
@@ -144,3 +153,56 @@ def test_the_name_of_a_file_is_the_heading_of_the_numbered_lines_below_it(kind: 
     assert np.array_equal(read.part(first, len(ids)).headings, read.headings[1:] - first)
     assert np.array_equal(read.part(0, first).headings, read.headings[:1])
     assert not read.part(first + 1, len(ids)).headings.size
+
+
+CODE = '''import os
+
+class Queue:
+    """Hold entries."""
+
+    def put(self, entry):
+        if entry:
+            self.rows.append(entry)
+
+    def get(self):
+        return self.rows.pop()
+
+def free():
+\treturn {
+\t\t"a": 1,
+
+\t\t"b": 2,
+\t}
+rest = True
+'''
+
+
+def blocks_by_hand(text: str) -> list[tuple[str, str]]:
+    """Return every line above further indented lines, with these."""
+    lines = [line for line in text.split("\n") if line.strip()]
+    depth = [len(line) - len(line.lstrip()) for line in lines]
+    found = []
+    for index, line in enumerate(lines):
+        end = next((n for n in range(index + 1, len(lines)) if depth[n] <= depth[index]), len(lines))
+        if end > index + 1:
+            found.append((line.strip(), " ".join("".join(lines[index + 1 : end]).split())))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "metaspace", "joined"])
+@pytest.mark.parametrize("text", [CODE, CODE.replace("\t", "  "), " " * 4 + "a\n  b\n   c\nd\n e", FOUND.replace("\t", "")])
+def test_a_line_is_the_heading_of_the_further_indented_lines_below_it(kind: str, text: str) -> None:
+    text = re.sub(r"^( *)\d+:?", r"\1", text, flags=re.MULTILINE)  # numbers are another reason
+    tokenizer = {"byte-level": lambda _: load(DEMO), "metaspace": metaspace, "joined": joined}[kind](text)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    pieces = pieces_of(tokenizer, ids, kind)
+    found = TextReader(tokenizer).read(ids).headings
+    shown = [("".join(pieces[a:b]).strip(), "".join(pieces[b:c])) for a, b, c in found]
+    assert [(heading, " ".join("".join(below.split("\n")).split())) for heading, below in shown] == blocks_by_hand(text)
+
+
+def test_the_first_part_of_a_block_keeps_its_heading() -> None:
+    text = PromptText(np.array([0, 4, 9], dtype=np.int32), np.array([[0, 4, 20], [4, 9, 16]], dtype=np.int32))
+    assert text.part(0, 12).headings.tolist() == [[0, 4, 12], [4, 9, 12]]
+    assert text.part(0, 9).headings.tolist() == [[0, 4, 9]]
+    assert text.part(4, 30).headings.tolist() == [[0, 5, 12]]

@@ -70,7 +70,6 @@ class Scores:
         scorer: its name.
         words: its rule and input, for a report.
         lookahead: the draft's greedy continuation, as far as it was used; empty if the scorer needs none.
-        rows: query rows averaged.
         cache: the draft's, holding exactly the prompt.
         read: tokens, in the draft's tokenizer, that were read; the others were cached.
 
@@ -82,7 +81,6 @@ class Scores:
     scorer: ScorerKind = "request"
     words: str = "the request's own scores"
     lookahead: tuple[int, ...] = ()
-    rows: int = 0
     cache: list[Any] = field(default_factory=list)
     read: int = 0
 
@@ -202,9 +200,8 @@ class HeadScorer:
         else:
             yield from read_prompt(draft, task, M, task.question, capture.of_passage)
         importance = self._importance({key: np.array(row)[:M] for key, row in capture.attention.items()}, task)
-        asked = task.again.size or task.question[1] - task.question[0]
         words = f"{len(self.heads.heads)} calibrated heads, {self.heads.depth} of {self.heads.layers} layers"
-        return Scores(importance, "draft", words, (), asked, task.cache)
+        return Scores(importance, "draft", words, (), task.cache)
 
     def _importance(self, rows: Mapping[tuple[int, int], Floats], task: ScoringInput) -> Floats:
         """Sum the importance over all ranks' heads in one reduction, which also counts the heads."""
@@ -330,8 +327,7 @@ def _scores(
         attention = ranks.all_max(attention)
     importance = np.array(attention.mean(axis=0))
     words = f"{rows} look-ahead rows, maximum over the heads of {capture.layers[0]} layers"
-    lookahead = tuple(generated[: ended + 1][: config.rows])
-    return Scores(importance, "draft", words, lookahead, rows, task.cache)
+    return Scores(importance, "draft", words, tuple(generated[: ended + 1][: config.rows]), task.cache)
 
 
 def scorer_for(

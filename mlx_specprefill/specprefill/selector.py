@@ -143,14 +143,9 @@ def _raise_headings(scores: Floats, headings: Indices, size: int) -> None:
         headings: of `PromptText`.
         size: of a chunk.
     """
-    if not headings.size:
-        return
-    begin, end, last = headings[:, 0] // size, -(-headings[:, 1] // size), -(-headings[:, 2] // size)
-    below = np.stack([headings[:, 1] // size, last], axis=1).ravel()
-    best = np.maximum.reduceat(np.append(scores, np.float32(-np.inf)), below)[::2]
-    for offset in range(int((end - begin).max())):
-        covered = begin + offset < end
-        np.maximum.at(scores, (begin + offset)[covered], best[covered])
+    for start, end, last in headings.tolist():
+        heading, below = scores[start // size : -(-end // size)], scores[end // size : -(-last // size)]
+        np.maximum(heading, below.max(), out=heading)
 
 
 def missing_of(selection: Selection, held: Bools, stands_out: float) -> Indices:
@@ -296,7 +291,7 @@ def _headings(kinds: npt.NDArray[np.uint8], indents: npt.NDArray[np.uint8]) -> I
     shown = seen < ends
     starts, ends, seen = starts[shown], ends[shown], seen[shown]
     blanks = np.append(0, np.cumsum(indents, dtype=np.int64))
-    behind = np.append(0, np.where(kinds & _BLANK > 0, indents, 0))  # a line break may have the next line's first blanks
+    behind = np.append(0, np.where(kinds & _BLANK > 0, indents, 0))  # a break's token may have the next blanks
     indent = blanks[seen + 1] - blanks[starts] + behind[starts]
     level = 2 * indent + (kinds[seen] & _DIGIT > 0)
     heads = np.flatnonzero(level[:-1] < level[1:])

@@ -247,7 +247,7 @@ def test_a_head_that_is_written_into_the_weights_is_found(
 ) -> None:
     caplog.set_level("INFO")
     monkeypatch.setattr(calibration, "_ITEMS", 4)
-    monkeypatch.setattr(calibration, "_CHARACTERS", 900)
+    monkeypatch.setattr(calibration, "_CHARACTERS", 1500)
     tokenizer = load(DEMO / "draft")
     progress: list[tuple[int, int]] = []
     model = planted(len(tokenizer.get_vocab()), call)

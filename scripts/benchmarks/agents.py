@@ -5,9 +5,10 @@
     document      ten questions in a row about one document
 
 Arms: ours as the pair configures it, ours with every request in full (its prefix cache as always), and `mlx_lm.server`
-with its prompt cache. All get the same float32 copy of the checkpoint, with a template that knows tools, the same text
-(our own, in the shape of recorded sessions) and the same BLAS. In each repetition they take turns; one begins when the
-one before it has come to rest. What a model answers goes into its conversation, as with an agent; calls are scripted.
+and, if `--vllm-mlx` names its executable, `vllm-mlx` with their prompt caches. All get the same float32 copy of the
+checkpoint, with a template that knows tools, the same text (our own, in the shape of recorded sessions) and the same
+BLAS. In each repetition they take turns; one begins when the one before it has come to rest. What a model answers goes
+into its conversation, as with an agent; calls are scripted.
 
 Behind its end a session's last turn is sent once more. Each fact that it did not ask for is asked for behind that end.
 Then the server is started again, with the same folder for its prefix cache, and the last turn is sent a third time.
@@ -164,7 +165,7 @@ def play(arm: Arm, session: Session, pause: float) -> Played:
         played.after.append(talk.take(step))
         del talk.history[end:], talk.turns[len(session.steps) :]
     arm.server.rest()
-    if arm.name != PEER:
+    if arm.name in (OURS, FULL):
         arm.start()
         played.retries.append(talk.send(*last)[0])
         arm.server.rest()
@@ -264,6 +265,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0)
     shapes.add_options(parser, None, layers=9, draft_layers=2, narrow=8)
     parser.add_argument("--alone", action="store_true", help="without mlx_lm.server")
+    parser.add_argument("--vllm-mlx", type=Path, help="the executable of vllm-mlx, in an environment of its own")
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -304,6 +306,8 @@ def start(copies: Copies, stack: ExitStack, options: argparse.Namespace) -> list
         return copies.ours(*given, "--prefix-cache-dir", str(copies.folder / f"prefixes of {name}"), **idle)
 
     made = {OURS: lambda: ours(OURS), FULL: lambda: ours(FULL)} | ({} if options.alone else {PEER: copies.mlx_lm})
+    if options.vllm_mlx:
+        made["vllm-mlx"] = lambda: copies.vllm_mlx(options.vllm_mlx, "vllm-mlx", "--continuous-batching")
     arms = [Arm(name, made[name], DENSE if name == FULL else {}, stack.enter_context(ExitStack())) for name in made]
     for arm in arms:
         arm.start()

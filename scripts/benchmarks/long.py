@@ -58,8 +58,6 @@ def pair_of(options: argparse.Namespace, tokenizer: TokenizerWrapper) -> ModelPa
     pair = shapes.random_pair(options, tokenizer, vocab_size=vocabulary, max_position_embeddings=context)
     if pair.sparse_refusal is not None:
         raise BenchError(pair.sparse_refusal)
-    if options.look_ahead:
-        return pair
     attention = [
         part for part in leaves(list(make_prompt_cache(pair.draft))) if isinstance(part, KVCache | RotatingKVCache)
     ]
@@ -136,7 +134,6 @@ def repetition(engine: Engine, prompt: list[int]) -> dict[str, float]:
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[16384, 32768, 65536], help="prompt tokens")
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--look-ahead", action="store_true", help="a draft without calibrated heads")
     shapes.add_options(parser, "llama-3.1-8b", layers=4, draft_layers=2, narrow=32)
     shapes.add_precision(parser)
 

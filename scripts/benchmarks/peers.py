@@ -37,7 +37,7 @@ from mlx_specprefill import BLAS, EngineConfig
 
 from .harness import BenchError, servers
 from .harness.figures import Clock, median_interval, rounded, show, timed
-from .harness.servers import DENSE, SPARSE, Copies, Reply, Server, preload, together
+from .harness.servers import DENSE, SPARSE, Copies, Reply, Server, together
 from .harness.stages import plain_prefill_ms
 from .harness.text import Text, user
 
@@ -274,10 +274,9 @@ def start(options: argparse.Namespace, stack: ExitStack, copies: Copies) -> Benc
         Arm(Figures("mlx_lm.server"), stack.enter_context(copies.mlx_lm()), {}),
     ]
     if options.vllm_mlx:
-        command = [str(options.vllm_mlx.absolute()), "serve", str(copies.target)]
         sparse = ["--specprefill", "--specprefill-draft-model", str(copies.draft), "--specprefill-threshold", "512"]
         batching = ["--continuous-batching"]  # which turns its sparse prefill off
         for name, extra, asked in (("vllm-mlx, sparse", sparse, FIFTH), ("vllm-mlx, full", batching, DENSE)):
-            server = stack.enter_context(copies.serve(name, command + extra, str(copies.target), **preload()))
+            server = stack.enter_context(copies.vllm_mlx(options.vllm_mlx, name, *extra))
             arms.append(Arm(Figures(name), server, asked))
     return Bench(arms, BareLoop.of(copies.target, copies.draft), Figures("generate loop"), Text(0))

@@ -27,8 +27,8 @@ DECODE_ROW = """prefill task arm n ms_per_token vs_off low high mean cpu_vs_off 
 engaged different""".split()
 BEHIND = "long_tokens idle_ms behind_ms long_ms ratio".split()
 IDLE = "long_tokens requests p50_ms p99_ms worst_ms".split()
-LONG = """benchmark device blas mlx shape layers draft_layers narrow repeats rest_share_max peak_ratio_max exponents
-rows""".split()
+LONG = """benchmark device blas mlx shape layers draft_layers narrow dtype quantised repeats rest_share_max
+peak_ratio_max exponents rows""".split()
 LONG_ROW = """tokens full_ms sparse_ms draft_alone_ms target_kept_ms kept_tokens rest_ms rest_of_full full_peak_mib
 sparse_peak_mib peak_ratio hit_ms""".split()
 AGENTS = "benchmark device blas mlx tokens repeats rows bars wrong turns".split()

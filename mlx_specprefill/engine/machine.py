@@ -18,8 +18,8 @@ _SHARE_OF_RAM = 0.8  # of physical memory, if the device states neither
 def default_limit() -> int | None:
     """Return the bytes that weights, sequences and caches may use together."""
     info = mx.device_info()
-    if held := info.get("max_recommended_working_set_size") or info.get("total_memory"):  # by Metal, by CUDA
-        return int(_SHARE_OF_WORKING_SET * int(held))
+    if memory := info.get("max_recommended_working_set_size") or info.get("total_memory"):  # by Metal, by CUDA
+        return int(_SHARE_OF_WORKING_SET * int(memory))
     ram = physical_memory()
     return int(_SHARE_OF_RAM * ram) if ram else None
 

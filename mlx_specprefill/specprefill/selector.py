@@ -136,7 +136,7 @@ def select_tokens(
 
 
 def _raise_headings(scores: Floats, headings: Indices, size: int) -> None:
-    """Raise a heading to the best score below it: lines found in a file mean little without its name.
+    """Raise a heading to the best score of its lines, which mean little without it.
 
     Args:
         scores: (C,) of chunks; raises those of headings in place.

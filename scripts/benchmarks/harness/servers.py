@@ -191,7 +191,7 @@ class Copies:
         command = [sys.executable, "-m", "mlx_lm.server", "--model", str(self.target)]
         return self.serve("mlx_lm.server", command, **preload())
 
-    def vllm_mlx(self, program: Path, name: str = "vllm-mlx", *options: str) -> AbstractContextManager[Server]:
+    def vllm_mlx(self, program: Path, name: str, *options: str) -> AbstractContextManager[Server]:
         command = [str(program.absolute()), "serve", str(self.target), *options]
         return self.serve(name, command, str(self.target), **preload())
 

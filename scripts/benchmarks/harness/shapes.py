@@ -94,11 +94,11 @@ def random_model(config: Config, dtype: mx.Dtype = mx.float32, bits: int | None 
 
 def random_pair(options: argparse.Namespace, tokenizer: TokenizerWrapper, **changes: Any) -> ModelPair:
     """Return a shape's target and draft; `--quantised`: at the bits per weight at which Macs usually hold them."""
-    models, dtype = {}, "float32" if options.dtype == "auto" else options.dtype
+    models = {}
     for side in ("target", "draft"):
         config = config_of(options, side, **changes)
         bits = SHAPES[options.shape]["bits"][side] if options.quantised else None
-        model = random_model(config, getattr(mx, dtype), bits)
+        model = random_model(config, getattr(mx, options.dtype, mx.float32), bits)  # "auto" is float32
         mx.eval(
             model.parameters(), model(mx.array([[1, 2]]))
         )  # frequencies are no parameters, and engines have threads

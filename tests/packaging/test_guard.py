@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -212,8 +213,13 @@ def test_both_arms_get_the_same_prompts_and_no_other_pair_does() -> None:
 
 @pytest.fixture
 def faked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """Commits and servers that are none: the new one costs twice as much. What was started, in order."""
+    """Commits and servers that are none: the new one costs twice as much. What was started, in order.
+
+    The clock goes on by a second whenever it is read, so what is timed takes both arms equally long.
+    """
     begun: list[str] = []
+    clock = map(float, itertools.count())
+    monkeypatch.setattr(guard, "time", SimpleNamespace(monotonic=clock.__next__, perf_counter=clock.__next__))
 
     @contextmanager
     def commits(references: Mapping[str, str]) -> Iterator[list[Commit]]:
@@ -249,6 +255,7 @@ def test_the_report_is_one_line_of_json(faked: list[str], capsys: pytest.Capture
     assert (sparse["ratio"], sparse["pairs"], sparse["verdict"]) == (2.0, 6, "more")
     assert (peak["ratio"], peak["pairs"], peak["verdict"]) == (1.0, 3, "too few pairs")
     assert "sparse_1k_ms" in found["more"]
+    assert found["figures"]["decode_8_ms"]["verdict"] == "no difference seen"
     assert found["less"] == []
     assert faked == "old new old new new old old new".split()  # the first two only calibrate
 

@@ -3,6 +3,7 @@
 ROOT=$(cd "$(dirname "$0")/.." && pwd)
 VENV=$ROOT/.venv
 PY=$VENV/bin/python
+unset PYTHONDONTWRITEBYTECODE # what is imported is compiled once, not at every start
 
 die() {
     printf '%s: %s\n' "$(basename "$0")" "$1" >&2
@@ -68,7 +69,9 @@ ensure_env() {
         *) target="$ROOT[$1]" ;;
     esac
     echo "Installing mlx-specprefill and its dependencies into .venv (only after pyproject.toml changes)" >&2
-    "$PY" -m pip install --quiet --disable-pip-version-check --editable "$target" || die "the installation failed"
+    # Python compiles what it imports: a small part of all that pip would compile, which takes longer than the download.
+    "$PY" -m pip install --quiet --disable-pip-version-check --no-compile --editable "$target" ||
+        die "the installation failed"
     fingerprint >"$VENV/.installed-$1"
 }
 

@@ -22,7 +22,7 @@ from tests.support.waiting import eventually
 
 from .ranks import ROOT, free_ports
 
-pytestmark = pytest.mark.extended
+pytestmark = pytest.mark.nightly
 
 PROMPTS = ("The capital of France is", " ".join(f"Box {i} holds {i * 7 % 101} marbles." for i in range(120)))
 
@@ -59,8 +59,8 @@ def completed(base: str, prompt: str) -> dict[str, Any]:
     ("given", "placed", "draft", "scorer"),
     [
         ((), ("--draft-placement", "first"), "first", "draft"),
-        pytest.param((), ("--draft-placement", "sharded"), "sharded", "draft", marks=pytest.mark.nightly),
-        pytest.param(("--no-draft",), (), "sharded", "own first layers", marks=pytest.mark.nightly),
+        ((), ("--draft-placement", "sharded"), "sharded", "draft"),
+        (("--no-draft",), (), "sharded", "own first layers"),
     ],
 )
 def test_it_answers_as_one_process_does_and_ends_when_asked(
@@ -81,7 +81,6 @@ def test_it_answers_as_one_process_does_and_ends_when_asked(
     assert "Traceback" not in log.read_text()
 
 
-@pytest.mark.nightly
 def test_a_lost_rank_ends_the_server_and_every_answer(tmp_path: Path) -> None:
     with served(tmp_path) as (process, base, log):
         found = re.search(r"process (\d+) is rank 1 of 2", log.read_text())

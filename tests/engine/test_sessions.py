@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -236,8 +235,9 @@ class Talk:
 @pytest.mark.parametrize(
     ("family", "staged"),
     [
-        pytest.param(*one, marks=() if one == ("llama", False) else pytest.mark.extended)
-        for one in product(FAMILIES, (False, True))
+        ("llama", False),
+        *(pytest.param(family, family == "llama", marks=pytest.mark.extended) for family in FAMILIES),
+        *(pytest.param(family, True, marks=pytest.mark.nightly) for family in FAMILIES if family != "llama"),
     ],
 )
 def test_no_turn_reads_more_than_the_same_server_in_full(

@@ -56,7 +56,7 @@ def distribution_of(params: SamplingParams, table: mx.array, before: list[int]) 
     return distribution
 
 
-@settings(max_examples=examples(150))
+@settings(max_examples=examples(60))
 @given(
     params=PARAMS,
     seed=st.integers(0, 9),

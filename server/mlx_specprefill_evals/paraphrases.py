@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 # What is said of somebody, and a question that only one of them answers.
 FACTS: tuple[tuple[str, str], ...] = (
     ("owns a bakery on the corner of Mill Street", "Who sells fresh bread?"),
@@ -39,12 +37,3 @@ FACTS: tuple[tuple[str, str], ...] = (
     ("delivers letters and parcels before noon", "Who works for the post office?"),
     ("borrowed money and was never able to pay it back", "Which person is in debt?"),
 )
-_EMPTY = frozenset(
-    """a about after an and as at back before between both by for from full has he in into is it last never no not of on
-    or out she should since the them they through to two under used was were which while who with person""".split()
-)
-
-
-def content_words(text: str) -> set[str]:
-    """Return a text's content words by their first five letters, so that inflections count as the same word."""
-    return {word[:5] for word in re.findall(r"[a-z]+", text.lower()) if word not in _EMPTY}

@@ -14,11 +14,6 @@ def all_values(prediction: str, values: Sequence[str]) -> float:
     return sum(value.lower() in text for value in values) / len(values)
 
 
-def any_value(prediction: str, values: Sequence[str]) -> float:
-    """Return 1 if one of the values occurs, else 0 (RULER: string_match_part, for questions)."""
-    return float(all_values(prediction, values) > 0)
-
-
 def every_value(prediction: str, values: Sequence[str]) -> float:
     """Return 1 if all values occur, else 0. For answers that are wrong when a part is missing."""
     return float(all_values(prediction, values) == 1)

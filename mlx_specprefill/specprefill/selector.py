@@ -204,7 +204,7 @@ def _runs(indices: Indices) -> list[Indices]:
 
 _UNKNOWN, _ENDS_LINE, _ENDS_SENTENCE, _BEGINS_WORD = 1, 2, 4, 8
 _BLANK = 16  # white space only
-_DIGIT = 32  # the first visible character is a digit
+_DIGIT, _SIGN = 32, 64  # the first visible character is a digit, or neither digit nor letter
 _HEADING = 32  # longest heading, in tokens
 _SPACES = ("\u0120", "\u2581")  # the space in byte-level and in SentencePiece vocabularies
 _STOPS, _WIDE_STOPS = (".", "!", "?"), ("。", "！", "？")
@@ -217,8 +217,8 @@ class PromptText:
     Attributes:
         units: starts of lines and sentences, ascending, the first of them 0; int32 (U,).
         headings: short lines above lines that belong to them: further indented, as below a function's first line, or
-            with numbers in front, as below a file's name in search results. Start and end of each, and the end of
-            those lines; int32 (H, 3).
+            with numbers in front, as below a file's name in search results. The indentation of numbered lines counts
+            behind the number. Start and end of each heading, and the end of its lines; int32 (H, 3).
     """
 
     units: Indices
@@ -278,25 +278,33 @@ class TextReader:
         kind = ends_line * _ENDS_LINE | ends_sentence * _ENDS_SENTENCE | text[:1].isspace() * _BEGINS_WORD
         seen = text.lstrip()
         blanks = text[: len(text) - len(seen)].rpartition("\n")[2]
-        return kind | (seen[:1].isdigit() * _DIGIT if seen else _BLANK), min(len(blanks), 255)
+        first = _DIGIT if seen[:1].isdigit() else 0 if seen[:1].isalpha() else _SIGN if seen else _BLANK
+        return kind | first, min(len(blanks), 255)
 
 
 def _headings(kinds: npt.NDArray[np.uint8], indents: npt.NDArray[np.uint8]) -> Indices:
-    """Return `PromptText.headings`. Skips lines without visible characters."""
+    """Return `PromptText.headings`. Skips lines without visible characters but a number."""
     M = kinds.size
     starts = np.append(0, np.flatnonzero(kinds[:-1] & _ENDS_LINE > 0) + 1).astype(np.int32)
-    following = np.append(np.where(kinds & _BLANK == 0, np.arange(M), M), M)
-    seen = np.minimum.accumulate(following[::-1])[::-1][starts]
     ends = np.append(starts[1:], M).astype(np.int32)
+    visible, unnumbered = _next(kinds & _BLANK == 0), _next((kinds & (_DIGIT | _SIGN) == 0) | (indents > 0))
+    numbered = np.append(kinds & _DIGIT > 0, False)[visible[starts]]
+    begin = np.where(numbered, unnumbered[np.minimum(visible[starts] + 1, M)], starts)
+    seen = visible[begin]
     shown = seen < ends
-    starts, ends, seen = starts[shown], ends[shown], seen[shown]
+    starts, ends, begin, seen, numbered = (rows[shown] for rows in (starts, ends, begin, seen, numbered))
     blanks = np.append(0, np.cumsum(indents, dtype=np.int64))
     behind = np.append(0, np.where(kinds & _BLANK > 0, indents, 0))  # a break's token may have the next blanks
-    indent = blanks[seen + 1] - blanks[starts] + behind[starts]
-    level = 2 * indent + (kinds[seen] & _DIGIT > 0)
+    level = 2 * (blanks[seen + 1] - blanks[begin] + behind[begin]) + numbered
     heads = np.flatnonzero(level[:-1] < level[1:])
     heads = heads[ends[heads] - starts[heads] <= _HEADING]
     return np.stack([starts[heads], ends[heads], ends[_last_below(level)[heads]]], axis=1).astype(np.int32)
+
+
+def _next(wanted: Bools) -> npt.NDArray[np.int64]:
+    """Return for each index, and the one behind the last, the first wanted index from there on; (M,) -> (M + 1,)."""
+    found = np.append(np.where(wanted, np.arange(wanted.size), wanted.size), wanted.size)
+    return np.minimum.accumulate(found[::-1])[::-1]
 
 
 def _last_below(level: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -147,12 +147,15 @@ def test_the_name_of_a_file_is_the_heading_of_the_numbered_lines_below_it(kind: 
     read = TextReader(tokenizer).read(np.array(ids, dtype=np.int32))
     pieces = pieces_of(tokenizer, ids, kind)
     shown = [("".join(pieces[a:b]).strip(), "".join(pieces[b:c]).strip()) for a, b, c in read.headings]
-    assert [heading for heading, _ in shown] == ["src/one.py", "src/two.py"]
-    assert [re.sub(r"\s+", " ", below) for _, below in shown] == ["12: def first(): 14: return 1", "3 def second():"]
-    first = int(read.headings[1, 0])
-    assert np.array_equal(read.part(first, len(ids)).headings, read.headings[1:] - first)
-    assert np.array_equal(read.part(0, first).headings, read.headings[:1])
-    assert not read.part(first + 1, len(ids)).headings.size
+    assert [(heading, re.sub(r"\s+", " ", below)) for heading, below in shown] == [
+        ("src/one.py", "12: def first(): 14: return 1"),
+        ("12: def first():", "14: return 1"),
+        ("src/two.py", "3 def second():"),
+    ]
+    last = int(read.headings[2, 0])
+    assert np.array_equal(read.part(last, len(ids)).headings, read.headings[2:] - last)
+    assert np.array_equal(read.part(0, last).headings, read.headings[:2])
+    assert not read.part(last + 1, len(ids)).headings.size
 
 
 CODE = '''import os
@@ -202,6 +205,26 @@ def test_a_line_is_the_heading_of_the_further_indented_lines_below_it(kind: str,
     shown = [("".join(pieces[a:b]).strip(), "".join(pieces[b:c])) for a, b, c in found]
     joined_lines = [(heading, " ".join(below.replace("\n", "").split())) for heading, below in shown]
     assert joined_lines == blocks_by_hand(text)
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "metaspace"])
+@pytest.mark.parametrize("number", ["{:2}\t", "{:2}\u2192", "{}:", "{}: "])
+def test_numbered_lines_are_headings_as_without_numbers(kind: str, number: str) -> None:
+    """As `cat -n`, `grep -n` and agents show a file: from 5 on, so that the number becomes wider."""
+    text = "\n".join(number.format(n) + line for n, line in enumerate(CODE.splitlines(), 5))
+    tokenizer = load(DEMO) if kind == "byte-level" else metaspace(text)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+
+    def bare(start: int, end: int) -> str:
+        shown = (
+            "".join(pieces_of(tokenizer, ids[start:end], kind))
+            if kind == "metaspace"
+            else tokenizer.decode(ids[start:end])
+        )
+        return " ".join(re.sub(r"^ *\d+[\t\u2192:]", " ", shown, flags=re.MULTILINE).split())
+
+    found = TextReader(tokenizer).read(ids).headings
+    assert [(bare(a, b), bare(b, c)) for a, b, c in found] == blocks_by_hand(CODE)
 
 
 def test_the_first_part_of_a_block_keeps_its_heading() -> None:

@@ -259,14 +259,10 @@ def _fields(service: Service, body: ResponsesRequest) -> dict[str, Any]:
         "temperature": body.given(service.sampling)["temperature"],
         "text": {"format": body.text.format},
         "tool_choice": body.tool_choice,
-        "tools": [_tool(tool["function"]) for tool in body.functions.functions],
+        "tools": [{"type": "function", "strict": False, **tool["function"]} for tool in body.functions.functions],
         "top_logprobs": body.top_logprobs,
         "top_p": body.given(service.sampling).get("top_p", body.top_p),
         "truncation": "disabled",
         "usage": None,
         "user": body.user,
     }
-
-
-def _tool(function: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "function", "strict": False, **function}

@@ -148,7 +148,6 @@ _FEWEST = 4  # per kind, whatever the time
 LIMIT_S = 60.0
 _KEEP = Fraction(1, 5)
 _NUMBERS = (1, 2, 4, 8, 16)  # of heads to try
-_DEPTHS = (Fraction(1, 4), Fraction(1, 3), Fraction(1, 2), Fraction(2, 3), Fraction(1))
 _EQUAL = 0.02  # difference in recall that counts as none
 
 
@@ -264,10 +263,11 @@ def _choose_heads(
     draft: nn.Module, reads: Sequence[_Read], scoring: ScoringConfig, selection: SelectionConfig
 ) -> DraftHeads:
     """Choose heads for every depth, and return those of the fewest layers whose recall is the best or equal to it."""
-    ranked, layers = _rank_heads(reads), len(layers_of(draft))
+    ranked, layers, leading = _rank_heads(reads), len(layers_of(draft)), list[Head]()
     tried: list[DraftHeads] = []
     for depth, calls in _depths(draft):
-        best = _best_number([head for head in ranked if head.call < calls], reads, scoring, selection)
+        before, leading = leading, [head for head in ranked if head.call < calls][: max(_NUMBERS)]
+        best = None if leading == before else _best_number(leading, reads, scoring, selection)
         if best is not None:
             tried.append(DraftHeads(best[0], depth, layers, best[1]))
     if not tried:
@@ -324,8 +324,7 @@ def _mean(recall: Mapping[str, float]) -> float:
 
 def _depths(draft: nn.Module) -> Iterator[tuple[int, int]]:
     """Yield ascending numbers of first layers, with their number of attention calls."""
-    total, least = len(layers_of(draft)), smallest_depth(draft)
-    for depth in sorted({max(least, -(-total * share.numerator // share.denominator)) for share in _DEPTHS}):
+    for depth in range(smallest_depth(draft), len(layers_of(draft)) + 1):
         yield depth, _calls(first_layers(draft, depth))
 
 

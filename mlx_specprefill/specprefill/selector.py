@@ -277,9 +277,12 @@ class TextReader:
         ends_sentence = text.rstrip(" ").endswith(_STOPS)
         kind = ends_line * _ENDS_LINE | ends_sentence * _ENDS_SENTENCE | text[:1].isspace() * _BEGINS_WORD
         seen = text.lstrip()
+        if not seen:
+            kind |= _BLANK
+        elif not seen[0].isalpha():
+            kind |= _DIGIT if seen[0].isdigit() else _SIGN
         blanks = text[: len(text) - len(seen)].rpartition("\n")[2]
-        first = _DIGIT if seen[:1].isdigit() else 0 if seen[:1].isalpha() else _SIGN if seen else _BLANK
-        return kind | first, min(len(blanks), 255)
+        return kind, min(len(blanks), 255)
 
 
 def _headings(kinds: npt.NDArray[np.uint8], indents: npt.NDArray[np.uint8]) -> Indices:
@@ -292,10 +295,10 @@ def _headings(kinds: npt.NDArray[np.uint8], indents: npt.NDArray[np.uint8]) -> I
     begin = np.where(numbered, unnumbered[np.minimum(visible[starts] + 1, M)], starts)
     seen = visible[begin]
     shown = seen < ends
-    starts, ends, begin, seen, numbered = (rows[shown] for rows in (starts, ends, begin, seen, numbered))
+    starts, ends, begin, seen = starts[shown], ends[shown], begin[shown], seen[shown]
     blanks = np.append(0, np.cumsum(indents, dtype=np.int64))
     behind = np.append(0, np.where(kinds & _BLANK > 0, indents, 0))  # a break's token may have the next blanks
-    level = 2 * (blanks[seen + 1] - blanks[begin] + behind[begin]) + numbered
+    level = 2 * (blanks[seen + 1] - blanks[begin] + behind[begin]) + numbered[shown]
     heads = np.flatnonzero(level[:-1] < level[1:])
     heads = heads[ends[heads] - starts[heads] <= _HEADING]
     return np.stack([starts[heads], ends[heads], ends[_last_below(level)[heads]]], axis=1).astype(np.int32)

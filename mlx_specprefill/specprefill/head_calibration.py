@@ -265,7 +265,8 @@ def _choose_heads(
     """Choose heads for every depth, and return those of the fewest layers whose recall is the best or equal to it."""
     ranked, layers, leading = _rank_heads(reads), len(layers_of(draft)), list[Head]()
     tried: list[DraftHeads] = []
-    for depth, calls in _depths(draft):
+    for depth in range(smallest_depth(draft), layers + 1):
+        calls = _calls(first_layers(draft, depth))
         before, leading = leading, [head for head in ranked if head.call < calls][: max(_NUMBERS)]
         best = None if leading == before else _best_number(leading, reads, scoring, selection)
         if best is not None:
@@ -320,12 +321,6 @@ def _mean(recall: Mapping[str, float]) -> float:
 
 
 # --- the draft's layers ----------------------------------------------------------------------------------------------
-
-
-def _depths(draft: nn.Module) -> Iterator[tuple[int, int]]:
-    """Yield ascending numbers of first layers, with their number of attention calls."""
-    for depth in range(smallest_depth(draft), len(layers_of(draft)) + 1):
-        yield depth, _calls(first_layers(draft, depth))
 
 
 def _calls(model: nn.Module) -> int:

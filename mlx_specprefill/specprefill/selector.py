@@ -204,7 +204,8 @@ def _runs(indices: Indices) -> list[Indices]:
 
 _UNKNOWN, _ENDS_LINE, _ENDS_SENTENCE, _BEGINS_WORD = 1, 2, 4, 8
 _BLANK = 16  # white space only
-_DIGIT, _SIGN = 32, 64  # the first visible character is a digit, or neither digit nor letter
+_DIGIT = 32  # the first visible character is a digit
+_ENDS_NUMBER = 64  # in front of a line: a tab, colon, bar or dash, or a sign beyond ASCII such as an arrow
 _HEADING = 32  # longest heading, in tokens
 _SPACES = ("\u0120", "\u2581")  # the space in byte-level and in SentencePiece vocabularies
 _STOPS, _WIDE_STOPS = (".", "!", "?"), ("。", "！", "？")
@@ -275,38 +276,40 @@ class TextReader:
             text = " " + text
         ends_line = "\n" in text or text.endswith(_WIDE_STOPS)
         ends_sentence = text.rstrip(" ").endswith(_STOPS)
-        kind = ends_line * _ENDS_LINE | ends_sentence * _ENDS_SENTENCE | text[:1].isspace() * _BEGINS_WORD
+        ends_number = text.startswith(("\t", ":", "|", "-")) or not (text[:1].isascii() or text[0].isalnum())
+        kind = ends_line * _ENDS_LINE | ends_sentence * _ENDS_SENTENCE | ends_number * _ENDS_NUMBER
+        kind |= text[:1].isspace() * _BEGINS_WORD
         seen = text.lstrip()
-        if not seen:
-            kind |= _BLANK
-        elif not seen[0].isalpha():
-            kind |= _DIGIT if seen[0].isdigit() else _SIGN
         blanks = text[: len(text) - len(seen)].rpartition("\n")[2]
-        return kind, min(len(blanks), 255)
+        return kind | (seen[:1].isdigit() * _DIGIT if seen else _BLANK), min(len(blanks), 255)
 
 
 def _headings(kinds: npt.NDArray[np.uint8], indents: npt.NDArray[np.uint8]) -> Indices:
-    """Return `PromptText.headings`. Skips lines without visible characters but a number."""
+    """Return `PromptText.headings`. Skips lines without visible characters, or with a line number only."""
     M = kinds.size
-    starts = np.append(0, np.flatnonzero(kinds[:-1] & _ENDS_LINE > 0) + 1).astype(np.int32)
+    kinds, indents = (np.append(array, np.uint8(0)) for array in (kinds, indents))  # the end of the text
+    starts = np.append(0, np.flatnonzero(kinds[: M - 1] & _ENDS_LINE > 0) + 1).astype(np.int32)
     ends = np.append(starts[1:], M).astype(np.int32)
-    visible, unnumbered = _next(kinds & _BLANK == 0), _next((kinds & (_DIGIT | _SIGN) == 0) | (indents > 0))
-    numbered = np.append(kinds & _DIGIT > 0, False)[visible[starts]]
-    begin = np.where(numbered, unnumbered[np.minimum(visible[starts] + 1, M)], starts)
+    visible = _next(kinds & _BLANK == 0)
+    no_digit, no_end = (_next((kinds & kind == 0) | (indents > 0)) for kind in (_DIGIT, _ENDS_NUMBER))
+    first = visible[starts]
+    behind = no_digit[np.minimum(first + 1, M)]
+    numbered = (kinds[first] & _DIGIT > 0) & (kinds[behind] & _ENDS_NUMBER > 0)
+    begin = np.where(numbered, no_end[behind], starts)
     seen = visible[begin]
     shown = seen < ends
-    starts, ends, begin, seen = starts[shown], ends[shown], begin[shown], seen[shown]
+    starts, ends, begin, seen, first = starts[shown], ends[shown], begin[shown], seen[shown], first[shown]
     blanks = np.append(0, np.cumsum(indents, dtype=np.int64))
-    behind = np.append(0, np.where(kinds & _BLANK > 0, indents, 0))  # a break's token may have the next blanks
-    level = 2 * (blanks[seen + 1] - blanks[begin] + behind[begin]) + numbered[shown]
+    broken = np.append(0, np.where(kinds & _BLANK > 0, indents, 0))  # a break's token may have the next blanks
+    level = 2 * (blanks[seen + 1] - blanks[begin] + broken[begin]) + (kinds[first] & _DIGIT > 0)
     heads = np.flatnonzero(level[:-1] < level[1:])
     heads = heads[ends[heads] - starts[heads] <= _HEADING]
     return np.stack([starts[heads], ends[heads], ends[_last_below(level)[heads]]], axis=1).astype(np.int32)
 
 
 def _next(wanted: Bools) -> npt.NDArray[np.int64]:
-    """Return for each index, and the one behind the last, the first wanted index from there on; (M,) -> (M + 1,)."""
-    found = np.append(np.where(wanted, np.arange(wanted.size), wanted.size), wanted.size)
+    """Return for each index the first wanted index from there on, (N,) -> (N,). The last one is wanted."""
+    found = np.where(wanted, np.arange(wanted.size), wanted.size)
     return np.minimum.accumulate(found[::-1])[::-1]
 
 

@@ -20,14 +20,12 @@ from mlx_lm.tokenizer_utils import load
 
 from mlx_specprefill import ScoringConfig, SelectionConfig, SparseUnsupportedError, load_pair
 from mlx_specprefill.adapters.capture import DraftHeads
-from mlx_specprefill.adapters.depth import first_layers, full_draft_model
+from mlx_specprefill.adapters.depth import full_draft_model
 from mlx_specprefill.specprefill import head_calibration as calibration
 from mlx_specprefill.specprefill.head_calibration import (
     KINDS,
     CalibrationItem,
-    _calls,
     _choose_heads,
-    _depths,
     _eligible_calls,
     _rank_heads,
     _Read,
@@ -35,7 +33,7 @@ from mlx_specprefill.specprefill.head_calibration import (
     find_heads,
 )
 from mlx_specprefill.specprefill.selector import PromptText
-from tests.support.tiny import CONFIGS, FAMILIES, tiny_model
+from tests.support.tiny import CONFIGS, tiny_model
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 SCORING, SELECTION = ScoringConfig(), SelectionConfig()
@@ -140,16 +138,6 @@ def test_the_depth_is_the_least_that_keeps_as_much_as_the_best(monkeypatch: pyte
     assert chosen(looks).depth == 6
     by_call[5] = 0.9
     assert chosen(looks).depth == 8
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_depths_and_their_attention_calls(family: str) -> None:
-    model = tiny_model(family)
-    found = list(_depths(model))
-    assert found == sorted(set(found))
-    assert found[-1] == (len(model.layers), _calls(model))
-    assert all(calls == _calls(first_layers(model, depth)) for depth, calls in found)
-    assert found[0][0] == (2 if family in ("gpt_oss", "qwen3_5") else 1)  # one that sees the whole prompt is among them
 
 
 # --- what can't be calibrated ----------------------------------------------------------------------------------------

@@ -227,6 +227,17 @@ def test_numbered_lines_are_headings_as_without_numbers(kind: str, number: str) 
     assert [(bare(a, b), bare(b, c)) for a, b, c in found] == blocks_by_hand(CODE)
 
 
+@pytest.mark.parametrize("kind", ["byte-level", "metaspace"])
+def test_numbers_of_the_text_are_no_line_numbers(kind: str) -> None:
+    text = "rows:\n  sizes: [\n    12,\n    7,\n    40 * 2\n  ]\n  rest"
+    tokenizer = load(DEMO) if kind == "byte-level" else metaspace(text)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    found = [
+        "".join(pieces_of(tokenizer, ids[a:c], kind)).split() for a, _, c in TextReader(tokenizer).read(ids).headings
+    ]
+    assert found == [text.split(), "sizes: [ 12, 7, 40 * 2".split()]
+
+
 def test_the_first_part_of_a_block_keeps_its_heading() -> None:
     text = PromptText(np.array([0, 4, 9], dtype=np.int32), np.array([[0, 4, 20], [4, 9, 16]], dtype=np.int32))
     assert text.part(0, 12).headings.tolist() == [[0, 4, 12], [4, 9, 12]]

@@ -295,7 +295,7 @@ def _headings(kinds: npt.NDArray[np.uint8], indents: npt.NDArray[np.uint8]) -> I
     first = visible[starts]
     behind = no_digit[np.minimum(first + 1, M)]
     numbered = (kinds[first] & _DIGIT > 0) & (kinds[behind] & _ENDS_NUMBER > 0)
-    begin = np.where(numbered, no_end[behind], starts)
+    begin = np.where(numbered, no_end[behind], starts)  # of the text behind a number
     seen = visible[begin]
     shown = seen < ends
     starts, ends, begin, seen, first = starts[shown], ends[shown], begin[shown], seen[shown], first[shown]

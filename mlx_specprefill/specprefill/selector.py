@@ -205,7 +205,7 @@ def _runs(indices: Indices) -> list[Indices]:
 _UNKNOWN, _ENDS_LINE, _ENDS_SENTENCE, _BEGINS_WORD = 1, 2, 4, 8
 _BLANK = 16  # white space only
 _DIGIT = 32  # the first visible character is a digit
-_ENDS_NUMBER = 64  # in front of a line: a tab, colon, bar or dash, or a sign beyond ASCII such as an arrow
+_ENDS_NUMBER = 64  # of a line: a tab, colon, bar or dash behind it, or a sign beyond ASCII such as an arrow
 _HEADING = 32  # longest heading, in tokens
 _SPACES = ("\u0120", "\u2581")  # the space in byte-level and in SentencePiece vocabularies
 _STOPS, _WIDE_STOPS = (".", "!", "?"), ("。", "！", "？")

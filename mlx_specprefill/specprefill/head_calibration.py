@@ -267,10 +267,11 @@ def _choose_heads(
     tried: list[DraftHeads] = []
     for depth in range(smallest_depth(draft), layers + 1):
         calls = _calls(first_layers(draft, depth))
-        before, leading = leading, [head for head in ranked if head.call < calls][: max(_NUMBERS)]
-        best = None if leading == before else _best_number(leading, reads, scoring, selection)
-        if best is not None:
-            tried.append(DraftHeads(best[0], depth, layers, best[1]))
+        reached = [head for head in ranked if head.call < calls][: max(_NUMBERS)]
+        if reached != leading:
+            leading = reached
+            heads, recall = _best_number(leading, reads, scoring, selection)
+            tried.append(DraftHeads(heads, depth, layers, recall))
     if not tried:
         raise SparseUnsupportedError("no head of the draft looks at what a question asks for")
     enough = max(_mean(heads.recall) for heads in tried) - _EQUAL
@@ -279,11 +280,11 @@ def _choose_heads(
 
 def _best_number(
     heads: Sequence[Head], reads: Sequence[_Read], scoring: ScoringConfig, selection: SelectionConfig
-) -> tuple[tuple[Head, ...], dict[str, float]] | None:
+) -> tuple[tuple[Head, ...], dict[str, float]]:
     """Return the number of leading heads with the best recall, more rather than fewer, and that recall."""
     tried = [tuple(heads[:number]) for number in _NUMBERS if number <= len(heads)]
     recalls = [(some, _recall(some, reads, scoring, selection)) for some in tried]
-    return max(recalls, key=lambda entry: (round(_mean(entry[1]), 3), len(entry[0])), default=None)
+    return max(recalls, key=lambda entry: (round(_mean(entry[1]), 3), len(entry[0])))
 
 
 def _rank_heads(reads: Sequence[_Read]) -> list[Head]:

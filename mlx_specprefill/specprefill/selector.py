@@ -276,7 +276,7 @@ class TextReader:
             text = " " + text
         ends_line = "\n" in text or text.endswith(_WIDE_STOPS)
         ends_sentence = text.rstrip(" ").endswith(_STOPS)
-        ends_number = text.startswith(("\t", ":", "|", "-")) or not (text[:1].isascii() or text[0].isalnum())
+        ends_number = text.startswith(("\t", ":", "|", "-")) or not (text[:1].isascii() or text[:1].isalnum())
         kind = ends_line * _ENDS_LINE | ends_sentence * _ENDS_SENTENCE | ends_number * _ENDS_NUMBER
         kind |= text[:1].isspace() * _BEGINS_WORD
         seen = text.lstrip()

@@ -297,11 +297,12 @@ class AuthMiddleware:
         if not self._is_host_allowed(headers.get("host", "")):
             message = f"Host {headers.get('host', '')!r:.100} is not allowed. Allow its name with --allowed-host."
             return ApiError(403, message, code="host_not_allowed")
-        # A page may post other types across sites without asking. JSON needs a preflight, which is never granted.
-        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        if scope["method"] == "POST" and "origin" in headers and kind != "application/json":
-            message = "Requests from a web page need Content-Type: application/json."
-            return ApiError(415, message, code="unsupported_media_type")
+        if scope["method"] == "POST" and "origin" in headers:
+            # A page may post other types across sites without asking. JSON needs a preflight, which is never granted.
+            kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+            if kind != "application/json":
+                message = "Requests from a web page need Content-Type: application/json."
+                return ApiError(415, message, code="unsupported_media_type")
         identity = self._identity(headers) if self._identities else self._anonymous
         if identity is None and scope["path"] not in OPEN_PATHS and not scope["path"].startswith(OPEN_FOLDER):
             message = "Incorrect API key provided. Send it as 'Authorization: Bearer <key>' or 'x-api-key'."

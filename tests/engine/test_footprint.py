@@ -20,7 +20,7 @@ from tests.support.steps import finish
 from tests.support.tiny import CONFIGS, random_prompt, tiny_model, tiny_pair
 
 HEADS = 8
-FACTOR = 0.75, 1.5  # of predicted to measured
+FACTOR = 0.8, 1.5  # of predicted to measured
 _SHAPE = {"hidden_size": 128, "head_dim": 256, "num_attention_heads": HEADS, "intermediate_size": 256}
 _HYBRID = {**CONFIGS["qwen3_5"]["text_config"], **_SHAPE}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -67,10 +67,10 @@ def test_scores_are_counted_where_a_kernel_holds_them(monkeypatch: pytest.Monkey
     """MLX frees on a thread of its own: on a busy machine a peak is now and then higher by some arrays."""
     model = model_of("plain")
     scores = HEADS * 4  # bytes per query row and key, float32
-    assert statistics.median(measure_footprint(model).per_pair for _ in range(7)) == pytest.approx(scores, rel=0.15)
+    assert statistics.median(measure_footprint(model).per_pair for _ in range(7)) == pytest.approx(scores, rel=0.1)
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", lambda queries, *_, **__: queries)
     gc.collect()  # so that what the first measurements left is not freed within the next
-    assert measure_footprint(model).per_pair < scores / 3
+    assert min(measure_footprint(model).per_pair for _ in range(15)) < scores / 10
 
 
 def test_a_request_needs_more_for_the_scores_of_a_longer_prompt() -> None:

@@ -83,7 +83,6 @@ from .request import Timings as Timings
 from .request import TokenEvent as TokenEvent
 from .request import TokenIds as TokenIds
 from .request import Verdict as Verdict
-from .request import Verify as Verify
 from .request import as_token_ids as as_token_ids
 from .selftest import Check as Check
 from .selftest import ForwardTimes as ForwardTimes

@@ -26,7 +26,6 @@ ScorerKind = Literal["draft", "mapped-draft", "self", "request"]
 Stage = Literal["queued", "draft", "select", "prefill", "decode"]
 FinishReason = Literal["stop", "length", "cancelled"]
 SpanKind = Literal["system", "tools", "user", "assistant", "tool", "other"]
-Verify = Literal["late", "wait"]
 _LABEL_PART = re.compile(r"[\w-]{0,64}", re.ASCII)
 
 
@@ -89,24 +88,24 @@ class SpecPrefillOptions:
 
     Attributes:
         enabled: True forces it, False turns it off, None: server policy.
-        keep_pct: share of chunks to keep, in (0, 1]; None: server policy. "auto": a server has to choose it.
+        keep_pct: share of chunks to keep, in (0, 1]; None: server policy.
         return_spans: report which prompt indices the target saw.
         rule: scoring and selection of tokens; None: the server's.
         importance: the caller's own scores, float32 (M,), finite, in place of the draft's.
         speculative: how the answer is drafted; None: as the server does. The answer's distribution stays the same, but
             for rounding in half precision.
         scope: the text that competes, as in `SpecPrefillPolicy.scope`; None: server policy.
-        verify: compare a sparse answer with full reading: "late" in idle time, "wait" at once; None: not at all.
+        verify: compare a sparse answer with full reading, in idle time.
     """
 
     enabled: bool | None = None
-    keep_pct: Fraction | Literal["auto"] | None = None
+    keep_pct: Fraction | None = None
     return_spans: bool = False
     rule: RuleName | None = None
     importance: npt.NDArray[np.float32] | None = field(default=None, compare=False, repr=False)
     speculative: SpeculationName | None = None
     scope: Scope | None = None
-    verify: Verify | None = None
+    verify: bool = False
 
     def strategy(self, config: SpeculationConfig) -> SpeculationName:
         """Return how the answer is drafted, by the request's word or the server's."""

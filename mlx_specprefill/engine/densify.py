@@ -53,11 +53,6 @@ class IdleTurn:
     def is_to_verify(self) -> bool:
         return bool(self.sparse_logprobs)
 
-    @property
-    def is_awaited(self) -> bool:
-        """Return whether the client waits for the verdict."""
-        return self.is_to_verify and self.request.specprefill.verify == "wait"
-
     def follows(self, other: IdleTurn) -> bool:
         """Return whether this is the same turn, or a later one of the same conversation."""
         mine, others = self.request, other.request
@@ -179,7 +174,7 @@ class BackgroundPrefill:
             return None
         known = tuple(sequence.sparse_logprobs) if dense else ()
         turn = IdleTurn(request, tuple(sequence.tokens), handle, sequence.selection_key, known, dense, drafts)
-        if turn.is_awaited or self._draw(turn):
+        if self._draw(turn):
             return replace(turn, drafts=False)
         for old in self.turns.add(turn):
             if self._now is None or self._now[0] is not old:

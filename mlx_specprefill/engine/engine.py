@@ -452,8 +452,6 @@ def _check_budget(request: GenerationRequest, pair: ModelPair) -> None:
 
 
 def _check_importance(request: GenerationRequest) -> None:
-    if request.specprefill.keep_pct == "auto":
-        raise InvalidRequestError("specprefill_keep_pct: auto has no meaning here", field="specprefill_keep_pct")
     importance = request.specprefill.importance
     if importance is None:
         return

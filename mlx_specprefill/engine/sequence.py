@@ -173,7 +173,7 @@ class Sequence:
     @property
     def is_to_verify(self) -> bool:
         """Return whether a verdict on the answer is wanted: the prompt was read in part."""
-        return self.request.specprefill.verify is not None and self.is_sparse
+        return self.request.specprefill.verify and self.is_sparse
 
     @property
     def logprobs(self) -> int | None:

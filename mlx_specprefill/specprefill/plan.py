@@ -90,7 +90,7 @@ def plan_prefill(
     """
     M = len(request.prompt)
     options, policy = request.specprefill, config.policy
-    nominal = keep = options.keep_pct if isinstance(options.keep_pct, Fraction) else policy.keep_pct
+    nominal = keep = policy.keep_pct if options.keep_pct is None else options.keep_pct
     if policy.enabled and policy.threshold is None and options.enabled is None and options.keep_pct is None:
         keep = max(keep, min(Fraction(policy.min_kept, M), Fraction(1)))
     rule, scope = options.rule or config.rule, options.scope or policy.scope

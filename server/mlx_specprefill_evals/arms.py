@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from mlx_specprefill import InvalidRequestError, RuleName, keep_pct
 
 ShareKind = Literal["sparse", "paper", "random", "recency", "lexical", "renumbered", "oracle"]
-ServedKind = Literal["served", "auto"]
+ServedKind = Literal["served"]
 ArmKind = Literal["full", ShareKind, ServedKind]
 ARM_KINDS: tuple[ArmKind, ...] = get_args(ArmKind)
 SERVED_KINDS: tuple[ServedKind, ...] = get_args(ServedKind)
@@ -17,10 +17,10 @@ SERVED_KINDS: tuple[ServedKind, ...] = get_args(ServedKind)
 
 @dataclass(frozen=True)
 class Arm:
-    """One kind of prefill at one share. `keep` is None for the kinds without a share: full, served, auto.
+    """One kind of prefill at one share. `keep` is None for the kinds without a share: full, served.
 
     `sparse` chooses by the library's rule. `paper` chooses by the published one, and what others choose by other scores
-    is chosen in the published chunks. `served` leaves everything to the server, `auto` asks for its promised share.
+    is chosen in the published chunks. `served` leaves everything to the server.
     """
 
     kind: ArmKind

@@ -121,8 +121,6 @@ def _options(arm: Arm) -> dict[str, Any]:
     fields: dict[str, Any] = {"cache_salt": arm.name}
     if arm.kind == "full":
         fields["specprefill"] = False
-    elif arm.kind == "auto":
-        fields["specprefill_keep_pct"] = "auto"
     elif arm.keep is not None:
         fields |= {"specprefill": True, "specprefill_keep_pct": float(arm.keep)}
     return fields

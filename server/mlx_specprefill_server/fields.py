@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from fractions import Fraction
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 
@@ -15,7 +15,6 @@ from mlx_specprefill import (
     Scope,
     SpecPrefillOptions,
     SpeculationName,
-    Verify,
     keep_pct,
 )
 
@@ -37,11 +36,9 @@ def _no_nulls(body: Any) -> Any:
     return {name: value for name, value in body.items() if value is not None} if isinstance(body, dict) else body
 
 
-def _keep(value: Any) -> Fraction | Literal["auto"]:
-    if value == "auto":
-        return "auto"
+def _keep(value: Any) -> Fraction:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError("must be a number in (0, 1], or auto")
+        raise ValueError("must be a number in (0, 1]")
     return keep_pct(value)
 
 
@@ -71,14 +68,10 @@ class SpecPrefillFields(Body):
     """Fields for prefill, caching and speculative decoding, the same on every endpoint that generates."""
 
     specprefill: bool | None = None
-    specprefill_keep_pct: (
-        Annotated[Fraction | Literal["auto"], PlainValidator(_keep, json_schema_input_type=Share | Literal["auto"])]
-        | None
-    ) = None
+    specprefill_keep_pct: Annotated[Fraction, PlainValidator(_keep, json_schema_input_type=Share)] | None = None
     specprefill_return_spans: bool = False
     specprefill_rule: RuleName | None = None
     specprefill_scope: Scope | None = None
-    specprefill_verify: Verify = "late"
     speculative: SpeculationName | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None  # vLLM's
 
@@ -102,7 +95,6 @@ class SpecPrefillFields(Body):
             self.specprefill_rule,
             speculative=self.speculative,
             scope=self.specprefill_scope,
-            verify=self.specprefill_verify,
         )
 
 

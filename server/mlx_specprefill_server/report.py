@@ -68,7 +68,8 @@ class Report:
 
     def specprefill(self) -> dict[str, Any]:
         """Return the report of the prefill, which clients get next to `usage`."""
-        return _merge(self._reports()).to_dict() | self._generation.verdicts
+        report, previous = _merge(self._reports()).to_dict(), self._generation.previous
+        return report if previous is None else report | {"previous": previous}
 
     def prefill_fields(self) -> dict[str, Any]:
         """Return the report and, if there are some, the warnings, as fields of a response."""

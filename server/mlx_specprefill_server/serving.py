@@ -47,7 +47,6 @@ from .monitoring.metrics import Metrics
 from .pairs import short_name
 from .parsers.base import Parser
 from .parsers.formats import detect
-from .promise import Promise, Promises, kind_of
 from .prompt.conversation import Conversation
 from .prompt.prompt import Prompt, PromptBuilder
 from .prompt.stable import ToolOrders
@@ -75,7 +74,6 @@ class ServerState:
         self.started = int(time.time())
         self.recent: NewestAnswers[dict[str, Any]] = NewestAnswers()
         self.verdicts = Verdicts()
-        self.promises = Promises(settings.promises_file, settings.max_differ)
         self.requests = 0
         self.draining = False
         self.stopping = False
@@ -182,16 +180,10 @@ class Service:
         """
         self.state.refuse_when_stopping()
         label = identity.cache_label(cache_salt)
-        promise = self._promise(specs[0].request, identity)
-        specs = [
-            replace(spec, request=self._with_verdict(replace(spec.request, label=label), promise)) for spec in specs
-        ]
-        verdicts: dict[str, Any] = {} if promise is None else {"promise": promise.to_dict()}
+        specs = [replace(spec, request=replace(spec.request, label=label)) for spec in specs]
         previous = self.state.verdicts.previous(identity.name, specs[0].request) if self.engine.verifies else None
-        if previous is not None:
-            verdicts["previous"] = previous
-        observer = AnswerObserver(self, [spec.request for spec in specs for _ in range(copies)], identity, promise)
-        generation = Generation(self.engine, specs, copies, self.state.calls(), observer, warnings, verdicts)
+        observer = AnswerObserver(self, [spec.request for spec in specs for _ in range(copies)], identity)
+        generation = Generation(self.engine, specs, copies, self.state.calls(), observer, warnings, previous)
         self.state.add(generation, observer.line)
         return generation
 
@@ -217,31 +209,6 @@ class Service:
             handle.cancel()
             self.state.inspections.discard(handle)
 
-    def _promise(self, request: GenerationRequest, identity: Identity) -> Promise | None:
-        """Return the share for a request that leaves it to the server."""
-        if request.specprefill.keep_pct != "auto":
-            return None
-        return self.state.promises.of(f"{self.model_id}:{identity.name}:{kind_of(request)}")
-
-    def _with_verdict(self, request: GenerationRequest, promise: Promise | None) -> GenerationRequest:
-        """Return the request with the promised share, and without a verdict where the engine can't give one.
-
-        Raises:
-            InvalidRequestError: the client wants one.
-        """
-        options = request.specprefill
-        if not self.engine.verifies:
-            if promise is not None or options.verify == "wait":
-                field = "specprefill_keep_pct" if promise is not None else "specprefill_verify"
-                raise refusal(field, "this server verifies no answers: it has --densify off, or no prefix cache")
-            return replace(request, specprefill=replace(options, verify=None))
-        if promise is None:
-            return request
-        if promise.share == 1:
-            return replace(request, specprefill=replace(options, keep_pct=promise.share, enabled=False))
-        verify = options.verify if promise.is_held else "wait"
-        return replace(request, specprefill=replace(options, keep_pct=promise.share, verify=verify))
-
 
 class AnswerObserver:
     """A reporter of one request's answers to the metrics, the log, the statistics and the verdicts.
@@ -250,13 +217,10 @@ class AnswerObserver:
         line: the request in the statistics.
     """
 
-    def __init__(
-        self, service: Service, requests: Sequence[GenerationRequest], identity: Identity, promise: Promise | None
-    ) -> None:
+    def __init__(self, service: Service, requests: Sequence[GenerationRequest], identity: Identity) -> None:
         self._service = service
         self._requests = requests
         self._identity = identity.name
-        self._promise = promise
         self._verdicts: dict[int, AnswerVerdict] = {}
         self._trace = current_trace()
         self._request_id = None if self._trace is None else self._trace.id
@@ -279,12 +243,10 @@ class AnswerObserver:
 
     def on_verdict(self, index: int, verdict: Verdict, marks: Sequence[Mark]) -> None:
         """Take the verdict on answer `index` and the places of its calls."""
-        service, state, promise = self._service, self._service.state, self._promise
+        service, state = self._service, self._service.state
         self._verdict(index).tell(verdict, marks, service.vocabulary.decode)
         state.verdicts.count(self._identity, verdict.word)
         service.metrics.record_verdict(verdict.word)
-        if promise is not None and verdict.word != "unknown":
-            state.promises.learn(promise.name, promise.share, verdict.word == "same")
 
     def _verdict(self, index: int) -> AnswerVerdict:
         """Return the verdict on an answer. The answer is listed when this is first asked."""
@@ -468,7 +430,7 @@ def make_spec(
         prompt=prompt.tokens,
         max_tokens=room,
         sampling=params,
-        specprefill=body.options(),
+        specprefill=replace(body.options(), verify=service.engine.verifies),
         spans=prompt.spans,
         stop_token_ids=frozenset(body.stop_token_ids) | ends,
         logprobs=body.alternatives(),

@@ -138,12 +138,6 @@ class Settings(BaseSettings):
     specprefill_keep_pct: Annotated[Fraction, BeforeValidator(keep_pct)] = Field(
         default=ENGINE.policy.keep_pct, description="Share of chunks to keep, in (0, 1]."
     )
-    max_differ: float = Field(
-        default=0.05,
-        gt=0,
-        lt=1,
-        description='With keep_pct "auto": largest part of answers that may differ from full reading.',
-    )
     specprefill_scope: Scope = Field(
         default=ENGINE.policy.scope,
         description="Text that may be dropped. user: user text only. all: also the middle of a long system prompt.",
@@ -201,11 +195,6 @@ class Settings(BaseSettings):
     def heads_folder(self) -> Path | None:
         """The folder of the drafts' calibrated heads."""
         return None if self.calibration_file is None else self.calibration_file.parent / "heads"
-
-    @property
-    def promises_file(self) -> Path | None:
-        """The file of what is known of answers at each share."""
-        return None if self.calibration_file is None else self.calibration_file.parent / "promises.json"
 
     @property
     def remember_folder(self) -> Path | None:

@@ -43,7 +43,7 @@ STAGED = {"demo": 2, "demo-nemotron_h": 6, "demo-gpt_oss": 2}  # layers that sco
 NAMES = ("Anna", "Bernd", "Clara", "David", "Emma", "Felix", "Greta", "Hugo")
 TOP_K = 20
 SAMPLED = SamplingParams(temperature=1.0, top_k=TOP_K, seed=5)
-ASKED = SpecPrefillOptions(enabled=True, verify="late")
+ASKED = SpecPrefillOptions(enabled=True, verify=True)
 LENGTH = 12
 GROUP = 6  # answers at once; of more than eight turns that wait for idle time, the oldest go
 ROUNDING = 2e-3  # of log-probabilities in float32
@@ -291,18 +291,6 @@ def test_a_turn_that_is_overtaken_is_unknown() -> None:
     assert later.verdict.why_unknown == "the server stopped"
 
 
-def test_who_waits_gets_the_verdict_at_once() -> None:
-    """Not in idle time: there never is any."""
-    pair = tiny_pair()
-    with Engine(pair, config()) as engine, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "_QUIET_S", math.inf)
-        waits = SpecPrefillOptions(enabled=True, verify="wait")
-        answer = ask(engine, tiny_request(specprefill=waits))
-        assert eventually(lambda: bool(answer.verdicts))
-        assert answer.verdict.word in ("same", "differs")
-        assert eventually(lambda: engine.stats().memory.reserved == 0)
-
-
 def test_one_answer_in_twenty_is_verified_on_a_machine_that_is_never_idle() -> None:
     pair = tiny_pair()
     with Engine(pair, config(verify_busy=True)) as engine, pytest.MonkeyPatch.context() as patch:
@@ -319,7 +307,7 @@ def test_nothing_is_verified_that_was_not_asked_for_or_read_in_full() -> None:
     pair = tiny_pair()
     with verified(pair) as engine:
         silent = ask(engine, tiny_request(specprefill=SpecPrefillOptions(enabled=True), logprobs=None))
-        full = ask(engine, tiny_request(seed=1, specprefill=SpecPrefillOptions(enabled=False, verify="late")))
+        full = ask(engine, tiny_request(seed=1, specprefill=SpecPrefillOptions(enabled=False, verify=True)))
         assert eventually(lambda: not engine.densifier.turns)
     assert silent.verdicts == full.verdicts == []
     assert silent.logprobs == [None] * LENGTH

@@ -80,12 +80,12 @@ def test_turns_follow_each_other_and_arms_send_their_fields():
     assert tested.count("x" * asked) == 1000
 
 
-def test_the_server_can_decide_alone_or_by_its_promise():
+def test_the_server_can_decide_alone():
     with serving(good) as (server, url):
-        replies = RemoteModel(url).ask(ITEM, arms(["served", "auto"], ["0.25"]), 9, 0, False)
+        replies = RemoteModel(url).ask(ITEM, arms(["served"], ["0.25"]), 9, 0, False)
     fields = [{key: value for key, value in body.items() if "specprefill" in key} for body, _ in server.bodies[1::2]]
-    assert [arm.name for arm in replies] == ["full", "served", "auto"]
-    assert fields == [{"specprefill": False}, {}, {"specprefill_keep_pct": "auto"}]
+    assert [arm.name for arm in replies] == ["full", "served"]
+    assert fields == [{"specprefill": False}, {}]
 
 
 def test_no_arm_finds_what_another_left_in_the_cache():

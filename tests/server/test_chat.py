@@ -265,6 +265,7 @@ def test_the_last_token_of_room_can_be_used(client: TestClient, engine: FakeEngi
         ("specprefill_keep_pct", True),
         ("specprefill_keep_pct", [0.2]),
         ("specprefill_keep_pct", "auto"),
+        ("specprefill_verify", "wait"),
         ("specprefill", "yes"),
         ("specprefill", 1),
         ("specprefill_return_spans", 1),

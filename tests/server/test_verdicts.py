@@ -19,7 +19,6 @@ from mlx_specprefill_server.generation.reader import Mark
 from mlx_specprefill_server.monitoring.answers import AnswerVerdict
 from mlx_specprefill_server.pair_loading import load, make_settings
 from mlx_specprefill_server.pairs import find_pair
-from mlx_specprefill_server.promise import Promises
 from mlx_specprefill_server.settings import Settings
 from tests.support.waiting import eventually
 
@@ -27,7 +26,6 @@ from .conftest import client_of
 from .fakes import FakeEngine
 
 KEYS = {"api_keys": ("one", "two")}
-AUTO = {"specprefill_keep_pct": "auto"}
 PATH = "/v1/specprefill/verdicts"
 LOG = "\n".join(f"On day {day} the ship sailed {day * 7 % 50} miles and met nobody." for day in range(60))
 FACTS = "\n".join(f"The secret code for {name} is {code}." for name, code in (("Anna", 471128), ("Bernd", 902217)))
@@ -114,65 +112,9 @@ def test_the_next_turn_is_told_of_the_last(client: TestClient) -> None:
     assert "previous" not in chat(client, "two", messages=turns)["specprefill"]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_who_waits_gets_what_full_reading_says(client: TestClient, stream: bool) -> None:
-    """With the least share kept the sparse answer is another one; it must never be seen."""
-    least: dict[str, Any] = {"messages": [asked("How far did the ship sail on day 7?")], "specprefill_keep_pct": 0.01}
-    truth = chat(client, **least | {"specprefill": False})
-    assert text_of(chat(client, **least)) != text_of(truth)
-    if not stream:
-        found = chat(client, **least, specprefill_verify="wait")
-        assert text_of(found) == text_of(truth)
-        assert (found["specprefill"]["mode"], found["specprefill"]["verdict"]) == ("full", "differs")
-        return
-    body = {"specprefill": True, "max_tokens": 12, "stream": True, "specprefill_verify": "wait", **least}
-    sent = client.post("/v1/chat/completions", json=body, headers=key("one")).text
-    chunks = [json.loads(line[6:]) for line in sent.splitlines() if line.startswith("data: {")]
-    parts = [choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"]]
-    assert "".join(parts) == text_of(truth)
-
-
-def test_who_waits_gets_the_sparse_answer_where_full_reading_agrees(client: TestClient) -> None:
-    found = chat(client, specprefill_verify="wait", specprefill_keep_pct=0.9)
-    assert (found["specprefill"]["mode"], found["specprefill"]["verdict"]) == ("sparse", "same")
-    assert text_of(found) == text_of(chat(client, specprefill=False))
-
-
-def test_a_promised_share_is_tried_on_answers_that_wait_and_then_used(client: TestClient) -> None:
-    """With a promise that two verdicts keep: the third answer does not wait any more."""
-    client.app.state.models.state.promises = Promises(None, 0.95)  # type: ignore[attr-defined]
-    truth = text_of(chat(client, specprefill=False))
-    for number in range(3):
-        found = chat(client, specprefill_keep_pct="auto")
-        promise = found["specprefill"]["promise"]
-        assert (promise["share"], promise["max_differ"], promise["held"]) == (0.1, 0.95, number > 1)
-        assert promise["same"] + promise["differs"] == number
-        assert text_of(found) == truth
-        assert ("verdict" in found["specprefill"]) == (number <= 1)
-    assert sum(known(client)["counts"].values()) == len(known(client)["data"]) == 3
-
-
-def test_a_prompt_that_is_too_short_is_not_held_back(client: TestClient) -> None:
-    client.app.state.models.state.promises = Promises(None, 0.05)  # type: ignore[attr-defined]
-    body = {"messages": [{"role": "user", "content": "Hello"}], "specprefill": None, "specprefill_keep_pct": "auto"}
-    report = chat(client, **body)["specprefill"]
-    assert report["mode"] == "full"
-    assert "verdict" not in report
-
-
-def text_of(answer: dict[str, Any]) -> str:
-    return str(answer["choices"][0]["message"]["content"])
-
-
-def test_no_one_can_wait_where_nothing_is_verified(engine: FakeEngine) -> None:
-    body = {"messages": [{"role": "user", "content": "Hi"}], "specprefill_verify": "wait"}
-    refused = client_of(engine).post("/v1/chat/completions", json=body)
-    assert refused.status_code == 400
-    assert refused.json()["error"]["param"] == "specprefill_verify"
-    auto = client_of(engine).post("/v1/chat/completions", json=body | {"specprefill_verify": "late"} | AUTO)
-    assert (auto.status_code, auto.json()["error"]["param"]) == (400, "specprefill_keep_pct")
-    wrong = client_of(engine).post("/v1/chat/completions", json=body | {"specprefill_verify": "now"})
-    assert wrong.status_code == 400
+def test_an_answer_waits_for_no_verdict_where_nothing_is_verified(engine: FakeEngine) -> None:
+    client_of(engine).post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hi"}]})
+    assert engine.requests[0].specprefill.verify is engine.verifies is False
 
 
 # --- tool calls -------------------------------------------------------------------------------------------------------
@@ -221,14 +163,3 @@ def test_an_unknown_verdict_has_its_reason() -> None:
     answer = AnswerVerdict("r", 0, "m", GenerationRequest((1,), 1))
     answer.tell(Verdict("the server stopped"), [], lambda ids: "")
     assert answer.to_dict() | {"verdict": "unknown", "reason": "the server stopped"} == answer.to_dict()
-
-
-def test_a_stop_string_ends_what_a_held_answer_says(engine: FakeEngine) -> None:
-    """Nothing goes out before the verdict, and then the answer up to the stop string."""
-    engine.verifies = True
-    engine.says("Hello STOP and more")
-    asked = {"specprefill": True, "specprefill_verify": "wait", "stop": ["STOP"]}
-    body = {"messages": [{"role": "user", "content": "Hi"}], **asked}
-    answer = client_of(engine).post("/v1/chat/completions", json=body).json()
-    assert (text_of(answer), answer["choices"][0]["finish_reason"]) == ("Hello ", "stop")
-    assert answer["specprefill"]["verdict"] == "unknown"

@@ -131,7 +131,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "specprefill_scope",
         "specprefill_threshold",
         "specprefill_keep_pct",
-        "max_differ",
         "rule",
         "densify",
     ),

@@ -9,8 +9,8 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, Protocol
 
@@ -70,9 +70,9 @@ class AnswerResult:
     @property
     def will_be_verified(self) -> bool:
         """Return whether the engine will give a verdict on the answer."""
-        event, asked = self.event, self.request.specprefill.verify
+        event = self.event
         sparse = isinstance(event, Finished) and event.report.mode == "sparse" and event.completion_tokens > 0
-        return sparse and asked is not None
+        return sparse and self.request.specprefill.verify
 
     @property
     def reason(self) -> Literal["stop", "length", "abort", "error"]:
@@ -81,14 +81,6 @@ class AnswerResult:
         if self.stopped:
             return "stop"
         return "abort" if self.event.reason == "cancelled" else self.event.reason
-
-
-@dataclass(slots=True)
-class _Held:
-    """An answer that waits for its verdict, and a reader that says where it ends."""
-
-    reader: AnswerReader
-    events: list[Event] = field(default_factory=list)
 
 
 class Observer(Protocol):
@@ -111,7 +103,7 @@ class Generation:
         prompts: token ids of each answer's prompt.
         copies: number of answers to each prompt, one after the other.
         warnings: sentences about parts of the request that are not followed.
-        verdicts: fields about verdicts, for the report of the response.
+        previous: the verdict on the conversation's last answer, for the report of the response.
     """
 
     def __init__(
@@ -122,7 +114,7 @@ class Generation:
         calls: ThreadsafeCalls,
         observer: Observer,
         warnings: Sequence[str],
-        verdicts: dict[str, Any],
+        previous: Mapping[str, Any] | None,
     ) -> None:
         """Submit all specs, or none; raises as `Engine.submit`.
 
@@ -134,21 +126,19 @@ class Generation:
         self._engine = engine
         self._requests = [_with_seed(spec.request, i) for spec in specs for i in range(copies)]
         self.prompts = [request.prompt for request in self._requests]
-        self._new_readers = [spec.reader for spec in specs for _ in range(copies)]
         self.copies = copies
         self._observer = observer
         self._calls = calls
         self._buffer = STREAM_BUFFER
         self.warnings = warnings
-        self.verdicts = verdicts
-        self._held: dict[int, _Held] = {}
+        self.previous = previous
         self._closed = False
         self._loop = asyncio.get_running_loop()
         self._events: deque[tuple[int, Event] | None] = deque()  # None means a pause
         self._wanted: asyncio.Future[None] | None = None  # the future of a waiting reader
         self._handles: dict[int, RequestHandle] = {}
         self._deadline: asyncio.TimerHandle | None = None
-        self._readers = [new_reader() for new_reader in self._new_readers]
+        self._readers = [spec.reader() for spec in specs for _ in range(copies)]
         self._open = set(range(len(self._requests)))  # answers without an end
         self._followers = {i for i in self._open if i % copies}  # answers that wait for the prompt of another one
         try:
@@ -228,8 +218,6 @@ class Generation:
 
     def _start(self, index: int) -> None:
         request, on_verdict = self._requests[index], partial(self._calls.post, partial(self._take_verdict, index))
-        if request.specprefill.verify == "wait":
-            self._held[index] = _Held(self._new_readers[index]())
         self._handles[index] = self._engine.submit(request, partial(self._on_event, index), on_verdict)
 
     def _start_followers(self, leader: int) -> Iterator[tuple[int, AnswerDelta]]:
@@ -243,63 +231,15 @@ class Generation:
 
     def _on_event(self, index: int, event: Event) -> None:
         """Handle an event. Called on the MLX thread."""
-        if index in self._held:
-            self._calls.post(partial(self._hold, index), event)
-            return
         if isinstance(event, Finished | Failed):
             self._calls.post(partial(self._report_end, index), event)
         self._calls.post(self._deliver, (index, event))
 
-    def _hold(self, index: int, event: Event) -> None:
-        """Keep an answer until its verdict is known. Nothing but its progress goes out."""
-        held = self._held.get(index)
-        if held is None:  # it goes out already
-            if isinstance(event, Finished | Failed):
-                self._report_end(index, event)
-            self._deliver((index, event))
-        elif isinstance(event, TokenEvent):
-            self._observer.on_event(event)
-            held.events.append(event)
-            if event.logprob is None:  # the prompt was read in full
-                self._release(index)
-                return
-            held.reader.push(event)
-            if held.reader.over:
-                self._handles[index].cancel()
-        elif isinstance(event, Finished | Failed):
-            held.events.append(event)
-            if isinstance(event, Failed) or event.report.mode == "full" or not event.completion_tokens:
-                self._release(index)
-        else:
-            self._deliver((index, event))
-
-    def _release(self, index: int) -> None:
-        held = self._held.pop(index)
-        for event in held.events:
-            if isinstance(event, Finished | Failed):
-                self._report_end(index, event, held.reader)
-            self._put((index, event))
-
     def _take_verdict(self, index: int, verdict: Verdict) -> None:
-        """Take an answer's verdict. A held answer goes out, or full reading answers in its place."""
-        held = self._held.get(index)
-        reader = self._readers[index] if held is None else held.reader
+        reader = self._readers[index]
         if reader.over:
             verdict = verdict.of_first(reader.completion_tokens)
         self._observer.on_verdict(index, verdict, reader.marks)
-        if held is None:
-            return
-        self.verdicts["verdict"] = verdict.word
-        if verdict.word != "differs" or self._closed:
-            self._release(index)
-            return
-        del self._held[index]
-        request = self._requests[index]
-        in_full = replace(request, specprefill=replace(request.specprefill, enabled=False, verify=None))
-        try:
-            self._handles[index] = self._engine.submit(in_full, partial(self._on_event, index))
-        except SpecPrefillError as error:
-            self._deliver((index, Failed(error)))
 
     def _deliver(self, item: tuple[int, Event]) -> None:
         self._observer.on_event(item[1])
@@ -310,8 +250,8 @@ class Generation:
             error, self._buffer = SlowReaderError(self._buffer), 0  # nothing more is kept
             self._give_up(error)
 
-    def _report_end(self, index: int, event: Finished | Failed, reader: AnswerReader | None = None) -> None:
-        stopped = index in self._open and (reader or self._readers[index]).over
+    def _report_end(self, index: int, event: Finished | Failed) -> None:
+        stopped = index in self._open and self._readers[index].over
         copy = index % self.copies > 0
         self._observer.on_end(AnswerResult(self._requests[index], event, stopped, index, copy))
 

@@ -4,7 +4,6 @@
     scripts/release.py check v0.1.0          is the tag the version, and does the changelog have a section for it?
     scripts/release.py wheels                has every dependency a wheel for macOS 14 on arm64? uv asks the index
     scripts/release.py notes 0.1.0           that section, as the release's text
-    scripts/release.py formula 0.1.0 dist/mlx_specprefill-0.1.0.tar.gz owner/name     a Homebrew formula for the sdist
 
 A release: give the changelog's "Unreleased" section its version and date, set `__version__`, commit, tag, push the tag.
 """
@@ -12,7 +11,6 @@ A release: give the changelog's "Unreleased" section its version and date, set `
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 import re
 import shutil
@@ -21,7 +19,6 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FORMULA = ROOT / "deploy" / "homebrew.rb.in"
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 OLDEST_MACOS = "14.0"
 
@@ -36,10 +33,6 @@ def main(arguments: list[str] | None = None) -> None:
     commands.add_parser("check").add_argument("tag")
     commands.add_parser("wheels")
     commands.add_parser("notes").add_argument("version")
-    brew = commands.add_parser("formula")
-    brew.add_argument("version")
-    brew.add_argument("sdist", type=Path)
-    brew.add_argument("repository")
     options = parser.parse_args(arguments)
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     try:
@@ -48,10 +41,8 @@ def main(arguments: list[str] | None = None) -> None:
         elif options.command == "wheels":
             for python in PYTHONS:
                 print(f"Python {python}: {wheels(python)} wheels for macOS {OLDEST_MACOS} on arm64")
-        elif options.command == "notes":
-            print(notes(options.version, changelog))
         else:
-            print(formula(options.version, options.sdist, options.repository), end="")
+            print(notes(options.version, changelog))
     except ReleaseError as error:
         sys.exit(f"release.py: {error}")
 
@@ -101,16 +92,6 @@ def wheels(python: str) -> int:
     if done.returncode != 0:
         raise ReleaseError(f"Python {python} on macOS {OLDEST_MACOS}: {done.stderr.strip()}")
     return len(done.stdout.split())
-
-
-def formula(version: str, sdist: Path, repository: str) -> str:
-    """Return the Homebrew formula that installs an sdist of a GitHub release."""
-    values = {
-        "url": f"https://github.com/{repository}/releases/download/v{version}/{sdist.name}",
-        "homepage": f"https://github.com/{repository}",
-        "sha256": hashlib.sha256(sdist.read_bytes()).hexdigest(),
-    }
-    return re.sub(r"@(\w+)@", lambda match: values[match[1]], FORMULA.read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

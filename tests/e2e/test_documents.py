@@ -51,7 +51,7 @@ NOT_RUN = {
         "mlx-specprefill pull",
         "scripts/serve --target mlx-community/",
     ),
-    "needs another program": ("docker ", "codex", "hf cache ", "lm_eval run ", "scripts/record_agent"),
+    "needs another program": ("codex", "hf cache ", "lm_eval run ", "scripts/record_agent"),
     "deletes what is the user's": ("rm -r ",),
     "takes minutes to days": (
         "mlx-specprefill eval",

@@ -1,10 +1,9 @@
 """The package comes first: it loads a fast BLAS, which has no effect once `mlx.core` is imported."""
 
+import importlib
 import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from functools import cache
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -12,20 +11,13 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import mlx_specprefill  # noqa: F401
-from mlx_specprefill.adapters.patches import install_patches
 from tests.support import precision
 from tests.support.device import choose_device, skip_other_processes
-from tests.support.oracle import tiny_models
-from tests.support.real_model import smollm2_file
-from tests.support.scripted import Flavour, save_scripted
-from tests.support.serving import Server, start
+from tests.support.tiny_configs import tiny_models
 
 # On a busy machine an example may take its time, and the same code tries the same ones again.
 settings.register_profile("steady", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("quick", settings.get_profile("steady"), max_examples=25)
-
-SCRIPTED = ("--model-alias", "scripted", "--specprefill-threshold", "8192")
-
 
 STARTS_PROCESSES = ("distributed", "e2e", "clients", "packaging", "web", "cli")
 ASIDE = ("evals", "recording", "selftest", "training", "web")  # only with --all, or where the command line names them
@@ -126,12 +118,6 @@ def _plugged_in() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _patched() -> None:
-    """As after a pair was loaded; `oracle.build` adds the patches of the model's own file."""
-    install_patches()
-
-
 @pytest.fixture(autouse=True)
 def _log_level() -> Iterator[None]:
     """A command sets the level of its whole process."""
@@ -143,24 +129,5 @@ def _log_level() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """The GGUF file of SmolLM2-135M-Instruct; skips where it is not installed."""
-    return smollm2_file()
-
-
-@pytest.fixture(scope="session")
-def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Flavour], Server]]:
-    """The real server on the scripted model, one process per tool-call format, started when first asked for."""
-    with ExitStack() as servers:
-
-        @cache
-        def serve(flavour: Flavour) -> Server:
-            folder = tmp_path_factory.mktemp(flavour)
-            model = save_scripted(folder / "model", flavour)
-            log = folder / "log"
-            servers.callback(lambda: _no_traceback(log.read_text()))
-            return servers.enter_context(start(log, model, model, *SCRIPTED))
-
-        yield serve
-
-
-def _no_traceback(log: str) -> None:
-    assert "Traceback" not in log, log
+    late = importlib.import_module("tests.support.real_model")  # mlx_lm takes seconds: pure tests do without
+    return Path(late.smollm2_file())

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 
 import openai
 import pytest
 
+from tests.support.scripted import Flavour, save_scripted
 from tests.support.serving import Server, start
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 PAIR = (DEMO / "target", DEMO / "draft")
+SCRIPTED = ("--model-alias", "scripted", "--specprefill-threshold", "8192")
 
 
 @pytest.fixture(scope="session")
@@ -28,6 +32,26 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def client(server: Server) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{server.base}/v1", api_key="none", max_retries=0, timeout=120) as sdk:
         yield sdk
+
+
+@pytest.fixture(scope="session")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Flavour], Server]]:
+    """The real server on the scripted model, one process per tool-call format, started when first asked for."""
+    with ExitStack() as servers:
+
+        @cache
+        def serve(flavour: Flavour) -> Server:
+            folder = tmp_path_factory.mktemp(flavour)
+            model = save_scripted(folder / "model", flavour)
+            log = folder / "log"
+            servers.callback(lambda: _no_traceback(log.read_text()))
+            return servers.enter_context(start(log, model, model, *SCRIPTED))
+
+        yield serve
+
+
+def _no_traceback(log: str) -> None:
+    assert "Traceback" not in log, log
 
 
 SUBJECTS = "The gardener|A traveller|The old clock|My neighbour|The river|A small boat|The baker|The library".split("|")

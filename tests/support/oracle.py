@@ -47,6 +47,9 @@ from tests.support.refusals import (
     SPARSE_REFUSALS,
     SPECULATION_REFUSALS,
 )
+from tests.support.tiny_configs import tiny_models
+
+install_patches()  # as after a pair was loaded; `build` adds the patches of the model's own file
 
 PROMPT_LEN = 96
 DECODED = 16
@@ -97,23 +100,6 @@ def on_the_cpu_unfused() -> Iterator[None]:
 
 
 # --- tiny models -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Tiny:
-    """A tiny random model: a file of `mlx_lm/models` and a configuration for it."""
-
-    name: str
-    architecture: str
-    config: dict[str, Any]
-
-
-@cache
-def tiny_models() -> dict[str, Tiny]:
-    """Every configuration by name; `llama+window` is a variant of `llama`."""
-    path = Path(__file__).parents[1] / "data" / "tiny_model_configs.json"
-    entries = json.loads(path.read_text(encoding="utf-8"))
-    return {name: Tiny(name, entry["architecture"], entry["config"]) for name, entry in entries.items()}
 
 
 def runnable() -> list[str]:

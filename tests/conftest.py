@@ -5,6 +5,7 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from zlib import crc32
 
 import psutil
 import pytest
@@ -23,6 +24,7 @@ STARTS_PROCESSES = ("distributed", "e2e", "clients", "packaging", "web", "cli")
 ASIDE = ("evals", "recording", "selftest", "training", "web")  # only with --all, or where the command line names them
 REPRESENTATIVE = frozenset({"llama", "qwen3_5"})  # in every run: plain attention, and a recurrent hybrid
 IN_ENGINES = frozenset({"llama"})  # all else that differs between models, the other folders test
+TENTHS = 10  # each run of CI takes one of the nightly tests
 IN_CI = REPRESENTATIVE | {"gpt_oss", "deepseek_v3"}  # with --all: also windows with experts, and a latent cache
 
 
@@ -30,7 +32,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run the extended tests too")
     parser.addoption("--dtype", choices=precision.DTYPES, default="float32", help="of tiny models")
     parser.addoption("--device", choices=["cpu"], help="what MLX computes on, instead of its own choice")
+    parser.addoption("--tenth", type=_tenth, help="of the nightly tests: its number, or a commit's hash that gives it")
     parser.addoption("--passed", type=Path, help="leave out the tests that this file lists, and add those that pass")
+
+
+def _tenth(number: str) -> int:
+    return int(number, 16) % TENTHS
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -67,6 +74,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = {item for item in items if item.nodeid in passed}
     if not (config.getoption("--all") or _is_named(config, items)):
         left_out |= {item for item in items if item.get_closest_marker("extended") is not None}
+    tenth = config.getoption("--tenth")
+    if tenth is not None:
+        left_out |= {item for item in items if crc32(item.nodeid.encode()) % TENTHS != tenth}
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
     items.sort(key=lambda item: item.path.parent.name not in (*STARTS_PROCESSES, *ASIDE, "properties", "engine"))

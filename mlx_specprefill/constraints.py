@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Sequence
-from functools import cached_property, lru_cache
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property, lru_cache, partial
 
 import numpy as np
 import numpy.typing as npt
@@ -18,12 +20,19 @@ from llguidance.hf import from_tokenizer
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .errors import InvalidRequestError
+from .grammar_depth import depth_of
 from .request import Constraint, ReasoningBudget
 
 Mask = npt.NDArray[np.bool_]
 
 _LARGEST = 1 << 20  # characters of a grammar
+_DEEPEST = 2000  # levels of rules, brackets and references
+# llguidance compiles by recursion, 1 to 5 KiB for each of these levels, more in all than some threads have (512 KiB
+# where macOS is asked for no more). Later steps do not recurse.
+_STACK = 64 << 20  # bytes; only what is used takes memory
+_STACK_SIZE_LOCK = threading.Lock()  # the size is a setting of the whole process
 _COMPILED = 64  # grammars kept
+_PROBED = 4  # tokens of a possible answer that are tried
 # A step stays within some 100 ms for any grammar; llguidance's own limits allow seconds.
 _LIMITS = LLParserLimits(max_items_in_row=1000, step_max_items=20_000, step_lexer_fuel=100_000)
 # Otherwise llguidance splits forced text as the tokenizer does, special tokens included, which its parser refuses. And
@@ -211,11 +220,18 @@ class Grammars:
     def _compile(self, grammar: str) -> LLMatcher:
         if len(grammar) > _LARGEST:
             raise ValueError(f"the grammar has {len(grammar)} characters, more than {_LARGEST}")
+        if (depth := depth_of(grammar)) > _DEEPEST:
+            raise ValueError(f"the grammar's rules and references are {depth} levels deep, more than {_DEEPEST}")
         text = grammar if grammar.lstrip().startswith("{") else grammar + _NO_FORCING
-        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=_LIMITS)
-        matcher.compute_bitmask()  # a grammar that is too complex mostly fails at the first token
-        if matcher.is_error():
-            raise ValueError(_message(matcher))
+        matcher = _on_large_stack(partial(LLMatcher, self._tokenizer, text, log_level=0, limits=_LIMITS))
+        probe = matcher.deep_copy()
+        for _ in range(_PROBED):  # a grammar that is too complex mostly fails at the first tokens
+            bits = np.frombuffer(probe.compute_bitmask(), np.uint8)
+            if probe.is_error():
+                raise ValueError(_message(probe))
+            if not bits.any() or probe.is_stopped():
+                break
+            probe.consume_token(int(np.unpackbits(bits, bitorder="little").argmax()))
         return matcher
 
     @cached_property
@@ -224,6 +240,18 @@ class Grammars:
             return from_tokenizer(self._wrapped, eos_token=sorted(self._eos) or None)
         except ValueError as error:
             raise ValueError(f"this model's tokenizer can't be guided by a grammar ({error})") from error
+
+
+def _on_large_stack(compile_grammar: Callable[[], LLMatcher]) -> LLMatcher:
+    """Return the call's result, made on a thread of its own with a stack for _DEEPEST levels; raises as the call."""
+    with ThreadPoolExecutor(1, thread_name_prefix="grammar") as executor:
+        with _STACK_SIZE_LOCK:
+            usual = threading.stack_size(_STACK)
+            try:
+                future = executor.submit(compile_grammar)
+            finally:
+                threading.stack_size(usual)
+        return future.result()
 
 
 def _message(matcher: LLMatcher) -> str:

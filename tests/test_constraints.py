@@ -178,7 +178,7 @@ def schema(value: Any) -> str:
         (schema({"type": "str"}), "str"),
         (schema(False), "false"),
         (schema({"type": "integer", "minimum": 2, "maximum": 1}), "minimum"),
-        ("{not json", "key must be a string"),
+        ("{not json", "property name"),
         ("", "no start rule"),
         ("start: /(/", "unclosed"),
         ("start: other", "other"),
@@ -213,18 +213,18 @@ BOMBS = {
 @pytest.mark.parametrize("name", BOMBS)
 def test_no_grammar_takes_long(name: str) -> None:
     """Refused when compiled or on the way, or followed: each step in little CPU time."""
-    begun = time.thread_time()
+    begun = time.process_time()
     try:
         way = state(BOMBS[name])
         for _ in range(200):
             mask = way.mask(COLUMNS)
             assert mask is not None
             way.accept(int(mask.nonzero()[0][-1]))
-            assert time.thread_time() - begun < 7.5
-            begun = time.thread_time()
+            assert time.process_time() - begun < 7.5
+            begun = time.process_time()
     except InvalidRequestError:
         pass
-    assert time.thread_time() - begun < 7.5
+    assert time.process_time() - begun < 7.5
 
 
 def test_a_tokenizer_without_bytes_is_refused() -> None:

@@ -157,13 +157,19 @@ class Service:
         draft = self.engine.pair.draft_id
         return None if draft is None else short_name(draft)
 
-    async def compile(self, constraint: Constraint) -> None:
-        """Compile a grammar before `submit` needs it, on the worker that has the tokenizer to itself.
+    async def compiled(self, build: Callable[[], Constraint]) -> Constraint:
+        """Return a grammar that `submit` need not compile. It is built beside the event loop, too.
 
         Raises:
             InvalidRequestError: what is wrong with the grammar.
         """
-        await self.prompts.workers.run(partial(self.engine.compile, constraint))
+
+        def make() -> Constraint:
+            constraint = build()
+            self.engine.compile(constraint)
+            return constraint
+
+        return await self.prompts.workers.run(make)
 
     def submit(
         self,
@@ -353,7 +359,8 @@ async def start_answers(service: Service, body: ChatFields, identity: Identity) 
         warnings.append("the model's chat template has no place for tools: the model is not told of them")
     constraint: Constraint | None = None
     if output is not None or forced:
-        constraint = constraint_of(
+        build = partial(
+            constraint_of,
             output,
             conversation.tools,
             choice,
@@ -363,7 +370,7 @@ async def start_answers(service: Service, body: ChatFields, identity: Identity) 
             service.vocabulary.special,
             warnings,
         )
-        await service.compile(constraint)
+        constraint = await service.compiled(build)
     budget = body.thinking_budget()
     spec = make_spec(
         service,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
+from urllib.parse import unquote
 
 import orjson
 
@@ -22,14 +23,17 @@ _NOT_ENFORCED = frozenset(
     "dependencies unevaluatedItems unevaluatedProperties $dynamicRef $recursiveRef".split()
 )
 _CONDITIONS = frozenset({"if", "not", "dependentSchemas", "dependencies"})
-_SILENT = frozenset({"$dynamicAnchor", "$recursiveAnchor"})  # they only name places
+# They only name places, or tell people something.
+_SILENT = frozenset({"$dynamicAnchor", "$recursiveAnchor", "title", "description", "default", "examples", "$comment"})
 _HARMLESS: Mapping[str, tuple[Any, ...]] = {"uniqueItems": (False,), "unevaluatedItems": (True,),
                                             "unevaluatedProperties": (True,), "propertyNames": ({}, True)}  # fmt: skip
 _FORMATS = frozenset("date date-time time duration email hostname ipv4 ipv6 uuid uri unknown".split())
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")  # schemas by name
 _LISTED = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLE = ("items", "additionalItems", "additionalProperties")
+_DEFINITIONS = ("$defs", "definitions")
 _BEYOND_REGEX = re.compile(r"\(\?<?[=!]|\\[1-9]|\\k<")  # look-around and back-references
+_MOST_COMPARED = 32  # branches of a oneOf of which each two are compared
 _PATTERN_RULE = "look-around and back-references are not supported"
 
 
@@ -96,26 +100,56 @@ class EnforceableSchema:
         self.left_out.append(f"`{word}` at {'.'.join(path) or 'the top'} {why}")
 
     def _exclusive(self, branches: Sequence[Any]) -> bool:
-        """Return whether no value can match two of the branches."""
-        meant = [mapping_of(resolve(branch, self._root)) for branch in branches]
-        return all(_disjoint(one, other) for i, one in enumerate(meant) for other in meant[:i])
+        """Return whether no value can match two of the branches, in time that grows with their size."""
+        groups: dict[frozenset[str], list[_Branch]] = {}
+        for branch in branches:
+            meant = _Branch(mapping_of(resolve(branch, self._root)))
+            groups.setdefault(meant.types, []).append(meant)
+        kinds = list(groups)  # few: there are seven types
+        return all(map(_all_differ, groups.values())) and all(
+            (one and other and not one & other) or _all_differ([*groups[one], *groups[other]])
+            for i, one in enumerate(kinds)
+            for other in kinds[:i]
+        )
 
 
-def _disjoint(one: Schema, other: Schema) -> bool:
-    types, others = types_of(one), types_of(other)
-    if (types and others and not types & others) or _differ(one, other):
-        return True
-    if not (types == others == {"object"}):
-        return False
-    members = [mapping_of(schema.get("properties")) for schema in (one, other)]
-    required = [name for name in items_of(one.get("required")) if name in items_of(other.get("required"))]
-    return any(_differ(*(member.get(name) for member in members)) for name in required if isinstance(name, str))
+class _Branch:
+    """What tells a branch of a oneOf from the others.
+
+    Attributes:
+        types: the allowed JSON types; empty means any.
+        values: the only values, by "", and those of required members by their names.
+    """
+
+    def __init__(self, schema: Schema) -> None:
+        self.types = frozenset(types_of(schema))
+        listed = {"": _values(schema)}
+        if self.types == {"object"}:
+            members = mapping_of(schema.get("properties"))
+            names = [name for name in items_of(schema.get("required")) if isinstance(name, str)]
+            listed |= {f".{name}": _values(members.get(name)) for name in names}
+        self.values = {name: set(map(_key, values)) for name, values in listed.items() if values is not None}
 
 
-def _differ(one: Any, other: Any) -> bool:
-    """Return whether both schemas list their values and have none in common."""
-    values, others = _values(one), _values(other)
-    return values is not None and others is not None and not any(value in others for value in values)
+def _all_differ(branches: Sequence[_Branch]) -> bool:
+    """Return whether no value matches two branches. Each two of a few may differ in another member."""
+    if len(branches) > _MOST_COMPARED:
+        return _differ(branches)
+    return all(_differ((one, other)) for i, one in enumerate(branches) for other in branches[:i])
+
+
+def _differ(branches: Sequence[_Branch]) -> bool:
+    """Return whether all branches list their values, or those of one required member, and no value twice."""
+    names = [name for name in branches[0].values if all(name in branch.values for branch in branches)]
+    sets = [[branch.values[name] for branch in branches] for name in names]
+    return any(len(set[Hashable]().union(*values)) == sum(map(len, values)) for values in sets)
+
+
+def _key(value: Any) -> Hashable:
+    """Return a key that is the same for equal JSON values."""
+    if isinstance(value, dict):
+        return frozenset((name, _key(inner)) for name, inner in value.items())
+    return tuple(map(_key, value)) if isinstance(value, list) else value
 
 
 def types_of(schema: Mapping[str, Any]) -> set[str]:
@@ -144,8 +178,28 @@ def items_of(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
+def _without_unused(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the schema without definitions that it does not refer to."""
+    stores = {word: schema[word] for word in _DEFINITIONS if isinstance(schema.get(word), dict)}
+    used: dict[str, Schema] = {word: {} for word in stores}
+    todo: list[Any] = [{word: value for word, value in schema.items() if word not in stores}]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, dict) and isinstance(reference := value.get("$ref"), str):
+            start, word, name = ([*unquote(reference).split("/"), "", ""])[:3]
+            if start != "#" or word not in stores:
+                return schema  # it may refer to anything
+            name = name.replace("~1", "/").replace("~0", "~")
+            if name in stores[word] and name not in used[word]:
+                used[word][name] = stores[word][name]
+                todo.append(stores[word][name])
+        todo += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return {**schema, **used}
+
+
 # At most one space, where people write one. A model could fill its whole answer with free whitespace.
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+_LARGEST = 1 << 20  # characters of a grammar, as in the library; a larger one is not even built
 _ESCAPED_OR_SPECIAL = re.compile(r"\\.|/|\n", re.DOTALL)
 
 
@@ -154,15 +208,19 @@ class Lark:
 
     Args:
         special: the tokenizer's added tokens. In a literal they stand for themselves, not for their spelling.
+        field: of the body, in errors about the whole.
 
     Attributes:
-        warnings: sentences about parts of schemas that are not enforced.
+        warnings: sentences about parts of schemas that are not enforced, in their order.
     """
 
-    def __init__(self, special: Mapping[str, int]) -> None:
+    def __init__(self, special: Mapping[str, int], field: str) -> None:
         self.special = special
-        self.warnings: list[str] = []
+        self.warnings: dict[str, None] = {}
         self._rules: dict[str, str] = {}
+        self._names: dict[tuple[str, str, str], str] = {}
+        self._field = field
+        self._size = 0
         markers = sorted(filter(None, special), key=len, reverse=True)
         self._markers = re.compile(f"({'|'.join(map(re.escape, markers))})") if markers else None
 
@@ -171,13 +229,23 @@ class Lark:
         return "\n".join(f"{name}: {body}" for name, body in self._rules.items())
 
     def define(self, name: str, body: str) -> str:
-        """Add a rule (lower case) or a terminal (upper case) with this very name."""
+        """Add a rule (lower case) or a terminal (upper case) with this very name.
+
+        Raises:
+            InvalidRequestError: the grammar is too large.
+        """
+        self._size += len(body)
+        if self._size > _LARGEST:
+            raise refusal(self._field, f"the grammar has more than {_LARGEST} characters")
         self._rules[name] = body
         return name.partition("[")[0]
 
     def rule(self, kind: str, body: str, options: str = "") -> str:
-        """Add a rule with a unique name."""
-        return self.define(f"{kind}_{len(self._rules)}{options}", body)
+        """Return a rule with a name of its own, or one that has been added with this body."""
+        key = kind, body, options
+        if key not in self._names:
+            self._names[key] = self.define(f"{kind}_{len(self._rules)}{options}", body)
+        return self._names[key]
 
     def literal(self, text: str) -> str:
         """Return exactly this text, with special tokens as tokens."""
@@ -185,8 +253,8 @@ class Lark:
         return " ".join(f"<[{self.special[p]}]>" if p in self.special else _quote(p) for p in parts if p) or '""'
 
     def any_of(self, texts: Iterable[str]) -> str:
-        """Return a choice of several literal texts."""
-        return self.rule("choice", " | ".join(_quote(text) for text in texts))
+        """Return a choice of several literal texts: one terminal, for a parser compares rules one by one."""
+        return self.rule("CHOICE", " | ".join(_quote(text) for text in texts))
 
     def json(self, schema: Mapping[str, Any], strict: bool = True, field: str = "schema") -> str:
         """Return JSON that matches a schema. Unless `strict`, keywords that can't be enforced are ignored with a
@@ -195,7 +263,7 @@ class Lark:
         Raises:
             InvalidRequestError: the schema is nested too deeply, or holds such a keyword.
         """
-        enforced = self.enforceable(schema, strict, field)
+        enforced = self.enforceable(_without_unused(schema), strict, field)
         try:
             text = orjson.dumps({**enforced, "x-guidance": {**_COMPACT, "lenient": not strict}}).decode()
         except TypeError as error:
@@ -215,7 +283,7 @@ class Lark:
         sentences = [f"{field}: {whose}{sentence}" for sentence in part.left_out]
         if strict and sentences:
             raise InvalidRequestError(sentences[0], field=field)
-        self.warnings += [sentence for sentence in sentences if sentence not in self.warnings]
+        self.warnings |= dict.fromkeys(sentences)
         return part.schema
 
     def regex(self, pattern: str) -> str:
@@ -237,4 +305,4 @@ class Lark:
 
 
 def _quote(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")

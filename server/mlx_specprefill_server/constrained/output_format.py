@@ -12,6 +12,7 @@ import orjson
 from mlx_specprefill import Constraint
 
 from ..errors import refusal
+from ..nesting import loads
 from .lark import Lark
 from .tool_choice import ToolChoice, calls_rule, forced_tools, has_grammar
 
@@ -85,7 +86,8 @@ def constraint_of(
         if tool_format == "harmony":
             raise refusal(output.field, "this model answers in channels; use a JSON schema, a regex or a choice")
         return Constraint(output.value, output.field, reasoning_end)
-    lark = Lark(special or {})
+    field = "tools" if output is None or forced else output.field
+    lark = Lark(special or {}, field)
     possible = forced or (tools if tool_choice == "auto" and has_grammar(tool_format) else ())
     rules = [calls_rule(lark, possible, tool_format, parallel and isinstance(tool_choice, str))] if possible else []
     if output is not None and not forced:
@@ -95,8 +97,7 @@ def constraint_of(
         lark.define("NL", r"/\n{1,2}/")
     lark.define("start", f"{lines}({' | '.join(rules)})")
     if warnings is not None:
-        warnings += lark.warnings
-    field = "tools" if output is None or forced else output.field
+        warnings.extend(lark.warnings)
     return Constraint(lark.text(), field, reasoning_end)
 
 
@@ -157,7 +158,7 @@ def _json_or_text(value: Any, field: str) -> OutputFormat:
     """Read a schema as JSON or as text, which vLLM accepts too."""
     if isinstance(value, str):
         try:
-            value = orjson.loads(value)
+            value = loads(value)
         except orjson.JSONDecodeError as error:
             raise refusal(field, f"is not JSON: {error}") from error
     return _json(value, field)

@@ -167,7 +167,7 @@ def _without_extra_members(schema: Schema) -> Schema:
         out["properties"] = {
             n: _without_extra_members(inner) if isinstance(inner, dict) else inner for n, inner in properties.items()
         }
-        if _OPEN.isdisjoint(schema) and set(items_of(schema.get("required"))) <= set(properties):
+        if _OPEN.isdisjoint(schema) and all(name in properties for name in _required(schema)):
             out["additionalProperties"] = False
     return out
 
@@ -214,9 +214,13 @@ def _fields(schema: Schema) -> list[tuple[str, Schema, bool]]:
     """Yield name, schema and whether it is required, for each member of an object. References still resolve in each."""
     shared = _definitions(schema)
     properties = mapping_of(schema.get("properties"))
-    required = [name for name in items_of(schema.get("required")) if isinstance(name, str)]
-    names = dict.fromkeys([*properties, *required])
+    required = dict.fromkeys(_required(schema))
+    names = {**properties, **required}
     return [(name, {**shared, **mapping_of(properties.get(name))}, name in required) for name in names]
+
+
+def _required(schema: Schema) -> list[str]:
+    return [name for name in items_of(schema.get("required")) if isinstance(name, str)]
 
 
 def _definitions(schema: Schema) -> Schema:
@@ -290,13 +294,19 @@ def _gemma_object(lark: Lark, schema: Schema, quote: str) -> str:
     pairs: dict[bool, list[str]] = {True: [], False: []}
     for name, inner, required in _fields(schema):
         pairs[required].append(lark.rule("pair", f"{lark.literal(f'{name}:')} {_gemma_value(lark, inner, quote)}"))
-    more = [f'("," {pair})?' for pair in pairs[False]]
     if pairs[True]:
-        body = " ".join([' "," '.join(pairs[True]), *more])
+        body = " ".join([' "," '.join(pairs[True]), *(f'("," {pair})?' for pair in pairs[False])])
     else:
-        first = [" ".join([pair, *more[i + 1 :]]) for i, pair in enumerate(pairs[False])]
-        body = f"({' | '.join(first)})?" if first else ""
+        body = f"{_some_of(lark, pairs[False])}?" if pairs[False] else ""
     return lark.rule("object", f'"{{" {body} "}}"')
+
+
+def _some_of(lark: Lark, pairs: Sequence[str]) -> str:
+    """Return the rule of one or more of the pairs, in their order, with commas between. Halves keep it flat."""
+    if len(pairs) == 1:
+        return pairs[0]
+    first, second = (_some_of(lark, half) for half in (pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :]))
+    return lark.rule("some", f'{first} ("," {second})? | {second}')
 
 
 def _gemma_value(lark: Lark, schema: Schema, quote: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
@@ -109,8 +110,8 @@ async def create(
     warnings: list[str] = []
     constraint: Constraint | None = None
     if (output := body.output()) is not None:
-        constraint = constraint_of(output, special=service.vocabulary.special, warnings=warnings)
-        await service.compile(constraint)
+        build = partial(constraint_of, output, special=service.vocabulary.special, warnings=warnings)
+        constraint = await service.compiled(build)
     sampling = await sampling_params(service, body)
     prompts = await while_connected(request, _prompts(service, body))
     scored = body.logprobs if body.echo else None

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import asdict
 from functools import partial
-from itertools import islice
 from typing import Annotated, Any, TypeVar
 from uuid import uuid4
 
@@ -24,6 +23,7 @@ from starlette.types import Message, Receive, Scope, Send
 from .errors import ANTHROPIC_PATH, ApiError, error_response, refusal
 from .models.loader import Entry
 from .models.models import Models
+from .nesting import DEEPEST, is_too_deep
 from .report import DONE, EVENT_STREAM_HEADERS, PROGRESS_S, comment, data_event, named_event
 from .serving import Service, client_left, current_deadline, while_connected
 
@@ -34,9 +34,7 @@ SMALL = 1 << 16  # bytes of a body that can't exceed the limits below
 MOST_VALUES = 1 << 20  # values in one body; also the tokens of the longest prompt that models read today
 MOST_CONTAINERS = 1 << 16  # arrays and objects in one body: a conversation has a few per message
 MOST_MEMBERS = 1 << 15  # members of all objects in one body; each takes ten times as long to parse as a number
-DEEPEST = 250  # levels; a value may be written again, a little deeper, and orjson writes at most 254 levels
 LONGEST_NAME = 256  # characters of a model's name, which answers and logs repeat
-CONTAINERS = (list, dict)
 
 
 async def read_body(request: Request, limit: int) -> bytearray:
@@ -100,7 +98,7 @@ def parse_json(raw: bytes | bytearray) -> dict[str, Any]:
         raise ApiError(400, f"The body is not valid JSON: {error}", code="invalid_json") from error
     if not isinstance(body, dict):
         raise ApiError(400, "The body must be a JSON object.", code="invalid_json")
-    if next(islice(_levels(body), DEEPEST, None), None):
+    if is_too_deep(body):
         raise ApiError(400, f"The body is nested too deeply: more than {DEEPEST} levels.", code="invalid_json")
     check_model_name(body.get("model"))
     return {name: value for name, value in body.items() if value is not None}
@@ -131,19 +129,6 @@ def _refuse_many_values(raw: bytes | bytearray) -> None:
             raise ApiError(400, f"The body holds more than {limits}.", code="invalid_value")
         end = text.find(b'"', start + 1)
         at = end + 1 if end >= 0 else len(text)
-
-
-def _levels(body: dict[str, Any]) -> Iterator[list[Any]]:
-    """Yield the arrays and objects of each level of nesting, from the outside in."""
-    level: list[Any] = [body]
-    while level:
-        yield level
-        level = [
-            value
-            for container in level
-            for value in (container.values() if isinstance(container, dict) else container)
-            if type(value) in CONTAINERS
-        ]
 
 
 def validate(model: type[Model], body: dict[str, Any]) -> Model:

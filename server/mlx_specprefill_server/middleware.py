@@ -50,7 +50,7 @@ class PathMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             path = scope["path"].rstrip("/") or "/"
-            scope["path"] = f"/v1{path}" if path.split("/")[1] in VERSIONED else path
+            scope["path"] = f"/v1{path}" if path[1:].partition("/")[0] in VERSIONED else path
         await self._app(scope, receive, send)
 
 

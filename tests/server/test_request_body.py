@@ -19,6 +19,7 @@ from mlx_specprefill_server import dependencies
 from mlx_specprefill_server.anthropic import messages
 from mlx_specprefill_server.app import create_app
 from mlx_specprefill_server.errors import ApiError
+from mlx_specprefill_server.nesting import DEEPEST
 from mlx_specprefill_server.openai import chat, completions, responses
 from mlx_specprefill_server.routes import prompts
 from mlx_specprefill_server.settings import Settings
@@ -141,9 +142,9 @@ def test_nesting_is_limited_in_arrays_and_objects_alike() -> None:
     def nested(levels: int) -> bytearray:
         return bytearray(b'{"a": ' + b'[{"b": ' * (levels // 2) + b"1" + b"}]" * (levels // 2) + b"}")
 
-    dependencies.parse_json(nested(dependencies.DEEPEST - 2))
+    dependencies.parse_json(nested(DEEPEST - 2))
     with pytest.raises(ApiError, match="nested too deeply"):
-        dependencies.parse_json(nested(dependencies.DEEPEST))
+        dependencies.parse_json(nested(DEEPEST))
 
 
 TALK = [{"role": "user", "content": "a"}]

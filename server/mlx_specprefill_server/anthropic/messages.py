@@ -18,6 +18,7 @@ from ..dependencies import ModelDep, body_of
 from ..errors import JsonResponse, anthropic_body
 from ..generation.generation import Generation
 from ..middleware import IdentityDep
+from ..nesting import loads
 from ..report import ProgressReporter, Report, named_event
 from ..serving import Service, count_tokens, serve
 from .protocol import CountRequest, MessagesRequest, refuse
@@ -126,7 +127,7 @@ class BlockWriter:
 def _arguments(text: str) -> dict[str, Any]:
     """Return whole arguments as an object. Arguments of a call that was cut off are no JSON and can't be passed on."""
     try:
-        arguments = orjson.loads(text)
+        arguments = loads(text)
     except orjson.JSONDecodeError:
         return {}
     return arguments if isinstance(arguments, dict) else {}

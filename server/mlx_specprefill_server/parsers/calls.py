@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 
 from ..deltas import CallDelta, CallEnd, CallStart, ContentDelta
+from ..nesting import loads
 from .base import Cursor, MalformedError, Reading, Tools, ahead, find_first, peek, skip
 
 KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
@@ -62,7 +63,7 @@ def _kind(value: Any) -> str:
 def _parse(text: str) -> Any:
     """Parse JSON, or a Python literal, which models sometimes write."""
     try:
-        return orjson.loads(text)
+        return loads(text)
     except orjson.JSONDecodeError:
         pass
     try:

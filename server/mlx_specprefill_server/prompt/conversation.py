@@ -14,6 +14,7 @@ from typing import Any, Literal
 import orjson
 
 from ..errors import refusal, require
+from ..nesting import loads
 
 Message = dict[str, Any]  # in the form of templates: role, content (str), and the role's other fields
 Ending = Literal["answer", "continue", "none"]
@@ -216,7 +217,7 @@ def _arguments(arguments: Any) -> dict[str, Any]:
     """
     if isinstance(arguments, str) and arguments.strip():
         try:
-            arguments = orjson.loads(arguments)
+            arguments = loads(arguments)
         except orjson.JSONDecodeError:
             return {"arguments": arguments}
     if isinstance(arguments, dict):

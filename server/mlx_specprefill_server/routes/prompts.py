@@ -24,6 +24,7 @@ from mlx_specprefill import (
 )
 
 from ..anthropic.protocol import CountRequest
+from ..constrained.lark import items_of, mapping_of
 from ..constrained.tool_choice import resolve_tool_choice
 from ..deltas import AnswerDone
 from ..dependencies import ModelDep, body_of, validate
@@ -213,7 +214,7 @@ def _conversation(body: Mapping[str, Any]) -> Conversation:
     asked: ResponsesRequest | CountRequest | ChatRequest
     if "input" in body or "instructions" in body:
         asked = validate(ResponsesRequest, {"input": ASKS["content"], **body})
-    elif "system" in body or any("input_schema" in tool for tool in body.get("tools", ()) if isinstance(tool, dict)):
+    elif "system" in body or any("input_schema" in mapping_of(tool) for tool in items_of(body.get("tools"))):
         asked = validate(CountRequest, {**body, "messages": body.get("messages") or [ASKS]})
     else:
         asked = validate(ChatRequest, {**body, "messages": _with_a_user(body.get("messages"))})

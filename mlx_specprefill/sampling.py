@@ -31,6 +31,7 @@ _RANGES = (
 # A smaller share is 0 in float32, and would exclude even the likeliest token.
 _LEAST_SHARE = 1e-9
 _HIGHEST_XTC = 0.5  # two tokens can't both be above it
+_LONGEST_BAD_WORD = 1024  # tokens; every generated token is compared with all of them, at the length of the longest
 
 
 def check_sampling(params: SamplingParams, vocab_size: int) -> None:
@@ -56,6 +57,9 @@ def _check_ids(params: SamplingParams, vocab_size: int) -> None:
         raise InvalidRequestError("allowed_token_ids must not be empty", field="allowed_token_ids")
     if not all(params.bad_words):
         raise InvalidRequestError("bad_words must not have an empty sequence", field="bad_words")
+    if (longest := max(map(len, params.bad_words), default=0)) > _LONGEST_BAD_WORD:
+        message = f"bad_words: a sequence has {longest} tokens, more than {_LONGEST_BAD_WORD}"
+        raise InvalidRequestError(message, field="bad_words")
     named = {
         "allowed_token_ids": params.allowed_token_ids or (),
         "bad_words": [token for word in params.bad_words for token in word],

@@ -146,6 +146,7 @@ UNLIMITED = -1  # tokens, as llama.cpp's clients write "no limit"
 MAX_STOPS = 64
 MAX_STOP_IDS = 1024
 MAX_BAD_WORDS = 256
+LONGEST_BAD_WORD = 200  # characters; each token of an answer is compared with all of them
 
 MaxTokens = Annotated[Whole, Field(ge=0)]
 
@@ -166,6 +167,8 @@ def _words(value: Any) -> tuple[str, ...]:
         raise ValueError("must be an array of texts that are not blank")
     if len(value) > MAX_BAD_WORDS:
         raise ValueError(f"at most {MAX_BAD_WORDS} are supported")
+    if any(len(word) > LONGEST_BAD_WORD for word in value):
+        raise ValueError(f"each must have at most {LONGEST_BAD_WORD} characters")
     return tuple(value)
 
 

@@ -45,6 +45,15 @@ def _split_list(value: Any) -> Any:
     return value
 
 
+def _keys(value: Any) -> Any:
+    """Return the keys of a list or of `a,b`. An empty one would let everybody in: it comes from an unset variable."""
+    keys = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+    texts = [key.get_secret_value() if isinstance(key, SecretStr) else key for key in keys]
+    if not all(isinstance(text, str) and text.strip() for text in texts):
+        raise ValueError("an API key must not be empty; is the variable set that it was taken from?")
+    return tuple(keys)
+
+
 UNITS = ("", "k", "m", "g", "t")
 SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", re.IGNORECASE)
 
@@ -60,7 +69,7 @@ def _size(value: Any) -> Any:
 
 
 Size = Annotated[int, BeforeValidator(_size), Field(ge=0)]
-Keys = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split_list)]
+Keys = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_keys)]
 Texts = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_list)]
 
 

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 import mlx_specprefill
 import mlx_specprefill_server
 from mlx_specprefill import EngineConfig
-from mlx_specprefill_server.settings import Settings
+from mlx_specprefill_server.settings import Settings, variable, what_is_wrong
 
 
 def test_the_defaults_are_the_librarys_but_for_the_measured_threshold(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,3 +106,16 @@ def test_bad_values_are_refused(bad: dict[str, Any]) -> None:
 
 def test_one_version() -> None:
     assert mlx_specprefill_server.__version__ == mlx_specprefill.__version__
+
+
+@pytest.mark.parametrize("name", ["api_keys", "admin_keys"])
+@pytest.mark.parametrize("given", ["", " ", ",", "a,", "a,,b", ("",), ("a", " "), [""]])
+def test_an_empty_key_is_refused_wherever_it_comes_from(monkeypatch: pytest.MonkeyPatch, name: str, given: Any) -> None:
+    """An unset variable would otherwise open the server to everybody."""
+    with pytest.raises(ValidationError, match="an API key must not be empty"):
+        Settings(**{name: given})
+    if isinstance(given, str):
+        monkeypatch.setenv(variable(name), given)
+        with pytest.raises(ValidationError) as refused:
+            Settings()
+        assert what_is_wrong(refused.value).startswith(f"{variable(name)}: an API key must not be empty")

@@ -99,6 +99,7 @@ def test_nothing_asked(body: dict[str, Any]) -> None:
         (openai_form({"schema": {}, "strict": 1}), "response_format.json_schema.strict"),
         (openai_form(1), "response_format.json_schema.schema"),
         ({"json_schema": "{"}, "json_schema"),
+        ({"json_schema": "{" + " " * (1 << 20) + "}"}, "json_schema"),
         ({"json_schema": "[]"}, "json_schema"),
         ({"structured_outputs": {"regex": 1}}, "structured_outputs.regex"),
         ({"structured_outputs": {"choice": "ab"}}, "structured_outputs.choice"),

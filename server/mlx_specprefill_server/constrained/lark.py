@@ -199,7 +199,7 @@ def _without_unused(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 # At most one space, where people write one. A model could fill its whole answer with free whitespace.
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-_LARGEST = 1 << 20  # characters of a grammar, as in the library; a larger one is not even built
+LARGEST = 1 << 20  # characters of a grammar, as in the library; a larger one is not even built
 _ESCAPED_OR_SPECIAL = re.compile(r"\\.|/|\n", re.DOTALL)
 
 
@@ -235,8 +235,8 @@ class Lark:
             InvalidRequestError: the grammar is too large.
         """
         self._size += len(body)
-        if self._size > _LARGEST:
-            raise refusal(self._field, f"the grammar has more than {_LARGEST} characters")
+        if self._size > LARGEST:
+            raise refusal(self._field, f"the grammar has more than {LARGEST} characters")
         self._rules[name] = body
         return name.partition("[")[0]
 

@@ -11,9 +11,9 @@ import orjson
 
 from mlx_specprefill import Constraint
 
-from ..errors import refusal
+from ..errors import refusal, require
 from ..nesting import loads
-from .lark import Lark
+from .lark import LARGEST, Lark
 from .tool_choice import ToolChoice, calls_rule, forced_tools, has_grammar
 
 Kind = Literal["json_object", "json_schema", "regex", "grammar", "choice"]
@@ -157,6 +157,7 @@ def _json(value: Any, field: str, strict: bool = False) -> OutputFormat:
 def _json_or_text(value: Any, field: str) -> OutputFormat:
     """Read a schema as JSON or as text, which vLLM accepts too."""
     if isinstance(value, str):
+        require(len(value) <= LARGEST, field, f"must have at most {LARGEST} characters")
         try:
             value = loads(value)
         except orjson.JSONDecodeError as error:

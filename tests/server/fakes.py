@@ -305,7 +305,7 @@ def report_of(request: GenerationRequest) -> PrefillReport:
 
 
 def _is_verified(request: GenerationRequest) -> bool:
-    return request.specprefill.verify is not None and bool(request.specprefill.enabled)
+    return request.specprefill.verify and bool(request.specprefill.enabled)
 
 
 def _token(token: int, count: int | None) -> TokenEvent:

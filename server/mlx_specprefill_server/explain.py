@@ -8,6 +8,8 @@ from typing import Any
 
 from mlx_specprefill import ChunkInfo, Inspection, TokenIds
 
+from .generation.reader import IncrementalDetokenizer, Vocabulary
+
 
 @dataclass(frozen=True, slots=True)
 class ExplainedChunk:
@@ -55,14 +57,9 @@ def _chunk(chunk: ExplainedChunk) -> dict[str, Any]:
 
 def _texts(tokenizer: Any, tokens: TokenIds, chunks: Sequence[ChunkInfo]) -> list[str]:
     """Return each chunk's text. A character that a chunk's border cuts belongs to the chunk that completes it."""
-    text = tokenizer.detokenizer
-    texts = []
-    for chunk in chunks:
-        for token in tokens[chunk.start : chunk.end].tolist():
-            text.add_token(token)
-        texts.append(text.last_segment)
-    text.finalize()
-    texts[-1] += text.last_segment
+    text = IncrementalDetokenizer(Vocabulary(tokenizer).decode)
+    texts = ["".join(map(text.push, tokens[chunk.start : chunk.end].tolist())) for chunk in chunks]
+    texts[-1] += text.finish()
     return texts
 
 

@@ -33,6 +33,7 @@ from mlx_specprefill import (
     keep_pct,
 )
 
+from .generation.reader import IncrementalDetokenizer, Vocabulary
 from .pair_loading import load_engine, make_settings
 from .pairs import Pair, PairsError, find_pair
 from .prompt.conversation import conversation
@@ -126,18 +127,22 @@ def stream_text(
     Raises:
         EngineClosedError: the engine stopped before.
     """
-    text = engine.pair.tokenizer.detokenizer
+    text = IncrementalDetokenizer(Vocabulary(engine.pair.tokenizer).decode, request.prompt)
+    pieces: list[str] = []
+
+    def show(piece: str) -> None:
+        pieces.append(piece)
+        on_text(piece)
+
     for event in engine.generate(request):
         match event:
             case Progress():
                 on_progress(event)
             case TokenEvent() if event.token not in request.stop_token_ids:
-                text.add_token(event.token)
-                on_text(text.last_segment)
+                show(text.push(event.token))
             case Finished() | Failed():
-                text.finalize()
-                on_text(text.last_segment)
-                return text.text, event
+                show(text.finish())
+                return "".join(pieces), event
     raise EngineClosedError("the engine stopped before the answer was complete")
 
 

@@ -27,51 +27,94 @@ from ..deltas import (
 )
 from ..parsers.base import Parser, overlap
 
-CONTEXT_TOKENS = 5  # tokens of the prompt: the first token's text (a leading space) depends on them
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+CONTEXT_TOKENS = 5  # before new tokens: the first token's text (a leading space) depends on them
 MOST_CONTEXT = 24  # tokens; cutting the context costs a decode, so it happens only every so often
-MOST_UNDECIDED = 8  # tokens; more undecodable ones are garbage, or the replacement character itself
-UNFINISHED_BYTES = 3  # bytes of an unfinished character, at most
+UNFINISHED_BYTES = 3  # bytes of an unfinished character, at most; a decoder shows one sign for all, or one for each
 
 Decode = Callable[[Sequence[int]], str]
 
 
 class IncrementalDetokenizer:
-    """The text of a growing list of tokens, never cut inside a character."""
+    """The text of a growing list of tokens, never cut inside a character.
+
+    Tokens are decoded behind some context. Two things end it early, since a run of single-byte tokens (`<0xE4>`) with
+    one wrong byte decodes to replacement characters only. A character that is not finished spoils those before it in
+    its run, which were returned already. A wrong byte would spoil all after it.
+    """
 
     def __init__(self, decode: Decode, prompt: Sequence[int] | TokenIds = ()) -> None:
         self._decode = decode
         self._tokens = [int(token) for token in prompt[-CONTEXT_TOKENS:]]
-        self._given = len(self._tokens)  # number of tokens whose text has been returned
-        self._given_text = decode(self._tokens)
+        while decode(self._tokens).startswith(REPLACEMENT):  # begins inside a character
+            del self._tokens[0]
+        self._given_text = decode(self._tokens)  # what has been returned of the tokens' text
+        self._border = len(self._tokens)  # number of tokens whose whole text has been returned
+        self._cut = 0  # a border with enough tokens behind it, once they are too many
 
     def push(self, token: int) -> str:
         self._tokens.append(token)
-        text = self._decode(self._tokens)
-        if not text.endswith(REPLACEMENT):
-            return self._take(len(self._tokens), text)
-        if len(self._tokens) - self._given < MOST_UNDECIDED:
-            return ""
-        count = len(self._tokens) - self._count_unfinished(text)
-        return self._take(count, self._decode(self._tokens[:count]))
+        text = self._text()
+        if text.endswith(REPLACEMENT) and (skipped := self._skip_wrong_bytes(text)):
+            return skipped
+        return self._take(text, _unsure(text))
 
     def finish(self) -> str:
-        return self._take(len(self._tokens), self._decode(self._tokens))
+        return self._take(self._text(), 0)
 
-    def _take(self, count: int, text: str) -> str:
-        """Return the new part of `text`, the text of the first `count` tokens. Keep the newest of them as context."""
-        new = text[len(self._given_text) :]
-        self._given, self._given_text = count, text
-        if count > MOST_CONTEXT:
-            del self._tokens[: count - CONTEXT_TOKENS]
-            self._given, self._given_text = CONTEXT_TOKENS, self._decode(self._tokens[:CONTEXT_TOKENS])
+    def _text(self) -> str:
+        """Decode the tokens. Forget the context if they spoil it."""
+        text = self._decode(self._tokens)
+        if text.startswith(self._given_text):
+            return text
+        self._forget(self._border)
+        return self._decode(self._tokens)
+
+    def _take(self, text: str, unsure: int) -> str:
+        """Return the new part of `text`, without its last `unsure` characters."""
+        sure = text[: max(len(text) - unsure, len(self._given_text))]
+        new = sure[len(self._given_text) :]
+        self._given_text = sure
+        if not unsure:
+            self._border = len(self._tokens)
+            if self._border <= MOST_CONTEXT - CONTEXT_TOKENS:
+                self._cut = self._border
+        if len(self._tokens) > MOST_CONTEXT:
+            self._shorten(unsure)
         return new
 
-    def _count_unfinished(self, text: str) -> int:
-        """Return the number of last tokens that may still become one character. A cut before them leaves the text
-        unchanged.
-        """
-        cuts = range(UNFINISHED_BYTES, 0, -1)
-        return next((n for n in cuts if self._decode(self._tokens[:-n]) + self._decode(self._tokens[-n:]) == text), 0)
+    def _shorten(self, unsure: int) -> None:
+        """Cut the context at a border. Without one, each token ends inside a character, and any place will do."""
+        self._forget(self._cut or len(self._tokens) - CONTEXT_TOKENS)
+        text = self._decode(self._tokens)
+        self._given_text = text[: len(text) - unsure]
+
+    def _skip_wrong_bytes(self, text: str) -> str:
+        """Return wrong bytes as such, and the text behind them. Forget them, so that they spoil no more."""
+        too_many = text.endswith(REPLACEMENT * (UNFINISHED_BYTES + 1))
+        for count in range(1, min(UNFINISHED_BYTES + 1, len(self._tokens) - self._border)):
+            behind = self._decode(self._tokens[-count:])
+            if REPLACEMENT in behind and not (too_many and count == UNFINISHED_BYTES):
+                continue  # may still become a character
+            before = self._decode(self._tokens[:-count])
+            if before + REPLACEMENT * count == text:
+                new = before[len(self._given_text) :]
+                self._forget(len(self._tokens) - count)
+                return new + self._take(behind, _unsure(behind))
+        return ""
+
+    def _forget(self, count: int) -> None:
+        """Forget the first `count` tokens."""
+        del self._tokens[:count]
+        self._border = max(0, self._border - count)
+        self._cut = 0
+        self._given_text = ""
+
+
+def _unsure(text: str) -> int:
+    """Return the number of last characters that may stand for an unfinished one."""
+    return min(len(text) - len(text.rstrip(REPLACEMENT)), UNFINISHED_BYTES)
 
 
 class StopMatcher:
@@ -105,10 +148,6 @@ class StopMatcher:
     def _release(self, count: int) -> str:
         shown, self._held = self._held[:count], self._held[count:]
         return shown
-
-
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Vocabulary:
@@ -157,12 +196,12 @@ class Vocabulary:
 
     def token_bytes(self, token: int) -> list[int]:
         """Return the UTF-8 bytes of a token, also when they are not a whole character."""
-        text = self.token_text(token)
-        if REPLACEMENT not in text:
-            return list(text.encode())
         piece = self._piece(token)
         if match := BYTE_TOKEN.fullmatch(piece):
             return [int(match[1], 16)]
+        text = self.token_text(token)
+        if REPLACEMENT not in text:
+            return list(text.encode())
         if all(char in self._bytes for char in piece):
             return [self._bytes[char] for char in piece]
         return list(text.encode())

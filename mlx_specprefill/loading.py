@@ -23,6 +23,7 @@ from .adapters.registry import adapter_for, architecture_of
 from .adapters.retrieval_heads import RetrievalDraft, known_heads, with_retrieval_heads
 from .adapters.staged import StagedModel
 from .adapters.text_mapping import TextMapping, mapping_between
+from .adapters.turn_ends import TURN_END
 from .config import DraftPlacement, DtypeName
 from .distributed.ranks import Ranks, broadcast
 from .errors import LoadError
@@ -132,6 +133,11 @@ class ModelPair:
         if self.mapping is not None:
             return "the draft has another tokenizer than the target: it can score prompts, not propose tokens"
         return self.draft
+
+    @property
+    def turn_end(self) -> str | None:
+        """Return the text behind an assistant's turn in the chat template, where no end token of the files is in it."""
+        return self.target_config.get(TURN_END)
 
     @cached_property
     def eos_token_ids(self) -> frozenset[int]:

@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 import re
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -19,17 +20,20 @@ from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
-from huggingface_hub import constants, parse_local_safetensors_file_metadata
-from huggingface_hub.errors import SafetensorsParsingError
+from huggingface_hub import constants, parse_local_safetensors_file_metadata, snapshot_download
+from huggingface_hub.errors import SafetensorsParsingError, StrictDataclassError
 from huggingface_hub.file_download import repo_folder_name
 from mlx.utils import tree_flatten
 from mlx_lm import load as mlx_load
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, hf_repo_to_path
+from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, hf_repo_to_path, load_config
+from mlx_lm.utils import _get_classes as classes_of
 from tokenizers import Tokenizer
 
 from .adapters.gguf import describe_gguf, is_gguf, load_gguf
 from .adapters.probe import FLOAT16_MAX, largest_hidden
+from .adapters.rope_names import check_rope_names, with_old_rope_names
+from .adapters.turn_ends import end_with_turns
 from .config import DtypeName
 from .distributed.ranks import Ranks
 from .errors import LoadError
@@ -40,16 +44,31 @@ def _text_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def context_length(config: dict[str, Any], tokenizer: TokenizerWrapper | None) -> int:
-    """Return the configured context, or the tokenizer's limit if that is smaller, in tokens. At most a million."""
+    """Return the configured context, or the tokenizer's limit if that is smaller, in tokens. At most a million.
+
+    YaRN multiplies the context that it was trained on, which `max_position_embeddings` does not have to contain. A
+    tokenizer's limit below that one is the unscaled context.
+    """
     known = _text_config(config)
     names = ("max_position_embeddings", "model_max_length", "max_seq_len", "seq_length", "n_positions", "n_ctx")
-    limits: list[int] = [_LONGEST] + [
-        known[name] for name in names if isinstance(known.get(name), int) and known[name] > 0
-    ]
+    limits = [known[name] for name in names if isinstance(known.get(name), int) and known[name] > 0]
+    window = min(limits, default=_LONGEST)
+    scaled = max(window, _yarn_context(known, window))
     stated = getattr(tokenizer, "model_max_length", None)
-    if isinstance(stated, int) and stated > 0:
-        limits.append(stated)
-    return min(limits)
+    if isinstance(stated, int) and stated > 0 and not stated <= window < scaled:
+        scaled = min(scaled, stated)
+    return min(scaled, _LONGEST)
+
+
+def _yarn_context(config: dict[str, Any], window: int) -> int:
+    """Return the context that YaRN makes, in tokens; 0 without it."""
+    scaling = config.get("rope_scaling")
+    if not isinstance(scaling, dict) or "yarn" not in str(scaling.get("rope_type") or scaling.get("type")):
+        return 0
+    factor, trained = scaling.get("factor"), scaling.get("original_max_position_embeddings") or window
+    if not isinstance(factor, int | float) or not isinstance(trained, int):
+        return 0
+    return int(factor * trained)
 
 
 def vocab_size(config: dict[str, Any], tokenizer: TokenizerWrapper) -> int:
@@ -133,6 +152,13 @@ def files_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
+_TOKENIZERS = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.*", "tekken.json", "tokenization_*.py")
+_SIZES = frozenset(
+    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads max_position_embeddings".split()
+)
+_NOT_MADE = (
+    TypeError, AttributeError, IndexError, AssertionError, ZeroDivisionError, StrictDataclassError,
+)  # fmt: skip
 LOADED_FILES = tuple(DEFAULT_ALLOW_PATTERNS)
 """Patterns of the repository files that loading needs."""
 
@@ -359,17 +385,50 @@ def _lazy(where: str | Path) -> Read:
     path = resolve_model_path(where)
     if path is None:
         log.info("%s is not in Hugging Face's cache: it is downloaded", where)
-    elif not (path / "config.json").is_file():
-        raise LoadError(f"{where}: no model here (config.json is missing)")
-    else:
-        try:
-            json.loads((path / "config.json").read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise LoadError(f"{path / 'config.json'}: {error}") from error
-    model, tokenizer, config = mlx_load(str(path or where), return_config=True, lazy=True)
-    if path is not None:
-        _split_as_declared(tokenizer, path)
+        path = Path(snapshot_download(str(where), allow_patterns=list(LOADED_FILES)))
+    stated = _read_config(path, where)
+    config = with_old_rope_names(stated)
+    if not any(file for pattern in _TOKENIZERS for file in path.glob(pattern)):
+        raise LoadError(f"{where}: no tokenizer here (tokenizer.json is missing)")
+    model_class, _ = classes_of(config)
+    check_rope_names(config, sys.modules[model_class.__module__])
+    changed = {name: value for name, value in config.items() if name not in stated or stated[name] != value}
+    try:
+        model, tokenizer, config = mlx_load(str(path), model_config=changed, return_config=True, lazy=True)
+    except _NOT_MADE as error:
+        raise LoadError(f"{where}: {_why_not_made(stated, error)}") from error
+    _split_as_declared(tokenizer, path)
+    end_with_turns(tokenizer, config)
     return model, tokenizer, config
+
+
+def _read_config(folder: Path, where: str | Path) -> dict[str, Any]:
+    """Return the contents of config.json, with the end tokens of generation_config.json."""
+    if not (folder / "config.json").is_file():
+        raise LoadError(f"{where}: no model here (config.json is missing)")
+    try:
+        config = load_config(folder)
+    except (ValueError, TypeError) as error:
+        raise LoadError(f"{folder / 'config.json'}: {error}") from error
+    if not isinstance(config, dict):
+        raise LoadError(f"{folder / 'config.json'}: it holds no object")
+    if "model_type" not in config:
+        raise LoadError(f"{where}: config.json states no model_type")
+    return config
+
+
+def _why_not_made(config: dict[str, Any], error: Exception) -> str:
+    """Return why mlx-lm can't make a model of this configuration."""
+    text = _text_config(config)
+    empty = [name for name, value in text.items() if value is None and name in _SIZES]
+    if empty:
+        return f"config.json states no {' and no '.join(empty)}"
+    missing = re.search(r"missing \d+ required .*?: (.*)", str(error))
+    return (
+        f"config.json states no {missing[1].replace(chr(39), '')}"
+        if missing
+        else f"mlx-lm can't make this model: {error}"
+    )
 
 
 def _split_as_declared(tokenizer: TokenizerWrapper, folder: Path) -> None:
@@ -404,11 +463,13 @@ def _read_gguf(path: Path, dtype: DtypeName, on_progress: OnProgress) -> Read:
     unpacked = dtype == "auto" and _on_cpu()
     wanted = mx.float32 if unpacked else _DTYPES.get(dtype)
     try:
-        return load_gguf(path, dtype=wanted, pack=not unpacked, on_progress=on_progress)
+        model, tokenizer, config = load_gguf(path, dtype=wanted, pack=not unpacked, on_progress=on_progress)
     except OSError as error:
         raise LoadError(f"{path}: {error.strerror or error}") from error
     except LoadError as error:
         raise LoadError(f"{path}: {error}") from error
+    end_with_turns(tokenizer, config)
+    return model, tokenizer, config
 
 
 def cast_model(model: nn.Module, dtype: DtypeName) -> None:

@@ -19,6 +19,7 @@ from mlx_lm.utils import _get_classes as classes_of
 
 from ..adapters.mtp import MTPHead
 from ..adapters.patches import install_patches
+from ..adapters.rope_names import with_old_rope_names
 from ..adapters.staged import StagedModel
 from ..cache.positioned import fill, leaves
 from ..config import EngineConfig
@@ -640,7 +641,7 @@ def blueprint(config: Mapping[str, Any], dtype: str = "bfloat16") -> Blueprint:
     Args:
         dtype: of the floating-point weights as they are loaded, by which the cache is stored.
     """
-    text = dict(config)
+    text = with_old_rope_names(config)
     context = context_length(text, None)
     try:
         model_class, arguments = classes_of(text)

@@ -33,7 +33,7 @@ from mlx_specprefill import (
     keep_pct,
 )
 
-from .generation.reader import IncrementalDetokenizer, Vocabulary
+from .generation.reader import IncrementalDetokenizer, StopMatcher, Vocabulary
 from .pair_loading import load_engine, make_settings
 from .pairs import Pair, PairsError, find_pair
 from .prompt.conversation import conversation
@@ -128,6 +128,7 @@ def stream_text(
         EngineClosedError: the engine stopped before.
     """
     text = IncrementalDetokenizer(Vocabulary(engine.pair.tokenizer).decode, request.prompt)
+    turn = StopMatcher([end for end in [engine.pair.turn_end] if end is not None])
     pieces: list[str] = []
 
     def show(piece: str) -> None:
@@ -139,9 +140,9 @@ def stream_text(
             case Progress():
                 on_progress(event)
             case TokenEvent() if event.token not in request.stop_token_ids:
-                show(text.push(event.token))
+                show(turn.push(text.push(event.token)))
             case Finished() | Failed():
-                show(text.finish())
+                show(turn.push(text.finish()) + turn.finish())
                 return "".join(pieces), event
     raise EngineClosedError("the engine stopped before the answer was complete")
 

@@ -77,6 +77,7 @@ class FakePair:
     draft_placement: str | None = None
     stages: Any = None
     dtype: str = "float32"
+    turn_end: str | None = None
     sampling: dict[str, Any] = field(default_factory=dict)
 
 

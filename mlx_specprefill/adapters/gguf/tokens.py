@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -34,6 +35,8 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 _ENDS = frozenset(
     "<|eot_id|> <|eom_id|> <|end_of_text|> <|im_end|> <|end|> <|endoftext|> <end_of_turn> <eos> </s> <EOT>".split()
 )
+# Names of control tokens, whatever their type: some converters store them as normal ones.
+_CONTROL_NAME = re.compile(r"<\|[^|\s]+\|>|<(?:start|end)_of_turn>")
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
@@ -138,7 +141,23 @@ def _vocabulary(metadata: Mapping[str, Any], rows: int) -> _Vocabulary:
         raise LoadError("its vocabulary has a token twice")
     if longest := next((token for token in tokens if len(token) > MAX_TOKEN), None):
         raise LoadError(f"its token {shorten(longest)} has more than {MAX_TOKEN} characters")
-    return _Vocabulary(tokens, types[:count], scores[:count] if scores else None, _read_list(metadata, "merges", str))
+    types = _with_controls(tokens, types[:count], str(metadata.get("tokenizer.chat_template")))
+    return _Vocabulary(tokens, types, scores[:count] if scores else None, _read_list(metadata, "merges", str))
+
+
+def _with_controls(tokens: Sequence[str], types: Sequence[int], template: str) -> list[int]:
+    """Return the types with the chat template's control tokens and those that end answers as such, as llama.cpp does.
+
+    A normal token would be read as its letters.
+    """
+    wrong = [
+        index
+        for index, (token, kind) in enumerate(zip(tokens, types, strict=True))
+        if kind in (_NORMAL, _USER_DEFINED) and _CONTROL_NAME.fullmatch(token) and (token in template or token in _ENDS)
+    ]
+    if wrong:
+        log.warning("%s: no control tokens by their type, read as such", ", ".join(tokens[index] for index in wrong))
+    return [_CONTROL if index in set(wrong) else kind for index, kind in enumerate(types)]
 
 
 def _read_list(metadata: Mapping[str, Any], name: str, kind: type) -> list[Any] | None:

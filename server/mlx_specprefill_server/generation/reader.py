@@ -230,9 +230,9 @@ class AnswerReader:
             dropped.
         with_tokens: each delta carries the tokens that begin in its text.
         every_token: tokens at the very end that decode to nothing come with an empty text.
+        turn_end: a text that ends the answer like an end token, and is not shown.
 
     Attributes:
-        over: no further token is wanted; the engine can stop.
         completion_tokens: number of tokens, up to the one that completed a stop string.
         marks: of the calls, in order.
     """
@@ -248,6 +248,7 @@ class AnswerReader:
         forced: bool = False,
         with_tokens: bool = False,
         every_token: bool = False,
+        turn_end: str | None = None,
     ) -> None:
         self._detokenizer = detokenizer
         self._parser = parser
@@ -257,11 +258,12 @@ class AnswerReader:
         self._distinct = _DistinctCalls() if forced else None
         self._tokens = _Tokens() if with_tokens else None
         self._every_token = every_token
+        self._turn = None if turn_end is None else StopMatcher((turn_end,))
         self._new_ids: list[int] = []
         self._calls = 0  # number of calls that are not broken
         self._reasoning_tokens = 0
         self.completion_tokens = 0
-        self.over = False
+        self._cut = False  # the request wants no more of the answer
         self.marks: list[Mark] = []
         self._told = 0  # tokens up to the last delta
 
@@ -275,7 +277,18 @@ class AnswerReader:
         if self._tokens is not None:
             self._tokens.add(event)
             self._new_ids.append(event.token)
-        return self._mark(self._read(self._detokenizer.push(event.token)))
+        return self._mark(self._read(self._in_turn(self._detokenizer.push(event.token))))
+
+    @property
+    def over(self) -> bool:
+        """Return whether no further token is wanted; the engine can stop."""
+        return self._cut or (self._turn is not None and self._turn.matched is not None)
+
+    def _in_turn(self, text: str) -> str:
+        """Return what can be read now of newly decoded text, up to the turn's end."""
+        if self._tokens is not None:
+            self._tokens.decoded += len(text)
+        return text if self._turn is None else self._turn.push(text)
 
     def _mark(self, deltas: list[ContentDelta]) -> list[ContentDelta]:
         """Note the places of calls."""
@@ -286,14 +299,15 @@ class AnswerReader:
 
     def finish(self, event: Finished | Failed, report: PrefillReport) -> list[AnswerDelta]:
         """Return the rest of the answer and its end."""
-        deltas: list[AnswerDelta] = [] if self.over else [*self._read(self._detokenizer.finish())]
+        text = self._in_turn(self._detokenizer.finish()) + ("" if self._turn is None else self._turn.finish())
+        deltas: list[AnswerDelta] = [] if self._cut else [*self._read(text)]
         ended = isinstance(event, Finished) and (self.over or event.reason == "stop")
-        if self._parser.thinking and not self.over:
+        if self._parser.thinking and not self._cut:
             self._reasoning_tokens = self.completion_tokens
-        if not self.over:
+        if not self._cut:
             deltas += self._mark(self._limit(self._parser.finish(ended)))
         deltas += self._release(self._stop.finish())
-        if self._every_token and self._tokens is not None and not self.over and (tokens := self._tokens.rest()):
+        if self._every_token and self._tokens is not None and not self._cut and (tokens := self._tokens.rest()):
             deltas.append(TextDelta("", tokens))
         if ended:
             return [*deltas, self._done("tool_calls" if self._calls else "stop", report)]
@@ -314,8 +328,6 @@ class AnswerReader:
     def _read(self, text: str) -> list[ContentDelta]:
         if not text:
             return []
-        if self._tokens is not None:
-            self._tokens.decoded += len(text)
         thinking = self._parser.thinking
         deltas = self._limit(self._parser.push(text))
         if thinking or self._parser.thinking:
@@ -328,8 +340,8 @@ class AnswerReader:
         for delta in parsed:
             for wanted in self._wanted(delta):
                 out += [wanted] if self._distinct is None else self._distinct.push(wanted)
-            self.over = self.over or (self._distinct is not None and self._distinct.repeated)
-            if self.over:
+            self._cut = self._cut or (self._distinct is not None and self._distinct.repeated)
+            if self._cut:
                 break
         return out
 
@@ -347,7 +359,7 @@ class AnswerReader:
             case CallDelta():
                 yield delta
             case CallEnd():
-                self.over = not self._parallel
+                self._cut = not self._parallel
                 yield delta
             case CallBroken():
                 self._calls -= 1
@@ -363,7 +375,7 @@ class AnswerReader:
         if self._tokens is not None:
             self._tokens.hold(delta)
         yield from self._release(self._stop.push(delta.text))
-        self.over = self._stop.matched is not None
+        self._cut = self._stop.matched is not None
 
     def _release(self, text: str) -> list[TextDelta]:
         tokens = () if self._tokens is None else self._tokens.release(len(text))

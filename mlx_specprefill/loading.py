@@ -134,6 +134,17 @@ class ModelPair:
             return "the draft has another tokenizer than the target: it can score prompts, not propose tokens"
         return self.draft
 
+    @cached_property
+    def draft_vocab(self) -> int | None:
+        """Return the rows of the draft's embedding, which may not be those of the target's; None without one."""
+        return None if self.draft_config is None else vocab_size(self.draft_config, self.draft_tokenizer)
+
+    @cached_property
+    def readable_vocab(self) -> int:
+        """Return the number of token ids that a prompt may have: both models read it."""
+        shared = self.draft_vocab if self.mapping is None else None
+        return self.vocab_size if shared is None else min(self.vocab_size, shared)
+
     @property
     def turn_end(self) -> str | None:
         """Return the text behind an assistant's turn in the chat template, where no end token of the files is in it."""

@@ -47,7 +47,7 @@ def with_old_rope_names(config: Mapping[str, Any]) -> dict[str, Any]:
         found = {name: value for name, value in found.items() if named.get(name) is None}
     if named.get("original_max_position_embeddings") is not None:
         found.pop("original_max_position_embeddings", None)
-    if "rotary_dim" not in named and "head_dim" in named and _SHARES[0] in found:
+    if "rotary_dim" not in named and named.get("head_dim") is not None and _SHARES[0] in found:
         found["rotary_dim"] = round(named["head_dim"] * found[_SHARES[0]])
     return named | found
 

@@ -430,7 +430,7 @@ def check_request(request: GenerationRequest, pair: ModelPair) -> None:
         raise InvalidRequestError("max_tokens must be at least 1", field="max_tokens")
     if M + request.max_tokens > pair.context_length:
         raise ContextLengthError(M, request.max_tokens, pair.context_length)
-    if request.prompt.min() < 0 or request.prompt.max() >= pair.vocab_size:
+    if request.prompt.min() < 0 or request.prompt.max() >= pair.readable_vocab:
         raise InvalidRequestError("the prompt has token ids outside the vocabulary", field="prompt")
     if not 0 <= request.min_tokens <= request.max_tokens:
         raise InvalidRequestError("min_tokens must be between 0 and max_tokens", field="min_tokens")

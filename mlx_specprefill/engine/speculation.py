@@ -126,6 +126,7 @@ class AnswerDrafter:
                 draft=self._pair.draft,
                 draft_cache=self.cache,
                 reader=self.reader,
+                draft_vocab=self._pair.draft_vocab,
             )
         except RequestCancelled:
             raise

@@ -118,15 +118,17 @@ class Drafter(Proposer):
 
     Args:
         cache: holds the prompt, or the part that the model has read.
+        vocab_size: rows of its embedding. The target may have more: it reads its last row for tokens without one.
 
     Attributes:
         held: generated tokens in the cache.
     """
 
-    def __init__(self, model: nn.Module, cache: list[Any], gamma: int) -> None:
+    def __init__(self, model: nn.Module, cache: list[Any], gamma: int, vocab_size: int | None = None) -> None:
         self.model = model
         self.cache = cache
         self.gamma = gamma
+        self._vocab_size = vocab_size
         self.held = 0
         self._snapshot: Snapshot | None = None
         self._settled = 0  # tokens that can't be taken back
@@ -151,7 +153,10 @@ class Drafter(Proposer):
         return logits
 
     def _feed(self, tokens: Sequence[int]) -> mx.array:
-        logits: mx.array = self.model(mx.array([list(tokens)]), cache=self.cache)[:, -1, :]
+        ids = mx.array([list(tokens)])
+        if self._vocab_size is not None:
+            ids = mx.minimum(ids, self._vocab_size - 1)
+        logits: mx.array = self.model(ids, cache=self.cache)[:, -1, :]
         self.held += len(tokens)
         return logits
 

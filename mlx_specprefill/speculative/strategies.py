@@ -35,6 +35,7 @@ def make_proposer(
     draft: nn.Module | None,
     draft_cache: list[Any],
     reader: PromptReader | None,
+    draft_vocab: int | None = None,
 ) -> Generator[Progress, None, Proposer]:
     """Make the strategy's proposer. Yields between forwards.
 
@@ -42,6 +43,7 @@ def make_proposer(
         cache: the target's, which holds the prompt.
         draft: the small model; `draft_cache` holds exactly the prompt if the model has read it.
         reader: the target's MTP head, which has read the prompt along with it.
+        draft_vocab: rows of the draft's embedding, if the target may have more.
 
     Raises:
         SparseUnsupportedError: the target's cache has nothing to retrieve from.
@@ -54,8 +56,8 @@ def make_proposer(
     assert draft is not None
     if strategy == "triforce":
         ends = yield from read_ends(draft, prompt, config.sinks, config.window)
-        return TriForceProposer(target, cache, config, Drafter(draft, ends, config.gamma1))
-    return Drafter(draft, draft_cache, config.gamma)
+        return TriForceProposer(target, cache, config, Drafter(draft, ends, config.gamma1, draft_vocab))
+    return Drafter(draft, draft_cache, config.gamma, draft_vocab)
 
 
 def refusal(

@@ -96,6 +96,7 @@ class TokenSampler:
 
     Args:
         params: with temperature 0 every distribution is a single token.
+        vocab_size: V, the columns of the target's logits.
         processors: functions of (generated tokens so far, logits (1, V)).
         grammar: the answer's grammar, at its start; `commit` advances it.
         stops: ids that end the answer.
@@ -128,12 +129,18 @@ class TokenSampler:
         return choose(logits, history, self._sampler, self._processors)[0]
 
     def distributions(self, logits: mx.array, before: Sequence[int], fed: Sequence[int] = ()) -> list[Distribution]:
-        """Return the distribution of each row of logits (1 + F, V). Row i follows `before` and the first i of `fed`.
+        """Return the distribution of each row of logits (1 + F, V'). Row i follows `before` and the first i of `fed`.
+
+        A draft's embedding may be padded to other rows than the target's. Tokens that only one of them has are never
+        proposed: distributions are over the target's V tokens, and those that the draft lacks have probability 0.
 
         Raises:
             InvalidRequestError: the grammar has become too complex to follow.
         """
         rows = logits.astype(mx.float32)
+        if rows.shape[-1] != self._size:
+            rows = rows[:, : self._size]
+            rows = mx.pad(rows, [(0, 0), (0, self._size - rows.shape[-1])], constant_values=-mx.inf)
         if self.grammar is not None:
             rows = mx.where(self._grammar_mask(self.grammar, before, fed, rows.shape[-1]), rows, -mx.inf)
         if self._processors:

@@ -102,7 +102,7 @@ def speculate(
     vocab = logits.shape[-1]
     sampler = TokenSampler(row.sampling, vocab, logits_processors(row.sampling))
     sampler.rng = rng or sampler.rng
-    inputs = {"draft": draft, "draft_cache": reading, "reader": reader}
+    inputs = {"draft": draft, "draft_cache": reading, "reader": reader, "draft_vocab": getattr(draft, "rows", None)}
     proposer = finish(make_proposer(strategy, model, prompt_cache, row.prompt, config, **inputs))
     running = SpeculativeRow(
         model, prompt_cache, logits, proposer, sampler, Limits(count, stops), logprobs=row.logprobs
@@ -216,10 +216,10 @@ def test_penalties_follow_the_text_inside_a_proposal(name: str, strategy: Strate
 
 
 def true_distribution(
-    target: Any, prompt: tuple[int, ...], params: SamplingParams, count: int
+    target: Any, prompt: tuple[int, ...], params: SamplingParams, count: int, size: int = 2
 ) -> dict[tuple[int, ...], float]:
     """The target's own distribution of the first `count` tokens, from plain forwards over the whole text."""
-    sampler, distribution = TokenSampler(params, 2), {(): 1.0}
+    sampler, distribution = TokenSampler(params, size), {(): 1.0}
     for _ in range(count):
         longer: dict[tuple[int, ...], float] = {}
         for text, weight in distribution.items():
@@ -236,8 +236,8 @@ def chosen_on_the_host(sampler: TokenSampler, logits: mx.array, before: Sequence
 
 
 @cache
-def two_tokens(name: str, seed: int) -> Any:
-    shape = {"vocab_size": 2, "num_hidden_layers": 2}
+def two_tokens(name: str, seed: int, size: int = 2) -> Any:
+    shape = {"vocab_size": size, "num_hidden_layers": 2}
     changes = {"text_config": {**CONFIGS[name]["text_config"], **shape}} if name in HEADED else shape
     return tiny_model(name, seed, **changes)
 
@@ -269,3 +269,60 @@ def test_the_running_code_has_the_targets_distribution(
 
     error = total_variation(enumerate_distribution(answer), true_distribution(small[0], prompt, params, 3))
     assert error > 1e-3 if mutated else error < 1e-5
+
+
+@pytest.mark.parametrize("sizes", [(2, 3), (3, 2), (2, 4)], ids=lambda sizes: f"{sizes[0]} and {sizes[1]} rows")
+@pytest.mark.parametrize("strategy", ["draft", "triforce", "ngram"])
+def test_models_with_other_padding_have_the_targets_distribution(
+    strategy: StrategyName, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Target and draft have another number of rows. A row that does not exist is never read."""
+    target, draft = two_tokens("llama", 0, sizes[0]), two_tokens("llama", 9, sizes[1])
+    monkeypatch.setitem(globals(), "model_of", lambda name, seed=0: target)
+    monkeypatch.setattr(TokenSampler, "choose", chosen_on_the_host)
+    params = SamplingParams(temperature=1.5)
+    prompt = tuple(np.random.default_rng(1).integers(0, 2, 24).tolist())
+    config = replace(SMALL, budget=8, chunk=2, gamma=1, gamma1=1, gamma2=1)
+
+    def answer(rng: Rng) -> tuple[int, ...]:
+        row = Row(prompt, None, params)
+        events, _ = speculate("llama", strategy, row, config, checked(draft, sizes[1]), count=2, rng=rng)
+        return tuple(tokens(events))
+
+    expected = true_distribution(target, prompt, params, 2, sizes[0])
+    assert total_variation(enumerate_distribution(answer), expected) < 1e-5
+
+
+class checked:  # noqa: N801 - stands for the model
+    """A draft that refuses to read a token without a row."""
+
+    def __init__(self, model: Any, rows: int) -> None:
+        self._model, self.rows = model, rows
+
+    def __call__(self, ids: mx.array, **more: Any) -> mx.array:
+        assert int(ids.max()) < self.rows
+        logits: mx.array = self._model(ids, **more)
+        return logits
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+V = 12
+
+
+@pytest.mark.parametrize("rows", [V - 3, V, V + 5])
+def test_a_proposed_distribution_is_over_the_targets_tokens(rows: int) -> None:
+    """What only one model has is never proposed: the other rows, normalised."""
+    logits = mx.array(np.random.default_rng(0).normal(size=(3, rows)).astype(np.float32))
+    both = min(rows, V)
+    weights = np.exp(np.array(logits)[:, :both].astype(np.float64))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    for params in (SamplingParams(), SamplingParams(top_k=2, top_p=0.9), SamplingParams(logit_bias={V - 1: 3.0})):
+        got = TokenSampler(params, V, logits_processors(params)).distributions(logits, [1])
+        assert [part.shape for part in got] == [(V,)] * 3
+        assert all(part[both:].sum() == 0 for part in got)
+        if params == SamplingParams():
+            np.testing.assert_allclose(np.array(got)[:, :both], weights, rtol=1e-5)
+    (certain,) = TokenSampler(SamplingParams(temperature=0), V).distributions(logits[:1], [])
+    assert certain == int(np.argmax(np.array(logits)[0, :both]))

@@ -21,11 +21,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from tokenizers import Encoding, Tokenizer
+from tokenizers import Tokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from ..errors import PairMismatchError, SparseUnsupportedError
 from ..request import TokenIds
+from .backend import encode_text
 
 Piece = Callable[[str], bytes]
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
@@ -72,7 +73,7 @@ class TokenBytes(dict[int, bytes]):
     def agrees(self, text: str) -> bool:
         """Return whether this text's tokens stand for the text that the tokenizer decodes, special tokens aside."""
         special = {index for index, token in self._backend.get_added_tokens_decoder().items() if token.special}
-        ids = [token for token in self._backend.encode(text, add_special_tokens=False).ids if token not in special]
+        ids = [token for token in encode_text(self._backend, text)[0] if token not in special]
         text_of_bytes = self.read(ids)[0].decode(errors="replace")
         return text_of_bytes.strip(" ") == str(self._backend.decode(ids, skip_special_tokens=False)).strip(" ")
 
@@ -228,7 +229,7 @@ class TextMapping:
     def _start_tokens(self) -> list[int]:
         """Return the tokens that the draft's tokenizer puts before a text."""
         self._backend.encode_special_tokens = True
-        alone, whole = (self._backend.encode("a", add_special_tokens=added).ids for added in (False, True))
+        alone, whole = (encode_text(self._backend, "a", around=added)[0] for added in (False, True))
         count = next((at for at in range(len(whole)) if whole[at : at + len(alone)] == alone), 0)
         return list(whole[:count])
 
@@ -238,34 +239,34 @@ class TextMapping:
         Raises:
             SparseUnsupportedError: there are none.
         """
-        encoding = self._encode(text)
+        ids, offsets = self._encode(text)
         data = text.encode()
-        own, own_ends = self._draft.read(encoding.ids)
+        own, own_ends = self._draft.read(ids)
         exact = _align_ends(own, own_ends, data)
         if exact is not None:
-            return encoding.ids, exact
-        pieces = _pieces(text, encoding.offsets)
+            return ids, exact
+        pieces = _pieces(text, offsets)
         ends = _divide_bytes(np.repeat(pieces.ends, np.diff(pieces.stops, prepend=0)))
         for tokens, stands in pieces:
             before = int(own_ends[tokens.start - 1]) if tokens.start else 0
             exact = _align_ends(own[before : own_ends[tokens.stop - 1]], own_ends[tokens] - before, data[stands])
             if exact is not None:
                 ends[tokens] = exact + stands.start
-        return encoding.ids, ends
+        return ids, ends
 
-    def _encode(self, text: str) -> Encoding:
+    def _encode(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         self._backend.encode_special_tokens = True  # other users of the tokenizer may have set it
-        encoding = self._backend.encode(text, add_special_tokens=False)
-        if not encoding.ids:
+        ids, offsets = encode_text(self._backend, text)
+        if not ids:
             raise SparseUnsupportedError("the prompt has no text that the draft could read")
-        return encoding
+        return ids, offsets
 
     def _aligned_share(self, tokens: TokenIds) -> float:
         text = _decode(self._target.read(tokens)[0])
-        encoding, data = self._encode(text), text.encode()
+        (ids, offsets), data = self._encode(text), text.encode()
         good = 0
-        for of_piece, stands in _pieces(text, encoding.offsets):
-            says = b"".join(self._draft[token] for token in encoding.ids[of_piece])
+        for of_piece, stands in _pieces(text, offsets):
+            says = b"".join(self._draft[token] for token in ids[of_piece])
             good += (stands.stop - stands.start) * self._same(data[stands], says)
         return good / len(data)
 

@@ -54,9 +54,9 @@ def saved_by_transformers_5(config: dict[str, Any]) -> dict[str, Any]:
     config = copy.deepcopy(config)
     text = text_of(config)
     scaling = text.pop("rope_scaling", None) or {"rope_type": "default"}
-    settings = {name: value for name, value in scaling.items() if name != "type"} | {
-        "rope_theta": text.pop("rope_theta")
-    }
+    kind = scaling.get("rope_type") or scaling["type"]
+    scaling = {name: value for name, value in scaling.items() if name != "type"}
+    settings = scaling | {"rope_type": kind, "rope_theta": text.pop("rope_theta")}
     local = [text.pop(name) for name in LOCAL_NAMES if name in text]
     if "partial_rotary_factor" in text:
         settings["partial_rotary_factor"] = text.pop("partial_rotary_factor")

@@ -22,6 +22,8 @@ from typing import Any
 
 import orjson
 
+from mlx_specprefill import encode_text
+
 from ..errors import refusal
 from ..parsers.formats import THINK_TAGS, reasoning_tags
 from .conversation import Conversation, Message
@@ -196,10 +198,10 @@ class Encoder:
                 return ids, offsets
         if self._fast:
             coded, places = _replace_places(text, structure, self._names.__getitem__)
-            encoded = self._tokenizer_with_other_names().encode(coded, add_special_tokens=False)
-            if self._count(encoded.ids) == self._count_of(text, structure):
-                offsets = [(_move(a, places, structure), _move(b, places, structure)) for a, b in encoded.offsets]
-                return tuple(encoded.ids), offsets
+            coded_ids, moved = encode_text(self._tokenizer_with_other_names(), coded)
+            if self._count(coded_ids) == self._count_of(text, structure):
+                offsets = [(_move(a, places, structure), _move(b, places, structure)) for a, b in moved]
+                return tuple(coded_ids), offsets
         message = "this model's tokenizer can't read the names of control tokens as text; take them out"
         raise refusal(field, message)
 

@@ -458,7 +458,7 @@ def make_spec(
             forced=forced,
             with_tokens=body.with_ids() or request.logprobs is not None,
             every_token=every_token,
-            turn_end=service.engine.pair.turn_end,
+            turn_end=None if ignored else service.engine.pair.turn_end,
         )
 
     return AnswerSpec(request, reader)

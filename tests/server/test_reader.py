@@ -207,6 +207,30 @@ def test_an_empty_answer_has_only_an_end(reason: str) -> None:
     assert answer([], reason=reason)[0] == []
 
 
+def read_from(deltas: Sequence[object]) -> tuple[str, str, list[str]]:
+    """The text, the reasoning and the arguments of calls."""
+    thought = "".join(delta.text for delta in deltas if isinstance(delta, ReasoningDelta))
+    return text_of(deltas), thought, [delta.arguments for delta in deltas if isinstance(delta, CallEnd)]
+
+
+@pytest.mark.parametrize("cut", [1, 3, 50])
+@pytest.mark.parametrize(
+    "before", ["It is 42.", "<think>so</think>It is <42", CALL, "<tool_call>{", "<think>never closed"]
+)
+def test_a_spelled_turn_end_ends_the_answer_like_an_end_token(before: str, cut: int) -> None:
+    text = before + "<|im_end|>\n<|im_start|>user\nAnd what else?"
+    words = [text[at : at + cut] for at in range(0, len(text), cut)]
+    deltas, done = answer(words, turn_end="<|im_end|>")
+    expected, normal = answer([before], reason="stop")
+    assert read_from(deltas) == read_from(expected)
+    assert (done.finish_reason, done.stop_string, done.error) == (normal.finish_reason, None, None)
+    assert done.completion_tokens <= len(before + "<|im_end|>") // cut + 1
+
+
+def test_without_its_whole_end_nothing_of_a_turn_is_held_back() -> None:
+    assert text_of(answer(["a <|im_", "start|> <|im_en"], turn_end="<|im_end|>")[0]) == "a <|im_start|> <|im_en"
+
+
 # --- plain text, as completions have it -------------------------------------------------------------------------------
 
 TOKENIZER = byte_tokenizer()

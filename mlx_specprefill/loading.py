@@ -148,7 +148,8 @@ class ModelPair:
     @property
     def turn_end(self) -> str | None:
         """Return the text behind an assistant's turn in the chat template, where no end token of the files is in it."""
-        return self.target_config.get(TURN_END)
+        end: str | None = self.target_config.get(TURN_END)
+        return end
 
     @cached_property
     def eos_token_ids(self) -> frozenset[int]:

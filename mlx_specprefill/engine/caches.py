@@ -135,12 +135,14 @@ class EngineCaches:
             return None
         return self._try(_NOT_FOUND, lambda: cache.lookup(tokens, len(tokens) - 1, again, label, name), None)
 
-    def draft_prefix(self, tokens: Sequence[int] | TokenIds, label: CacheLabel) -> CacheHit | None:
-        """Return the longest prefix that the draft has read."""
+    def draft_prefix(
+        self, tokens: Sequence[int] | TokenIds, label: CacheLabel, again: bool = False
+    ) -> CacheHit | None:
+        """Return the longest prefix that the draft has read; `again` as in `target_prefix`."""
         cache = self._draft
         if cache is None:
             return None
-        return self._try(_NOT_FOUND, lambda: cache.lookup(tokens, len(tokens) - 1, label=label), None)
+        return self._try(_NOT_FOUND, lambda: cache.lookup(tokens, len(tokens) - 1, again, label), None)
 
     def covers(self, tokens: Sequence[int] | TokenIds, label: CacheLabel, selection_key: str | None = None) -> int:
         """Return the number of leading tokens that the target has cached now.

@@ -101,7 +101,7 @@ class PromptScorer:
             return mapped.scores((yield from self._by_draft(request, plan, mapped.task, mapped.task.question[0])))
         known = task.prompt.size - 1 if task.again.size else task.question[0]
         if hidden is not None:
-            task, known = replace(task, seen=hidden.keep), min(known, hidden.known)
+            task, known = replace(task, seen=hidden.keep, cuts=hidden.cuts), min(known, hidden.known)
         return (yield from self._by_draft(request, plan, task, known))
 
     def _task(self, request: GenerationRequest, plan: PrefillPlan, text: PromptText) -> ScoringInput:
@@ -131,8 +131,8 @@ class PromptScorer:
         keeper = request if self.pair.mapping is None else replace(request, spans=())  # spans count target tokens
         # The question is read anew even if it is cached: a hit must not change the scores.
         hit = self.caches.draft_prefix(prompt[: known + 1], label) if stored and known else None
-        empty = empty_draft_cache(draft, stored and self.pair.stages is not None)
-        task = replace(task, cache=empty if hit is None else hit.cache)
+        cache = empty_draft_cache(draft, stored and self.pair.stages is not None) if hit is None else hit.cache
+        task = replace(task, cache=cache, on_cut=lambda end: self.caches.keep_draft(prompt[:end], cache, keeper))
         scorer = scorer_for(plan.rule, self.pair.heads, self.config.scoring, self.pair.split)
         try:
             scores = yield from scorer.score(draft, task)
@@ -320,7 +320,8 @@ class Prefiller:
         sequence.stage = "draft"
         hidden = None
         if self._is_staged(sequence):
-            hidden = sequence.hidden = HiddenStates(sequence.cached_dense, sequence.cached, sequence.hidden_parts)
+            parts = sequence.cached_dense, sequence.cached, sequence.hidden_parts, self._dense_ends(sequence)
+            hidden = sequence.hidden = HiddenStates(*parts)
             sequence.staged = self.pair.stages
         try:
             scores = yield from self.scorer.scores(request, plan, text, hidden)
@@ -412,7 +413,10 @@ class Prefiller:
 
         def store(fed: int) -> None:
             length = stops.get(fed, start + fed)
-            sequence.keep_prompt(self.caches, length, later=length >= prompt.size - 1)
+            if length in sequence.hidden.cuts:
+                self._keep_staged_beginning(sequence, length)
+            else:
+                sequence.keep_prompt(self.caches, length, later=length >= prompt.size - 1)
 
         def on_forward(fed: int) -> None:
             nonlocal done
@@ -464,12 +468,36 @@ class Prefiller:
             return {end - sequence.cached: end for end in ends}
         if sequence.selection_key is None or not self._is_stateful:
             return {}
-        start = sequence.cached
-        counts = {int(np.searchsorted(new, length)): length for length in self._checkpoints(sequence)}
-        dense = Fed(new - start).dense_tokens
-        if not sequence.held.size and dense >= _LEAST_CHECKPOINT:
-            counts[dense] = start + dense
+        ends = [*self._checkpoints(sequence), *sequence.hidden.cuts]
+        counts = {int(np.searchsorted(new, length)): length for length in ends}
+        dense = Fed(new - sequence.cached).dense_tokens
+        if sequence.staged is None and not sequence.held.size and dense >= _LEAST_CHECKPOINT:
+            counts[dense] = sequence.cached + dense
         return {count: counts[count] for count in sorted(counts) if 0 < count < new.size}
+
+    def _dense_ends(self, sequence: Sequence) -> list[int]:
+        """Return the lengths behind a dense prefix at which another request may branch off before the first gap.
+
+        Empty for a cache that can be cut at any length. What is forced is known before the first layers read the
+        prompt, which have to end a forward there.
+        """
+        if sequence.held.size or not self._is_stateful:
+            return []
+        start = sequence.cached
+        dense = int(np.argmin(np.append(sequence.plan.forced[start:-1], False)))
+        ends = [end for end in self._checkpoints(sequence) if end <= start + dense]
+        return sorted({*ends, start + dense}) if dense >= _LEAST_CHECKPOINT else ends
+
+    def _keep_staged_beginning(self, sequence: Sequence, length: int) -> None:
+        """Cache a dense beginning for dense requests, with what the draft's prefixes hold of the first layers.
+
+        These have read on by now, and no windows or states can go back.
+        """
+        request, stages = sequence.request, sequence.staged
+        lower = self.caches.draft_prefix(request.prompt[: length + 1], request.label, again=True)
+        if stages is not None and lower is not None and lower.length == length:
+            cache = stages.join(lower.cache, stages.split(sequence.cache)[1])
+            self.caches.keep_target(request.prompt[:length], cache, request)
 
     # --- full --------------------------------------------------------------------------------------------------------
 

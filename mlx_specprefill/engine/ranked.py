@@ -75,11 +75,13 @@ class RankedCaches(_Ranked, EngineCaches):
         lowest, highest = self._ranks.min_max(held)
         return hit if lowest == highest else self.target_prefix(tokens, label, again)  # ranks have different prefixes
 
-    def draft_prefix(self, tokens: Sequence[int] | TokenIds, label: CacheLabel) -> CacheHit | None:
-        def find(prefix: Sequence[int] | TokenIds, _: bool) -> CacheHit | None:
-            return super(RankedCaches, self).draft_prefix(prefix, label)
+    def draft_prefix(
+        self, tokens: Sequence[int] | TokenIds, label: CacheLabel, again: bool = False
+    ) -> CacheHit | None:
+        def find(prefix: Sequence[int] | TokenIds, again: bool) -> CacheHit | None:
+            return super(RankedCaches, self).draft_prefix(prefix, label, again)
 
-        return find(tokens, False) if self._pair.split is None else self._common(find, tokens, False)
+        return find(tokens, again) if self._pair.split is None else self._common(find, tokens, again)
 
     def _common(self, find: _Lookup, tokens: Sequence[int] | TokenIds, again: bool) -> CacheHit | None:
         """Return the longest prefix that all ranks have."""

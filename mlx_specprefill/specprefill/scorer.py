@@ -49,6 +49,7 @@ class ScoringInput:
         again: question tokens in front of the text that they ask about, int32 (Q,): they are read a second time behind
             the prompt, and their attention counts instead of the question's. Only calibrated heads are read so.
         seen: called at every forward with the index of its first token and the draft's output; None: not called.
+        cuts: lengths before the question, ascending, at which a forward ends; `on_cut` is called with each.
     """
 
     prompt: npt.NDArray[np.int32]
@@ -59,6 +60,8 @@ class ScoringInput:
     step: Callable[[], int]
     again: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
     seen: Callable[[int, mx.array], None] | None = None
+    cuts: Sequence[int] = ()
+    on_cut: Callable[[int], None] = lambda _: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +151,7 @@ def read_prompt(
     first = end if passage is None else passage[0]
     while start < end:
         stop = min(start + task.step(), end)
+        stop = next((cut for cut in task.cuts if start < cut < stop), stop)
         if start < first < stop < end:
             stop = first  # the passage is read in one forward, with the tokens after it
         elif first <= start:
@@ -160,6 +164,8 @@ def read_prompt(
         if task.seen is not None:
             task.seen(start, returned)
         mx.eval([part.state for part in task.cache])
+        if stop in task.cuts:
+            task.on_cut(stop)
         yield Progress("draft", stop, M)
         start = stop
 

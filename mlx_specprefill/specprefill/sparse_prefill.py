@@ -102,13 +102,17 @@ class HiddenStates:
     Attributes:
         first: index below which no states are kept: the other layers have read these tokens.
         known: index below which the draft need not read again for them.
+        cuts: lengths of the prompt's dense beginning, ascending, at which the first layers' cache is kept.
     """
 
-    def __init__(self, first: int = 0, known: int | None = None, parts: Sequence[_Part] = ()) -> None:
+    def __init__(
+        self, first: int = 0, known: int | None = None, parts: Sequence[_Part] = (), cuts: Sequence[int] = ()
+    ) -> None:
         """Args:
         parts: of an earlier turn.
         """
         self.first = first
+        self.cuts = cuts
         self.known = first if known is None else known
         self._parts = list(parts)
         self._begun = False

@@ -96,6 +96,8 @@ class Layout:
     Attributes:
         refusal: why this model's caches can't be stored exactly; None if they can.
         stateful: some layer can't be trimmed, so a prefix is usable only at a stored state.
+        lacks_dense: what is staged can't serve a dense request, even before its first gap: the first layers' state is
+            left out, or no other layer shows where the gaps are.
     """
 
     def __init__(self, make_cache: Callable[[], list[Any]], first_layers: int = 0) -> None:
@@ -109,6 +111,8 @@ class Layout:
         unknown = sorted({type(part).__name__ for part in parts if _kind(part) is None})
         self.refusal = f"cache type {', '.join(unknown)} can't be stored" if unknown else None
         self.stateful = any(kind != "tokens" for kind in self._kinds)
+        first, others = self._kinds[:first_layers], self._kinds[first_layers:]
+        self.lacks_dense = any(kind != "tokens" for kind in first) or "tokens" not in others
 
     def check(self, cache: Sequence[Any], length: int, more: bool = False) -> None:
         """Check that a cache holds `length` tokens densely. Recurrent layers are not checked.

@@ -55,6 +55,10 @@ class _Source:
     selection_key: str | None
     hidden: HiddenOf | None
 
+    def is_dense(self, length: int) -> bool:
+        """Return whether all of the first `length` tokens were read."""
+        return self.fed is None or self.fed.dense_tokens >= length
+
     def chosen(self, start: int, end: int) -> tuple[str | None, Tokens | None]:
         """Return selection key and positions of the block [start, end)."""
         positions = None if self.fed is None else self.fed.within(start, end)
@@ -262,7 +266,8 @@ class PrefixCache:
             state: the result of `state` after these tokens, if the cache holds more by now.
             selection_key: names the selection rule. None: the cache holds all.
             hidden: returns the first layers' hidden states of the tokens [start, end), (1, L, D), and the index of the
-                first known one. They are stored in place of these layers' caches.
+                first known one. They are stored in place of these layers' caches. Without a gap nothing is stored where
+                `Layout.lacks_dense`.
 
         Raises:
             ValueError: the cache is sparse without a selection key, or does not hold that many tokens.
@@ -275,6 +280,8 @@ class PrefixCache:
         if ids.size == 0:
             return
         source = _Source(cache, None if selection_key is None else fed_of(cache), selection_key, hidden)
+        if hidden is not None and self._layout.lacks_dense and source.is_dense(ids.size):
+            return
         self._budget.begin_store()
         self._begin()
         root = self._roots.get(label) or self._make_root(label)

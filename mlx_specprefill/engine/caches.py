@@ -135,9 +135,7 @@ class EngineCaches:
             return None
         return self._try(_NOT_FOUND, lambda: cache.lookup(tokens, len(tokens) - 1, again, label, name), None)
 
-    def draft_prefix(
-        self, tokens: Sequence[int] | TokenIds, label: CacheLabel, again: bool = False
-    ) -> CacheHit | None:
+    def draft_prefix(self, tokens: Sequence[int] | TokenIds, label: CacheLabel, again: bool = False) -> CacheHit | None:
         """Return the longest prefix that the draft has read; `again` as in `target_prefix`."""
         cache = self._draft
         if cache is None:

@@ -466,8 +466,10 @@ class Prefiller:
         if new is None:  # an identical prompt can't use a state at its end: the last checkpoint is one token before it
             ends = self._checkpoints(sequence) or [len(sequence.request.prompt)]
             return {end - sequence.cached: end for end in ends}
-        if sequence.selection_key is None or not self._is_stateful:
+        if sequence.selection_key is None:
             return {}
+        if not self._is_stateful:
+            return {new.size: len(sequence.request.prompt)}
         ends = [*self._checkpoints(sequence), *sequence.hidden.cuts]
         counts = {int(np.searchsorted(new, length)): length for length in ends}
         dense = Fed(new - sequence.cached).dense_tokens
@@ -606,5 +608,9 @@ class Prefiller:
 
 
 def _asks(request: GenerationRequest, start: int) -> bool:
-    """Return whether a user message follows the prompt's first `start` tokens: tool results ask nothing."""
+    """Return whether a user message follows the prompt's first `start` tokens: tool results ask nothing, and neither
+    does a prompt that was read before.
+    """
+    if start == len(request.prompt) - 1:
+        return False
     return not request.spans or any(span.kind == "user" and span.content_end > start for span in request.spans)

@@ -75,9 +75,7 @@ class RankedCaches(_Ranked, EngineCaches):
         lowest, highest = self._ranks.min_max(held)
         return hit if lowest == highest else self.target_prefix(tokens, label, again)  # ranks have different prefixes
 
-    def draft_prefix(
-        self, tokens: Sequence[int] | TokenIds, label: CacheLabel, again: bool = False
-    ) -> CacheHit | None:
+    def draft_prefix(self, tokens: Sequence[int] | TokenIds, label: CacheLabel, again: bool = False) -> CacheHit | None:
         def find(prefix: Sequence[int] | TokenIds, again: bool) -> CacheHit | None:
             return super(RankedCaches, self).draft_prefix(prefix, label, again)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from mlx_specprefill import (
     CacheLabel,
     Engine,
     EngineConfig,
+    Event,
     Finished,
     GenerationRequest,
     ModelPair,
@@ -29,6 +32,7 @@ from mlx_specprefill import (
 from mlx_specprefill.adapters.capture import DraftHeads, Head, QueryCapture
 from tests.engine.test_composition import masked_greedy
 from tests.engine.test_staged import own_pair
+from tests.support.precision import assert_close
 from tests.support.tiny import FAMILIES, generated, greedy, random_prompt, tiny_pair
 from tests.support.waiting import eventually
 
@@ -554,3 +558,47 @@ def in_kept(pair: ModelPair, chat: Chat, end: Finished, code: str) -> bool:
     """Return whether the target has read all digits of a code in the first message."""
     prompt = pair.tokenizer.apply_chat_template(chat.messages[:1], add_generation_prompt=True)
     return index_of(pair, prompt, code) <= kept_of(end)
+
+
+# --- several answers to one prompt -----------------------------------------------------------------------------------
+
+
+def answers_together(engine: Engine, request: GenerationRequest, copies: int) -> list[list[TokenEvent | Finished]]:
+    """The events of a first answer, and of further ones that are asked for when its first token comes."""
+    events = [list[TokenEvent | Finished]() for _ in range(1 + copies)]
+    ended = threading.Semaphore(0)
+
+    def note(number: int, event: Event) -> None:
+        if isinstance(event, TokenEvent | Finished):
+            events[number].append(event)
+        if isinstance(event, Finished):
+            ended.release()
+        if number == 0 and len(events[0]) == 1:  # on the thread that would have to read them
+            for copy in range(copies):
+                engine.submit(request, partial(note, 1 + copy))
+
+    engine.submit(request, partial(note, 0))
+    assert all(ended.acquire(timeout=120) for _ in events)
+    return events
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("how", ["draft", "staged"])
+@pytest.mark.parametrize("enabled", [None, True])
+def test_further_answers_to_a_sparse_prompt_read_its_last_token(family: str, how: str, enabled: bool | None) -> None:
+    """While the first one is written. They have the same probabilities, and the draft chooses nothing more for them."""
+    pair = tiny_pair(family) if how == "draft" else own_pair(family)
+    config = dataclasses.replace(CONFIG, selection=SelectionConfig(stands_out=1.0))
+    options = SpecPrefillOptions(enabled, return_spans=True)
+    with Engine(pair, config) as engine:
+        asked = GenerationRequest(random_prompt(FIRST), 30, specprefill=options, logprobs=0)
+        first, *others = answers_together(engine, asked, 3)
+        assert engine.stats().fallbacks == {}
+    *tokens, last = first
+    assert last.report.mode == "sparse"
+    assert 1 < last.report.kept_tokens < FIRST / 2
+    for *its, end in others:
+        assert end.report.kept_tokens - end.report.cached_tokens == 1
+        assert kept_of(end) == kept_of(last)
+        assert [event.token for event in its] == [event.token for event in tokens]
+        assert_close([event.logprob for event in its], [event.logprob for event in tokens], atol=1e-4)

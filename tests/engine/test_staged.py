@@ -16,6 +16,7 @@ from mlx_specprefill import (
     Finished,
     GenerationRequest,
     ModelPair,
+    PromptSpan,
     SelectionConfig,
     SpecPrefillOptions,
     SpecPrefillPolicy,
@@ -189,6 +190,30 @@ def test_a_dense_prefix_is_not_read_again_by_the_upper_layers() -> None:
     assert kept_of(last)[: last.report.cached_tokens].tolist() == list(range(last.report.cached_tokens))
     assert_is_the_masked_run(pair, longer, tokens, last)
     assert tokens == again
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_dense_request_finds_the_beginning_that_all_layers_have_read(family: str) -> None:
+    """So does a staged one, whose first layers read no more than the rest, too."""
+    pair, system = own_pair(family), random_prompt(200, 6)
+    config = replace(CONFIG, policy=replace(CONFIG.policy, threshold=100), prefix_cache_bytes=1 << 26)
+
+    def request(seed: int, enabled: bool | None) -> GenerationRequest:
+        prompt = np.array([*system, *random_prompt(700, seed)], dtype=np.int32)
+        spans = (PromptSpan("system", 0, 0, 200, 200), PromptSpan("user", 200, 200, 900, 900))
+        return replace(asked(enabled=enabled), prompt=prompt, spans=spans)
+
+    with Engine(pair, config) as engine:
+        _, first = generated(engine.generate(request(1, None)))
+        tokens, dense = generated(engine.generate(request(2, False)))
+        answer, last = generated(engine.generate(request(3, None)))
+        assert engine.stats().fallbacks == {}
+    assert first.report.mode == last.report.mode == "sparse"
+    assert 200 <= dense.report.cached_tokens < 256
+    assert last.report.cached_tokens == dense.report.cached_tokens
+    assert last.report.draft_tokens == 900 - last.report.cached_tokens
+    assert tokens == greedy_tokens(pair.target, tuple(request(2, False).prompt.tolist()), COUNT)
+    assert_is_the_masked_run(pair, request(3, None), answer, last)
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def create_private(path: Path) -> BinaryIO:
 
 log = logging.getLogger(__name__)
 
-_VERSION = 6
+_VERSION = 7  # of the rows, and of what the files hold: states of 6 and before may lack layers
 _RECORD = re.compile(r"[0-9a-f]+(-state)?\.safetensors")
 _TEMPORARY = re.compile(r"[0-9a-f]+(-state)?\.\d+-\d+\.tmp")
 _FILES = ("index.sqlite", "index.sqlite-wal", "index.sqlite-shm")

@@ -373,7 +373,8 @@ def test_files_without_a_row_are_swept_up_and_strangers_left_alone(tmp_path: Pat
     assert all(path.exists() for path in strangers)
 
 
-@pytest.mark.parametrize("how", ["garbage", "truncated", "another version", "another table"])
+# Dense prefixes of version 6 may lack the states of a target's first layers.
+@pytest.mark.parametrize("how", ["garbage", "truncated", "version 6", "version 99", "another table"])
 def test_a_broken_index_starts_empty(tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture) -> None:
     stored(tmp_path)
     index = tmp_path / "index.sqlite"
@@ -383,7 +384,8 @@ def test_a_broken_index_starts_empty(tmp_path: Path, how: str, caplog: pytest.Lo
         index.write_bytes(index.read_bytes()[:5000])
     else:
         with sqlite3.connect(index) as database:
-            database.execute("PRAGMA user_version = 99" if how == "another version" else "DROP TABLE records")
+            version = how.removeprefix("version ")
+            database.execute(f"PRAGMA user_version = {version}" if version.isdigit() else "DROP TABLE records")
             if how == "another table":
                 database.execute("CREATE TABLE records (other TEXT)")
         database.close()

@@ -236,3 +236,19 @@ def test_what_the_first_layers_passed_on_is_stored_in_place_of_what_they_hold() 
     assert plain.length == 16
     assert not any(part.empty() for part in leaves(plain.cache))
     assert plain.hidden == []
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if STATEFUL[family]])
+def test_a_staged_beginning_without_the_first_layers_state_serves_nobody(family: str) -> None:
+    """They have read the whole prompt by then, and can't go back; nor do they say where the others have gaps."""
+    model = model_of(family)
+    count = len(list(leaves(make_positioned_cache(model))))
+    hidden = mx.zeros((1, 90, 1))
+    for first in range(1, count):
+        prefixes = PrefixCache(
+            "staged", lambda: make_positioned_cache(model), prefix_cache(family)._budget, BLOCK, first_layers=first
+        )
+        cache, _ = dense(family, PROMPT[:32])
+        prefixes.store(PROMPT[:32], cache, selection_key="a", hidden=lambda start, end: (start, hidden[:, start:end]))
+        hit = prefixes.lookup(PROMPT)
+        assert hit is None or not any(part.empty() for part in leaves(hit.cache)), first

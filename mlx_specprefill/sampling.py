@@ -32,6 +32,8 @@ _RANGES = (
 _LEAST_SHARE = 1e-9
 _HIGHEST_XTC = 0.5  # two tokens can't both be above it
 _LONGEST_BAD_WORD = 1024  # tokens; every generated token is compared with all of them, at the length of the longest
+# Tokens of a forward whose logits are all read: each row has the size of the vocabulary.
+LOGITS_ROWS = 128
 
 
 def check_sampling(params: SamplingParams, vocab_size: int) -> None:
@@ -239,6 +241,12 @@ def top_logprobs(logprobs: mx.array, tokens: Sequence[int], count: int) -> list[
 
 
 # --- from logits to a token and its report; the same for a row alone and in a batch -----------------------------------
+
+
+def log_softmax(logits: mx.array) -> mx.array:
+    """Return the log-probabilities of logits (R, V), as float32."""
+    raw = logits.astype(mx.float32)
+    return raw - mx.logsumexp(raw, axis=-1, keepdims=True)
 
 
 def choose(

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from ..adapters.capture import HeadCapture
 from ..adapters.rope import adjust_offsets
 from ..request import GenerationRequest, Mode, Prediction, PrefillReport, Progress, PromptLogprobs, concat_tokens
+from ..sampling import LOGITS_ROWS, log_softmax
 from ..specprefill.selector import kept_spans
 from .prefill import Prefiller
 from .sequence import Sequence
@@ -117,24 +118,24 @@ class Replay:
 def replay_continuation(
     prefiller: Prefiller, request: GenerationRequest, continuation: tuple[int, ...], attention: bool, keep: bool = False
 ) -> Generator[Progress | PromptLogprobs, None, Replay]:
-    """Prefill, then run one target forward over the whole continuation. Yields between prefill chunks.
+    """Prefill, then let the target read the continuation. Yields between prefill chunks.
 
-    Attention can be read only after a full prefill: the target's cache must hold the whole prompt.
+    Attention can be read only after a full prefill: the target's cache must hold the whole prompt. The continuation is
+    then read in one forward.
     """
     sequence = Sequence(-1, request, prefiller.plan(request))
     logits = yield from prefiller.run(sequence)
     sequence.store()
-    M, T = len(request.prompt), len(continuation) - 1
+    M, T, rows = len(request.prompt), len(continuation) - 1, [np.array(log_softmax(logits))]
     capture = HeadCapture(M, None) if attention and not sequence.is_sparse and T > 0 else None
-    if T > 0:
+    step = LOGITS_ROWS if capture is None else T
+    for start in range(0, T, step):
+        read = mx.array(continuation[start : min(start + step, T)])
         seen = nullcontext() if capture is None else capture.of_passage(M + T, T, slice(0, T))
         with adjust_offsets([sequence.shift]), seen:
-            rows = prefiller.pair.target(mx.array(continuation[:-1])[None], cache=sequence.cache)[0]
-        logits = mx.concatenate([logits, rows])
+            rows.append(np.array(log_softmax(prefiller.pair.target(read[None], cache=sequence.cache)[0])))
     if keep and sequence.shift == 0:
         sequence.keep(prefiller.caches, concat_tokens(request.prompt, continuation[:-1]), sequence.cache)
-    raw = logits.astype(mx.float32)
-    logprobs = np.array(raw - mx.logsumexp(raw, axis=-1, keepdims=True))
     captured = list(capture.attention.values()) if capture else []
     looked = np.array(mx.stack(captured).mean(axis=0)) if captured else None
-    return Replay(logprobs, sequence.report(), looked)
+    return Replay(np.concatenate(rows), sequence.report(), looked)

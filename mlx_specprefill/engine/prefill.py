@@ -25,7 +25,7 @@ from ..config import EngineConfig
 from ..errors import RequestCancelled, SparseUnsupportedError, device_error
 from ..loading import ModelPair
 from ..request import GenerationRequest, Prediction, Progress, PromptLogprobs
-from ..sampling import top_logprobs
+from ..sampling import LOGITS_ROWS, log_softmax, top_logprobs
 from ..specprefill.mapped import map_task
 from ..specprefill.plan import READ_ALL, PrefillPlan, plan_prefill, template_mask
 from ..specprefill.scorer import Scores, ScoringInput, question_span, repeated_question_spans, scorer_for, tokens_in
@@ -588,23 +588,23 @@ class Prefiller:
         return sorted({end for end in ends if sequence.cached < end < M})
 
     def _with_prompt_logprobs(self, sequence: Sequence, count: int) -> PrefillSteps:
-        """Run a full prefill with every row's logits. One chunk's (L, V) float32 block is held at a time."""
+        """Run a full prefill with every row's logits. Those of 128 tokens exist at a time, and none between steps."""
         prompt, M = sequence.request.prompt, len(sequence.request.prompt)
         tokens, start = mx.array(prompt)[None], 0
         entries, drafting = [], sequence.drafting
         forward = nullcontext if drafting is None else drafting.forward(np.arange(M, dtype=np.int32))
         while start < M:
-            end = min(start + self._step(), M)
+            end = min(start + self._step(), start + LOGITS_ROWS, M)
             with forward():
                 logits: mx.array = self.pair.target(tokens[:, start:end], cache=sequence.cache)[0]
-            raw = logits.astype(mx.float32)
             following = prompt[start + 1 : end + 1].tolist()
-            table = (raw - mx.logsumexp(raw, axis=-1, keepdims=True))[: len(following)]
-            entries += top_logprobs(table, following, count)
+            entries += top_logprobs(log_softmax(logits)[: len(following)], following, count)
+            logits = mx.contiguous(logits[-1:])
+            mx.eval(logits, [part.state for part in sequence.cache])
             yield Progress("prefill", end, M)
             start = end
         yield PromptLogprobs(tuple(entries))
-        return logits[-1:]
+        return logits
 
 
 def _asks(request: GenerationRequest, start: int) -> bool:

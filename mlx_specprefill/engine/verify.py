@@ -14,12 +14,11 @@ import numpy as np
 
 from ..constraints import GrammarState, stack_masks
 from ..request import GenerationRequest, Progress, PromptLogprobs, Verdict, concat_tokens
-from ..sampling import filtered_logits, processors_of
+from ..sampling import LOGITS_ROWS, filtered_logits, processors_of
 from .prefill import Prefiller
 
 Guide = Callable[[GenerationRequest], GrammarState | None]
 Quantize = Callable[[list[Any]], tuple[list[Any], int]]
-_ROWS = 128  # of logits at a time: each has the size of the vocabulary
 
 
 def verify(
@@ -44,8 +43,8 @@ def verify(
     cache, _ = quantize(sequence.cache)
     comparison = _Comparison(request, guide(request), answer, prefiller.pair.vocab_size)
     comparison.read(logits)
-    for start in range(0, len(answer), _ROWS):
-        part = answer[start : start + _ROWS]
+    for start in range(0, len(answer), LOGITS_ROWS):
+        part = answer[start : start + LOGITS_ROWS]
         rows = prefiller.pair.target(mx.array([part]), cache=cache)[0]
         comparison.read(rows)
         mx.eval([leaf.state for leaf in cache])

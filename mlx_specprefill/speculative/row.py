@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..request import TokenEvent
-from ..sampling import token_event
+from ..sampling import log_softmax, token_event
 from .proposers import AcceptanceCounts, Proposal, Proposer, Verified
 from .rollback import Rollback
 from .verification import TokenSampler, draw, verify
@@ -175,5 +175,4 @@ class SpeculativeRow:
 
     def _event(self, token: int, logits: mx.array) -> TokenEvent:
         """Return the event of a token chosen from logits (1, V)."""
-        raw = logits.astype(mx.float32)
-        return token_event(token, raw - mx.logsumexp(raw, axis=-1, keepdims=True), self._logprobs)
+        return token_event(token, log_softmax(logits), self._logprobs)

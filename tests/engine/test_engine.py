@@ -277,13 +277,14 @@ def test_inspection_agrees_with_generation(engine):
     assert any(reason == "last prompt token" for _, _, reason in inspection.forced_ranges)
 
 
-def test_prompt_logprobs_are_those_of_a_dense_forward(engine):
-    prompt = random_prompt(150)
+@pytest.mark.parametrize("length", [150, 129, 128, 1])  # 128 at a time; the last row has no token to follow
+def test_prompt_logprobs_are_those_of_a_dense_forward(engine, length):
+    prompt = random_prompt(length)
     events = list(engine.generate(GenerationRequest(prompt, 0, prompt_logprobs=2, specprefill=SPARSE)))
     (echoed,) = [event for event in events if isinstance(event, PromptLogprobs)]
     logits = engine.pair.target(mx.array(prompt)[None])[0].astype(mx.float32)
     table = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
-    assert len(echoed.entries) == 149
+    assert len(echoed.entries) == length - 1
     for i, (own, best) in enumerate(echoed.entries):
         assert own.token == prompt[i + 1]
         assert own.logprob == pytest.approx(table[i, own.token], abs=1e-4)

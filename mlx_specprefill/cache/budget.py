@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 import time
 from collections import OrderedDict
+from collections.abc import Callable
+from itertools import takewhile
 
 # The clock counts look-ups. A store moves it by much less: enough to order entries, not to age them.
 _LOOKUP, _STORE = 1.0, 2.0**-10
@@ -54,17 +56,26 @@ class Evictable:
 
 
 class ByteBudget:
-    """A shared limit on bytes. `used` never exceeds `limit`.
+    """A shared limit on bytes. Storing never takes `used` above `limit`.
 
     Entries have three ranks, each evicted least recently used first. Entries that served one request go before shared
     ones, unless those have been idle for 64 look-ups or take more than 7/8 of the limit. So a burst of one-off requests
     can't evict a conversation, and old conversations can't keep out new ones. Pinned entries, like an agent's system
     prompt, go last, unless they take more than half of the limit. A new entry evicts only entries that were used before
     the call that stores it, so never the blocks that it continues.
+
+    Args:
+        most: bytes.
+
+    Attributes:
+        room: returns the bytes that memory has for all entries; asked at each look-up and store.
+        limit: the smaller of both, when it was asked last.
     """
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.room: Callable[[], float] = lambda: math.inf
+        self.limit: float = most
         self.evictions = 0
         self._clock = 0.0
         self._entries = tuple(OrderedDict[Evictable, None]() for _ in range(3))  # by rank, least recently used first
@@ -81,9 +92,14 @@ class ByteBudget:
 
     def begin_lookup(self) -> None:
         self._clock += _LOOKUP
+        self._ask_for_room()
 
     def begin_store(self) -> None:
         self._clock += _STORE
+        self._ask_for_room()
+
+    def _ask_for_room(self) -> None:
+        self.limit = min(self._most, self.room())
 
     def touch(self, entry: Evictable, hit: bool = False, pin: bool = False) -> None:
         """Note that the entry is used now, by a look-up (`hit`), or pin it from its first hit on."""
@@ -104,8 +120,11 @@ class ByteBudget:
         self._nbytes[entry.rank] -= entry.nbytes
 
     def reserve(self, nbytes: int) -> bool:
-        """Evict until `nbytes` bytes are free; return False if not enough may be evicted."""
-        if nbytes > self.limit:
+        """Evict until `nbytes` bytes are free; return False if not enough may be evicted.
+
+        Nothing is evicted if what is used now leaves no room for so many.
+        """
+        if self.used + nbytes > self.limit and self._used_now + nbytes > self.limit:
             return False
         while self.used + nbytes > self.limit:
             rank, victim = self._lowest()
@@ -113,6 +132,12 @@ class ByteBudget:
                 return False
             self._evict(victim)
         return True
+
+    @property
+    def _used_now(self) -> int:
+        """Return the bytes of entries that were used since the latest look-up or store began."""
+        recent = (takewhile(lambda entry: entry.used >= self._clock, reversed(rank)) for rank in self._entries)
+        return sum(entry.nbytes for entries in recent for entry in entries)
 
     def shrink(self, nbytes: int) -> None:
         """Evict `nbytes` bytes, or all entries, in the usual order, to free memory for other uses."""

@@ -23,7 +23,7 @@ from ..constraints import Grammars, GrammarState, ReasoningBudgetState
 from ..errors import ContextLengthError, DeviceError, EngineClosedError, InvalidRequestError
 from ..loading import ModelPair
 from ..request import Constraint, Event, Failed, Finished, GenerationRequest, Prediction, Progress, Verdict
-from ..sampling import check_sampling
+from ..sampling import LOGITS_ROWS, check_sampling
 from ..specprefill.plan import PrefillPlan
 from .caches import EngineCaches, noop
 from .decode_batch import Rows
@@ -292,7 +292,7 @@ class Engine:
         if plan.mode == "sparse" and not self.memory.can_ever(request, "sparse"):
             plan = replace(plan.as_full("a sparse prefill needs more memory than there is"), selection_key=None)
         if not self.memory.can_ever(request, plan.mode):
-            window = self.memory.window(request.specprefill)
+            window = self.memory.window(request)
             raise ContextLengthError(len(request.prompt), request.max_tokens, window)
         return plan
 
@@ -339,8 +339,8 @@ class Engine:
         """Make a job from its description, on any rank. It is not queued yet."""
         makers: dict[str, Callable[..., Job]] = {
             "answer": self._answer_job,
-            "inspect": lambda uid, request: Job(uid, inspect_prompt(self.prefiller, request)),
-            "replay": lambda uid, request, *how: Job(uid, replay_continuation(self.prefiller, request, *how)),
+            "inspect": self._inspection_job,
+            "replay": self._replay_job,
         }
         job = makers[task.kind](task.uid, *task.arguments)
         job.task = task
@@ -348,10 +348,21 @@ class Engine:
 
     def _answer_job(self, uid: int, request: GenerationRequest, plan: PrefillPlan) -> Job:
         strategy = request.specprefill.strategy(self.config.speculation)
-        drafting = None if strategy == "off" else AnswerDrafter(self._speculator, request, strategy)
+        has_room = self.memory.can_draft(request, plan.mode)
+        drafting = None if strategy == "off" else AnswerDrafter(self._speculator, request, strategy, has_room)
         sequence = Sequence(uid, request, plan, time.perf_counter(), self._guide(request), drafting)
         need = self.memory.need(request, plan.mode)
         return AnswerJob(uid, self.prefiller.run(sequence), need, sequence=sequence)
+
+    def _inspection_job(self, uid: int, request: GenerationRequest) -> Job:
+        return Job(uid, inspect_prompt(self.prefiller, request), self.memory.need_inspection(request))
+
+    def _replay_job(
+        self, uid: int, request: GenerationRequest, continuation: tuple[int, ...], attention: bool, keep: bool
+    ) -> Job:
+        steps = replay_continuation(self.prefiller, request, continuation, attention, keep)
+        counted, rows = replace(request, max_tokens=len(continuation)), len(continuation) if attention else LOGITS_ROWS
+        return Job(uid, steps, self.memory.need(counted, self.prefiller.plan(request).mode, rows))
 
     def generate(self, request: GenerationRequest) -> Iterator[Event]:
         """Submit and yield the events as they come; closing the iterator cancels."""

@@ -27,7 +27,7 @@ from ..request import Event, Finished, FinishReason, TokenEvent, concat_tokens
 from .caches import EngineCaches
 from .decode_batch import Rows
 from .densify import BackgroundPrefill, Battery
-from .memory import Memory
+from .memory import ANSWER_TOKENS, Memory
 from .scheduler import ChunkSizer, CostModel, Scheduler
 from .sequence import AnswerJob, Job, RequestHandle, Sequence, log_failure, strip_traceback
 
@@ -471,7 +471,7 @@ class EngineCore:
                 self._scheduler.admit(uid)
                 if isinstance(job, AnswerJob):
                     job.sequence.started = time.perf_counter()
-            elif self._scheduler.running == 0 and self._memory.may_come(job.need.total):
+            elif self._scheduler.running == 0 and self._memory.may_come(uid, job.need):
                 self.stuck = True
                 return
             elif self._scheduler.running == 0:
@@ -568,15 +568,17 @@ class EngineCore:
                 self._report_token(self._decoding[uid], outcome)
 
     def _report_token(self, job: AnswerJob, event: TokenEvent) -> None:
-        sequence = job.sequence
+        sequence, most = job.sequence, job.sequence.request.max_tokens
         self.meter.add(1)
         self._device_errors.note_token()
         sequence.record(event)
         self._emit(job, event)
         if event.token in sequence.request.stop_token_ids:
             self._finish(job, "stop")
-        elif len(sequence.tokens) >= sequence.request.max_tokens:
+        elif (done := len(sequence.tokens)) >= most:
             self._finish(job, "length")
+        elif done % ANSWER_TOKENS == 0:
+            self._memory.extend(job.uid, min(most - done, ANSWER_TOKENS))
 
     # --- how jobs end ------------------------------------------------------------------------------------------------
 
@@ -585,6 +587,7 @@ class EngineCore:
         sequence = job.sequence
         sequence.store()
         cache, tokens = self._rows.remove(job.uid)
+        self._memory.settle(job, cache)  # so that there is more room for what is kept
         if sequence.shift == 0 and self._config.kv_bits is None:
             sequence.keep(self._caches, concat_tokens(sequence.request.prompt, tokens), cache)
         self._end(job, Finished(reason, len(sequence.tokens), sequence.report()))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -17,6 +19,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import _get_classes as classes_of
 
+from ..adapters.depth import full_draft_model
 from ..adapters.mtp import MTPHead
 from ..adapters.patches import install_patches
 from ..adapters.rope_names import with_old_rope_names
@@ -26,7 +29,10 @@ from ..config import EngineConfig
 from ..errors import SettingsError
 from ..loading import ModelPair
 from ..reading import context_length
-from ..request import GenerationRequest, Mode, SpecPrefillOptions
+from ..request import GenerationRequest, Mode
+from ..sampling import LOGITS_ROWS
+from ..specprefill.sparse_prefill import TAIL
+from ..speculative.strategies import STRATEGIES, refusal
 from .caches import EngineCaches
 from .machine import default_limit
 from .sequence import AnswerJob, Job, Need, Sequence
@@ -236,7 +242,7 @@ class SharedMemory:
         self.loading = 0
         self._sharers: list[Memory] = []
         self._spare_before: int | None = None  # MLX's own limit
-        self._asked: dict[Memory, float] = {}  # when, by the monotonic clock
+        self._asked: dict[tuple[Memory, int], float] = {}  # when, by the monotonic clock; for which request
 
     def join(self, sharer: Memory) -> None:
         """Add an engine whose models are loaded. Their bytes no longer count as loading."""
@@ -252,7 +258,6 @@ class SharedMemory:
         if sharer not in self._sharers:
             return
         self._sharers.remove(sharer)
-        self._asked.pop(sharer, None)
         if not self._sharers and self._spare_before is not None:
             mx.set_cache_limit(self._spare_before)
 
@@ -309,26 +314,44 @@ class SharedMemory:
                 return
             one.evict(missing)
 
-    def may_come(self, need: int, sharer: Memory) -> bool:
-        """Return whether missing memory may become free soon: other requests end, or `on_pressure` was called."""
+    def can_reclaim(self, need: int, sharer: Memory) -> bool:
+        """Return whether `reclaim` would free enough."""
+        others = sum(one.reclaimable for one in self._others(sharer))
+        return self.missing(need) <= others + sharer.cached
+
+    def room_for_prefixes(self, sharer: Memory) -> float:
+        """Return the bytes that an engine's cache may have beside all that the others hold now."""
+        if self.limit is None or not (self.loading or len(self._sharers) > 1):
+            return math.inf
+        return sharer.cached - self.missing(0)
+
+    def may_come(self, need: int, sharer: Memory, uid: int) -> bool:
+        """Return whether missing memory may become free soon: other requests end, or `on_pressure` was called.
+
+        Args:
+            uid: of the request. It is called once for each, and given ten seconds.
+        """
         if any(one.reserved for one in self._others(sharer)):
             return True
         if self.on_pressure is None or self.missing(need) <= 0:
             return False
-        if sharer not in self._asked:
-            self._asked[sharer] = time.monotonic()
+        if (sharer, uid) not in self._asked:
+            self._asked[sharer, uid] = time.monotonic()
             self.on_pressure(need)
-        return time.monotonic() - self._asked[sharer] < _PATIENCE_S
+        return time.monotonic() - self._asked[sharer, uid] < _PATIENCE_S
 
-    def came(self, sharer: Memory) -> None:
-        """Note that the engine's request for memory was met."""
-        self._asked.pop(sharer, None)
+    def forget(self, sharer: Memory, uid: int) -> None:
+        """Forget that memory was asked for: the request has it, or has ended."""
+        self._asked.pop((sharer, uid), None)
 
     def _others(self, sharer: Memory | None) -> Iterable[Memory]:
         return sorted((one for one in self._sharers if one is not sharer), key=lambda one: one.last_use)
 
 
-_ANSWER_TOKENS = 2048  # of the answer that admission counts: clients ask for the whole context and use little of it
+ANSWER_TOKENS = 2048  # of the answer that admission counts: clients ask for the whole context and use little of it
+# Per word of the vocabulary and row: a model's logits, as float32, normalised, and as a sampler changes them.
+_ROW_BYTES = 16
+_TAIL_BYTES = 4 * 2 * TAIL  # per word: the model's logits of the last tokens of a prompt
 
 
 class Memory:
@@ -358,7 +381,8 @@ class Memory:
         self._pair = pair
         self._config = config
         self._caches = caches
-        self._target = self._draft = self._head = Footprint(0, 0)
+        self._target = self._draft = self._head = self._whole = Footprint(0, 0)  # whole: the draft with all its layers
+        self._strategies: frozenset[str] = frozenset()  # in which answers can be drafted
         self._target_weights = 0
         self._longest = pair.context_length  # tokens of prompt and answer that every rank has room for
         self._hidden_bytes = 0  # per token, passed on by the target's first layers
@@ -381,9 +405,12 @@ class Memory:
         self.weights = self._target_weights + draft_weights
         self.parameters = weights_by_array(pair.target, pair.draft)
         self.common.join(self)
+        self._caches.budget.room = self.room_for_prefixes
         try:
+            self._strategies = self._possible_strategies()
             self._target = measure_footprint(pair.target, pair.context_length)
             self._draft = measure_footprint(pair.draft, pair.draft_context)
+            self._whole = self._measure_whole()
             self._head = measure_head_footprint(pair.mtp)
             self._hidden_bytes = 0 if pair.stages is None else hidden_bytes(pair.stages)
         except Exception as error:  # noqa: BLE001 - the first request reports the error
@@ -395,6 +422,21 @@ class Memory:
                 window,
                 pair.context_length,
             )
+
+    def _measure_whole(self) -> Footprint:
+        """Measure what the paper's rule scores with: all layers of the draft."""
+        pair = self._pair
+        whole = None if pair.draft is None else full_draft_model(pair.draft)
+        if whole is pair.draft:
+            return self._draft
+        return self._target if whole is pair.target else measure_footprint(whole, pair.draft_context)
+
+    def _possible_strategies(self) -> frozenset[str]:
+        pair, quantized = self._pair, self._config.kv_bits is not None
+        if pair.ranks is not None:
+            return frozenset()
+        found = ((name, refusal(name, pair.target, pair.proposer, pair.mtp, quantized)) for name in STRATEGIES)
+        return frozenset(name for name, reason in found if reason is None)
 
     def _go_without(self, error: Exception) -> None:
         log.error("could not measure memory use: requests are admitted without a prediction", exc_info=error)
@@ -418,6 +460,17 @@ class Memory:
         return self._caches.nbytes
 
     @property
+    def reclaimable(self) -> int:
+        """Return the bytes that a request may have: those of caches and of background work."""
+        background = (self._reserved.get(job.uid, Need()) for job in self.jobs.values() if job.background)
+        return self.cached + sum(need.total for need in background)
+
+    def room_for_prefixes(self) -> float:
+        """Return the bytes that cached prefixes may have, beside weights, requests and other engines."""
+        own = math.inf if self.limit is None else self.limit - self.weights - self.reserved
+        return min(own, self.common.room_for_prefixes(self))
+
+    @property
     def held(self) -> int:
         """Return the measured bytes of caches and requests."""
         return self._caches.nbytes + self._requests
@@ -431,7 +484,9 @@ class Memory:
         self._caches.budget.shrink(nbytes)
 
     def reserve(self, uid: int, need: Need) -> bool:
-        """Reserve the bytes for a request if they are free, evicting from caches if necessary."""
+        """Reserve the bytes for a request if they are free, or after eviction. Evict nothing if that is not enough."""
+        if not self.may_fit(need):
+            return False
         if (missing := self._missing(need)) > 0:
             self.evict(missing)
         if self.common.missing(more := self._added(need)) > 0:
@@ -439,7 +494,7 @@ class Memory:
         if not self.reserve_free(uid, need):
             return False
         self.last_use = time.monotonic()
-        self.common.came(self)
+        self.common.forget(self, uid)
         return True
 
     def reserve_free(self, uid: int, need: Need) -> bool:
@@ -449,12 +504,34 @@ class Memory:
         self._reserved[uid] = need
         return True
 
+    def extend(self, uid: int, tokens: int) -> None:
+        """Reserve more tokens for an answer that is longer than admission counted.
+
+        It goes on even if they are not free. Cached prefixes give way.
+        """
+        if uid in self._reserved:
+            held, working = self._reserved[uid]
+            self._reserved[uid] = Need(held + self._target.per_token * tokens, working)
+            self.evict(max(0, self._missing(Need())))
+            if self.common.missing(0) > 0:
+                self.common.reclaim(0, self)
+
+    def settle(self, job: Job, cache: Seq[Any]) -> None:
+        """Lower a reservation to what its ended request still holds: the cache that was taken from the rows, too."""
+        if job.uid in self._reserved:
+            self._reserved[job.uid] = Need(cache_bytes(cache) + self._arrays(job))
+
     def release(self, uid: int) -> None:
         self._reserved.pop(uid, None)
+        self.common.forget(self, uid)
 
     def fits(self, need: Need) -> bool:
         """Return whether the bytes are free now."""
         return self._missing(need) <= 0 and self.common.missing(self._added(need)) <= 0
+
+    def may_fit(self, need: Need) -> bool:
+        """Return whether the bytes are free, or would be with empty caches."""
+        return self._missing(need) <= self.cached and self.common.can_reclaim(self._added(need), self)
 
     def _added(self, need: Need) -> int:
         """Return the bytes that this need adds to the reservations."""
@@ -465,9 +542,9 @@ class Memory:
             return 0
         return self.weights + self.reserved + self._added(need) + self.cached - self.limit
 
-    def may_come(self, need: int) -> bool:
-        """Return whether memory that other engines hold may become free for it."""
-        return self.common.may_come(need, self)
+    def may_come(self, uid: int, need: Need) -> bool:
+        """Return whether memory that other engines hold may become free for a request."""
+        return self.common.may_come(need.total, self, uid)
 
     def can_ever(self, request: GenerationRequest, mode: Mode) -> bool:
         """Return whether it fits with no other job, empty caches, and every unpinned model unloaded."""
@@ -493,41 +570,101 @@ class Memory:
         log.warning("the memory limit is %d MiB from now on", self.limit >> 20)
 
     def _tokens(self, request: GenerationRequest) -> int:
-        return len(request.prompt) + min(request.max_tokens, _ANSWER_TOKENS)
+        return len(request.prompt) + min(request.max_tokens, ANSWER_TOKENS)
 
-    def need(self, request: GenerationRequest, mode: Mode) -> Need:
-        """Predict the need: prompt and answer in the target and its MTP head, the prompt in the draft."""
-        parts = self._answering(self._tokens(request), request.specprefill)
-        if mode == "sparse" and self._hidden_bytes:  # the caches of the first layers are the target's
-            held, working = self._need(*parts)
-            return Need(held + self._hidden_bytes * len(request.prompt), working)
-        if mode == "sparse":
-            parts.append((self._draft, round(len(request.prompt) * self._pair.draft_ratio)))
-        return self._need(*parts)
+    def need(self, request: GenerationRequest, mode: Mode, rows: int = 0) -> Need:
+        """Predict the need: prompt and answer in the target, the prompt in the draft, and what proposes the answer.
 
-    def _answering(self, tokens: int, options: SpecPrefillOptions) -> list[tuple[Footprint, int]]:
-        """Return the footprints that hold `tokens` tokens of prompt and answer, and the token count of each."""
-        has_head = options.strategy(self._config.speculation) == "mtp"
-        return [(self._target, tokens), *([(self._head, tokens)] if has_head else [])]
+        Args:
+            rows: of logits that are read at once, if there are more than the request asks for.
+        """
+        rows = max(rows, _rows_of(request))
+        return self._predict(request, mode, self._strategy(request) if self.can_draft(request, mode) else None, rows)
 
-    def _need(self, *parts: tuple[Footprint, int]) -> Need:
-        """Return the need of sequences that are prefilled one after the other."""
-        step = self._config.prefill_step
+    def can_draft(self, request: GenerationRequest, mode: Mode) -> bool:
+        """Return whether the answer may be drafted: what proposes fits too, as in `can_ever`."""
+        if (strategy := self._strategy(request)) is None:
+            return False
+        free = self._free()
+        return free is None or self._predict(request, mode, strategy, _rows_of(request)).total <= free
+
+    def need_inspection(self, request: GenerationRequest) -> Need:
+        """Predict the need of scoring a prompt."""
+        return self._need((self._whole if self._is_paper(request) else self._draft, self._draft_tokens(request)))
+
+    def _strategy(self, request: GenerationRequest) -> str | None:
+        strategy = request.specprefill.strategy(self._config.speculation)
+        return strategy if strategy in self._strategies else None
+
+    def _predict(self, request: GenerationRequest, mode: Mode, strategy: str | None, rows: int) -> Need:
+        tokens, prompt = self._tokens(request), len(request.prompt)
+        parts, read, more = [(self._target, tokens)], 0, self._row_bytes
+        if mode == "sparse" and self._is_paper(request):
+            parts.append((self._whole, self._draft_tokens(request)))
+        elif mode == "sparse" and self._hidden_bytes:  # the caches of the first layers are the target's
+            more += self._hidden_bytes * prompt
+        elif mode == "sparse":
+            read = self._draft_tokens(request)
+        if strategy is not None:
+            read = max(read, self._drafted_tokens(strategy, tokens, prompt))
+            parts += self._proposing(strategy, tokens)
+        return self._need(*parts, *([(self._draft, read)] if read else []), rows=rows, more=more)
+
+    @property
+    def _row_bytes(self) -> int:
+        """Return the bytes of an answer's logits in a decode step."""
+        return self._pair.vocab_size * _ROW_BYTES
+
+    def _is_paper(self, request: GenerationRequest) -> bool:
+        return (request.specprefill.rule or self._config.rule) == "paper"
+
+    def _draft_tokens(self, request: GenerationRequest) -> int:
+        return round(len(request.prompt) * self._pair.draft_ratio)
+
+    def _drafted_tokens(self, strategy: str, tokens: int, prompt: int) -> int:
+        """Return the tokens of prompt and answer that the draft holds while it proposes."""
+        if strategy == "triforce":
+            speculation = self._config.speculation
+            return tokens - max(0, prompt - speculation.sinks - speculation.window)
+        return tokens if strategy == "draft" else 0
+
+    def _proposing(self, strategy: str, tokens: int) -> list[tuple[Footprint, int]]:
+        """Return the other footprints of what proposes an answer, and the tokens of each."""
+        if strategy == "triforce":  # a part of the target's cache is copied
+            return [(self._target, min(tokens, self._config.speculation.budget))]
+        return [(self._head, tokens)] if strategy == "mtp" else []
+
+    def _need(self, *parts: tuple[Footprint, int], rows: int = 0, more: int = 0) -> Need:
+        """Return the need of sequences that are prefilled one after the other. Caches grow by steps.
+
+        Args:
+            rows: of logits that are read at once; 0: those of the prompt's end, for the last one's sake.
+            more: bytes that are held beside the caches.
+        """
+        step, logits = self._config.prefill_step, max(self._pair.vocab_size * _TAIL_BYTES, rows * self._row_bytes)
         return Need(
-            sum(part.of_held(tokens) for part, tokens in parts),
-            max(part.working(tokens, step) for part, tokens in parts),
+            more + sum(part.of_held(tokens + KVCache.step) for part, tokens in parts),
+            max(logits, *(part.working(tokens, step) for part, tokens in parts)),
         )
 
-    def window(self, options: SpecPrefillOptions | None = None) -> int:
-        """Return the tokens of prompt and answer that one request may have: the model's limit, or that of memory."""
+    def window(self, request: GenerationRequest | None = None) -> int:
+        """Return the tokens of prompt and answer that one request may have: the model's limit, or that of memory.
+
+        Args:
+            request: None: any that asks for nothing of its own.
+        """
         if (free := self._free()) is None:
             return self._longest
-        lengths, drafted = range(1, self._longest + 1), options or SpecPrefillOptions()
-        return bisect_right(lengths, free, key=lambda tokens: self._need(*self._answering(tokens, drafted)).total)
+        lengths, rows = range(1, self._longest + 1), 0 if request is None else _rows_of(request)
+        key = partial(self._need, rows=rows, more=self._row_bytes)
+        return bisect_right(lengths, free, key=lambda tokens: key((self._target, tokens)).total)
 
     def need_idle(self, tokens: int, dense: bool) -> Need:
-        """Predict the need of prefilling `tokens` tokens in idle time, by the target if `dense`, else the draft."""
-        return self._need((self._target if dense else self._draft, tokens))
+        """Predict the need of prefilling `tokens` tokens in idle time, by the target if `dense`, else the draft.
+
+        The target may read an answer, too, with all logits.
+        """
+        return self._need((self._target if dense else self._draft, tokens), rows=LOGITS_ROWS if dense else 0)
 
     def use(self) -> MemoryUse:
         """Return the memory in use, by consumer. May be called from any thread."""
@@ -583,6 +720,11 @@ class Memory:
         if sequence.stage == "decode":
             stored = sequence.tokens_seen + len(sequence.tokens)
         return self._target.of_held(stored)
+
+
+def _rows_of(request: GenerationRequest) -> int:
+    """Return the rows of logits that a prefill reads at once, if it reads all of them."""
+    return 0 if request.prompt_logprobs is None else LOGITS_ROWS
 
 
 def _weights(pair: ModelPair) -> tuple[int, int]:

@@ -108,7 +108,7 @@ class RankedMemory(_Ranked, Memory):
             parts = [(self._target, window)]
             if self._pair.draft_placement == "first":  # the others have the same room for the target alone
                 parts.append((self._draft, round(window * self._pair.draft_ratio)))
-            self.limit = min(limit, self.weights + self._need(*parts).total)
+            self.limit = min(limit, self.weights + self._need(*parts, more=self._row_bytes).total)
             self._longest = window
 
     def _go_without(self, error: Exception) -> None:
@@ -117,8 +117,11 @@ class RankedMemory(_Ranked, Memory):
     def fits(self, need: Need) -> bool:
         return self._ranks.all(super().fits(need))
 
-    def may_come(self, need: int) -> bool:
-        return self._ranks.all(super().may_come(need))
+    def may_fit(self, need: Need) -> bool:
+        return self._ranks.all(super().may_fit(need))
+
+    def may_come(self, uid: int, need: Need) -> bool:
+        return self._ranks.all(super().may_come(uid, need))
 
 
 class RankedChunkSizer(_Ranked, ChunkSizer):

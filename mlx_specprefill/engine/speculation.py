@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 _PLAIN = "autoregressive"
 _SHARED = "other answers are running, and a shared forward is cheaper"
 _SEEDED = "a seeded text must not depend on what else is running"
+_NO_ROOM = "memory has no room for what proposes, beside the prompt and the answer"
 
 
 class Speculator:
@@ -80,7 +81,13 @@ class AnswerDrafter:
     row: SpeculativeRow | None
     _report: SpeculationReport
 
-    def __init__(self, speculator: Speculator, request: GenerationRequest, asked: StrategyName) -> None:
+    def __init__(
+        self, speculator: Speculator, request: GenerationRequest, asked: StrategyName, has_room: bool = True
+    ) -> None:
+        """Args:
+        has_room: memory was reserved for it.
+        """
+        self._has_room = has_room
         self._speculator = speculator
         self._pair = speculator.pair
         self._request = request
@@ -96,7 +103,7 @@ class AnswerDrafter:
         Returns:
             The draft, if it proposes tokens, so that it has to read the prompt.
         """
-        refusal = self._speculator.refusal(self._asked, self._request)
+        refusal = self._speculator.refusal(self._asked, self._request) or (None if self._has_room else _NO_ROOM)
         if staged and self._asked == "mtp":
             refusal = refusal or "in a staged prefill the MTP head does not read the prompt"
         self._decline(refusal or "requested")

@@ -61,6 +61,40 @@ def test_an_entry_that_is_not_counted_any_more_is_not_held(hits: int) -> None:
         assert watch() is None
 
 
+def test_what_is_stored_has_the_room_that_memory_leaves() -> None:
+    """Asked at every store: older entries go, and what still has no room is not stored."""
+    budget, gone, room = ByteBudget(10), list[Evictable](), 7
+    budget.room = lambda: room
+    for _ in range(12):
+        budget.begin_store()
+        if budget.reserve(1):
+            budget.add(Kept(budget, gone))
+    assert (budget.used, len(gone)) == (7, 5)
+    room = 4
+    budget.begin_store()
+    assert budget.used == 7  # nothing goes before its place is needed
+    assert budget.reserve(1)
+    assert budget.used == 3
+    room = 0
+    budget.begin_store()
+    assert not budget.reserve(1)
+    room = 20
+    budget.begin_store()
+    assert budget.limit == 10
+
+
+def test_nothing_goes_for_what_has_no_room_all_the_same() -> None:
+    budget, gone = ByteBudget(10), list[Evictable]()
+    for count in (4, 5):
+        budget.begin_store()
+        for _ in range(count):
+            budget.add(Kept(budget, gone))
+    assert not budget.reserve(6)  # five are of this call
+    assert not gone
+    assert budget.reserve(5)
+    assert len(gone) == 4
+
+
 def test_a_budget_that_is_never_full_stays_small() -> None:
     """Entries that are replaced every turn leave nothing behind, beside entries that stay."""
     budget = ByteBudget(LARGE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 from mlx_specprefill import EngineConfig, GenerationRequest
@@ -45,6 +46,28 @@ def test_the_prefix_cache_gives_way_first():
     assert not memory.reserve(2, Need(21))
     assert memory.reserve(2, Need(20))
     assert cache.nbytes == 0
+
+
+def test_a_request_that_does_not_fit_all_the_same_evicts_nothing():
+    cache = Cache(50)
+    memory = memory_of(100, 20, cache)
+    assert memory.reserve(1, Need(40, 5))
+    assert cache.nbytes == 35
+    for need in (Need(41), Need(30, 21), Need(1000)):
+        assert not memory.reserve(2, need)
+    assert cache.nbytes == 35
+    assert memory.reserve(2, Need(30, 9))  # the first one has 5 of those
+    assert cache.nbytes == 1
+
+
+def test_prefixes_have_the_room_that_weights_and_requests_leave():
+    memory = memory_of(100, 20, Cache(10))
+    memory.reserve(1, Need(25, 5))
+    assert memory.room_for_prefixes() == 50
+    memory.release(1)
+    assert memory.room_for_prefixes() == 80
+    memory.limit = None
+    assert memory.room_for_prefixes() == math.inf
 
 
 def test_work_in_the_background_evicts_nothing():

@@ -172,7 +172,10 @@ def test_what_runs_gives_way_to_a_call_and_goes_on_where_it_was(
 
 
 def endless(engine: Engine, patch: pytest.MonkeyPatch) -> list[str]:
-    """From now on making a turn dense goes on until it is stopped; what happened, in order."""
+    """From now on making a turn dense goes on until it is stopped; what happened, in order.
+
+    The draft reads nothing: what is stored of it would evict something where there is no room.
+    """
     seen: list[str] = []
 
     def dense(request: GenerationRequest, choice: str) -> Generator[Any, None, None]:
@@ -184,6 +187,7 @@ def endless(engine: Engine, patch: pytest.MonkeyPatch) -> list[str]:
             seen.append("stopped")
 
     patch.setattr(engine.prefiller, "dense", dense)
+    patch.setattr(engine.densifier, "_draft", None)
     return seen
 
 

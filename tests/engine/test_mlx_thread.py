@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -269,10 +270,15 @@ class Part:
     pinned: bool = False
     last_use: float = 0.0
     background: bool = True
+    idle: int = 0
 
     @property
     def held(self) -> int:
         return self.cached
+
+    @property
+    def reclaimable(self) -> int:
+        return self.cached + self.idle
 
     def stop_background(self) -> None:
         self.background = False
@@ -307,6 +313,24 @@ def test_the_cache_of_the_model_that_was_used_least_recently_goes_first_and_ones
     assert own.background
 
 
+def test_what_would_not_be_enough_is_not_reclaimed() -> None:
+    own, other = Part({1: 100}, cached=200), Part({2: 100}, cached=100, reserved=300)
+    memory = common(own, other)
+    assert memory.can_reclaim(500, own)
+    assert not memory.can_reclaim(501, own)
+    other.idle = 50  # of what is reserved
+    assert memory.can_reclaim(550, own)
+
+
+def test_prefixes_of_an_engine_have_what_all_others_leave() -> None:
+    own, other = Part({1: 100}, cached=200), Part({2: 150}, cached=100, reserved=250)
+    memory = common(own, other)
+    assert memory.room_for_prefixes(own) == 400
+    memory.loading = 150
+    assert memory.room_for_prefixes(own) == 250
+    assert common(own).room_for_prefixes(own) == math.inf  # its own limit decides
+
+
 def test_only_what_lasts_makes_a_request_impossible() -> None:
     own, pinned, other = Part({1: 100}), Part({2: 300, 9: 50}, pinned=True), Part({3: 400, 9: 50})
     memory = common(own, pinned, other)
@@ -317,15 +341,33 @@ def test_only_what_lasts_makes_a_request_impossible() -> None:
 def test_memory_is_waited_for_while_others_run_or_somebody_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     own, other = Part({1: 100}), Part({2: 700}, reserved=100)
     memory, asked = common(own, other), list[int]()
-    assert memory.may_come(500, own)
+    assert memory.may_come(500, own, 1)
     other.reserved = 0
-    assert not memory.may_come(500, own)
+    assert not memory.may_come(500, own, 1)
     memory.on_pressure = asked.append
-    assert memory.may_come(500, own)
-    assert memory.may_come(500, own)
+    assert memory.may_come(500, own, 1)
+    assert memory.may_come(500, own, 1)
     assert asked == [500]  # once
     monkeypatch.setattr("mlx_specprefill.engine.memory._PATIENCE_S", 0.0)
-    assert not memory.may_come(500, own)
+    assert not memory.may_come(500, own, 1)
+
+
+def test_every_request_has_its_own_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the one before waited in vain, or was cancelled while it waited."""
+    own, other = Part({1: 100}), Part({2: 700})
+    memory, asked, now = common(own, other), list[int](), [0.0]
+    memory.on_pressure = asked.append
+    monkeypatch.setattr("mlx_specprefill.engine.memory.time.monotonic", lambda: now[0])
+    for uid in range(3):
+        assert memory.may_come(500 + uid, own, uid)
+        now[0] += 9.9
+        assert memory.may_come(500 + uid, own, uid)
+        if uid < 2:
+            now[0] += 0.2
+            assert not memory.may_come(500 + uid, own, uid)
+        memory.forget(own, uid)
+    assert asked == [500, 501, 502]
+    assert not memory._asked
 
 
 def limit_of(*engines: Engine, requests: int) -> int:
@@ -370,7 +412,7 @@ def test_a_request_waits_for_memory_that_another_engines_request_holds() -> None
         first.close(), second.close()
 
 
-def test_a_request_for_which_nothing_gives_way_is_told_so() -> None:
+def test_a_request_for_which_nothing_gives_way_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     with MLXThread(1 << 40) as thread:
         models = (Engine(tiny_pair(family), CONFIG, thread=thread) for family in ("llama", "qwen3"))
         own, other = models
@@ -382,10 +424,15 @@ def test_a_request_for_which_nothing_gives_way_is_told_so() -> None:
         assert "not enough memory" in str(last.error)
         asked = list[int]()
         thread.memory.on_pressure = asked.append
+        with monkeypatch.context() as patch:
+            patch.setattr("mlx_specprefill.engine.memory._PATIENCE_S", 0.05)
+            for count in (1, 2):
+                assert isinstance(generated(own.generate(request))[1], Failed)
+                assert len(asked) == count
         ended = list[Any]()
         waits = threading.Thread(target=lambda: ended.extend(own.generate(request)))
         waits.start()
-        assert eventually(lambda: asked)
+        assert eventually(lambda: len(asked) == 3)
         other.close()  # as whoever was asked may do
         waits.join(60)
         assert isinstance(ended[-1], Finished)

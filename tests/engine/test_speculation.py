@@ -11,6 +11,7 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
+from mlx_lm.models.cache import KVCache
 
 from mlx_specprefill import (
     Constraint,
@@ -391,13 +392,16 @@ def test_a_request_that_asks_for_no_drafts_has_no_drafter(engine: Engine, monkey
         assert last.report.speculation is None
 
 
-def test_admission_counts_the_entries_of_the_head() -> None:
-    """Keys and values of every token of prompt and answer, where the head may be used."""
+def test_admission_counts_the_entries_of_what_proposes() -> None:
+    """Keys and values of every token of prompt and answer, where the head or the draft may be used."""
     pair = tiny_pair("qwen3_5", "llama")
-    args = pair.target.language_model.args
+    args, small = pair.target.language_model.args, pair.draft.args
     entry = 2 * args.num_key_value_heads * args.head_dim * precision.dtype().size  # bytes
+    width = small.num_key_value_heads * small.hidden_size // small.num_attention_heads
+    drafts = 2 * small.num_hidden_layers * width * precision.dtype().size
     with Engine(replace(pair, mtp=tiny_head(pair.target)), configured(memory_limit=1 << 34)) as engine:
         generated(engine.generate(asked(1, None, count=1)))  # what requests need is measured by then
         plain, drafted, headed = (engine.memory.need(asked(1, how), "full") for how in (None, "draft", "mtp"))
-    assert plain == drafted
-    assert headed.held - plain.held == entry * (90 + COUNT)
+    tokens = 90 + COUNT + KVCache.step
+    assert drafted.held - plain.held == drafts * tokens
+    assert headed.held - plain.held == entry * tokens

@@ -96,12 +96,14 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
         arrays: keys and values as stored, each (C, H, S, ...); empty before the first token.
         part: index of this cache in the batch, and the number of caches. They share the idle
             bytes, and grow in different steps: a step that copies all of them is long.
+        most_idle: bytes of the whole batch that may lie idle.
     """
 
     def __init__(self, max_size: int | None = None) -> None:
         self.max_size = max_size
         self.arrays: list[mx.array] = []
         self.part = (0, 1)
+        self.most_idle = _IDLE_BYTES
         self._first = 0  # unused slots in front of all rows; always 0 in a ring
         self._write = 0  # slot of the next token
         self._wrapped = False
@@ -266,13 +268,35 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
         return None if any(row < len(keep) for _, row in moves) or 2 * len(moves) > len(keep) else moves
 
     @property
+    def row_bytes(self) -> list[int]:
+        """Return the bytes of each row's tokens."""
+        return [self._slot_bytes * self._stored_tokens(row) for row in self._rows]
+
+    @property
+    def padding(self) -> int:
+        """Return the bytes beside the rows' tokens and their room to grow. A row of a ring has room for all of it."""
+        if not self.arrays:
+            return 0
+        count, slots = len(self._rows), self.arrays[0].shape[2]
+        room = count * (slots - self._end)
+        used = count * slots if self.max_size is not None else sum(map(self._stored_tokens, self._rows)) + room
+        return self.nbytes - self._slot_bytes * used
+
+    @property
+    def _slot_bytes(self) -> int:
+        """Return the bytes of one row's token; 0 before the first."""
+        if not self.arrays:
+            return 0
+        capacity, _, slots, _ = self.arrays[0].shape
+        return self.nbytes // (capacity * slots)
+
+    @property
     def oversized(self) -> bool:
         """Return whether too much space is idle. `compact` frees it."""
         if not self.arrays:
             return False
-        capacity, _, slots, _ = self.arrays[0].shape
-        needed = len(self._rows) * (slots - self._first)
-        idle = self.nbytes - self.nbytes * needed // (capacity * slots)
+        needed = len(self._rows) * (self.arrays[0].shape[2] - self._first)
+        idle = self.nbytes - self._slot_bytes * needed
         return idle > min(self._idle_bytes, self.nbytes // 2)
 
     def compact(self) -> None:
@@ -368,7 +392,7 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
 
     @property
     def _idle_bytes(self) -> int:
-        return _IDLE_BYTES // self.part[1]
+        return min(self.most_idle, _IDLE_BYTES) // self.part[1]
 
     def _place(self, first: int, count: int, arrays: Sequence[mx.array]) -> None:
         """Write `count` rows with all of their slots into spare ones from `first` on."""
@@ -396,8 +420,7 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
         """
         if not self.arrays:
             return 0, 0
-        capacity, _, held, _ = self.arrays[0].shape
-        budget = self._idle_bytes // 4 // (self.nbytes // (capacity * held))  # slots of a row
+        budget = self._idle_bytes // 4 // self._slot_bytes
         spare = min(rows // 3, budget // max(slots, 1))
         return spare, 0 if self.max_size is not None else min(slots // 8, budget // (rows + spare))
 

@@ -83,6 +83,37 @@ def give_back(batch: Sequence[Any], until: float = math.inf) -> bool:
     return _copy_rings(batch, lambda part: part.oversized, lambda part: part.compact(), until)
 
 
+def row_bytes(cache: Sequence[Any], rows: int) -> list[tuple[int, ...]]:
+    """Return the bytes of each row's tokens, by layer of attention. Recurrent states have no length.
+
+    Args:
+        cache: a batch, or the prompt cache of a single row.
+        rows: how many it has.
+    """
+    parts = [part for part in leaves(cache) if isinstance(part, (PositionedBatch, Positioned, QuantizedKVCache))]
+    return list(zip(*map(_row_bytes, parts), strict=True)) or [()] * rows
+
+
+def _row_bytes(part: PositionedBatch | Positioned | QuantizedKVCache) -> list[int]:
+    if isinstance(part, PositionedBatch):
+        return part.row_bytes
+    if part.empty():
+        return [0]
+    keys = part.keys[0] if isinstance(part, QuantizedKVCache) else part.keys
+    return [int(part.nbytes) // keys.shape[2] * _tokens(part)]
+
+
+def padding_bytes(batch: Sequence[Any]) -> int:
+    """Return the bytes of the caches beside their rows' tokens and these rows' room to grow; 0 for a single row."""
+    return sum(part.padding for part in _positioned_batches(batch))
+
+
+def limit_idle(batch: Sequence[Any], most: int) -> None:
+    """Let at most this many bytes of a batch lie idle from now on. `give_back` frees the rest."""
+    for part in _positioned_batches(batch):
+        part.most_idle = most
+
+
 def _tokens(leaf: Any) -> int:
     """Return the number of stored tokens. mlx-lm's quantised cache does not report its size."""
     return int(leaf.offset if isinstance(leaf, QuantizedKVCache) else leaf.size())

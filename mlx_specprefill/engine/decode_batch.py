@@ -1,4 +1,4 @@
-"""Continuous batching: one forward per step for all rows, which join and leave at any step.
+"""Continuous batching: rows of like length share a forward in each step, and join and leave at any step.
 
 In float32 a row's answer does not depend on the other rows. In half precision rounding depends on the number of rows in
 a forward, and two tokens that are almost equally likely can change places.
@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import logging
 import math
+import statistics
 import time
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -28,10 +30,21 @@ from ..adapters.probe import probe_quantized
 from ..adapters.registry import adapter_for, architecture_of
 from ..adapters.rope import adjust_offsets
 from ..cache.positioned import quantize_kv
-from ..cache.rows import batch_key, extend_batch, extract_row, filter_batch, give_back, make_room, merge_rows
+from ..cache.rows import (
+    batch_key,
+    extend_batch,
+    extract_row,
+    filter_batch,
+    give_back,
+    limit_idle,
+    make_room,
+    merge_rows,
+    padding_bytes,
+    row_bytes,
+)
 from ..config import EngineConfig
 from ..constraints import GrammarState, Mask, stack_masks
-from ..distributed.ranks import Ranks
+from ..distributed.ranks import Ranks, broadcast
 from ..errors import InvalidRequestError, SparseUnsupportedError
 from ..loading import ModelPair
 from ..request import TokenEvent
@@ -40,13 +53,20 @@ from ..speculative.proposers import Proposer
 from ..speculative.row import Limits, SpeculativeRow
 from ..speculative.verification import TokenSampler
 from .caches import empty_cache
+from .grouping import padding, regroup
 from .memory import cache_bytes
+from .scheduler import read_bytes
 from .sequence import Sequence, log_failure
 from .speculation import AnswerDrafter
 
 # Seconds of a step for copying caches when rows join or leave. Copying all at once took half a second where a step
 # takes 60 ms (a dozen rows, the longest 6 000 tokens, 2 cores).
 COPYING_S = 0.02
+# Bytes of padding per byte of tokens at most, on a CPU. On a GPU only the weights and the free memory are limits:
+# there a step takes as long as it reads, and a few short rows are less than the weights.
+_MOST_PADDING = 0.5
+_PLANNED_FOR = 16  # steps, unless rows come or go: rows become more alike as they grow
+_UNLIMITED = 1 << 62  # bytes
 
 
 @dataclass(frozen=True)
@@ -91,10 +111,14 @@ class RowFailed(Exception):  # noqa: N818 - an outcome of one row, like a cancel
 
 
 class _Row:
-    """State of one row on the host. Its cache is in that of the batch."""
+    """State of one row on the host. Its cache is in that of the batch.
+
+    Attributes:
+        lot: equal in rows that are to share a forward; the uid of one of them.
+    """
 
     def __init__(self, spec: DecodeRow) -> None:
-        self.uid = spec.uid
+        self.uid = self.lot = spec.uid
         self.sampler = spec.sampler
         self.processors = spec.processors
         self.logprobs = spec.logprobs
@@ -135,17 +159,29 @@ class _Choice(NamedTuple):
 
 
 class _Group:
-    """Rows that share a forward. A single row keeps its own cache."""
+    """Rows that share a forward. A single row keeps its own cache.
 
-    def __init__(self, model: nn.Module, spec: DecodeRow, ranks: Ranks | None) -> None:
+    Attributes:
+        lot: of most of its rows. The others are to leave it.
+    """
+
+    def __init__(self, model: nn.Module, ranks: Ranks | None, row: _Row, cache: list[Any], choice: _Choice) -> None:
         self._model = model
         self._ranks = ranks
-        self.rows = [_Row(spec)]
-        self.cache = spec.cache
+        self.rows = [row]
+        self.lot = row.lot
+        self.cache = cache
+        self.next = choice
+
+    @classmethod
+    def of(cls, model: nn.Module, spec: DecodeRow, ranks: Ranks | None) -> _Group:
+        """Return a group of a new row, whose first token is chosen and queued."""
+        row = _Row(spec)
         first = None if spec.grammar is None else spec.grammar.mask(spec.logits.shape[-1])
-        tokens, scores = self.rows[0].choose(spec.logits, None if first is None else mx.array(first)[None])
-        self.next = _Choice(self._broadcast(tokens), scores)
-        self._queue()
+        choice = _Choice(*row.choose(spec.logits, None if first is None else mx.array(first)[None]))
+        group = cls(model, ranks, row, spec.cache, choice)
+        group._follow(choice)
+        return group
 
     @cached_property
     def key(self) -> Hashable | None:
@@ -157,10 +193,14 @@ class _Group:
         fed = self.next
         with adjust_offsets([row.shift for row in self.rows]):
             logits = self._model(fed.tokens[:, None], cache=self.cache)[:, -1, :]
-        chosen = self._choose(logits, fed.tokens, self._grammar_masks(logits, fed.tokens))
-        self.next = chosen._replace(tokens=self._broadcast(chosen.tokens))
-        self._queue()
+        self._follow(self._choose(logits, fed.tokens, self._grammar_masks(logits, fed.tokens)))
         return fed
+
+    def _follow(self, chosen: _Choice) -> None:
+        """Queue the tokens that the next forward takes."""
+        self.next = chosen._replace(tokens=self._broadcast(chosen.tokens))
+        reported = any(row.logprobs is not None for row in self.rows)
+        mx.async_eval(self.next.tokens, *([self.next.scores] if reported else []))  # type: ignore[no-untyped-call]
 
     def _broadcast(self, tokens: mx.array) -> mx.array:
         """Return rank 0's choice: machines may round differently."""
@@ -187,7 +227,7 @@ class _Group:
         """Merge other groups until the time is over. The rest run on their own until the next step.
 
         Args:
-            others: groups of one row, with the same key.
+            others: groups with the same key and no more rows.
             until: by `time.monotonic`.
 
         Returns:
@@ -197,9 +237,10 @@ class _Group:
             if others:
                 self.absorb(others)
             return []
-        joining, waiting = list[_Group](), list[_Group]()
+        joining, waiting, rows = list[_Group](), list[_Group](), 0
         for other in others:
-            fits = make_room(self.cache, len(joining) + len(waiting) + 1, other.cache, until)
+            rows += len(other.rows)
+            fits = make_room(self.cache, rows, other.cache, until)
             (joining if fits else waiting).append(other)
         if joining:
             self.absorb(joining)
@@ -209,28 +250,37 @@ class _Group:
 
     def absorb(self, others: Seq[_Group]) -> None:
         """Merge the rows of other groups with the same key."""
-        newcomers = [other.cache for other in others]
+        others = sorted(others, key=lambda other: len(other.rows) == 1)
+        single = [other.cache for other in others if len(other.rows) == 1]
         if len(self.rows) == 1:
-            self.cache = merge_rows([self.cache, *newcomers])
+            self.cache = merge_rows([self.cache, *single])
         else:
-            extend_batch(self.cache, merge_rows(newcomers))
+            batches = [other.cache for other in others if len(other.rows) > 1]
+            for batch in (*batches, *([merge_rows(single)] if single else [])):
+                extend_batch(self.cache, batch)
         self.rows += [row for other in others for row in other.rows]
         self.next = _Choice(
             *(mx.concatenate(list(part)) for part in zip(self.next, *(g.next for g in others), strict=True))
         )
 
-    def remove(self, index: int) -> Removed:
+    @property
+    def strays(self) -> list[int]:
+        """Return the indices of the rows that are to leave."""
+        return [index for index, row in enumerate(self.rows) if row.lot != self.lot]
+
+    def take(self, index: int) -> _Group:
+        """Take a row out; return it as a group of its own."""
         row, keep = self.rows[index], _without(index, len(self.rows))
-        cache = self.cache
+        cache, choice = self.cache, self.next
         if keep:
-            cache = extract_row(self.cache, index)
+            cache, choice = extract_row(self.cache, index), _Choice(*(part[index : index + 1] for part in self.next))
             # What still reads a cache keeps it from changing in place.
             mx.eval([part.state for part in cache], self.next.tokens)
             self._keep(keep)
         # Queued now: arrays that are still to be cut out of the batch keep all of it alive.
         mx.async_eval([part.state for part in (*cache, *self.cache)], self.next.tokens)  # type: ignore[no-untyped-call]
         self.rows = [self.rows[other] for other in keep]
-        return Removed(cache, tuple(row.tokens))
+        return _Group(self._model, self._ranks, row, cache, choice)
 
     def _keep(self, rows: list[int]) -> None:
         if len(rows) == 1:
@@ -270,10 +320,6 @@ class _Group:
             row.failure = error
             return choose(logits, None, greedy, ())
 
-    def _queue(self) -> None:
-        reported = any(row.logprobs is not None for row in self.rows)
-        mx.async_eval(self.next.tokens, *([self.next.scores] if reported else []))  # type: ignore[no-untyped-call]
-
 
 def _without(index: int, count: int) -> list[int]:
     """Return the remaining rows' indices, the last one in the removed one's place, so that no other row moves."""
@@ -286,19 +332,31 @@ def _without(index: int, count: int) -> list[int]:
 class DecodeBatch:
     """Decodes rows of any caches, samplers and lengths.
 
-    Rows with the same kind of cache, if that has a batch form, share one forward. Other rows, and all rows of an
-    architecture that was not verified in batches, take a forward each. If a step raises anything but `RowFailed`, all
-    rows' caches are unusable.
+    Rows with the same kind of cache, if that has a batch form, share a forward with those of like length. Other rows,
+    and all rows of an architecture that was not verified in batches, take a forward each. If a step raises anything but
+    `RowFailed`, all rows' caches are unusable.
+
+    Attributes:
+        padding: bytes of the caches beside the rows' tokens and these rows' room to grow.
     """
 
-    def __init__(self, model: nn.Module, ranks: Ranks | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, ranks: Ranks | None = None, room: Callable[[int], int | None] = lambda own: None
+    ) -> None:
         """Args:
         ranks: over which the model is spread, if it is.
+        room: returns the bytes that `padding` may have beside rows of `own` bytes; None: any number.
         """
         self._model = model
         self._ranks = ranks
+        self._room = room
         self._batched = adapter_for(architecture_of(model)).batch_refusal is None
+        self._read = read_bytes(model)
+        self._most = math.inf if mx.default_device() == mx.Device(mx.gpu) else _MOST_PADDING
         self._groups: list[_Group] = []
+        self._planned = 0  # steps until the next plan
+        self._measured = 0  # bytes of batches when `padding` was measured; -1: other rows are in them
+        self.padding = 0
 
     def __len__(self) -> int:
         return sum(len(group.rows) for group in self._groups)
@@ -314,7 +372,8 @@ class DecodeBatch:
 
     def add(self, row: DecodeRow) -> None:
         """Add a row from the next step on. Its first token comes from its logits, without a forward."""
-        self._groups.append(_Group(self._model, row, self._ranks))
+        self._groups.append(_Group.of(self._model, row, self._ranks))
+        self.plan_anew()
 
     def first_token(self) -> TokenEvent:
         """Return the newest row's first token before its first step, which then does not return it.
@@ -332,10 +391,17 @@ class DecodeBatch:
         for group in self._groups:
             for index, row in enumerate(group.rows):
                 if row.uid == uid:
-                    removed = group.remove(index)
+                    removed = group.take(index)
                     self._groups = [group for group in self._groups if group.rows]
-                    return removed
+                    self._measured = -1
+                    self._measure()
+                    self.plan_anew()
+                    return Removed(removed.cache, tuple(row.tokens))
         raise KeyError(uid)
+
+    def plan_anew(self) -> None:
+        """Decide at the next step which rows share a forward: there are other rows, or less room."""
+        self._planned = 0
 
     def step(self) -> list[tuple[int, TokenEvent]]:
         """Return one token of every row, by uid. The caller removes rows that have ended.
@@ -346,20 +412,87 @@ class DecodeBatch:
         for row in (row for group in self._groups for row in group.rows):
             if row.failure is not None:
                 raise RowFailed(row.uid) from row.failure
-        self._join()
+        self._arrange()
         fed = [group.advance() for group in self._groups]
+        self._measure()
         return [event for group, choice in zip(self._groups, fed, strict=True) for event in group.events(choice)]
 
-    def _join(self) -> None:
-        """Merge groups of one kind. A group alone is looked at, too: its batch may give back space."""
+    def _arrange(self) -> None:
+        """Split and merge groups as planned, until the time is over.
+
+        A group alone is looked at, too: its batch may give back space.
+        """
         if not self._batched or (len(self._groups) == 1 and len(self._groups[0].rows) == 1):
             return
-        alike: dict[Hashable, list[_Group]] = {}
-        for group in self._groups:
-            alike.setdefault(id(group) if group.key is None else group.key, []).append(group)
-        # With several ranks the merge can't depend on how fast one of them copies.
+        if self._planned == 0:
+            self._plan()
+            self._measured = -1
+        self._planned -= 1
+        before = self._groups
+        # With several ranks this can't depend on how fast one of them copies.
         until = math.inf if self._ranks is not None else time.monotonic() + COPYING_S
-        self._groups = [group for first, *others in alike.values() for group in (first, *first.admit(others, until))]
+        self._groups = self._merge([*before, *self._split(until)], until)
+        if self._groups != before:
+            self._measured = -1
+
+    def _measure(self) -> None:
+        """Measure `padding` if caches have changed in size, which they seldom do, or in their rows."""
+        batches = [group.cache for group in self._groups if len(group.rows) > 1]
+        held = sum(map(cache_bytes, batches))
+        if held != self._measured:
+            self._measured, self.padding = held, sum(map(padding_bytes, batches))
+
+    def _split(self, until: float) -> list[_Group]:
+        """Return the rows that left their groups."""
+        left = []
+        for group in self._groups:
+            while strays := group.strays:
+                left.append(group.take(strays[0]))
+                if time.monotonic() >= until:
+                    return left
+        return left
+
+    def _merge(self, groups: Seq[_Group], until: float) -> list[_Group]:
+        lots: dict[int, list[_Group]] = {}
+        for group in sorted(groups, key=lambda group: -len(group.rows)):
+            lots.setdefault(group.lot, []).append(group)
+        return [group for first, *others in lots.values() for group in (first, *first.admit(others, until))]
+
+    def _plan(self) -> None:
+        """Decide which rows share a forward from now on, and how many bytes may lie idle beside them."""
+        self._planned = _PLANNED_FOR
+        kinds: dict[Hashable, list[_Group]] = {}
+        for group in self._groups:
+            if group.key is not None:
+                kinds.setdefault(group.key, []).append(group)
+        sizes = {
+            key: [size for group in groups for size in row_bytes(group.cache, len(group.rows))]
+            for key, groups in kinds.items()
+        }
+        room = self._room(sum(sum(size) for rows in sizes.values() for size in rows))
+        left = _UNLIMITED if room is None else room
+        for key, groups in kinds.items():
+            left -= self._plan_kind(groups, sizes[key], left)
+        for group in self._groups:
+            limit_idle(group.cache, max(0, left) // len(self._groups))
+
+    def _plan_kind(self, groups: Seq[_Group], sizes: Seq[tuple[int, ...]], room: int) -> int:
+        """Plan for groups with one kind of cache; return the bytes of padding.
+
+        Args:
+            sizes: of all their rows.
+        """
+        most = min(room, self._most * max(1, sum(map(sum, sizes))))
+        ends = list(accumulate(len(group.rows) for group in groups))
+        now = [range(end - len(group.rows), end) for group, end in zip(groups, ends, strict=True)]
+        planned = broadcast(self._ranks, "groups", lambda: regroup(sizes, now, self._read, most))
+        rows = [row for group in groups for row in group.rows]
+        for together in planned:
+            for index in together:
+                rows[index].lot = rows[together[0]].uid
+        for group in groups:
+            group.lot = statistics.mode(row.lot for row in group.rows)
+        return padding(sizes, planned)
 
 
 log = logging.getLogger(__name__)
@@ -375,12 +508,17 @@ class _Drafted(NamedTuple):
 
 
 class Rows:
-    """Sequences between their prefill and their last token."""
+    """Sequences between their prefill and their last token.
+
+    Attributes:
+        room: see `DecodeBatch`.
+    """
 
     def __init__(self, pair: ModelPair, config: EngineConfig) -> None:
         self._pair = pair
         self._kv_bits = config.kv_bits
-        self._batch = DecodeBatch(pair.target, pair.ranks)
+        self.room: Callable[[int], int | None] = lambda own: None
+        self._batch = self._make_batch()
         self._drafted: dict[int, _Drafted] = {}
 
     def __len__(self) -> int:
@@ -388,9 +526,14 @@ class Rows:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all rows' caches. In a batch every row takes as much as the longest."""
+        """Return the bytes of all rows' caches. In a forward every row takes as much as the longest."""
         drafted = (drafted.row.cache for drafted in self._drafted.values())
         return sum(cache_bytes(cache) for cache in (*self._batch.caches, *drafted))
+
+    @property
+    def padding(self) -> int:
+        """Return the bytes of these caches beside the rows' tokens and their room to grow. From any thread."""
+        return self._batch.padding
 
     def add(self, sequence: Sequence, logits: mx.array) -> TokenEvent:
         """Start decoding a prefilled sequence; return its first token, chosen from `logits` (1, V)."""
@@ -419,8 +562,15 @@ class Rows:
 
     def clear(self) -> None:
         """Remove all rows, whatever their state."""
-        self._batch = DecodeBatch(self._pair.target, self._pair.ranks)
+        self._batch = self._make_batch()
         self._drafted.clear()
+
+    def plan_anew(self) -> None:
+        """Decide anew which rows share a forward: they have less room."""
+        self._batch.plan_anew()
+
+    def _make_batch(self) -> DecodeBatch:
+        return DecodeBatch(self._pair.target, self._pair.ranks, lambda own: self.room(own))
 
     def _add_drafted(
         self, sequence: Sequence, drafting: AnswerDrafter, proposer: Proposer, logits: mx.array
@@ -491,7 +641,7 @@ class Rows:
         except Exception as error:
             log.exception("decode step failed")
             lost = self._batch.uids
-            self._batch = DecodeBatch(self._pair.target, self._pair.ranks)
+            self._batch = self._make_batch()
             return [(uid, error) for uid in lost]
 
     def _step_drafted(self) -> Iterator[Outcome]:

@@ -317,6 +317,7 @@ class EngineCore:
         self.beat = time.monotonic()
         self.meter = Meter()
         self._memory.rows_bytes, self._memory.stop_background = lambda: self._rows.nbytes, self._stop_background
+        self._memory.rows_padding, self._rows.room = lambda: self._rows.padding, self._memory.padding_room
 
     def begin(self) -> None:
         """Measure what a sequence costs."""
@@ -469,6 +470,7 @@ class EngineCore:
                 self._stop_background()
             if self._memory.reserve(job.uid, job.need):
                 self._scheduler.admit(uid)
+                self._rows.plan_anew()
                 if isinstance(job, AnswerJob):
                     job.sequence.started = time.perf_counter()
             elif self._scheduler.running == 0 and self._memory.may_come(uid, job.need):
@@ -566,6 +568,8 @@ class EngineCore:
                 self._fail(self._decoding[uid], outcome)
             else:
                 self._report_token(self._decoding[uid], outcome)
+        if self._rows.padding:
+            self._memory.evict_for_rows()
 
     def _report_token(self, job: AnswerJob, event: TokenEvent) -> None:
         sequence, most = job.sequence, job.sequence.request.max_tokens

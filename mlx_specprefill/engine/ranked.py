@@ -39,6 +39,7 @@ from .sequence import Job, Need, RequestHandle, TaskSpec
 from .sequence import Sequence as Request
 
 _MOST = (1 << 30) - 1  # the largest value that `Ranks.min_max` compares
+_PARTS = 1 << 10  # as which it compares parts of a number
 _Lookup = Callable[[Sequence[int] | TokenIds, bool], CacheHit | None]
 
 
@@ -122,6 +123,12 @@ class RankedMemory(_Ranked, Memory):
 
     def may_come(self, uid: int, need: Need) -> bool:
         return self._ranks.all(super().may_come(uid, need))
+
+    def padding_room(self, own: int) -> int | None:
+        """Return the room as the rank with the least for its part of the rows has it."""
+        room = super().padding_room(own)
+        share, _ = self._ranks.min_max(_MOST if room is None else min(_MOST, _PARTS * room // max(1, own)))
+        return None if share == _MOST else own * share // _PARTS
 
 
 class RankedChunkSizer(_Ranked, ChunkSizer):

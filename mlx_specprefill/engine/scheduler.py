@@ -30,6 +30,7 @@ from typing import Any, Literal, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
@@ -40,7 +41,7 @@ from ..config import EngineConfig
 from ..loading import ModelPair
 from ..request import Event, Prediction, Progress
 from ..specprefill.sparse_prefill import TAIL
-from .memory import MOST_PAIRS
+from .memory import MOST_PAIRS, weight_bytes
 from .sequence import AnswerJob, Job
 
 log = logging.getLogger(__name__)
@@ -405,6 +406,16 @@ def prior_cost(model: nn.Module, config: Mapping[str, Any]) -> ForwardCost:
     attending = sum(isinstance(part, KVCache) for part in leaves(make_prompt_cache(model)))
     fixed = _PRIOR_FIXED_MOE if experts else _PRIOR_FIXED_DENSE
     return ForwardCost(fixed * token, token, 4 * width * attending / rate)
+
+
+def read_bytes(model: nn.Module) -> int:
+    """Return the bytes of weights that every forward reads. Experts do not count: rows seldom share one."""
+    experts = {
+        name: module.parameters()
+        for name, module in model.named_modules()
+        if isinstance(module, (SwitchLinear, QuantizedSwitchLinear))
+    }
+    return weight_bytes(model) - sum(int(array.nbytes) for _, array in tree_flatten(experts))
 
 
 def _active_parameters(model: nn.Module, config: Mapping[str, Any]) -> tuple[int, bool]:

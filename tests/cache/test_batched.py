@@ -100,6 +100,7 @@ recalled = st.lists(st.integers(0, 20), unique=True, min_size=1, max_size=14)  #
 prompts = recalled.map(sorted) | recalled
 moves = st.one_of(
     st.tuples(st.just("join"), st.lists(prompts, min_size=1, max_size=3)),
+    st.tuples(st.just("merge"), st.lists(prompts, min_size=2, max_size=3)),
     st.tuples(st.just("leave"), st.integers(0, 20)),
     st.tuples(st.just("step"), st.integers(1, 9)),
     st.tuples(st.just("room"), prompts),
@@ -179,6 +180,14 @@ def follow(ring: bool, window: int | None, chunk: int, schedule: list[Any]) -> N
             else:
                 batch = joining
             model.rows += [list(positions) for positions in argument]
+        elif name == "merge" and model.rows:  # with rows that have decoded together already
+            joining = Model(ring)
+            joining.rows = [sorted(positions) if ring else list(positions) for positions in argument]
+            other = merge_rows([[single(ring, positions, chunk)] for positions in joining.rows])
+            for _ in range(len(argument[0])):
+                decode_step(other, joining, window)
+            extend_batch(batch, other)
+            model.rows += joining.rows
         elif name == "leave" and model.rows:
             leave(batch, model, argument % len(model.rows), swap=argument % 3 != 0)
         elif name == "step" and model.rows:
@@ -191,6 +200,11 @@ def follow(ring: bool, window: int | None, chunk: int, schedule: list[Any]) -> N
             assert not batch[0].oversized
         if model.rows:  # `oversized` relies on it at every step, without a look at the rows
             assert batch[0]._first == batch[0]._unused_slots(batch[0]._rows)
+            held = [min(len(row), WINDOW) if ring else len(row) for row in model.rows]
+            assert batch[0].row_bytes == [8 * count for count in held]  # a key and a value in float32
+            capacity, _, slots, _ = batch[0].keys.shape
+            own = len(held) * slots if ring else sum(held) + len(held) * (slots - batch[0]._end)
+            assert batch[0].padding == 8 * (capacity * slots - own) >= 0
     while model.rows:
         leave(batch, model, 0)
 

@@ -8,9 +8,11 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import cycle
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -31,6 +33,7 @@ from tests.support.rows import (
     assert_same_contents,
     batch_row,
     contents,
+    crowd,
     logprob_error,
     make_rows,
     prefilled,
@@ -61,7 +64,7 @@ class Counting:
 
 
 def counted(model: Any) -> tuple[DecodeBatch, list[int]]:
-    batch = DecodeBatch(model)
+    batch = crowd(model)
     batch._model = counting = Counting(model)  # type: ignore[assignment]
     return batch, counting.rows
 
@@ -149,7 +152,7 @@ def test_a_lone_row_keeps_its_own_cache(llama: Any) -> None:
 def test_joining_and_leaving_copy_one_row() -> None:
     """While a forward is under way; the step that follows included."""
     model = tiny_model("llama")
-    batch = DecodeBatch(model)
+    batch = crowd(model)
 
     def row(uid: int, count: int) -> DecodeRow:
         made = batch_row(model, uid, make_rows(VOCAB, 1)[0])
@@ -226,6 +229,73 @@ def test_a_row_that_leaves_before_its_first_step_is_untouched(llama: Any) -> Non
     removed = batch.remove(1)
     assert removed.tokens == ()
     assert_same_contents(removed.cache, before, atol=0)
+
+
+# --- rows of other lengths -------------------------------------------------------------------------------------------
+
+
+def rows_of(*lengths: int) -> list[Row]:
+    rng = np.random.default_rng(1)
+    return [Row(tuple(rng.integers(2, VOCAB, length).tolist())) for length in lengths]
+
+
+def by_length(model: Any, *lengths: int, **changes: Any) -> tuple[DecodeBatch, list[int]]:
+    batch = DecodeBatch(model, **changes)
+    batch._model = counting = Counting(model)  # type: ignore[assignment]
+    for uid, row in enumerate(rows_of(*lengths)):
+        batch.add(batch_row(model, uid, row))
+    return batch, counting.rows
+
+
+def test_a_long_row_makes_no_short_one_as_long_as_itself(llama: Any) -> None:
+    batch, forwards = by_length(llama, 20, 700, 21, 20, 22)
+    batch.step()
+    assert sorted(forwards) == [1, 4]
+    assert padded(batch) < 1.02 * (700 + 83 + 5)
+
+
+def test_rows_that_have_grown_alike_share_a_forward(llama: Any) -> None:
+    """With 10 and 40 tokens they would be padded by more than half; with 20 and 50 by less."""
+    batch, forwards = by_length(llama, 10, 40)
+    for _ in range(64):
+        batch.step()
+    assert forwards[:2] == [1, 1]
+    assert forwards[-1] == 2
+
+
+def test_a_short_row_goes_on_alone_when_most_rows_of_its_group_have_left(llama: Any) -> None:
+    batch, forwards = by_length(llama, 10, 45, 45, 45, 45)
+    batch.step()
+    assert forwards == [5]
+    for uid in (1, 2, 3):
+        batch.remove(uid)
+    batch.step()
+    assert forwards == [5, 1, 1]
+
+
+def test_where_a_forward_costs_more_than_padding_short_rows_share_it(llama: Any) -> None:
+    """On a GPU: what a forward reads of the weights is more than 15 short rows are padded by, not a long one."""
+    batch, forwards = by_length(llama, 20, 90, 50, 30)
+    batch._most = math.inf
+    batch.step()
+    assert forwards == [4]
+    batch, forwards = by_length(llama, 20, 2000, 50, 30)
+    batch._most = math.inf
+    batch.step()
+    assert sorted(forwards) == [1, 3]
+
+
+def test_without_room_only_rows_of_one_length_share_a_forward(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_batch, "COPYING_S", math.inf)
+    room = [1 << 30]
+    batch, forwards = by_length(llama, 30, 28, 30, 29, room=lambda own: room[0])
+    batch.step()
+    assert (forwards, batch.padding > 0) == ([4], True)
+    room[0] = 0
+    batch.plan_anew()
+    batch.step()
+    assert sorted(forwards[1:]) == [1, 1, 2]
+    assert batch.padding == 0
 
 
 # --- what is left of a row -------------------------------------------------------------------------------------------
@@ -376,28 +446,48 @@ def known(family: str) -> tuple[Any, list[Row], list[list[int]], list[tuple[list
     return model, rows, [tokens(alone(model, row, 60)[0]) for row in rows], [prefilled(model, row) for row in rows]
 
 
+def cramped(model: Any) -> DecodeBatch:
+    """A batch with room that comes and goes."""
+    room = cycle([0, 3000, 20_000])
+    return DecodeBatch(model, room=lambda own: next(room))
+
+
+def padded(batch: DecodeBatch) -> int:
+    """Return the tokens that a step reads in a layer, of all rows as long as their group's longest."""
+    return sum(len(group.rows) * group.cache[0].size() for group in batch._groups)
+
+
+def copying_is_over(batch: DecodeBatch) -> bool:
+    return not any(group.strays for group in batch._groups)
+
+
 steps = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 6)), min_size=1, max_size=14)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "qwen3_5"])
 @settings(max_examples=15)
-@given(schedule=steps, copying=st.sampled_from([0.0, math.inf]), idle=st.sampled_from([0, 1 << 30]))
+@given(
+    schedule=steps,
+    copying=st.sampled_from([0.0, math.inf]),
+    idle=st.sampled_from([0, 1 << 30]),
+    make=st.sampled_from([crowd, DecodeBatch, cramped]),
+)
 def test_any_schedule_gives_every_row_its_own_answer(
-    family: str, schedule: list[tuple[int, int]], copying: float, idle: int
+    family: str, schedule: list[tuple[int, int]], copying: float, idle: int, make: Callable[[Any], DecodeBatch]
 ) -> None:
     """Each entry toggles one row (in or out) and then takes some steps; a row that returns starts over.
 
-    With one layer's cache copied per step, and all of them.
+    With one layer's cache copied per step, and all of them; in one forward, by length, and with hardly any room.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decode_batch, "COPYING_S", copying)
         patch.setattr(batched, "_IDLE_BYTES", idle)
-        follow(family, schedule)
+        follow(family, schedule, make)
 
 
-def follow(family: str, schedule: list[tuple[int, int]]) -> None:
+def follow(family: str, schedule: list[tuple[int, int]], make: Callable[[Any], DecodeBatch]) -> None:
     model, _, answers, ready = known(family)
-    batch = DecodeBatch(model)
+    batch = make(model)
     got: dict[int, list[int]] = {}
     for uid, count in schedule:
         if uid in batch.uids:
@@ -409,6 +499,9 @@ def follow(family: str, schedule: list[tuple[int, int]]) -> None:
         for _ in range(min(count, 60 - max(map(len, got.values())))):
             for key, event in batch.step():
                 got[key].append(event.token)
+            if make is DecodeBatch and family == "llama" and copying_is_over(batch):
+                slots = {key: ready[key][0][0].slots + len(got[key]) for key in batch.uids}
+                assert padded(batch) <= 1.5 * sum(slots.values())
         for key in batch.uids:
             assert got[key] == answers[key][: len(got[key])]
     for uid in batch.uids:

@@ -20,7 +20,7 @@ from tests.engine.held import unaccounted
 from tests.support.autoregressive import decode
 from tests.support.oracle import build, vocabulary
 from tests.support.precision import bound, numbers
-from tests.support.rows import ROUNDED, Row, logprob_error, make_rows, quantised_row, together, tokens
+from tests.support.rows import ROUNDED, Row, crowd, crowded, logprob_error, make_rows, quantised_row, together, tokens
 from tests.support.tiny import generated, random_prompt, tiny_model, tiny_pair
 
 pytestmark = pytest.mark.extended
@@ -94,7 +94,7 @@ class Counting:
 
 
 def eight_rows(model: nn.Module, bits: int) -> tuple[DecodeBatch, Counting]:
-    batch = DecodeBatch(model)
+    batch = crowd(model)
     batch._model = counting = Counting(model)  # type: ignore[assignment]
     for uid, row in enumerate(make_rows(vocabulary(model), ROWS)):
         batch.add(quantised_row(model, uid, row, bits))
@@ -152,7 +152,7 @@ def pair() -> ModelPair:
 def test_an_engine_takes_one_forward_per_step(pair: ModelPair, monkeypatch: pytest.MonkeyPatch) -> None:
     """All eight answers are long enough for all rows to be there; no step then has two forwards."""
     with Engine(pair, configured(8)) as engine:
-        batch = engine.rows._batch
+        batch = crowded(engine.rows._batch)
         batch._model = counting = Counting(pair.target)  # type: ignore[assignment]
         steps: list[int] = []
         step = batch.step

@@ -15,13 +15,13 @@ import pytest
 from mlx_specprefill.adapters.registry import adapter_for
 from mlx_specprefill.cache.rows import batch_key
 from mlx_specprefill.engine.caches import empty_cache
-from mlx_specprefill.engine.decode_batch import DecodeBatch, DecodeRow
+from mlx_specprefill.engine.decode_batch import DecodeRow
 from mlx_specprefill.sampling import greedy
 from tests.support import oracle
 from tests.support.autoregressive import decode
 from tests.support.oracle import build, tiny_models, vocabulary
 from tests.support.refusals import BATCH_REFUSALS
-from tests.support.rows import ROUNDED, Row, alone, logprob_error, make_rows, quantised_row, together, tokens
+from tests.support.rows import ROUNDED, Row, alone, crowd, logprob_error, make_rows, quantised_row, together, tokens
 from tests.support.tiny import FAMILIES, tiny_model
 
 CLOSE = 1e-4
@@ -99,7 +99,7 @@ def test_no_architecture_is_kept_out_without_grounds(architecture: str) -> None:
     if architecture in oracle.UNBUILDABLE:
         return
     model = build(architecture)
-    batch = DecodeBatch(model)
+    batch = crowd(model)
     assert not batch._batched
     batch._batched = True
     try:

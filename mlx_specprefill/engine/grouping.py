@@ -1,0 +1,86 @@
+"""Decides which rows share a forward of a decode step. Integers only: no arrays, clocks, threads.
+
+Such a step is bound by what it reads: the weights once per forward, and the caches, in which every row of a forward is
+as long as the longest. So rows share a forward if it pads them by fewer bytes than another forward would read.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+Size = tuple[int, ...]  # bytes of one row's tokens, by layer; empty: no layer has a length
+Groups = Sequence[Sequence[int]]  # indices of the rows that share a forward
+
+_STEPS = 64  # within which other groups have to save what they copy; most answers are longer
+
+
+@dataclass(frozen=True)
+class _Group:
+    rows: tuple[int, ...]
+    longest: Size  # by layer
+
+    @property
+    def padded(self) -> int:
+        return len(self.rows) * sum(self.longest)
+
+    def join(self, other: _Group) -> _Group:
+        return _Group(self.rows + other.rows, tuple(map(max, self.longest, other.longest)))
+
+
+def group_rows(sizes: Sequence[Size], read: int, most: float) -> list[list[int]]:
+    """Return the groups of rows that share a forward, shortest rows first.
+
+    Starts with a forward for each row. Joins the two neighbours by length that pads least, as long as that pads by no
+    more than a forward less saves.
+
+    Args:
+        read: bytes of weights that a forward reads, however many rows it has.
+        most: bytes of padding of all groups together.
+    """
+    sizes = _by_kind_of_layer(sizes)
+    groups = [_Group((row,), sizes[row]) for row in sorted(range(len(sizes)), key=lambda row: sum(sizes[row]))]
+    while len(groups) > 1:
+        joined = [first.join(second) for first, second in pairwise(groups)]
+        added = [both.padded - groups[at].padded - groups[at + 1].padded for at, both in enumerate(joined)]
+        at = added.index(min(added))
+        if added[at] > min(read, most):
+            break
+        groups[at : at + 2] = [joined[at]]
+        most -= added[at]
+    return [list(group.rows) for group in groups]
+
+
+def regroup(sizes: Sequence[Size], groups: Groups, read: int, most: float) -> list[list[int]]:
+    """Return the groups to decode in from now on: `groups`, unless others are needed, or save what they copy.
+
+    Args:
+        groups: that the rows are in now.
+        read, most: as in `group_rows`.
+    """
+    best, now = group_rows(sizes, read, most), [list(group) for group in groups]
+    if padding(sizes, now) > most:
+        return best
+    known = {frozenset(group) for group in now}
+    copied = _padded(sizes, [group for group in best if frozenset(group) not in known])
+    saved = read * (len(now) - len(best)) + _padded(sizes, now) - _padded(sizes, best)
+    return best if _STEPS * saved > 2 * copied else now  # a copy reads and writes
+
+
+def padding(sizes: Sequence[Size], groups: Groups) -> int:
+    """Return the bytes by which groups are larger than their rows."""
+    return _padded(sizes, groups) - sum(sum(sizes[row]) for group in groups for row in group)
+
+
+def _padded(sizes: Sequence[Size], groups: Groups) -> int:
+    return sum(len(group) * sum(map(max, zip(*(sizes[row] for row in group), strict=True))) for group in groups)
+
+
+def _by_kind_of_layer(sizes: Sequence[Size]) -> list[Size]:
+    """Return the sizes with one entry for all layers in which every row has the same size."""
+    kinds = Counter(zip(*sizes, strict=True))
+    return list(zip(*([count * size for size in layer] for layer, count in kinds.items()), strict=True)) or [()] * len(
+        sizes
+    )

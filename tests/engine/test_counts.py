@@ -8,9 +8,9 @@ import pytest
 from benchmarks.harness.counts import count_steps, counted
 
 from mlx_specprefill import Engine, EngineConfig, ModelPair
-from mlx_specprefill.engine.decode_batch import DecodeBatch, DecodeRow
+from mlx_specprefill.engine.decode_batch import DecodeRow
 from mlx_specprefill.sampling import greedy
-from tests.support.rows import make_rows, prefilled
+from tests.support.rows import crowd, make_rows, prefilled
 from tests.support.tiny import VOCAB, tiny_model, tiny_pair
 
 from .test_staged import own_pair
@@ -54,7 +54,7 @@ def test_the_host_waits_once_per_token_and_twice_per_prefill_chunk(pair: ModelPa
 @pytest.mark.parametrize("rows", [1, 4])
 def test_the_next_forward_is_queued_before_a_token_is_waited_for(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, calls = tiny_model("llama"), list[str]()
-    batch = DecodeBatch(model)
+    batch = crowd(model)
     for uid, row in enumerate(make_rows(VOCAB, rows)):
         batch.add(DecodeRow(uid, *prefilled(model, row), greedy))
     batch.step()

@@ -36,8 +36,9 @@ CONFIG = EngineConfig(policy=SpecPrefillPolicy(threshold=100), prefill_step=64)
 SPARSE, FULL = SpecPrefillOptions(True, Fraction(1, 5)), SpecPrefillOptions(False)
 
 
-def request(tokens=8, options=SPARSE, length=M, **more):
-    return GenerationRequest(random_prompt(length), tokens, specprefill=options, **more)
+def request(tokens=8, options=SPARSE, length=M, seed=0, **more):
+    """A prompt that was read before is not scored again: another `seed` gives another one."""
+    return GenerationRequest(random_prompt(length, seed), tokens, specprefill=options, **more)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +85,7 @@ def test_events_come_in_order(engine):
 
 
 def test_timings_are_of_this_request(engine):
-    _, last = generated(engine.generate(request()))
+    _, last = generated(engine.generate(request(seed=1)))
     times = last.report.timings
     assert times.draft_ms > 0
     assert times.prefill_ms > 0
@@ -140,7 +141,8 @@ def test_cancel_in_prefill_is_not_a_fallback(engine, stage):
     box.append(None)
     gate = threading.Lock()
     with gate:
-        box[0] = engine.submit(request(tokens=50), lambda e: (gate.acquire(), gate.release(), on_event(e)))
+        asked = request(tokens=50, seed=len(stage))
+        box[0] = engine.submit(asked, lambda e: (gate.acquire(), gate.release(), on_event(e)))
     ready.set()
     assert done.wait(60)
     assert seen[-1].reason == "cancelled"

@@ -53,6 +53,13 @@ def ask(engine: Engine, rule: RuleName | None, prompt: tuple[int, ...] = PROMPT)
     return tokens, last.report
 
 
+def forget_target(engine: Engine) -> None:
+    """Drop what the target has read: a prompt that it knows is not scored again."""
+    cache = engine.caches._target
+    assert cache is not None
+    engine._inbox.call(cache.clear)
+
+
 def lone(rule: RuleName | None, pair: ModelPair, config: EngineConfig = CONFIG) -> tuple[list[int], PrefillReport]:
     with Engine(pair, config) as engine:
         return ask(engine, rule)
@@ -61,9 +68,11 @@ def lone(rule: RuleName | None, pair: ModelPair, config: EngineConfig = CONFIG) 
 def test_each_rule_says_what_scored() -> None:
     pair = pair_with_heads()
     with Engine(pair, CONFIG) as engine:
-        scorers = [ask(engine, rule)[1].scoring for rule in (None, "paper", "default", "paper")]
+        scorers = [ask(engine, rule)[1].scoring for rule in (None, "paper", "default")]
+        forget_target(engine)
+        scorers += [ask(engine, rule)[1].scoring for rule in ("default", "paper")]
         _, full = generated(engine.generate(GenerationRequest(PROMPT, 1, specprefill=SpecPrefillOptions(False))))
-    assert scorers == [OF_HEADS, OF_PAPER, OF_HEADS, OF_PAPER]
+    assert scorers == [OF_HEADS, OF_PAPER, None, OF_HEADS, OF_PAPER]
     assert isinstance(full, Finished)
     assert (full.report.scorer, full.report.scoring) == (None, None)
     assert full.report.to_dict()["scorer"] is None
@@ -124,6 +133,7 @@ def test_the_drafts_prefix_cache_is_the_default_rules_alone(monkeypatch: pytest.
         assert forwards.take() == (0, len(PROMPT) + CONFIG.scoring.rows - 1)
         ask(engine, None)
         assert forwards.take() == (len(PROMPT), 0)
+        forget_target(engine)
         assert ask(engine, "paper")[1].kept_spans == expected
         assert forwards.take() == (0, len(PROMPT) + CONFIG.scoring.rows - 1)
         tokens, _ = ask(engine, None)

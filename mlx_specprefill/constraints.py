@@ -211,6 +211,10 @@ class Grammars:
         matcher = self._matcher(constraint).deep_copy()
         return LLGuidanceState(constraint, matcher, stops, self._eos, min_tokens)
 
+    def forget(self) -> None:
+        """Drop the compiled grammars, which say what answers were asked for."""
+        self._compiled.cache_clear()
+
     def _matcher(self, constraint: Constraint) -> LLMatcher:
         try:
             return self._compiled(constraint.grammar)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
@@ -162,6 +163,7 @@ class GenerationRequest:
         min_tokens: number of tokens before stop ids may be generated, unless the constraint leaves nothing else.
         label: cached prefixes and sessions are shared with requests of the same label.
         pin_system_prefix: pin the system prefix in the cache at once, as if a second request had used it.
+        made: when it came, by the monotonic clock. What came before `Engine.drop_cached` leaves nothing in the caches.
     """
 
     prompt: TokenIds
@@ -177,6 +179,7 @@ class GenerationRequest:
     min_tokens: int = 0
     label: CacheLabel = SHARED
     pin_system_prefix: bool = False
+    made: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", as_token_ids(self.prompt))

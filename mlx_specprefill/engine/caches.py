@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
+from enum import IntEnum
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,16 +20,17 @@ from ..cache.positioned import leaves, make_positioned_cache
 from ..cache.prefix.disk import DiskTier
 from ..cache.prefix.nodes import Arrays, CacheEntry, CacheHit, model_identity
 from ..cache.prefix.stored import StoredPrefixCache
-from ..cache.prefix.tree import PrefixCache
+from ..cache.prefix.tree import PrefixCache, Restoring
 from ..config import EngineConfig
-from ..errors import SettingsError, SparseUnsupportedError
+from ..errors import RequestCancelled, SettingsError, SparseUnsupportedError
 from ..loading import ModelPair
-from ..request import CacheLabel, GenerationRequest, PrefixMiss, TokenIds
+from ..request import CacheLabel, GenerationRequest, PrefixMiss, Progress, Stage, TokenIds
 from ..specprefill.sparse_prefill import HiddenStates
 from .misses import WORTH_TELLING, Decode, explain_miss
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+Lookup = Generator[Progress, None, CacheHit | None]
 _NOT_FOUND = "prefix look-up failed; the prompt is read from its start"
 
 
@@ -47,6 +51,14 @@ def empty_draft_cache(draft: nn.Module, staged: bool) -> list[Any]:
     return make_positioned_cache(draft) if staged else list(make_prompt_cache(draft))
 
 
+class Erasure(IntEnum):
+    """How far the disk is with what was dropped. The least one of several ranks counts."""
+
+    FAILED = 0
+    PENDING = 1
+    DONE = 2
+
+
 class EngineCaches:
     """Looks up and stores prefixes. A failure costs the saved time, never the request. MLX thread only.
 
@@ -65,6 +77,8 @@ class EngineCaches:
         self._target: PrefixCache | None = None
         self._draft: PrefixCache | None = None
         self._selector_name = ""  # identifies the draft and its scoring
+        self._forgotten: dict[str | None, float] = {}  # times by owner, None: everybody; see `GenerationRequest.made`
+        self._erasing: Future[bytes] | None = None
         if not self.enabled:
             return
         if config.prefix_cache_dir is not None:
@@ -91,7 +105,7 @@ class EngineCaches:
     ) -> PrefixCache:
         if self._disk is None:
             return PrefixCache(identity, empty, self.budget, **settings)
-        return StoredPrefixCache(self._disk, only_pinned, identity, empty, self.budget, **settings)
+        return StoredPrefixCache(self._disk, only_pinned, identity, empty, self.budget, later=True, **settings)
 
     def _identities(self, pair: ModelPair) -> tuple[str, str]:
         """Return the names under which prefixes of target and draft are stored; an empty one without a draft."""
@@ -123,8 +137,8 @@ class EngineCaches:
 
     def target_prefix(
         self, tokens: Sequence[int] | TokenIds, label: CacheLabel, again: bool = False, selection_key: str | None = None
-    ) -> CacheHit | None:
-        """Return the longest prefix that leaves at least one token to feed.
+    ) -> Lookup:
+        """Return the longest prefix that leaves at least one token to feed. Yields while it is read from disk.
 
         Args:
             again: the same request looks up a second time; it is not counted.
@@ -133,14 +147,31 @@ class EngineCaches:
         cache, name = self._target, self._full_key(selection_key)
         if cache is None:
             return None
-        return self._try(_NOT_FOUND, lambda: cache.lookup(tokens, len(tokens) - 1, again, label, name), None)
+        return (yield from self._look_up("queued", cache.restore(tokens, len(tokens) - 1, again, label, name), tokens))
 
-    def draft_prefix(self, tokens: Sequence[int] | TokenIds, label: CacheLabel, again: bool = False) -> CacheHit | None:
-        """Return the longest prefix that the draft has read; `again` as in `target_prefix`."""
+    def draft_prefix(self, tokens: Sequence[int] | TokenIds, label: CacheLabel, again: bool = False) -> Lookup:
+        """Return the longest prefix that the draft has read; `again` as in `target_prefix`. Yields as it does."""
         cache = self._draft
         if cache is None:
             return None
-        return self._try(_NOT_FOUND, lambda: cache.lookup(tokens, len(tokens) - 1, again, label), None)
+        return (yield from self._look_up("draft", cache.restore(tokens, len(tokens) - 1, again, label), tokens))
+
+    def _look_up(self, stage: Stage, steps: Restoring[CacheHit | None], tokens: Sequence[int] | TokenIds) -> Lookup:
+        """Return what the steps find; None if they fail."""
+        try:
+            while True:
+                next(steps)
+                yield Progress(stage, 0, len(tokens))
+        except StopIteration as done:
+            hit: CacheHit | None = done.value
+            return hit
+        except RequestCancelled:
+            steps.close()
+            raise
+        except Exception as error:
+            log.exception(_NOT_FOUND)
+            self.on_error(error)
+            return None
 
     def covers(self, tokens: Sequence[int] | TokenIds, label: CacheLabel, selection_key: str | None = None) -> int:
         """Return the number of leading tokens that the target has cached now.
@@ -212,16 +243,61 @@ class EngineCaches:
 
     def drop(self, name: str, owner: str | None = None) -> bool:
         """Remove one entry from memory and disk; return False if the owner has none of that name."""
-        return any(cache.drop(name, owner) for cache in self._prefixes)
+        found = any(cache.drop(name, owner) for cache in self._prefixes)
+        if found and self._disk is not None:
+            self._erasing = self._disk.erase()
+        return found
 
     def clear(self, owner: str | None = None) -> None:
         """Remove all entries, or those of one owner, from memory and disk."""
         for cache in self._prefixes:
             cache.clear(owner)
 
-    def close(self) -> None:
+    def forget(self, owner: str | None, at: float) -> None:
+        """Clear the caches for good; `erasure` says how far the disk is.
+
+        Args:
+            at: what was asked before this time is not stored any more, by the monotonic clock of rank 0.
+        """
+        self._forgotten[owner] = at
+        self.clear(owner)
         if self._disk is not None:
-            self._disk.close()
+            self._erasing = self._disk.forget(owner)
+
+    def keeps(self, request: GenerationRequest) -> bool:
+        """Return whether what is read for a request is stored."""
+        times = (self._forgotten.get(owner, -math.inf) for owner in (None, request.label.owner))
+        return self.enabled and request.made > max(times)
+
+    def erasure(self) -> Erasure:
+        """Return whether what was dropped has left the disk."""
+        if self._erasing is None or not self._erasing.done():
+            return Erasure.DONE if self._erasing is None else Erasure.PENDING
+        return Erasure.DONE if self._erasing.result() else Erasure.FAILED
+
+    # --- to disk -----------------------------------------------------------------------------------------------------
+
+    @property
+    def has_unsaved(self) -> bool:
+        """Return whether some of what is stored has to go to disk."""
+        return any(cache.has_unsaved for cache in self._stored)
+
+    def save_some(self) -> None:
+        """Copy a few megabytes of what is stored for the disk."""
+        for cache in self._stored:
+            self._try("a prefix could not go to disk", cache.save_some, None)
+
+    @property
+    def _stored(self) -> list[StoredPrefixCache]:
+        return [cache for cache in self._prefixes if isinstance(cache, StoredPrefixCache)]
+
+    def close(self) -> None:
+        if self._disk is None:
+            return
+        while self.has_unsaved:
+            self.save_some()
+            self._disk.flush()
+        self._disk.close()
 
     def _store(
         self,
@@ -233,6 +309,8 @@ class EngineCaches:
         selection_key: str | None = None,
         hidden: HiddenStates | None = None,
     ) -> None:
+        if not self.keeps(request):
+            return
         store = partial(
             cache.store,
             tokens,

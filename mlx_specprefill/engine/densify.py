@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 _LIMIT = 8  # turns
 _EVERY = 20  # answers to be verified of which one need not wait for idle time, if the policy says so
 _OVERTAKEN = "later turns came before there was time to read the prompt in full"
+_FORGOTTEN = "the prompt was deleted before it was read in full"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,6 +92,9 @@ class BackgroundQueue:
             gone.append(sorted(self._turns, key=self._order)[-1])
             self.discard(gone[-1])
         return gone
+
+    def all(self) -> tuple[IdleTurn, ...]:
+        return tuple(self._turns)
 
     def first(self) -> IdleTurn | None:
         return min(self._turns, key=self._order, default=None)
@@ -174,6 +178,9 @@ class BackgroundPrefill:
             return None
         known = tuple(sequence.sparse_logprobs) if dense else ()
         turn = IdleTurn(request, tuple(sequence.tokens), handle, sequence.selection_key, known, dense, drafts)
+        if self._is_forgotten(turn):
+            self._give_up(turn, _FORGOTTEN)
+            return None
         if self._draw(turn):
             return replace(turn, drafts=False)
         for old in self.turns.add(turn):
@@ -189,10 +196,19 @@ class BackgroundPrefill:
     def make_job(self, turn: IdleTurn, uid: int) -> Job:
         """Return the job of a turn that does not wait for idle time."""
         need = self._memory.need_idle(len(turn.tokens), dense=True)
-        return Job(uid, self._steps(turn), need, on_end=partial(self._finish, turn))
+        return Job(uid, self._steps(turn), need, on_end=partial(self._finish, turn), rereads=turn.request)
 
     def _is_expecting(self, turn: IdleTurn) -> bool:
         return turn.handle.expecting
+
+    def _is_forgotten(self, turn: IdleTurn) -> bool:
+        return not self._prefiller.caches.keeps(turn.request)
+
+    def forget(self) -> None:
+        """Give up the turns of prompts that are not to be kept any more."""
+        for turn in self.turns.all():
+            if self._is_forgotten(turn):
+                self._give_up(turn, _FORGOTTEN)
 
     def close(self) -> None:
         """Report that the turns in the queue will not be verified."""
@@ -218,7 +234,8 @@ class BackgroundPrefill:
             log.info("no memory to read %d tokens in idle time", len(turn.tokens))
             self._give_up(turn, "there was no memory to read the prompt in full")
             return None
-        job = Job(uid, self._steps(turn), need, on_end=partial(self._finish, turn), background=True)
+        on_end = partial(self._finish, turn)
+        job = Job(uid, self._steps(turn), need, on_end=on_end, background=True, rereads=turn.request)
         self._now = turn, job.handle
         return job
 
@@ -240,7 +257,7 @@ class BackgroundPrefill:
             self._now = None
         if isinstance(result, RequestCancelled) or (turn.drafts and turn.dense):
             if turn not in self.turns:
-                turn.tell(Verdict(_OVERTAKEN))
+                turn.tell(Verdict(_FORGOTTEN if self._is_forgotten(turn) else _OVERTAKEN))
             elif not isinstance(result, RequestCancelled):
                 self.turns.replace(turn, replace(turn, drafts=False))
             return

@@ -20,12 +20,12 @@ import numpy as np
 from ..cache.prefix.nodes import CacheEntry
 from ..config import EngineConfig
 from ..constraints import Grammars, GrammarState, ReasoningBudgetState
-from ..errors import ContextLengthError, DeviceError, EngineClosedError, InvalidRequestError
+from ..errors import ContextLengthError, DeviceError, EngineClosedError, EngineError, InvalidRequestError
 from ..loading import ModelPair
 from ..request import Constraint, Event, Failed, Finished, GenerationRequest, Prediction, Progress, Verdict
 from ..sampling import LOGITS_ROWS, check_sampling
 from ..specprefill.plan import PrefillPlan
-from .caches import EngineCaches, noop
+from .caches import EngineCaches, Erasure, noop
 from .decode_batch import Rows
 from .densify import BackgroundPrefill
 from .inspection import Inspection, Replay, inspect_prompt, replay_continuation
@@ -38,6 +38,7 @@ from .scheduler import ChunkSizer, CostModel, Scheduler
 from .sequence import AnswerJob, Job, OnEvent, RequestHandle, Sequence, TaskSpec
 from .speculation import AnswerDrafter, Speculator
 
+_ERASING_S = 0.01  # between two looks whether the disk has forgotten
 _PATIENCE = 4  # times `target_itl_ms`: how long a prefill may wait while others are served
 
 
@@ -257,16 +258,27 @@ class Engine:
         return self._inbox.call(partial(self.caches.entries, owner))
 
     def drop_cached(self, name: str | None = None, owner: str | None = None) -> bool:
-        """Remove one entry of `cached(owner)`, or all of them, from memory and disk. Blocks for at most one step.
+        """Remove one entry of `cached(owner)`, or all of them, from memory and disk. Blocks until the files are gone.
 
-        Running requests keep their copies. Returns False if there is none of that name.
+        Running requests keep their copies. Without a name, nothing that was asked before is read or stored again: what
+        waits for idle time is given up, and running requests leave nothing. The folder is rid of all that the owner
+        asked of any model. Returns False if there is none of that name.
 
         Raises:
             EngineClosedError: the engine is not running.
+            EngineError: some of it could not be deleted from disk; the log says why.
         """
         if name is not None:
-            return self._inbox.call(partial(self.caches.drop, name, owner), "drop", name, owner)
-        self._inbox.call(partial(self.caches.clear, owner), "clear", owner)
+            if not self._inbox.call(partial(self.loop.drop, name, owner), "drop", name, owner):
+                return False
+        else:
+            self._grammars.forget()
+            at = time.monotonic()
+            self._inbox.call(partial(self.loop.forget, owner, at), "forget", owner, at)
+        while (state := self._inbox.call(self.loop.erasure, "erasure")) == Erasure.PENDING:
+            time.sleep(_ERASING_S)
+        if state == Erasure.FAILED:
+            raise EngineError(f"the prompts in {self.config.prefix_cache_dir} could not be deleted; the log says why")
         return True
 
     def predict(self, tokens: int, kept: int) -> Prediction:

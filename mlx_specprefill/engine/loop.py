@@ -24,7 +24,7 @@ import mlx.core as mx
 from ..config import EngineConfig
 from ..errors import DeviceError, DeviceErrorKind, EngineClosedError, RequestCancelled, device_error
 from ..request import Event, Finished, FinishReason, TokenEvent, concat_tokens
-from .caches import EngineCaches
+from .caches import EngineCaches, Erasure
 from .decode_batch import Rows
 from .densify import BackgroundPrefill, Battery
 from .memory import ANSWER_TOKENS, Memory
@@ -104,6 +104,7 @@ class DeviceErrors:
 
 
 IDLE_BEAT_S = 0.5
+_SAVE_BEAT_S = 0.01  # while there is nothing else to do than to save prefixes
 _QUIET_S = 1.0  # without requests before background work begins: an agent's next turn often comes at once
 _LOOK_EVERY_S = 0.5  # at the memory; not above IDLE_BEAT_S, so that it is looked at while nothing comes
 _NOTHING_S = 2e-3  # a step of a prefill that takes no longer, such as its planning, is no chunk
@@ -141,7 +142,7 @@ class Call:
     """A function to call on the MLX thread.
 
     Attributes:
-        method, arguments: what other ranks have to call on their caches, if anything.
+        method, arguments: what other ranks have to call on their loops, if anything.
     """
 
     run: Callable[[], None]
@@ -356,6 +357,27 @@ class EngineCore:
         self.ended.set()
         self.ready.set()
 
+    # --- what is kept ------------------------------------------------------------------------------------------------
+
+    def drop(self, name: str, owner: str | None) -> bool:
+        """Drop one entry of the caches; see `EngineCaches.drop`."""
+        return self._caches.drop(name, owner)
+
+    def forget(self, owner: str | None, at: float) -> None:
+        """Drop an owner's prompts or everybody's, also those that wait for idle time; see `EngineCaches.forget`."""
+        self._caches.forget(owner, at)
+        for job in list(self.jobs.values()):
+            if job.rereads is not None and not self._caches.keeps(job.rereads):
+                job.handle.cancel()
+                self._cancel(job)
+        self._densifier.forget()
+
+    def erasure(self) -> Erasure:
+        """Return whether what was dropped has left the disk."""
+        return self._caches.erasure()
+
+    # -----------------------------------------------------------------------------------------------------------------
+
     def _cancel_all(self) -> None:
         self._read_inbox()
         for job in list(self.jobs.values()):
@@ -409,6 +431,11 @@ class EngineCore:
         """Return the seconds until the next work without a new request."""
         if self.has_ended or not self._scheduler.idle:
             return 0.0
+        return min(self._idle_s, _SAVE_BEAT_S) if self._caches.has_unsaved else self._idle_s
+
+    @property
+    def _idle_s(self) -> float:
+        """Seconds until background work begins, or until the next beat."""
         quiet = time.monotonic() - self._last_end
         left = self._quiet_s - quiet if self._densifier.turns else IDLE_BEAT_S
         has_power = left > 0 or self._config.policy.on_battery or not self._battery.is_in_use
@@ -432,6 +459,7 @@ class EngineCore:
         if background:
             self._start_background()
         self._prefill()
+        self._caches.save_some()
         self._look_at_memory()
 
     def _clock(self) -> float:
@@ -439,7 +467,7 @@ class EngineCore:
 
     def _is_quiet(self) -> bool:
         """Return whether there has been no request for long enough to begin background work."""
-        return self.rest_s <= 0
+        return not self._scheduler.idle or self._idle_s <= 0
 
     def _next_uid(self) -> int:
         return self._inbox.next_uid()

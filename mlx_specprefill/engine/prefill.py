@@ -21,6 +21,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from ..adapters.depth import full_draft_model
 from ..cache.positioned import can_cut, is_stateful
 from ..cache.prefix.nodes import CacheHit, Fed
+from ..cache.prefix.tree import finish
 from ..config import EngineConfig
 from ..errors import RequestCancelled, SparseUnsupportedError, device_error
 from ..loading import ModelPair
@@ -130,7 +131,7 @@ class PromptScorer:
         prompt, label = task.prompt, request.label
         keeper = request if self.pair.mapping is None else replace(request, spans=())  # spans count target tokens
         # The question is read anew even if it is cached: a hit must not change the scores.
-        hit = self.caches.draft_prefix(prompt[: known + 1], label) if stored and known else None
+        hit = (yield from self.caches.draft_prefix(prompt[: known + 1], label)) if stored and known else None
         cache = empty_draft_cache(draft, stored and self.pair.stages is not None) if hit is None else hit.cache
         task = replace(task, cache=cache, on_cut=lambda end: self.caches.keep_draft(prompt[:end], cache, keeper))
         scorer = scorer_for(plan.rule, self.pair.heads, self.config.scoring, self.pair.split)
@@ -222,7 +223,7 @@ class Prefiller:
         prompt = sequence.request.prompt
         yield Progress("queued", 0, prompt.size)
         try:
-            self._resume(sequence)
+            yield from self._resume(sequence)
             self._replan(sequence)
             scores: Scores | None = None
             if not sequence.reads_all:
@@ -253,7 +254,7 @@ class Prefiller:
 
     # --- the cached prefix -------------------------------------------------------------------------------------------
 
-    def _resume(self, sequence: Sequence, again: bool = False) -> None:
+    def _resume(self, sequence: Sequence, again: bool = False) -> Generator[Progress, None, None]:
         """Resume from the longest cached prefix: a dense one, or a sparse one with this request's selection key.
 
         A forced request means its newest message: of that it resumes only what another forced request chose.
@@ -268,7 +269,9 @@ class Prefiller:
             sequence.selection_key = f"{selection_key}{_FORCED}"
             if self._is_repeated(request, sequence.selection_key):
                 limit, selection_key = last, sequence.selection_key
-        hit = self.caches.target_prefix(request.prompt[: limit + 1], label, again, selection_key) if limit > 0 else None
+        hit = None
+        if limit > 0:
+            hit = yield from self.caches.target_prefix(request.prompt[: limit + 1], label, again, selection_key)
         sequence.resume(CacheHit(0, empty_cache(self.pair.target)) if hit is None else hit)
         if not again and (hit is None or not hit.is_whole):
             sequence.miss = self.caches.miss(request, self.pair.tokenizer.decode)
@@ -496,7 +499,7 @@ class Prefiller:
         These have read on by now, and no windows or states can go back.
         """
         request, stages = sequence.request, sequence.staged
-        lower = self.caches.draft_prefix(request.prompt[: length + 1], request.label, again=True)
+        lower = finish(self.caches.draft_prefix(request.prompt[: length + 1], request.label, again=True))
         if stages is not None and lower is not None and lower.length == length:
             cache = stages.join(lower.cache, stages.split(sequence.cache)[1])
             self.caches.keep_target(request.prompt[:length], cache, request)
@@ -520,7 +523,7 @@ class Prefiller:
             The draft's cache.
         """
         prompt = request.prompt
-        hit = self.caches.draft_prefix(prompt, request.label)
+        hit = yield from self.caches.draft_prefix(prompt, request.label)
         start = hit.length if hit is not None else 0
         cache = hit.cache if hit is not None else list(make_prompt_cache(draft))
         yield Progress("draft", start, len(prompt))
@@ -542,7 +545,7 @@ class Prefiller:
             The sequence with its cache, and the logits of the last token, (1, V).
         """
         sequence = Sequence(-1, request, READ_ALL)
-        self._resume(sequence, again=True)
+        yield from self._resume(sequence, again=True)
         yield from self._densify_upper_layers(sequence, selection_key)
         logits = yield from self._read_all(sequence)
         sequence.store()
@@ -558,11 +561,11 @@ class Prefiller:
         model, request, S = self.pair.stages, sequence.request, sequence.cached
         if model is None or selection_key is None or not can_cut(sequence.cache):  # windows and states need checkpoints
             return
-        turn = self.caches.target_prefix(request.prompt, request.label, True, selection_key)
+        turn = yield from self.caches.target_prefix(request.prompt, request.label, True, selection_key)
         if turn is None or turn.held is None:
             return
         hidden = HiddenStates(S, S, turn.hidden)
-        lower = self.caches.draft_prefix(request.prompt[: hidden.end + 1], request.label)
+        lower = yield from self.caches.draft_prefix(request.prompt[: hidden.end + 1], request.label)
         if lower is None or not hidden.covers(np.arange(S, lower.length, dtype=np.int32)) or lower.length <= S:
             return
         indices = np.arange(S, lower.length, dtype=np.int32)

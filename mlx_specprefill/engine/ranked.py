@@ -27,7 +27,7 @@ from ..specprefill.plan import PrefillPlan
 from ..specprefill.scorer import Scores
 from ..specprefill.selector import PromptText
 from ..specprefill.sparse_prefill import HiddenStates
-from .caches import EngineCaches
+from .caches import EngineCaches, Erasure, Lookup
 from .densify import BackgroundPrefill, IdleTurn
 from .engine import Engine, EngineHealth
 from .loop import Call, EngineCore
@@ -40,7 +40,7 @@ from .sequence import Sequence as Request
 
 _MOST = (1 << 30) - 1  # the largest value that `Ranks.min_max` compares
 _PARTS = 1 << 10  # as which it compares parts of a number
-_Lookup = Callable[[Sequence[int] | TokenIds, bool], CacheHit | None]
+_Find = Callable[[Sequence[int] | TokenIds, bool], Lookup]
 
 
 class _Ranked:
@@ -67,32 +67,52 @@ class RankedCaches(_Ranked, EngineCaches):
 
     def target_prefix(
         self, tokens: Sequence[int] | TokenIds, label: CacheLabel, again: bool = False, selection_key: str | None = None
-    ) -> CacheHit | None:
-        def find(prefix: Sequence[int] | TokenIds, again: bool) -> CacheHit | None:
+    ) -> Lookup:
+        def find(prefix: Sequence[int] | TokenIds, again: bool) -> Lookup:
             return super(RankedCaches, self).target_prefix(prefix, label, again, selection_key)
 
-        hit = self._common(find, tokens, again)
+        hit = yield from self._common(find, tokens, again)
         held = 0 if hit is None or hit.held is None else 1 + zlib.crc32(hit.held.tobytes()) % _MOST
         lowest, highest = self._ranks.min_max(held)
-        return hit if lowest == highest else self.target_prefix(tokens, label, again)  # ranks have different prefixes
+        if lowest == highest:
+            return hit
+        return (yield from self.target_prefix(tokens, label, again))  # ranks have different prefixes
 
-    def draft_prefix(self, tokens: Sequence[int] | TokenIds, label: CacheLabel, again: bool = False) -> CacheHit | None:
-        def find(prefix: Sequence[int] | TokenIds, again: bool) -> CacheHit | None:
+    def draft_prefix(self, tokens: Sequence[int] | TokenIds, label: CacheLabel, again: bool = False) -> Lookup:
+        def find(prefix: Sequence[int] | TokenIds, again: bool) -> Lookup:
             return super(RankedCaches, self).draft_prefix(prefix, label, again)
 
-        return find(tokens, again) if self._pair.split is None else self._common(find, tokens, again)
+        if self._pair.split is not None:
+            return self._common(find, tokens, again)
+        return find(tokens, again) if self._pair.draft_placement == "first" else self._in_step(find(tokens, again))
 
-    def _common(self, find: _Lookup, tokens: Sequence[int] | TokenIds, again: bool) -> CacheHit | None:
+    def _common(self, find: _Find, tokens: Sequence[int] | TokenIds, again: bool) -> Lookup:
         """Return the longest prefix that all ranks have."""
-        hit = find(tokens, again)
+        hit = yield from self._in_step(find(tokens, again))
         length = 0 if hit is None else hit.length
         least, most = self._ranks.min_max(length)
         while least < most:
-            if length > least:
-                hit = find(tokens[: least + 1], True) if least else None
-                length = 0 if hit is None else hit.length
+            steps = find(tokens[: least + 1], True) if length > least > 0 else _found(hit if least else None)
+            hit = yield from self._in_step(steps)
+            length = 0 if hit is None else hit.length
             least, most = self._ranks.min_max(length)
         return hit
+
+    def _in_step(self, steps: Lookup) -> Lookup:
+        """Return what the steps find, once all ranks have done theirs: they take different time."""
+        hit: CacheHit | None = None
+        done, event = False, Progress("queued", 0, 0)
+        while True:
+            try:
+                event = event if done else next(steps)
+            except StopIteration as ended:
+                hit, done = ended.value, True
+            if self._ranks.all(done):
+                return hit
+            yield event
+
+    def erasure(self) -> Erasure:
+        return Erasure(self._ranks.min_max(super().erasure())[0])
 
     def covers(self, tokens: Sequence[int] | TokenIds, label: CacheLabel, selection_key: str | None = None) -> int:
         return self._ranks.broadcast("covered", lambda: super(RankedCaches, self).covers(tokens, label, selection_key))
@@ -270,7 +290,7 @@ class RankedEngineCore(_Ranked, EngineCore):
             return job
         if isinstance(order, tuple):
             method, arguments = order
-            return Call(lambda: getattr(self._caches, method)(*arguments))
+            return Call(lambda: getattr(self, method)(*arguments))
         return Call(lambda: None) if order else None
 
     def _is_accepting(self) -> bool:
@@ -295,6 +315,12 @@ class RankedEngineCore(_Ranked, EngineCore):
     def _fail(self, job: Job, error: Exception) -> None:
         self._ranks.fail_together(error)
         super()._fail(job, error)
+
+
+def _found(hit: CacheHit | None) -> Lookup:
+    """Return what was found before."""
+    yield from ()
+    return hit
 
 
 def _order(taken: Job | Call | None) -> Any:

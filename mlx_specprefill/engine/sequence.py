@@ -217,7 +217,7 @@ class Sequence:
             queue_ms=1e3 * (started - self.submitted),
             draft_ms=self.spent_ms.get("draft", 0.0),
             select_ms=self.spent_ms.get("select", 0.0),
-            prefill_ms=self.spent_ms.get("prefill", 0.0),
+            prefill_ms=self.spent_ms.get("queued", 0.0) + self.spent_ms.get("prefill", 0.0),  # a prefix from disk first
             ttft_ms=1e3 * max(0.0, self.first_token_at - started) if self.tokens else 0.0,
             decode_ms=1e3 * (self.last_token_at - self.first_token_at),
         )
@@ -265,6 +265,7 @@ class Job:
         need: the predicted memory, as admission reserves it.
         on_end: gets the result or the exception.
         background: no request waits for it.
+        rereads: the answered request whose text it reads again; None: it is not such work.
         cached: tokens that the target need not read, as last reported.
         done: tokens per stage, as last reported.
         step_s: seconds that its latest step took.
@@ -279,6 +280,7 @@ class Job:
     on_end: Callable[[Any], None] = noop
     handle: RequestHandle = field(default_factory=RequestHandle)
     background: bool = False
+    rereads: GenerationRequest | None = None
     cached: int = 0
     done: dict[str, int] = field(default_factory=dict)
     step_s: float = 0.0

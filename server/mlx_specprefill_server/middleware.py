@@ -74,6 +74,7 @@ class RequestTrace:
         self.answers: list[AnswerResult] = []
         self.running = 0
         self.deadline: tuple[float, DeadlineError] | None = None  # by the event loop's clock; the error at that time
+        self.made = time.monotonic()
         self._begun = time.perf_counter()
         self._ms: float | None = None  # None: the response is not over
         self._logged = False

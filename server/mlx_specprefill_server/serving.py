@@ -99,6 +99,11 @@ class ServerState:
         if (deadline := current_deadline()) is not None:
             generation.end_at(*deadline)
 
+    def forget(self, identity: str | None) -> None:
+        """Drop the last answers of one API key, or of all, and the verdicts on them."""
+        self.recent.forget(identity)
+        self.verdicts.forget(identity)
+
     def running(self, identity: str | None) -> list[RunningRequest]:
         """Return the running requests, oldest first, of one API key or of all, as `NewestAnswers.newest_first`."""
         lines = [line for generation, line in self._generations.items() if generation.running]
@@ -185,8 +190,7 @@ class Service:
             EngineClosedError: shutting down, or the engine takes nothing more.
         """
         self.state.refuse_when_stopping()
-        label = identity.cache_label(cache_salt)
-        specs = [replace(spec, request=replace(spec.request, label=label)) for spec in specs]
+        specs = [replace(spec, request=_asked_by(spec.request, identity, cache_salt)) for spec in specs]
         previous = self.state.verdicts.previous(identity.name, specs[0].request) if self.engine.verifies else None
         observer = AnswerObserver(self, [spec.request for spec in specs for _ in range(copies)], identity)
         generation = Generation(self.engine, specs, copies, self.state.calls(), observer, warnings, previous)
@@ -196,7 +200,7 @@ class Service:
     async def inspect(self, request: GenerationRequest, identity: Identity, cache_salt: str | None) -> Inspection:
         """Return an inspection; raises as `submit`. It stops within one prefill chunk of a cancellation."""
         self.state.refuse_when_stopping()
-        request = replace(request, label=identity.cache_label(cache_salt))
+        request = _asked_by(request, identity, cache_salt)
         result: asyncio.Future[Inspection] = asyncio.get_running_loop().create_future()
 
         def settle(end: Inspection | Exception) -> None:
@@ -241,7 +245,8 @@ class AnswerObserver:
     def on_end(self, result: AnswerResult) -> None:
         """Take an answer's result, before its end is streamed."""
         self._service.metrics.record(result)
-        self._service.state.recent.add(self._identity, recent_answer(result, self._request_id))
+        entry = recent_answer(result, self._request_id)
+        self._service.state.recent.add(self._identity, entry, self._requests[result.index].made)
         if result.will_be_verified:
             self._verdict(result.index)
         if self._trace is not None:
@@ -259,8 +264,15 @@ class AnswerObserver:
         if index not in self._verdicts:
             model, request = self._service.model_id, self._requests[index]
             self._verdicts[index] = AnswerVerdict(self._request_id, index, model, request)
-            self._service.state.verdicts.add(self._identity, self._verdicts[index])
+            self._service.state.verdicts.add(self._identity, self._verdicts[index], request.made)
         return self._verdicts[index]
+
+
+def _asked_by(request: GenerationRequest, identity: Identity, cache_salt: str | None) -> GenerationRequest:
+    """Return the request with its label and the time at which it came. Its prompt was made from it since."""
+    trace = current_trace()
+    made = request.made if trace is None else trace.made
+    return replace(request, label=identity.cache_label(cache_salt), made=made)
 
 
 def current_deadline() -> tuple[float, DeadlineError] | None:

@@ -24,6 +24,7 @@ from mlx_specprefill import (
 )
 from mlx_specprefill.engine import loop
 from mlx_specprefill.engine.densify import BackgroundQueue, IdleTurn
+from tests.support.steps import finish
 from tests.support.tiny import VOCAB, generated, random_prompt, tiny_pair
 from tests.support.waiting import eventually
 
@@ -120,7 +121,7 @@ def watch(engine: Engine, patch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ..
     dense = engine.prefiller.dense
 
     def watched(request: GenerationRequest, choice: str) -> Generator[Any, None, None]:
-        hit = engine.caches.target_prefix(request.prompt, request.label)
+        hit = finish(engine.caches.target_prefix(request.prompt, request.label))
         taken.append((request.prompt[:LENGTH], 0 if hit is None else hit.length))
         return dense(request, choice)
 

@@ -26,6 +26,7 @@ from mlx_specprefill import (
 from mlx_specprefill.adapters.capture import DraftHeads, Head
 from mlx_specprefill.adapters.depth import FirstLayers, full_draft_model
 from mlx_specprefill.loading import with_heads
+from tests.support.steps import finish
 from tests.support.tiny import generated, random_prompt, tiny_pair
 
 CONFIG = EngineConfig(
@@ -147,10 +148,11 @@ def test_a_cancelled_reading_of_the_whole_draft_leaves_nothing_for_the_first_lay
     pair = pair_with_heads()
     with Engine(pair, CONFIG) as engine:
         ask(engine, "paper")
-        hit = engine.prefiller.caches.draft_prefix(PROMPT, GenerationRequest(PROMPT, 1).label)
+        hit = finish(engine.prefiller.caches.draft_prefix(PROMPT, GenerationRequest(PROMPT, 1).label))
         assert hit is None
         ask(engine, None)
-        assert engine.prefiller.caches.draft_prefix(PROMPT, GenerationRequest(PROMPT, 1).label) is not None
+        hit = finish(engine.prefiller.caches.draft_prefix(PROMPT, GenerationRequest(PROMPT, 1).label))
+        assert hit is not None
 
 
 def test_sessions_of_one_rule_are_not_gone_on_with_by_the_other() -> None:

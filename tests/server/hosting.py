@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
@@ -29,6 +30,7 @@ class FakeHost:
     Attributes:
         room: bytes for models.
         broken, missing: models that can't be loaded.
+        folders: of prefixes, by id.
         held_up: loading waits for it.
         loading: is set while a load is in work.
         loaded: ids in order; `ended` those of engines that were closed.
@@ -42,6 +44,7 @@ class FakeHost:
     loaded: list[str] = field(default_factory=list)
     engines: dict[str, FakeEngine] = field(default_factory=dict)
     released: int = 0
+    folders: dict[str, Path] = field(default_factory=dict)
     on_pressure: Callable[[int], None] = print
 
     def __post_init__(self) -> None:
@@ -77,6 +80,9 @@ class FakeHost:
         engine = self.engines[entry.id] = FakeEngine(FakePair(target_id=entry.id))
         engine.says(f"I am {entry.id}")
         return engine
+
+    def folder(self, entry: Entry) -> Path | None:
+        return self.folders.get(entry.id)
 
     def release(self) -> None:
         self.released += 1

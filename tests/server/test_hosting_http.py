@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from starlette.testclient import TestClient
 
+from mlx_specprefill.cache.prefix.disk import DiskTier
+from mlx_specprefill.cache.prefix.index import DiskRow
 from mlx_specprefill_server.app import app_of
 from mlx_specprefill_server.models.loader import Entry
 
@@ -17,6 +21,7 @@ from .hosting import FakeHost, entry, models_of
 from .hosting import host as host
 
 HI = [{"role": "user", "content": "Hi"}]
+CACHE = "/v1/specprefill/cache"
 
 
 @pytest.fixture
@@ -170,3 +175,32 @@ def test_statistics_are_of_a_model_in_memory(server: Callable[..., TestClient]) 
         assert client.get("/v1/specprefill/stats").json()["model"] == "a"  # the default one
         assert client.get("/v1/specprefill/stats?model=b").json()["model"] == "b"
         assert client.get("/v1/specprefill/stats?model=d").status_code == 404
+
+
+def test_forgetting_reaches_every_model(server: Callable[..., TestClient], host: FakeHost, tmp_path: Path) -> None:
+    """In memory or on disk alone; a name narrows to one."""
+    for name in ("b", "org/c"):
+        host.folders[name] = tmp_path / name.replace("/", "-")
+        tier = DiskTier(host.folders[name], 1 << 30)
+        tier.write(DiskRow("ab", "model:256", "", b"the prompt", 1, 0), {"a": mx.zeros(1)})
+        tier.close()
+
+    def left() -> tuple[bool, bool, bool]:
+        files = (
+            {path for path in host.folders[name].iterdir() if path.suffix == ".safetensors"} for name in host.folders
+        )
+        return (bool(host.engines["a"].kept), *map(bool, files))  # type: ignore[return-value]
+
+    with server() as client:
+        assert says(client, "a")
+        assert left() == (True, True, True)
+        assert client.delete(f"{CACHE}?model=unknown").status_code == 404
+        assert client.delete(f"{CACHE}?model=b").json() == {"deleted": True}
+        assert left() == (True, False, True)
+        assert client.delete(CACHE).status_code == 200
+        assert left() == (False, False, False)
+        assert not any(b"the prompt" in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+        (host.folders["b"] / "lock").unlink()
+        (host.folders["b"] / "lock").mkdir()
+        refused = client.delete(CACHE)
+        assert (refused.status_code, "could be deleted" in refused.text) == (500, True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -118,6 +119,32 @@ def test_a_key_sees_its_own_answers_only(engine: FakeEngine) -> None:
     assert seen("ann") == ["ann"] * 3  # however much the others ask
     assert seen("bob") == ["bob"] * 50
     assert seen("eve") == ["eve"] + ["bob"] * 49
+
+
+def test_forgetting_drops_the_last_answers_of_the_key_and_of_what_it_asked_before(engine: FakeEngine) -> None:
+    """Their reports show what stood around a difference. One that runs meanwhile is not listed either."""
+    client = client_of(engine, api_keys=KEYS, admin_keys=("key-eve",))
+    state: Any = client.app.state.models.state  # type: ignore[attr-defined]
+
+    def ask(who: str) -> None:
+        client.post("/v1/completions", json={"prompt": "Hi"}, headers=key(who))
+
+    def seen(who: str) -> int:
+        return len(client.get(STATS, headers=key(who)).json()["recent"])
+
+    for who in ("ann", "bob", "eve"):
+        ask(who)
+    before = time.monotonic()
+    assert client.delete(CACHE, headers=key("ann")).status_code == 200
+    assert (seen("ann"), seen("bob"), seen("eve")) == (0, 1, 2)
+    ann, bob = (identity.name for identity in identities_by_key(Settings(api_keys=KEYS)).values())
+    for name in (ann, bob):
+        state.recent.add(name, {}, before)
+    assert (seen("ann"), seen("bob"), seen("eve")) == (0, 2, 3)
+    ask("ann")
+    assert seen("ann") == 1
+    assert client.delete(CACHE, headers=key("eve")).status_code == 200
+    assert (seen("ann"), seen("bob"), seen("eve")) == (0, 0, 0)
 
 
 # --- with an engine ---------------------------------------------------------------------------------------------------

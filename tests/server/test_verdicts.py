@@ -163,3 +163,16 @@ def test_an_unknown_verdict_has_its_reason() -> None:
     answer = AnswerVerdict("r", 0, "m", GenerationRequest((1,), 1))
     answer.tell(Verdict("the server stopped"), [], lambda ids: "")
     assert answer.to_dict() | {"verdict": "unknown", "reason": "the server stopped"} == answer.to_dict()
+
+
+def test_forgetting_drops_verdicts_and_what_a_next_turn_would_be_told(client: TestClient) -> None:
+    for name in ("one", "two"):
+        chat(client, name)
+    assert eventually(lambda: is_told(client) and is_told(client, "two"))
+    assert client.delete("/v1/specprefill/cache", headers=key("one")).status_code == 200
+    assert (known(client)["data"], len(known(client, "two")["data"])) == ([], 1)
+    more = [asked(), {"role": "assistant", "content": "471128"}, {"role": "user", "content": "And for Bernd?"}]
+    assert [chat(client, name, messages=more)["specprefill"].get("previous") is None for name in ("one", "two")] == [
+        True,
+        False,
+    ]

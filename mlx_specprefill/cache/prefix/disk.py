@@ -16,20 +16,21 @@ import os
 import sqlite3
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
 
-from .index import DiskRow, RecordIndex, create_private, file_name
-from .nodes import LABEL_MARK, Arrays
+from .index import DiskRow, RecordIndex, create_private, file_name, has_index
+from .nodes import LABEL_MARK, Arrays, label_of
 
 VERSION = 1
 _FORMAT = "mlx-specprefill-prefix"
 _READERS = 4  # threads; also the number of files read ahead
+_PATIENCE_S = 0.01  # a step of a reading waits no longer for the disk
+_DONE = b"done"  # any bytes
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ class DiskTier:
     Attributes:
         evictions: records dropped to make room, by this process.
         nbytes: of all files, as last seen by this process.
+        stamp: the time at which what is touched or written now counts as used.
 
     Raises:
         OSError: the folder can't be used.
@@ -85,7 +87,7 @@ class DiskTier:
         self._writer = ThreadPoolExecutor(1, "mlx-specprefill-cache-io")
         self._failing = False
         self._temporary = itertools.count()
-        self._stamp = self._index.newest
+        self.stamp = self._index.newest
 
     # -- MLX thread
 
@@ -99,7 +101,7 @@ class DiskTier:
 
         So a block never looks older than its children, and never makes room for them.
         """
-        self._stamp = max(time.time(), self._stamp + 1e-6)
+        self.stamp = max(time.time(), self.stamp + 1e-6)
 
     def rows(self, namespace: str) -> list[DiskRow]:
         """Return the rows that earlier processes wrote in a namespace, labelled or not; none if the index is broken."""
@@ -110,8 +112,17 @@ class DiskTier:
             log.warning("the index of %s can't be read: %s", self.folder, error)
             return []
 
-    def write(self, row: DiskRow, arrays: Arrays) -> bool:
-        """Copy the arrays and queue them for writing; return False if refused. A known key is not written again."""
+    def has_room(self, nbytes: int) -> bool:
+        """Return whether a record would not be refused because of those that wait to be written."""
+        with self._lock:
+            return not self._pending_bytes or self._pending_bytes + nbytes <= self._pending_limit
+
+    def write(self, row: DiskRow, arrays: Arrays, used: float | None = None) -> bool:
+        """Copy the arrays and queue them for writing; return False if refused. A known key is not written again.
+
+        Args:
+            used: when it was used last; None: now.
+        """
         data = encode(arrays, {"key": row.key, "namespace": row.namespace})
         with self._lock:
             if row.key in self._known:
@@ -119,23 +130,30 @@ class DiskTier:
             if len(data) > self.byte_limit or self._pending_bytes + len(data) > self._pending_limit:
                 return False
             self._pending_bytes += len(data)
-            self._known[row.key] = self._queue("write", self._write, row, data, self._stamp)
+            self._known[row.key] = self._queue("write", self._write, row, data, self.stamp if used is None else used)
         return True
 
-    def read(self, keys: Sequence[str], namespace: str) -> Iterator[Arrays | None]:
-        """Yield records' arrays in this order, bit for bit; None for a missing or corrupt record.
+    def read(self, keys: Sequence[str], namespace: str) -> Generator[None, None, list[Arrays | None]]:
+        """Return records' arrays in this order, bit for bit; None for a missing or corrupt record.
 
-        A few threads check the next records meanwhile, at most one each. That brings their files into memory, where
-        `load` finds them. Each waits until its record is written.
+        Yields after each record, and while the disk is slower. A few threads check the next records meanwhile, at most
+        one each. That brings their files into memory, where `load` finds them. Each waits until its record is written.
         """
-        waiting: deque[tuple[str, Future[bool]]] = deque()
-        with ThreadPoolExecutor(_READERS, "mlx-specprefill-cache-read") as readers:
-            for key in keys:
-                waiting.append((key, readers.submit(self._check, key)))
-                if len(waiting) > _READERS:
-                    yield self._load(*waiting.popleft(), namespace)
-            while waiting:
-                yield self._load(*waiting.popleft(), namespace)
+        readers = ThreadPoolExecutor(_READERS, "mlx-specprefill-cache-read")
+        try:
+            found: list[Arrays | None] = []
+            checks: list[Future[bool]] = []
+            for number, key in enumerate(keys):
+                checks += [
+                    readers.submit(self._check, next_one) for next_one in keys[len(checks) : number + 1 + _READERS]
+                ]
+                while not wait([checks[number]], _PATIENCE_S).done:
+                    yield
+                found.append(self._load(key, checks[number], namespace))
+                yield
+            return found
+        finally:
+            readers.shutdown(wait=False, cancel_futures=True)
 
     def _check(self, key: str) -> bool:
         """Return whether there is such a record. Runs on a thread of `read`.
@@ -164,7 +182,7 @@ class DiskTier:
     def touch(self, keys: Sequence[str], pinned: bool = False) -> None:
         """Mark these records and those that they need as used now; `pinned`: pin them."""
         if keys:
-            self._queue("touch", self._index.touch, keys, self._stamp, pinned)
+            self._queue("touch", self._index.touch, keys, self.stamp, pinned)
 
     def remove(self, keys: Sequence[str]) -> None:
         """Delete records; unknown keys have no effect."""
@@ -172,6 +190,14 @@ class DiskTier:
             found = [key for key in keys if self._known.pop(key, None) is not None]
         if found:
             self._queue("remove", self._delete, found)
+
+    def forget(self, owner: str | None) -> Future[bytes]:
+        """Delete an owner's records, of every model, or everybody's, and the traces of removed ones as `erase`."""
+        return self._queue("forget prompts", self._forget, owner)
+
+    def erase(self) -> Future[bytes]:
+        """Leave no trace of removed records in the index. The result is empty if that failed."""
+        return self._queue("forget prompts", self._erase)
 
     def flush(self) -> None:
         """Wait until all queued work is on disk."""
@@ -246,6 +272,18 @@ class DiskTier:
             self._delete(victims)
         return True
 
+    def _forget(self, owner: str | None) -> bytes:
+        keys = self._index.keys(lambda namespace: owner in (None, label_of(namespace).owner))
+        with self._lock:
+            for key in keys:
+                self._known.pop(key, None)
+        self._delete(keys)
+        return self._erase()
+
+    def _erase(self) -> bytes:
+        self._index.erase()
+        return _DONE
+
     def _delete(self, keys: Sequence[str]) -> None:
         """Delete the rows, then the files: a file without a row is removed at the next start, a row without a file is a
         miss.
@@ -254,6 +292,23 @@ class DiskTier:
         for key in keys:
             self._path(key).unlink(missing_ok=True)
         self.nbytes = self._index.total()
+
+
+def forget_files(folder: Path, owner: str | None) -> None:
+    """Delete an owner's prompts, or everybody's, from a folder of prefixes and those of its ranks.
+
+    Raises:
+        OSError: it can't be used, or they can't be deleted; the log says why.
+    """
+    for place in (folder, *folder.glob("rank-*-of-*")):
+        if not has_index(place):
+            continue
+        tier = DiskTier(place, 0)
+        try:
+            if not tier.forget(owner).result():
+                raise OSError(f"the prompts in {place} could not be deleted")
+        finally:
+            tier.close()
 
 
 def _done(checksum: bytes) -> Future[bytes]:

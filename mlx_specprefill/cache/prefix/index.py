@@ -109,6 +109,10 @@ def file_name(key: str) -> str:
     return f"{key}.safetensors"
 
 
+def has_index(folder: Path) -> bool:
+    return (folder / _FILES[0]).is_file()
+
+
 class RecordIndex:
     """May be opened by several processes. All methods raise sqlite3.Error.
 
@@ -165,6 +169,18 @@ class RecordIndex:
     def remove(self, keys: Iterable[str]) -> None:
         with self._database:
             self._database.executemany("DELETE FROM records WHERE key = ?", [(key,) for key in keys])
+
+    def keys(self, wanted: Callable[[str], bool]) -> list[str]:
+        """Return the records of the namespaces that are wanted."""
+        found = self._database.execute("SELECT key, namespace FROM records").fetchall()
+        return [key for key, namespace in found if wanted(namespace)]
+
+    def erase(self) -> None:
+        """Leave no byte of removed rows in the database and its log, whose free pages would keep them."""
+        self._database.execute("VACUUM")
+        (busy, _, _) = self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        if busy:
+            raise sqlite3.OperationalError("another process does not let go of the index")
 
     def oldest(self, before: float, nbytes: int, most_pinned: int = 0) -> list[str]:
         """Return records used before a time, least recently used first: files of `nbytes`, or fewer of 64.
@@ -223,6 +239,7 @@ class RecordIndex:
         try:
             database.execute("PRAGMA journal_mode = WAL")
             database.execute("PRAGMA synchronous = NORMAL")
+            database.execute("PRAGMA temp_store = MEMORY")  # no other file gets the tokens
             (version,) = database.execute("PRAGMA user_version").fetchone()
             (tables,) = database.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
             if tables and version != _VERSION:

@@ -535,6 +535,12 @@ def labelled(name: str, label: CacheLabel) -> str:
     return name if label == SHARED else f"{name}{LABEL_MARK}{label.owner}/{label.salt}"
 
 
+def label_of(name: str) -> CacheLabel:
+    """Return the label in a name from `labelled`."""
+    owner, _, salt = name.partition(LABEL_MARK)[2].partition("/")
+    return CacheLabel(owner, salt)
+
+
 def make_root(identity: str, block_size: int, label: CacheLabel) -> Node:
     """Return an empty tree of one model for a label. Trees of another identity or block size share no digest."""
     name = f"{labelled(identity, label)}\0{block_size}"

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from ...request import CacheLabel
 from .disk import DiskTier
 from .index import DiskRow
-from .nodes import LABEL_MARK, Arrays, Node, Record, RecordKind, block_digest, labelled, token_bytes
-from .tree import PrefixCache
+from .nodes import Arrays, Node, Record, RecordKind, block_digest, label_of, labelled, token_bytes
+from .tree import PrefixCache, Restoring
 
 log = logging.getLogger(__name__)
+_PIECE = 16 << 20  # bytes that are handed to the disk between two calls of `save_some`, or one record
+_RUSH = 64 << 20  # bytes of evicted records that are handed over besides; the others are lost
 
 
 class StoredPrefixCache(PrefixCache):
@@ -23,12 +25,17 @@ class StoredPrefixCache(PrefixCache):
     Args:
         disk: has its own limits.
         only_pinned: only pinned prefixes (see `store`) go to disk, and none of requests with a salt.
+        later: most of what is stored goes to disk with the next calls of `save_some`.
         parts, settings: as of `PrefixCache`.
     """
 
-    def __init__(self, disk: DiskTier, only_pinned: bool, *parts: Any, **settings: Any) -> None:
+    def __init__(self, disk: DiskTier, only_pinned: bool, *parts: Any, later: bool = False, **settings: Any) -> None:
         super().__init__(*parts, **settings)
         self.disk = disk
+        self._later = later
+        self._unsaved: dict[Record, float] = {}  # with the time of its last use; a record behind those that it needs
+        self._due: float = _PIECE if later else math.inf  # bytes that may be handed over now
+        self._rush: float = _RUSH if later else math.inf  # the same of evicted records
         self._only_pinned = only_pinned
         self._namespace = f"{self._identity}:{self.block_size}"
         self._evictions = 0  # of the disk tier, at the latest sweep
@@ -38,8 +45,7 @@ class StoredPrefixCache(PrefixCache):
     def _restore(self) -> None:
         """Build the trees of an earlier process. Records without the blocks before them are deleted."""
         rows = sorted(self.disk.rows(self._namespace), key=lambda row: (row.end, row.key))  # states after their nodes
-        labels = {row.namespace.partition(LABEL_MARK)[2].partition("/") for row in rows}
-        roots = [self._make_root(CacheLabel(owner, salt)) for owner, _, salt in labels]
+        roots = [self._make_root(label) for label in {label_of(row.namespace) for row in rows}]
         nodes = {root.digest.hex(): root for root in roots}
         useless = [row.key for row in rows if not self._attach(row, nodes)]
         if useless:
@@ -87,11 +93,13 @@ class StoredPrefixCache(PrefixCache):
     def _is_stored(self, record: Record) -> bool:
         return self.disk.has(record.key)
 
-    def _load(self, records: Sequence[Record]) -> Iterator[Arrays | None]:
-        missing = [record.key for record in records if record.arrays is None]
-        read = self.disk.read(missing, labelled(self._namespace, records[0].node.label)) if missing else iter(())
-        for record in records:
-            yield next(read, None) if record.arrays is None else record.arrays
+    def _load(self, records: Sequence[Record]) -> Restoring[list[Arrays | None]]:
+        held = [record.arrays for record in records]  # memory may drop them meanwhile
+        missing = [record.key for record, arrays in zip(records, held, strict=True) if arrays is None]
+        if not missing:
+            return held
+        read = iter((yield from self.disk.read(missing, labelled(self._namespace, records[0].node.label))))
+        return [next(read) if arrays is None else arrays for arrays in held]
 
     def _touch(self, records: Sequence[Record], hit: bool = False) -> None:
         super()._touch(records, hit)
@@ -100,19 +108,46 @@ class StoredPrefixCache(PrefixCache):
     def _touch_on_disk(self, records: Sequence[Record]) -> None:
         for pinned in (False, True):
             self.disk.touch([record.key for record in records if (record.rank == 2) == pinned], pinned)
+        self._unsaved |= {record: self.disk.stamp for record in records if record in self._unsaved}
 
     def _save(self, records: Sequence[Record]) -> None:
-        """Queue each record after those that it needs, unless it is stored, not wanted on disk, or refused."""
+        """Queue each record after those that it needs, unless it is stored or not wanted on disk."""
         for record in records:
-            if self._is_stored(record) or not self._takes(record):
-                continue
-            waiting, node = [record], record.node if record.kind == "state" else record.node.parent
-            while node is not None and node.record is not None and not self._is_stored(node.record):
-                waiting.append(node.record)
-                node = node.parent
-            for item in reversed(waiting):
-                if item.arrays is None or not self.disk.write(self._row(item), item.arrays):
-                    break
+            if not self._is_stored(record) and self._takes(record):
+                self._unsaved |= dict.fromkeys(self._chain(record), self.disk.stamp)
+        self._hand_over()
+
+    def _chain(self, record: Record) -> list[Record]:
+        """Return the records that it needs and that are not stored, and itself at the end."""
+        chain, needed = [record], _needed(record)
+        while needed is not None and not self._is_stored(needed):
+            chain.append(needed)
+            needed = _needed(needed)
+        return chain[::-1]
+
+    def save_some(self) -> None:
+        """Hand over what may be handed over now, and begin to count anew."""
+        self._hand_over()
+        if self._later:
+            self._due, self._rush = _PIECE, _RUSH
+
+    def _hand_over(self) -> None:
+        while self._unsaved and self._due > 0:
+            record = next(iter(self._unsaved))
+            if self._later and not self.disk.has_room(record.nbytes):
+                break
+            self._write(record)
+            self._due -= record.nbytes
+
+    @property
+    def has_unsaved(self) -> bool:
+        return bool(self._unsaved)
+
+    def _write(self, record: Record) -> None:
+        """Hand a record to the disk, which may refuse it, unless one that it needs is not there."""
+        used, needed = self._unsaved.pop(record, self.disk.stamp), _needed(record)
+        if record.arrays is not None and (needed is None or self._is_stored(needed)):
+            self.disk.write(self._row(record), record.arrays, used)
 
     def _takes(self, record: Record) -> bool:
         return not self._only_pinned or (record.rank == 2 and not record.node.label.salt)
@@ -133,11 +168,21 @@ class StoredPrefixCache(PrefixCache):
         )
 
     def _evict(self, record: Record) -> None:
-        if not self._is_stored(record) and self._takes(record):  # refused when it was stored
+        if not self._is_stored(record) and self._takes(record):  # still queued, or refused
             self._touch_on_disk(record.node.blocks())
-            self._save([record])
+            chain = self._chain(record)
+            self._rush -= sum(item.nbytes for item in chain)
+            for item in chain if self._rush >= 0 else ():
+                self._write(item)
         super()._evict(record)
 
     def _release(self, record: Record) -> None:
         super()._release(record)
+        self._unsaved.pop(record, None)
         self.disk.remove([record.key])
+
+
+def _needed(record: Record) -> Record | None:
+    """Return the record without which it is useless."""
+    node = record.node if record.kind == "state" else record.node.parent
+    return None if node is None else node.record

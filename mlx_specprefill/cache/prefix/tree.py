@@ -9,9 +9,9 @@ disk.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -41,6 +41,18 @@ from .nodes import (
 )
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
+Restoring = Generator[None, None, T]  # yields between two reads
+
+
+def finish(steps: Generator[Any, None, T]) -> T:
+    """Return what the steps return, without a stop."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as done:
+            result: T = done.value
+            return result
 HiddenOf = Callable[[int, int], tuple[int, mx.array] | None]
 _WORTH_KEEPING = 128  # tokens of a sparse prefix before its first gap
 _ROOM = 2048  # tokens: a forward reads no more at once
@@ -153,15 +165,20 @@ class PrefixCache:
 
     # -- reading
 
-    def lookup(
+    def lookup(self, *wanted: Any, **how: Any) -> CacheHit | None:
+        """Return what `restore` does, without a stop."""
+        return finish(self.restore(*wanted, **how))
+
+    def restore(
         self,
         tokens: Sequence[int] | TokenIds,
         limit: int | None = None,
         again: bool = False,
         label: CacheLabel = SHARED,
         selection_key: str | None = None,
-    ) -> CacheHit | None:
-        """Return the longest stored prefix of `tokens`, at most `limit` tokens of it.
+    ) -> Restoring[CacheHit | None]:
+        """Return the longest stored prefix of `tokens`, at most `limit` tokens of it. Anything may be stored or removed
+        where it yields.
 
         Args:
             limit: a prompt's last token has to be fed for its logits, so callers pass one less than the prompt.
@@ -174,7 +191,7 @@ class PrefixCache:
         self._begin()
         wanted = np.asarray(tokens, dtype=np.int32)[:limit]
         while (match := self._match(wanted, label, selection_key)) is not None:
-            hit = self._serve(match, min(len(tokens) - match.length, _ROOM), again)
+            hit = yield from self._serve(match, min(len(tokens) - match.length, _ROOM), again)
             if hit is not None:
                 self.hits += not again
                 self.tokens_served += 0 if again else hit.length
@@ -214,7 +231,7 @@ class PrefixCache:
             return replace(match, fed=fed)
         return find(root, wanted)  # nothing is thinned so far, so it is no turn of this conversation
 
-    def _serve(self, match: Match, room: int, again: bool) -> CacheHit | None:
+    def _serve(self, match: Match, room: int, again: bool) -> Restoring[CacheHit | None]:
         """Return the matched prefix as a prompt cache with room for `room` more tokens.
 
         Returns None if a part could not be read; that part is removed.
@@ -224,9 +241,10 @@ class PrefixCache:
         if self._layout.stateful and match.node.state is not None:
             records.append(match.node.state)
         loaded = []
-        for record, arrays in zip(records, self._load(records), strict=True):
+        for record, arrays in zip(records, (yield from self._load(records)), strict=True):
             if arrays is None:
-                self._forget(record)
+                if not record.node.removed:
+                    self._forget(record)
                 return None
             loaded.append(arrays)
         state = loaded[count] if len(loaded) > count else None
@@ -420,10 +438,11 @@ class PrefixCache:
         node.parent.children.pop(node.digest, None)
         if node.parent.parent is None and not node.parent.children:
             self._roots.pop(node.label, None)  # clients choose labels: empty ones must not accumulate
-        for below in node.subtree():
+        for below in list(node.subtree()):
             below.removed = True
             for record in below.records():
                 self._release(record)
+            below.children, below.record, below.state = {}, None, None  # a cycle would keep the tokens
 
     def _release(self, record: Record) -> None:
         record.arrays = None
@@ -441,9 +460,10 @@ class PrefixCache:
         """Return whether the record outlives memory."""
         return False
 
-    def _load(self, records: Sequence[Record]) -> Iterator[Arrays | None]:
-        """Yield the arrays of one label's records in this order; None for a record that can't be read."""
-        return (record.arrays for record in records)
+    def _load(self, records: Sequence[Record]) -> Restoring[list[Arrays | None]]:
+        """Return the arrays of one label's records in this order; None for a record that can't be read."""
+        yield from ()
+        return [record.arrays for record in records]
 
     def _touch(self, records: Sequence[Record], hit: bool = False) -> None:
         """Note that the records are used now."""

@@ -239,10 +239,15 @@ class Loader:
         config, limit = entry.settings.serving_config(), self.limit()
         part = None if pair.memory_share is None or limit is None else int(pair.memory_share * limit)
         config = replace(config, memory_limit=part)
-        if config.prefix_cache_dir is None:
+        folder = self.folder(entry)
+        if folder is None:
             return config
-        folder = config.prefix_cache_dir / UNSAFE.sub("-", entry.name)
         return replace(config, prefix_cache_dir=folder, prefix_disk_bytes=config.prefix_disk_bytes // len(self._rows))
+
+    def folder(self, entry: Entry) -> Path | None:
+        """Return the model's own folder for prefixes; None without one."""
+        shared = entry.settings.serving_config().prefix_cache_dir
+        return None if shared is None else shared / UNSAFE.sub("-", entry.name)
 
     def _place(self, where: str | None) -> Path:
         place = resolve_model_path(str(where))

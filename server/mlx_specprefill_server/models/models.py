@@ -11,9 +11,10 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
-from mlx_specprefill import Engine, EngineClosedError, RequestCancelled
+from mlx_specprefill import Engine, EngineClosedError, EngineError, RequestCancelled, forget_files
 
 from ..errors import ApiError
 from ..pairs import MissingPairError, size
@@ -180,6 +181,22 @@ class Models:
             if entry.may_go:
                 await self._unload(entry)
         return entry.service is None
+
+    async def forget(self, name: str | None, owner: str | None) -> None:
+        """Drop an owner's prompts, or everybody's, of the named model or of all; its files also where it is not loaded.
+
+        Raises:
+            ApiError: 404: no such model.
+            EngineError: some could not be deleted.
+        """
+        entries = [self.get(name)] if self.several and name is not None else list(self)
+        async with self._lock:  # none comes or goes meanwhile
+            for entry in entries:
+                if (service := entry.service) is not None:
+                    service.tool_orders.forget(owner)
+                    await asyncio.to_thread(service.engine.drop_cached, None, owner)
+                elif (folder := self._the_host.folder(entry)) is not None:
+                    await asyncio.to_thread(_forget_files, folder, owner)
 
     def start(self) -> None:
         """Look at all models, and load the pinned ones."""
@@ -373,6 +390,13 @@ class Models:
     def _the_host(self) -> Loader:
         assert self._host is not None
         return self._host
+
+
+def _forget_files(folder: Path, owner: str | None) -> None:
+    try:
+        forget_files(folder, owner)
+    except OSError as error:
+        raise EngineError(f"not all prompts could be deleted: {error}") from error
 
 
 def _close(engine: weakref.ref[Engine]) -> None:

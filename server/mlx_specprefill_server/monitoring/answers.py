@@ -82,10 +82,22 @@ class NewestAnswers(Generic[T]):
     def __init__(self) -> None:
         # One queue per API key. A common one would reveal other keys' traffic by the time an answer stays in it.
         self._answers: defaultdict[str, deque[tuple[float, T]]] = defaultdict(partial(deque, maxlen=HELD))
+        self._forgotten: dict[str | None, float] = {}  # times by API key, None: all keys
 
-    def add(self, identity: str, answer: T) -> None:
-        """Add an answer that ends now to those of an API key, given by its identity's name."""
-        self._answers[identity].appendleft((time.time(), answer))
+    def add(self, identity: str, answer: T, made: float) -> None:
+        """Add an answer that ends now to those of an API key, given by its identity's name.
+
+        Args:
+            made: when its request came (`GenerationRequest.made`). One from before `forget` is left out.
+        """
+        if made > max(self._forgotten.get(name, -math.inf) for name in (None, identity)):
+            self._answers[identity].appendleft((time.time(), answer))
+
+    def forget(self, identity: str | None) -> None:
+        """Drop the answers to all that one API key has asked by now, or all keys have."""
+        self._forgotten[identity] = time.monotonic()
+        for name in list(self._answers) if identity is None else [identity]:
+            self._answers.pop(name, None)
 
     def newest_first(self, identity: str | None) -> list[T]:
         """Return the answers to one API key, or to all keys if it is None."""

@@ -58,3 +58,8 @@ class ToolOrders:
         if len(self._orders) > _MOST:
             self._orders.popitem(last=False)
         return tuple(named[digest] for digest in order)
+
+    def forget(self, owner: str | None) -> None:
+        """Drop the orders of one owner's labels, or all."""
+        for key in [key for key in self._orders if owner in (None, key[0].owner)]:
+            del self._orders[key]

@@ -140,9 +140,10 @@ async def cached(service: ServiceDep, identity: IdentityDep) -> Response:
 
 
 @router.delete("/v1/specprefill/cache")
-async def drop_all(service: ServiceDep, identity: IdentityDep) -> Response:
-    """Drop all cached prompts of this API key."""
-    await asyncio.to_thread(service.engine.drop_cached, None, identity.visible_cache)
+async def drop_all(models: ModelsDep, identity: IdentityDep, model: str | None = None) -> Response:
+    """Forget all prompts of this API key, of one model or of all, in memory or not."""
+    models.state.forget(identity.visible_answers)
+    await models.forget(model, identity.visible_cache)
     return JsonResponse({"deleted": True})
 
 

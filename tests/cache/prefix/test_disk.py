@@ -28,6 +28,7 @@ from mlx_specprefill.cache.prefix.index import DiskRow
 from mlx_specprefill.cache.prefix.stored import StoredPrefixCache
 from tests.cache.prefix.disk_writer import FILE_BYTES, MAKE
 from tests.cache.prefix.stores import BLOCK, fake_caches, filled, held_bytes, prompt_of, same
+from tests.support.steps import finish
 
 LARGE = 1 << 30
 ROOT = Path(__file__).parents[3]
@@ -91,7 +92,7 @@ def test_every_dtype_comes_back_bit_for_bit(tmp_path: Path, flushed: bool) -> No
         assert tier.write(row("ab"), arrays)
         if flushed:
             tier.flush()
-        (back,) = tier.read(["ab"], "n")
+        (back,) = finish(tier.read(["ab"], "n"))
     assert back is not None
     assert set(back) == set(arrays)
     for name, array in arrays.items():
@@ -116,14 +117,27 @@ def test_records_are_read_in_order_and_only_a_few_ahead(tmp_path: Path, monkeypa
     checksum = disk.file_checksum
     monkeypatch.setattr(disk, "file_checksum", lambda path: begun.append(path) or checksum(path))
     with opened(tmp_path) as tier:
-        read = tier.read([f"{number:02x}" for number in range(len(sizes))] + ["ff"], "n")
-        for number, size in enumerate(sizes):
-            arrays = next(read)
-            assert len(begun) <= number + 1 + disk._READERS
+        loaded: list[str] = []
+        load = tier._load
+        monkeypatch.setattr(tier, "_load", lambda key, *how: loaded.append(key) or load(key, *how))
+
+        def look(found: int = 0) -> None:
+            assert len(loaded) <= found + 1  # a record a step
+            assert len(begun) <= len(loaded) + 1 + disk._READERS
+
+        keys = [f"{number:02x}" for number in range(len(sizes))] + ["ff"]
+        steps = tier.read(keys, "n")
+        for _ in range(len(keys)):
+            known = len(loaded)
+            while len(loaded) == known:
+                next(steps)
+                look(known)
+        *found, unknown = finish(steps)
+        assert unknown is None  # nothing was stored under the last key
+        for number, (size, arrays) in enumerate(zip(sizes, found, strict=True)):
             assert (arrays is None) == (number == 4)
             if arrays is not None:
                 assert mx.array_equal(arrays["a"], mx.full((size,), float(number))).item()
-        assert list(read) == [None]  # nothing was stored under the last key
         assert not tier.has("04")
 
 
@@ -139,7 +153,7 @@ def test_a_record_is_read_while_later_ones_wait_to_be_written(tmp_path: Path, mo
         try:
             assert tier.write(row("aa"), {"a": mx.ones(3)})
             assert tier.write(row("bb"), {"a": mx.zeros(3)})
-            (back,) = tier.read(["aa"], "n")
+            (back,) = finish(tier.read(["aa"], "n"))
             assert back is not None
             assert not (tmp_path / "bb.safetensors").exists()
         finally:

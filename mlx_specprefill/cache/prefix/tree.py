@@ -43,6 +43,9 @@ from .nodes import (
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 Restoring = Generator[None, None, T]  # yields between two reads
+HiddenOf = Callable[[int, int], tuple[int, mx.array] | None]
+_WORTH_KEEPING = 128  # tokens of a sparse prefix before its first gap
+_ROOM = 2048  # tokens: a forward reads no more at once
 
 
 def finish(steps: Generator[Any, None, T]) -> T:
@@ -53,9 +56,6 @@ def finish(steps: Generator[Any, None, T]) -> T:
         except StopIteration as done:
             result: T = done.value
             return result
-HiddenOf = Callable[[int, int], tuple[int, mx.array] | None]
-_WORTH_KEEPING = 128  # tokens of a sparse prefix before its first gap
-_ROOM = 2048  # tokens: a forward reads no more at once
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from .big_json import loads
 from .errors import ANTHROPIC_PATH, ApiError, error_response, refusal
 from .models.loader import Entry
 from .models.models import Models
@@ -93,7 +94,7 @@ def parse_json(raw: bytes | bytearray) -> dict[str, Any]:
     if len(raw) > SMALL:
         _refuse_many_values(raw)
     try:
-        body = orjson.loads(raw)
+        body = loads(raw)
     except orjson.JSONDecodeError as error:
         raise ApiError(400, f"The body is not valid JSON: {error}", code="invalid_json") from error
     if not isinstance(body, dict):

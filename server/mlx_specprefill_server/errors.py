@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
 
-import orjson
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -24,6 +23,8 @@ from mlx_specprefill import (
     RequestCancelled,
     SpecPrefillError,
 )
+
+from .big_json import dumps
 
 logger = logging.getLogger(__name__)
 
@@ -43,12 +44,12 @@ NOT_DONE_HERE = {
 
 
 class JsonResponse(Response):
-    """A response in JSON by orjson, which can't write NaN or half a surrogate pair."""
+    """A response in JSON, without NaN or half a surrogate pair."""
 
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        return orjson.dumps(content)
+        return dumps(content)
 
 
 class ApiError(Exception):

@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from mlx_specprefill import EngineError, PrefillReport, Progress, SpecPrefillError, Timings
 
+from .big_json import dumps
 from .deltas import AnswerDone
 from .errors import ApiError, api_error
 from .generation.generation import Generation
@@ -192,7 +193,7 @@ KEEP_ALIVE = b": keep-alive\n\n"
 
 def data_event(payload: Any) -> bytes:
     """Return one event. JSON has no raw line breaks, so one `data:` line is enough."""
-    return b"data: " + orjson.dumps(payload) + b"\n\n"
+    return b"data: " + dumps(payload) + b"\n\n"
 
 
 def comment(word: str, payload: Any) -> bytes:

@@ -15,14 +15,17 @@ from ..constrained.tool_choice import NamedTool, ToolChoice
 from ..errors import refusal, require
 from ..fields import Body, ChatFields, Number, StopStrings, ThinkingFields, Whole, refuse_documents, refuse_sampling
 from ..prompt.conversation import (
+    IMAGES,
     Conversation,
     Ending,
     Message,
     conversation,
     function_of,
+    image_paths,
     inline_system_messages,
     objects,
     omission_note,
+    parts_of,
     string_of,
 )
 
@@ -58,8 +61,14 @@ class CountRequest(ThinkingFields):
 
     def conversation(self) -> Conversation:
         messages = inline_system_messages(chat_messages(self.system, self.messages))
-        kwargs = self.thinking_kwargs(self.output_config.effort)
-        return conversation(messages, function_tools(self.tools), kwargs, _ending(messages))
+        return conversation(
+            messages,
+            function_tools(self.tools),
+            self.thinking_kwargs(self.output_config.effort),
+            _ending(messages),
+            images=tuple(image_paths(self.messages, "messages")),
+            left_out=tuple(_foreign(self.messages)),
+        )
 
     def output(self) -> OutputFormat | None:
         return response_format(self.output_config.format, "output_config.format")
@@ -100,7 +109,16 @@ def refuse(body: Mapping[str, Any]) -> None:
     refuse_documents(body)
 
 
-LEFT_OUT = {"redacted_thinking", "server_tool_use", "container_upload", "tool_reference", "browser_state"}
+LEFT_OUT = {
+    "redacted_thinking", "server_tool_use", "mcp_tool_use", "container_upload", "tool_reference", "browser_state",
+}  # fmt: skip
+
+
+def _foreign(messages: Sequence[Any]) -> Iterator[str]:
+    """Yield a sentence for each block of a tool that the provider's servers run."""
+    for path, block in parts_of(messages, "messages"):
+        if (kind := block["type"]).startswith("mcp_tool"):
+            yield f"{path}: {kind} was left out: tools of MCP servers are called by the provider"
 
 
 def chat_messages(system: Any, messages: Sequence[Any]) -> list[Message]:
@@ -224,7 +242,7 @@ def _texts(block: dict[str, Any], where: str, of_a_tool: bool = False) -> list[s
             return ["\n".join([*head, _join_texts(block.get("content"), f"{where}.content")])]
         case kind if kind in LEFT_OUT or kind.endswith("_tool_result"):
             return []
-        case kind if of_a_tool:
+        case kind if of_a_tool or kind in IMAGES:
             return [omission_note(kind)]
         case kind:
             raise refusal(f"{where}.type", f"only text can be read by this model, got {kind!r:.80}")

@@ -8,10 +8,9 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote
 
-import orjson
-
 from mlx_specprefill import InvalidRequestError
 
+from ..big_json import dumps
 from ..errors import refusal
 from ..parsers.base import resolve
 
@@ -265,7 +264,7 @@ class Lark:
         """
         enforced = self.enforceable(_without_unused(schema), strict, field)
         try:
-            text = orjson.dumps({**enforced, "x-guidance": {**_COMPACT, "lenient": not strict}}).decode()
+            text = dumps({**enforced, "x-guidance": {**_COMPACT, "lenient": not strict}}).decode()
         except TypeError as error:
             raise refusal(field, f"the schema can't be read: {error}") from error
         return self.rule("json", f"%json {text}")

@@ -20,6 +20,7 @@ from ..prompt.conversation import (
     Message,
     conversation,
     function_of,
+    image_paths,
     inline_system_messages,
     objects,
     string_of,
@@ -62,7 +63,8 @@ class ResponsesRequest(ConversationFields):
     def conversation(self) -> Conversation:
         messages = inline_system_messages(chat_messages(self.instructions, self.input))
         kwargs = self.thinking_kwargs() | self.chat_template_kwargs
-        return conversation(messages, self.functions.functions, kwargs, field="input")
+        images = tuple(image_paths([] if isinstance(self.input, str) else self.input, "input"))
+        return conversation(messages, self.functions.functions, kwargs, field="input", images=images)
 
     def alternatives(self) -> int | None:
         return self.top_logprobs if self.top_logprobs or LOGPROBS in self.include else None

@@ -1,30 +1,33 @@
-"""Normalised conversations: messages and tools in the form that chat templates take, whatever the dialect.
+"""Canonical conversations: messages and tools in one form, whatever the dialect and the chat template.
 
-Agents send forms that templates can't render (a second system message, null content, arguments as a JSON string). This
-module normalises them for all dialects.
+Agents send a second system message, null content, arguments as a JSON string, results in the order of completion.
+`forms` makes what a particular template takes of the canonical form.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import Any, Literal
 
 import orjson
 
+from ..big_json import loads
 from ..errors import refusal, require
 from ..nesting import loads
 
 Message = dict[str, Any]  # in the form of templates: role, content (str), and the role's other fields
 Ending = Literal["answer", "continue", "none"]
 
+SYSTEM = ("system", "developer")
 ROLES = {"system", "developer", "user", "assistant", "tool", "function"}
 TEXT_PARTS = {
     "text": "text", "input_text": "text", "output_text": "text", "reasoning_text": "text", "summary_text": "text",
     "refusal": "refusal",
 }  # fmt: skip
-_TEXT_ONLY = {"role", "content", "name"}
+IMAGES = {"image", "image_url", "input_image"}
+NO_RESULT = "[no result]"
 # apply_chat_template's own arguments, which a request must not set
 RESERVED_KWARGS = {
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
@@ -35,12 +38,17 @@ RESERVED_KWARGS = {
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages ready for a template. At most one is a system message, and it comes first.
+    """Canonical messages. At most one is a system message, and it comes first.
+
+    Behind a message with calls come their results, one for each and in the order of the calls, unless the conversation
+    ends there. Each call has an id, and its result has the same.
 
     Attributes:
         ending: "answer": the prompt opens the assistant's answer; "continue": it stops within the last message, which
             the answer continues; "none": it ends after the last message.
         field: name of the body's field in errors about the prompt.
+        images: the paths of images, in whose places there are notes; not those in results of tools.
+        left_out: sentences about other parts that are not in the messages.
     """
 
     messages: tuple[Message, ...]
@@ -48,6 +56,8 @@ class Conversation:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     ending: Ending = "answer"
     field: str = "messages"
+    images: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
 
 def conversation(
@@ -56,8 +66,13 @@ def conversation(
     template_kwargs: Mapping[str, Any] | None = None,
     ending: Ending = "answer",
     field: str = "messages",
+    images: Sequence[str] | None = None,
+    left_out: Sequence[str] = (),
 ) -> Conversation:
     """Check and normalise OpenAI's chat messages.
+
+    Args:
+        images: of a dialect whose messages were translated; None: those in `messages`.
 
     Raises:
         InvalidRequestError: `field` is the path of the value at fault, like `messages[0].content[1].type`.
@@ -66,12 +81,30 @@ def conversation(
     if not normalised:
         raise refusal(field, "must not be empty")
     return Conversation(
-        messages=tuple(_system_first(normalised)),
+        messages=tuple(_with_results(_system_first(normalised))),
         tools=tuple(_tools(tools)),
         template_kwargs=_template_kwargs(template_kwargs or {}),
         ending=ending,
         field=field,
+        images=tuple(image_paths(messages, "messages") if images is None else images),
+        left_out=tuple(left_out),
     )
+
+
+def image_paths(messages: Iterable[Any], where: str) -> Iterator[str]:
+    """Yield the paths of the images in the messages of people and assistants, of any dialect."""
+    for path, part in parts_of(messages, where):
+        if part.get("type") in IMAGES:
+            yield path
+
+
+def parts_of(messages: Iterable[Any], where: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each part of the messages' contents that is an object with a type by name, and its path."""
+    for i, message in enumerate(messages):
+        content = message.get("content") if isinstance(message, dict) and message.get("role") != "tool" else None
+        for j, part in enumerate(content if isinstance(content, list) else ()):
+            if isinstance(part, dict) and isinstance(part.get("type"), str):
+                yield f"{where}[{i}].content[{j}]", part
 
 
 def objects(values: Iterable[Any], where: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -89,29 +122,6 @@ def ending_of(add_generation_prompt: bool | None, continue_final_message: bool) 
     if continue_final_message:
         return "continue"
     return "none" if add_generation_prompt is False else "answer"
-
-
-def simpler_forms(messages: Sequence[Message]) -> Iterator[tuple[Message, ...]]:
-    """Yield other forms of a conversation, for templates that refuse it unchanged.
-
-    Some need alternating user and assistant messages, and some of those have no system message.
-    """
-    yield tuple(_in_turns(messages))
-    if len(messages) > 1 and messages[0]["role"] == "system":
-        yield tuple(_in_turns([messages[0] | {"role": "user"}, *messages[1:]]))
-
-
-def _in_turns(messages: Sequence[Message]) -> list[Message]:
-    """Join neighbours of one role into one message, unless that would tear calls or results apart."""
-    out: list[Message] = []
-    for message in messages:
-        before = out[-1] if out else None
-        if before is None or before["role"] != message["role"] or not _TEXT_ONLY.issuperset(before | message):
-            out.append(message)
-        else:
-            texts = filter(None, (before["content"], message["content"]))
-            out[-1] = before | {"content": "\n\n".join(texts)}
-    return out
 
 
 def _message(message: dict[str, Any], where: str) -> Message:
@@ -143,9 +153,9 @@ def _typed(part: Any) -> Any:
 
 
 def omission_note(kind: str) -> str:
-    """Return the text that stands for an image, a file or the like in a tool's result.
+    """Return the text that stands for an image, or for a file or the like in a tool's result.
 
-    A refusal would end an agent's session: a tool's result stays in the history of all later requests.
+    A refusal would end an agent's session: the message stays in the history of all later requests.
     """
     return f"[{kind.removeprefix('input_').removesuffix('_url')[:40]} left out: this model reads text only]"
 
@@ -154,7 +164,7 @@ def text_of(content: Any, where: str, of_a_tool: bool = False) -> str:
     """Return the text of a content: null, a string, or an array of parts.
 
     Raises:
-        InvalidRequestError: a part is not text, and not in a tool's result.
+        InvalidRequestError: a part is neither text nor an image, and not in a tool's result.
     """
     if content is None:
         return ""
@@ -167,7 +177,7 @@ def text_of(content: Any, where: str, of_a_tool: bool = False) -> str:
 def _part(part: dict[str, Any], where: str, of_a_tool: bool) -> str:
     kind: Any = part.get("type")
     known = isinstance(kind, str) and kind in TEXT_PARTS
-    if of_a_tool and isinstance(kind, str) and not known:
+    if isinstance(kind, str) and not known and (of_a_tool or kind in IMAGES):
         return omission_note(kind)
     require(known, f"{where}.type", f"only text can be read by this model, got {kind!r:.80}")
     return string_of(part, TEXT_PARTS[kind], where)
@@ -243,10 +253,75 @@ def _function(value: Any, where: str) -> dict[str, Any]:
 
 
 def _system_first(messages: Sequence[Message]) -> list[Message]:
-    """Join the system messages in front. Most templates refuse a second one, or one that is not the first."""
-    system = [message["content"] for message in messages if message["role"] in ("system", "developer")]
-    rest = [message for message in messages if message["role"] not in ("system", "developer")]
-    return [{"role": "system", "content": "\n\n".join(filter(None, system))}, *rest] if system else rest
+    """Join the system messages before the first answer in front. A later one moves nothing that was read before it."""
+    opening = list(takewhile(lambda message: message["role"] != "assistant", messages))
+    system = [message["content"] for message in opening if message["role"] in SYSTEM]
+    rest = [message for message in opening if message["role"] not in SYSTEM] + list(messages[len(opening) :])
+    first = {"role": "system", "content": "\n\n".join(filter(None, system))}
+    return inline_system_messages([first, *rest] if system else rest)
+
+
+@dataclass(slots=True)
+class _Round:
+    """A message with calls, and their results so far."""
+
+    message: Message
+    results: list[Message | None]
+    strays: list[Message] = field(default_factory=list)  # results with no call's id
+
+    def take(self, result: Message, by_id: bool) -> bool:
+        """Take the result of the first call that has none. With `by_id`, of those with the result's id."""
+        given = result.get("tool_call_id")
+        for i, call in enumerate(self.message["tool_calls"]):
+            if self.results[i] is None and (not by_id or call["id"] == given):
+                self.results[i] = result | {"tool_call_id": call["id"], "name": call["function"]["name"]}
+                return True
+        return False
+
+
+def _with_results(messages: Sequence[Message]) -> Iterator[Message]:
+    """Put each result behind its call, in the order of the calls. One that answers no call stays where it is.
+
+    A call without its result gets `NO_RESULT`, unless the conversation ends there: the others keep their places.
+    """
+    out: list[Message | _Round] = []
+    for message in messages:
+        if "tool_calls" in message:
+            out.append(_Round(_with_ids(message, len(out)), [None] * len(message["tool_calls"])))
+        elif message["role"] != "tool" or not _find_call(message, out):
+            out.append(message)
+    for entry in out:
+        yield from _in_order(entry, entry is out[-1]) if isinstance(entry, _Round) else (entry,)
+
+
+def _find_call(result: Message, before: Sequence[Message | _Round]) -> bool:
+    """Give the result to the latest call with its id, else to the calls just before it. Return whether there are any."""
+    rounds = (entry for entry in reversed(before) if isinstance(entry, _Round))
+    if "tool_call_id" in result and any(entry.take(result, True) for entry in rounds):
+        return True
+    last = before[-1] if before else None
+    if isinstance(last, _Round):
+        last.strays.append(result)
+    return isinstance(last, _Round)
+
+
+def _in_order(entry: _Round, is_last: bool) -> Iterator[Message]:
+    yield entry.message
+    unknown = [stray for stray in entry.strays if not entry.take(stray, False)]
+    if any(entry.results) or not is_last:
+        calls = entry.message["tool_calls"]
+        yield from (result or _no_result(call) for call, result in zip(calls, entry.results, strict=True))
+    yield from unknown
+
+
+def _no_result(call: Mapping[str, Any]) -> Message:
+    return {"role": "tool", "content": NO_RESULT, "tool_call_id": call["id"], "name": call["function"]["name"]}
+
+
+def _with_ids(message: Message, place: int) -> Message:
+    """Give each call an id. Old clients and functions send none."""
+    calls = [{**call, "id": call.get("id") or f"call_{place}_{i}"} for i, call in enumerate(message["tool_calls"])]
+    return message | {"tool_calls": calls}
 
 
 def _template_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -260,7 +335,7 @@ def inline_system_messages(messages: Sequence[Message]) -> list[Message]:
     """Return the messages with system and developer messages at the beginning only. Contents must be texts."""
     out: list[Message] = []
     reminder: str | None = None  # reminders of the group before, if it could not join a user message
-    for is_system, group in groupby(messages, key=lambda message: message["role"] in ("system", "developer")):
+    for is_system, group in groupby(messages, key=lambda message: message["role"] in SYSTEM):
         run = list(group)
         if not is_system or not out:
             out += _add_reminder(reminder, run)

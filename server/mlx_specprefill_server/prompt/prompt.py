@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -21,7 +20,9 @@ from jinja2 import TemplateError
 from mlx_specprefill import ContextLengthError, InvalidRequestError, PromptSpan, TokenIds, as_token_ids
 
 from ..errors import refusal
-from .conversation import Conversation, Message, simpler_forms
+from .conversation import Conversation, Message
+from .forms import Form, messages_in, tools_in
+from .probe import ask, notation_of
 from .spans import Render, locate, to_tokens, turn_ends
 from .special_tokens import ControlTokens, Encoded, Encoder, EscapedConversation
 from .stable import remove_volatile_lines
@@ -32,6 +33,10 @@ WORKERS = 4  # threads; the tokenizer releases the GIL while it works
 PIECE = 16  # characters per token of the context in one tokenizer call; several times the rate of prose
 SLACK = 2  # times the context; pieces may have a few more tokens than the whole, at the cuts
 ENDING = 256  # characters; more than a template writes to open an answer, for templates without a marker
+
+MOST_NAMED = 8  # parts that warnings name
+IMAGE_LEFT_OUT = "{}: an image was left out: this model reads text only"
+WRITTEN = "the model's chat template shows no tool calls: those of the conversation are written as text"
 
 # Errors of templates on a conversation that they don't support. jinja2 wraps only some of them.
 TEMPLATE_ERRORS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, AssertionError)
@@ -73,8 +78,10 @@ class PromptBuilder:
         tokenizer: an mlx_lm TokenizerWrapper.
         context_length: tokens; texts that can't fit are refused before tokenization. None: no limit.
         allow_special_tokens: names of control tokens in a conversation's content are those tokens, not text.
+        refuse_images: refuse images, for which there are notes otherwise.
 
     Attributes:
+        forms: what the chat template takes, by whether the request has tools; none without a template.
         workers: the threads that render and tokenize. They take any long call that uses the tokenizer.
     """
 
@@ -83,6 +90,7 @@ class PromptBuilder:
         tokenizer: Any,
         context_length: int | None = None,
         allow_special_tokens: bool = False,
+        refuse_images: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self.workers = Workers(WORKERS if getattr(tokenizer, "is_fast", False) else 1)
@@ -91,6 +99,8 @@ class PromptBuilder:
         self._controls = ControlTokens(tokenizer)
         self._encoder = Encoder(tokenizer, self._controls)
         self._allow_special = allow_special_tokens
+        self._refuse_images = refuse_images
+        self.forms = _forms(tokenizer)
 
     @property
     def takes_tools(self) -> bool:
@@ -166,41 +176,31 @@ class PromptBuilder:
         return Prompt(as_token_ids(tokens), to_tokens(spans, offsets), ending, fitted.left_out)
 
     def _fit(self, conversation: Conversation) -> _Fitted:
-        """Return the conversation in the first form that the template takes, without volatile lines."""
-        left_out: tuple[str, ...] = ()
+        """Return the conversation in the form that the template takes, without volatile lines."""
+        if self._refuse_images and conversation.images:
+            raise refusal(conversation.images[0], "this server refuses images (--images refuse)")
+        left_out = (*conversation.left_out, *map(IMAGE_LEFT_OUT.format, conversation.images[:MOST_NAMED]))
         if conversation.messages[0]["role"] == "system":
-            conversation, left_out = remove_volatile_lines(conversation)
+            conversation, lines = remove_volatile_lines(conversation)
+            left_out += lines
         if not self._tokenizer.has_chat_template:
             raise InvalidRequestError("This model has no chat template; use /v1/completions.", field=conversation.field)
         if "documents" in conversation.template_kwargs and "documents" not in str(self._tokenizer.chat_template):
             raise refusal("documents", "this model's template has no place for them")
+        form = self.forms[bool(conversation.tools)]
+        if form.calls == "written" and any("tool_calls" in message for message in conversation.messages):
+            left_out += (WRITTEN,)
         if self._allow_special:
-            render = partial(self._render, conversation)
-            messages, rendered = _first_form(conversation.messages, render)
-            return _Fitted(messages, rendered, rendered, render, left_out)
+            render = partial(_render, self._tokenizer, form, conversation)
+            rendered = render(conversation.messages)
+            return _Fitted(conversation.messages, rendered, rendered, render, left_out)
         escaped = EscapedConversation(conversation, self._controls)
 
         def read(messages: Sequence[Message]) -> str:
-            return escaped.from_json(self._render(escaped.conversation, messages))
+            return escaped.from_json(_render(self._tokenizer, form, escaped.conversation, messages))
 
-        messages, rendered = _first_form(escaped.conversation.messages, read)
-        return _Fitted(messages, rendered, escaped.unescape(rendered), read, left_out)
-
-    def _render(self, conversation: Conversation, messages: Sequence[Message]) -> str:
-        going_on = {"continue_final_message": True} if conversation.ending == "continue" else {}
-        try:
-            text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=[dict(tool) for tool in conversation.tools] or None,
-                add_generation_prompt=conversation.ending == "answer",
-                tokenize=False,
-                **going_on,
-                **conversation.template_kwargs,
-            )
-        except (*TEMPLATE_ERRORS, TemplateError) as error:
-            message = f"The model's chat template refuses this conversation: {error}"
-            raise InvalidRequestError(message[:1000], field=conversation.field) from error
-        return str(text)
+        rendered = read(escaped.conversation.messages)
+        return _Fitted(escaped.conversation.messages, rendered, escaped.unescape(rendered), read, left_out)
 
     def _tokenize(self, fitted: _Fitted, field: str) -> Encoded:
         if self._allow_special:
@@ -208,15 +208,38 @@ class PromptBuilder:
         return self._encoder.encode(fitted.text, self._controls.places(fitted.rendered), field)
 
 
-def _first_form(messages: Sequence[Message], render: Render) -> tuple[Sequence[Message], str]:
-    """Return the messages in the first form that the template takes, and its rendering of them."""
+def _forms(tokenizer: Any) -> dict[bool, Form]:
+    """Ask the template with tools and without them."""
+    if not tokenizer.has_chat_template:
+        return {}
+    notation = notation_of(str(getattr(tokenizer, "chat_template", "") or ""), tokenizer.get_added_vocab())
+
+    def show(form: Form, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
+        return _render(tokenizer, form, Conversation(tuple(messages), tuple(tools)), messages)
+
+    return {has_tools: ask(show, notation, has_tools) for has_tools in (False, True)}
+
+
+def _render(tokenizer: Any, form: Form, conversation: Conversation, messages: Sequence[Message]) -> str:
+    """Return the template's rendering of the messages in this form.
+
+    Raises:
+        InvalidRequestError: it refuses them.
+    """
+    going_on = {"continue_final_message": True} if conversation.ending == "continue" else {}
     try:
-        return messages, render(messages)
-    except InvalidRequestError as refusal:
-        for others in simpler_forms(messages):
-            with suppress(InvalidRequestError):
-                return others, render(others)
-        raise refusal
+        text = tokenizer.apply_chat_template(
+            messages_in(form, messages),
+            tools=tools_in(form, conversation.tools),
+            add_generation_prompt=conversation.ending == "answer",
+            tokenize=False,
+            **going_on,
+            **conversation.template_kwargs,
+        )
+    except (*TEMPLATE_ERRORS, TemplateError) as error:
+        message = f"The model's chat template refuses this conversation: {error}"
+        raise InvalidRequestError(message[:1000], field=conversation.field) from error
+    return str(text)
 
 
 def _ending(text: str, ends: re.Pattern[str]) -> str:

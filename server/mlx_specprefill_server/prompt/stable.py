@@ -12,10 +12,9 @@ from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 
-import orjson
-
 from mlx_specprefill import CacheLabel
 
+from ..big_json import dumps
 from .conversation import Conversation
 
 _MOST = 256  # sets of tools
@@ -49,7 +48,7 @@ class ToolOrders:
 
     def sort(self, tools: Sequence[Mapping[str, Any]], label: CacheLabel) -> tuple[Mapping[str, Any], ...]:
         """Sort tools as in an earlier request with the same ones. Their order means nothing to a model."""
-        named = {blake2b(orjson.dumps(tool), digest_size=16).digest(): tool for tool in tools}
+        named = {blake2b(dumps(tool), digest_size=16).digest(): tool for tool in tools}
         if len(named) < len(tools):
             return tuple(tools)
         key = label, frozenset(named)

@@ -1,0 +1,312 @@
+"""The form in which one chat template shows a whole conversation, and the change of canonical messages to it.
+
+Templates differ in what they take: some show no calls, one call a message, no text beside a call, or only conversations
+in which people and the assistant alternate. `probe` asks a template and chooses its form. Everything here is a pure
+function of the messages, so that a conversation that goes on keeps its beginning.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import groupby
+from typing import Any, Literal
+
+from .conversation import Message
+
+Notation = Literal["python", "list", "tags", "json"]
+
+ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+SHORT_ID = re.compile("[A-Za-z0-9]{9}")
+NAMING_ID = re.compile(r"functions\..+:[0-9]+")
+PLAIN = {"role", "content", "name"}  # members of messages that can be joined
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What a template takes.
+
+    Attributes:
+        system: "user": the system message is the beginning of the first user's message.
+        no_tools: an empty list stands for no tools.
+        fills_tools: tools without a description or parameters get empty ones, and types are single words.
+        calls: arguments as a "mapping" or as JSON "text"; "written": calls are text.
+        notation: of written calls; "json" is in a user's message, since no model was trained on it.
+        null: content is null beside calls.
+        parallel: a message may have several calls.
+        beside: text beside calls is "kept", "joined" with the reasoning before it, or "apart" in a message before.
+        beside_earlier: the same before the assistant's last message without calls.
+        ids: of calls: the client's "own", nine letters or digits ("short"), or naming the function, counted over the
+            conversation ("naming") or within a message ("naming each").
+        results: "user": results are written in user's messages.
+        orphans: results of no call are shown.
+        empty: an empty answer is taken.
+        opens: the first message has to be a user's.
+        turns: "free"; people and the assistant alternate without regard to calls and results ("spoken"), or in all
+            messages ("strict").
+    """
+
+    system: Literal["system", "user"] = "system"
+    no_tools: bool = False
+    fills_tools: bool = False
+    calls: Literal["mapping", "text", "written"] = "mapping"
+    notation: Notation = "json"
+    null: bool = False
+    parallel: bool = True
+    beside: Literal["kept", "joined", "apart"] = "kept"
+    beside_earlier: Literal["kept", "joined", "apart"] = "kept"
+    ids: Literal["own", "short", "naming", "naming each"] = "own"
+    results: Literal["tool", "user"] = "tool"
+    orphans: bool = True
+    empty: bool = True
+    opens: bool = False
+    turns: Literal["free", "spoken", "strict"] = "free"
+
+
+def messages_in(form: Form, messages: Sequence[Message]) -> list[Message]:
+    """Return canonical messages in the form."""
+    out = _in_rounds(form, messages)
+    if form.system == "user":
+        out = _system_to_user(out)
+    if not form.empty:
+        out = [message for message in out if message["role"] != "assistant" or set(message) > PLAIN or _says(message)]
+    if form.turns != "free":
+        out = _alternating(form, out)
+    opening = next((i for i, message in enumerate(out) if message["role"] != "system"), len(out))
+    if form.opens and opening < len(out) and out[opening]["role"] != "user":
+        out.insert(opening, _user(""))
+    return out
+
+
+def tools_in(form: Form, tools: Sequence[Mapping[str, Any]]) -> list[Any] | None:
+    """Return the tools in the form."""
+    if not tools:
+        return [] if form.no_tools else None
+    return [_filled(tool) for tool in tools] if form.fills_tools else [dict(tool) for tool in tools]
+
+
+def _says(message: Message) -> bool:
+    return bool(message["content"]) or "reasoning" in message or "tool_calls" in message
+
+
+def _user(content: str) -> Message:
+    return {"role": "user", "content": content}
+
+
+# --- Calls and results ------------------------------------------------------------------------------------------------
+
+
+def _in_rounds(form: Form, messages: Sequence[Message]) -> list[Message]:
+    """Return the messages with each round of calls and results in its form."""
+    final = max((i for i, m in enumerate(messages) if m["role"] == "assistant" and "tool_calls" not in m), default=-1)
+    out: list[Message] = []
+    at = counted = 0
+    while at < len(messages):
+        message, begin = messages[at], at
+        at += 1
+        if "tool_calls" in message:
+            calls = message["tool_calls"]
+            at += len(calls) * (at < len(messages))
+            names = [call["function"]["name"] for call in calls]
+            ids = [_id(form, call["id"], names[i], i, counted + i) for i, call in enumerate(calls)]
+            counted += len(calls)
+            pieces = _beside(form.beside_earlier if begin < final else form.beside, message)
+            out += pieces[:-1]
+            out += _round(form, pieces[-1], ids, messages[begin + 1 : at])
+        elif message["role"] == "tool" and form.orphans:
+            out.append(_result(form, message, _id(form, message.get("tool_call_id", ""), "unknown", 0, counted)))
+        elif message["role"] == "tool":
+            out.append(_user(_written_result(message)))
+        else:
+            out.append(message)
+    return out
+
+
+def _beside(where: str, message: Message) -> list[Message]:
+    """Return the message with calls, which is the last one, in the form for text beside them."""
+    if not message["content"].strip() or where == "kept":
+        return [message]
+    if where == "joined":
+        joined = "\n\n".join(filter(None, (message.get("reasoning"), message["content"])))
+        rest = {name: value for name, value in message.items() if not name.startswith("reasoning")}
+        return [rest | {"content": joined}]
+    return [{"role": "assistant", "content": message["content"]}, message | {"content": ""}]
+
+
+def _round(form: Form, message: Message, ids: Sequence[str], results: Sequence[Message]) -> Iterator[Message]:
+    calls = [call | {"id": name} for call, name in zip(message["tool_calls"], ids, strict=True)]
+    answers = [_result(form, result, name) for result, name in zip(results, ids, strict=False)]
+    if form.calls == "written":
+        yield from _written(form.notation, message, calls)
+        yield from answers
+        return
+    calls = [call | {"function": call["function"] | {"arguments": _arguments(form, call)}} for call in calls]
+    if form.null and not message["content"]:
+        message = message | {"content": None}
+    if form.parallel:
+        yield message | {"tool_calls": calls}
+        yield from answers
+        return
+    bare = {"role": "assistant", "content": None if form.null else ""}
+    for i, call in enumerate(calls):
+        yield (bare if i else message) | {"tool_calls": [call]}
+        yield from answers[i : i + 1]
+
+
+def _arguments(form: Form, call: Mapping[str, Any]) -> Any:
+    arguments = call["function"]["arguments"]
+    return json.dumps(arguments, ensure_ascii=False) if form.calls == "text" else arguments
+
+
+def _result(form: Form, result: Message, name: str) -> Message:
+    if form.results == "user":
+        return _user(_written_result(result))
+    return result | {"tool_call_id": name}
+
+
+def _id(form: Form, given: str, name: str, in_message: int, in_conversation: int) -> str:
+    """Return the id of a call to the function `name`, which has these numbers."""
+    if form.ids == "own":
+        return given
+    if form.ids == "short":
+        return given if SHORT_ID.fullmatch(given) else _digest(given)
+    if NAMING_ID.fullmatch(given):
+        return given
+    return f"functions.{name}:{in_conversation if form.ids == 'naming' else in_message}"
+
+
+def _digest(given: str) -> str:
+    number = int.from_bytes(blake2b(given.encode(), digest_size=8).digest())
+    return "".join(ALPHABET[number // len(ALPHABET) ** i % len(ALPHABET)] for i in range(9))
+
+
+# --- Calls and results as text ----------------------------------------------------------------------------------------
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _python(call: Mapping[str, Any]) -> str:
+    arguments = ", ".join(f"{name}={_literal(value)}" for name, value in call["arguments"].items())
+    return f"{call['name']}({arguments})"
+
+
+def _literal(value: Any) -> str:
+    return _json(value) if isinstance(value, str) else repr(value)
+
+
+def _in_tags(calls: Iterable[Mapping[str, Any]]) -> str:
+    return "\n".join(f"<tool_call>\n{_json(call)}\n</tool_call>" for call in calls)
+
+
+# The mark in a vocabulary or a template of models that were trained on a notation which their template does not write.
+# python: docs.liquid.ai, "Tool use" of LFM2. list: ibm.com, "Granite 3.3: function calling". tags: Hermes's, as SmolLM3.
+NOTATIONS: Mapping[str, Notation] = {"<|tool_call_start|>": "python", "<|tool_call|>": "list", "<tool_call>": "tags"}
+WRITERS: Mapping[Notation, Callable[[list[Any]], str]] = {
+    "python": lambda calls: f"<|tool_call_start|>[{', '.join(map(_python, calls))}]<|tool_call_end|>",
+    "list": lambda calls: f"<|tool_call|>{_json(calls)}",
+    "tags": _in_tags,
+    "json": lambda calls: "\n".join(map(_json, calls)),
+}
+
+
+def _written(notation: Notation, message: Message, calls: Sequence[Mapping[str, Any]]) -> Iterator[Message]:
+    """Yield the message with its calls as text: in the answer, or in a user's message behind it."""
+    text = WRITERS[notation]([{"name": c["function"]["name"], "arguments": c["function"]["arguments"]} for c in calls])
+    said = {name: value for name, value in message.items() if name != "tool_calls"}
+    if notation != "json":
+        yield said | {"content": "\n".join(filter(None, (said["content"], text)))}
+        return
+    if _says(said):
+        yield said
+    yield _user(text)
+
+
+def _written_result(result: Message) -> str:
+    named = {"name": result["name"]} if "name" in result else {}
+    return _json(named | {"result": result["content"]})
+
+
+# --- Turns ------------------------------------------------------------------------------------------------------------
+
+
+def _system_to_user(messages: list[Message]) -> list[Message]:
+    """Put the system message before the first user's text."""
+    if messages[0]["role"] != "system":
+        return messages
+    first, rest = messages[0], messages[1:]
+    if not rest or rest[0]["role"] != "user":
+        return [_user(first["content"]), *rest]
+    return [_join(rest[0], first["content"], rest[0]["content"]), *rest[1:]]
+
+
+def _join(message: Message, *texts: str) -> Message:
+    return message | {"content": "\n\n".join(filter(None, texts))}
+
+
+def _alternating(form: Form, messages: Sequence[Message]) -> list[Message]:
+    """Join neighbours of one role, and put an empty message of the other role where two still meet.
+
+    Where the template takes no empty answer, a user's text becomes the end of the result before it.
+    """
+    out = [message for group in _neighbours(messages) for message in group]
+    turns: list[Message] = []
+    last = "assistant"  # the role of the last message that counts
+    for message in out:
+        if _counts(form, message):
+            if message["role"] == last == "user" and not form.empty and turns[-1]["role"] == "tool":
+                turns[-1] = _join(turns[-1], turns[-1]["content"], message["content"])
+                continue
+            if message["role"] == last:
+                turns.append({"role": "assistant" if last == "user" else "user", "content": ""})
+            last = message["role"]
+        turns.append(message)
+    return turns
+
+
+def _counts(form: Form, message: Message) -> bool:
+    if message["role"] not in ("user", "assistant"):
+        return False
+    return form.turns == "strict" or "tool_calls" not in message
+
+
+def _neighbours(messages: Sequence[Message]) -> Iterator[list[Message]]:
+    """Yield runs of one role, joined into one message unless that would tear calls or results apart."""
+    for can_join, run in groupby(messages, key=lambda m: m["role"] if PLAIN.issuperset(m) else None):
+        group = list(run)
+        yield [_join(group[0], *(m["content"] for m in group))] if can_join in ("user", "assistant") else group
+
+
+# --- Tools ------------------------------------------------------------------------------------------------------------
+
+
+def _filled(tool: Mapping[str, Any]) -> dict[str, Any]:
+    function = tool["function"]
+    parameters = _whole_schema({**(function.get("parameters") or {}), "type": "object"})
+    whole = {**parameters, "properties": parameters.get("properties") or {}}
+    return {**tool, "function": {**function, "description": function.get("description") or "", "parameters": whole}}
+
+
+def _whole_schema(schema: Any) -> Any:
+    """Return the schema with the members that templates read, and a single word as the type.
+
+    `null` alone is none: templates know no such type.
+    """
+    if isinstance(schema, list):
+        return [_whole_schema(value) for value in schema]
+    if not isinstance(schema, dict):
+        return schema
+    out = {name: _whole_schema(value) for name, value in schema.items()}
+    if isinstance(named := out.get("properties"), dict):
+        out["properties"] = {n: {"description": "", **v} if isinstance(v, dict) else v for n, v in named.items()}
+    words = [schema["type"]] if isinstance(schema.get("type"), str) else schema.get("type")
+    if not isinstance(words, list):
+        return out
+    known = [word for word in words if word != "null"]
+    open_ended = {"additionalProperties": True} if known[:1] == ["object"] else {}
+    rest = {name: value for name, value in out.items() if name != "type"}
+    return {**({"type": known[0]} if known else {}), **open_ended, **rest}

@@ -1,0 +1,198 @@
+"""The form that a chat template takes, learnt from its renderings of a few conversations.
+
+Each conversation has marks as its texts, arguments and results. A form is right if the template shows all of them in
+their order. The first right one of the possible values is taken, field by field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from mlx_specprefill import InvalidRequestError
+
+from .conversation import Message
+from .forms import NOTATIONS, Form, Notation
+
+Show = Callable[[Form, Sequence[Message], Sequence[Mapping[str, Any]]], str]
+Talk = list[Message]
+
+NAME = "zqname"
+STRING = {"type": "string", "description": "zq"}
+PARAMETERS = {"type": "object", "properties": {"zqkey": STRING}, "required": ["zqkey"]}
+TOOLS = ({"type": "function", "function": {"name": NAME, "description": "zq", "parameters": PARAMETERS}},)
+# What clients send and some templates refuse: no description, no parameters, several types, and any schema.
+ODD_PROPERTIES: Mapping[str, Any] = {
+    "zqtypes": {**STRING, "type": ["string", "null"]},
+    "zqnull": {**STRING, "type": "null"},
+    "zqany": {"anyOf": [STRING, {"type": "null"}]},
+    "zqlist": {"type": "array"},
+    "zqobject": {"type": "object"},
+    "zqenum": {"enum": ["zq", 1]},
+}
+ODD: Sequence[Mapping[str, Any]] = (
+    {"name": NAME, "parameters": PARAMETERS},
+    {"name": NAME, "description": "zq"},
+    {"name": NAME, "description": None, "parameters": {"type": "object"}},
+    {"name": NAME, "description": "zq", "parameters": {"properties": ODD_PROPERTIES}},
+)
+ODD_TOOLS = tuple({"type": "function", "function": function} for function in ODD)
+PYTHON_DICT = "{'zqkey':"  # the arguments as Python writes them, which no model was trained on
+SHORT, LONG = ("zqid1zqid", "zqid2zqid"), ("call_zq_0123456789_1", "call_zq_0123456789_2")
+
+
+def _system() -> Message:
+    return {"role": "system", "content": "zqsys"}
+
+
+def _user(mark: str) -> Message:
+    return {"role": "user", "content": mark}
+
+
+def _answer(mark: str) -> Message:
+    return {"role": "assistant", "content": mark}
+
+
+def _calls(*marks: str, text: str = "", ids: Sequence[str] = SHORT, thought: str = "") -> Message:
+    calls = [
+        {"type": "function", "id": name, "function": {"name": NAME, "arguments": {"zqkey": mark}}}
+        for mark, name in zip(marks, ids, strict=False)
+    ]
+    reasoning = {"reasoning_content": thought, "reasoning": thought} if thought else {}
+    return {"role": "assistant", "content": text, "tool_calls": calls, **reasoning}
+
+
+def _result(mark: str, name: str = SHORT[0]) -> Message:
+    return {"role": "tool", "content": mark, "tool_call_id": name, "name": NAME}
+
+
+def _marks(talk: Talk) -> Iterator[str]:
+    """Yield the marks in the order in which they should be read. The system's place is the template's choice."""
+    for message in talk:
+        if message["role"] != "system":
+            yield message["content"]
+        for call in message.get("tool_calls", ()):
+            yield call["function"]["arguments"]["zqkey"]
+
+
+FIRST_CALL = [_user("zqu1"), _calls("zqc1"), _result("zqr1")]
+CLOSED = [*FIRST_CALL, _answer("zqa1"), _user("zqu2")]
+TWO_CALLS = [_user("zqu1"), _calls("zqc1", "zqc2"), _result("zqr1"), _result("zqr2", SHORT[1])]
+LONG_IDS = [_user("zqu1"), _calls("zqc1", ids=LONG), _result("zqr1", LONG[0])]
+TWO_ROUNDS = [*FIRST_CALL, _calls("zqc2", ids=SHORT[1:]), _result("zqr2", SHORT[1])]
+BESIDE = [_user("zqu1"), _calls("zqc1", text="zqa1", thought="zqt1"), _result("zqr1")]
+BESIDE_CLOSED = [*BESIDE, _answer("zqa2"), _user("zqu2")]
+ORPHAN = [_user("zqu1"), _answer("zqa1"), _result("zqr1", "zqid3zqid"), _user("zqu2")]
+EMPTY = [_user("zqu1"), _answer(""), _user("zqu2")]
+# People and the assistant in any order.
+PLAIN_TURNS = [
+    [_user("zqu1"), _user("zqu2"), _answer("zqa1"), _user("zqu3")],
+    [_user("zqu1"), _answer("zqa1"), _answer("zqa2"), _user("zqu2")],
+]
+CALL_TURNS = [
+    [*FIRST_CALL, _user("zqu2")],
+    [*FIRST_CALL, _user("zqu2"), _answer("zqa1"), _user("zqu3")],
+    [*CLOSED, _calls("zqc2"), _result("zqr2"), _user("zqu3"), _calls("zqc3"), _result("zqr3")],
+]
+OPENINGS = [[_answer("zqa1"), _user("zqu1")], [_calls("zqc1"), _result("zqr1"), _user("zqu1")]]
+
+
+def ask(show: Show, notation: Notation, has_tools: bool) -> Form:
+    """Return the form for requests with tools, or for those without.
+
+    Args:
+        show: the template; refusals raise InvalidRequestError.
+        notation: of calls that have to be written.
+    """
+    probe = _Probe(show, TOOLS if has_tools else ())
+    form = Form(notation=notation)
+    tools = replace(probe, tools=ODD_TOOLS if has_tools else ())
+    form = tools.first(form, [[_user("zqu1")]], no_tools=(False, True), fills_tools=(False, True))
+    form = probe.first(form, PLAIN_TURNS, turns=("free", "spoken"))
+    form = _ask_calls(probe, form)
+    form = probe.first(form, [EMPTY], empty=(True, False))
+    form = _ask_ids(probe, form)
+    form = probe.first(form, [*PLAIN_TURNS, *CALL_TURNS], turns=_from(form.turns), empty=_from(form.empty))
+    form = probe.first(form, OPENINGS, opens=(False, True))
+    form = replace(form, parallel=probe.shows(form, TWO_CALLS))
+    form = _ask_text_beside(probe, form)
+    form = probe.first(form, [ORPHAN], orphans=(True, False))
+    with_system = [[_system(), _user("zqu1")], [_system(), *FIRST_CALL]]
+    return probe.first(form, with_system, ["zqsys"], system=("system", "user"))
+
+
+def notation_of(template: str, vocabulary: Iterable[str]) -> Notation:
+    """Return the notation of calls that a model was trained on, by its marks."""
+    known = set(vocabulary)
+    return next((name for mark, name in NOTATIONS.items() if mark in known or mark in template), "json")
+
+
+@dataclass(frozen=True, slots=True)
+class _Probe:
+    show: Show
+    tools: Sequence[Mapping[str, Any]]
+
+    def text(self, form: Form, talk: Talk) -> str:
+        """Return the rendering, empty if the template refuses the conversation."""
+        try:
+            return self.show(form, talk, self.tools)
+        except InvalidRequestError:
+            return ""
+
+    def shows(self, form: Form, talk: Talk, more: Sequence[str] = ()) -> bool:
+        """Return whether the template shows the conversation in order, and `more` somewhere."""
+        text, at = self.text(form, talk), 0
+        for mark in _marks(talk):
+            at = text.find(mark, at)
+            if at < 0:
+                return False
+        return bool(text) and all(mark in text for mark in more)
+
+    def first(self, form: Form, talks: Sequence[Talk], more: Sequence[str] = (), **options: Sequence[Any]) -> Form:
+        """Return the form with the first values with which the template shows the conversations, else unchanged."""
+        for values in product(*options.values()):
+            tried = replace(form, **dict(zip(options, values, strict=True)))
+            if all(self.shows(tried, talk, more) for talk in talks):
+                return tried
+        return form
+
+
+def _from(value: Any) -> tuple[Any, ...]:
+    """Return a value, and those of its field that change more."""
+    order: tuple[Any, ...] = (True, False) if isinstance(value, bool) else ("free", "spoken", "strict")
+    return order[order.index(value) :]
+
+
+def _ask_calls(probe: _Probe, form: Form) -> Form:
+    """Find how calls and results are shown: as they are, with other arguments or contents, or as text."""
+    turns = _from(form.turns)
+    native = list(product(("mapping", "text"), (False, True), ("own", "naming")))
+    for results, turn, (calls, null, ids) in product(("tool", "user"), turns, native):
+        tried = replace(form, calls=calls, null=null, ids=ids, results=results, turns=turn)
+        if probe.shows(tried, FIRST_CALL) and probe.shows(tried, CLOSED) and _shows_name(probe, tried):
+            return tried
+    written = replace(form, calls="written")
+    return probe.first(written, [FIRST_CALL, CLOSED], results=("tool", "user"), turns=turns)
+
+
+def _shows_name(probe: _Probe, form: Form) -> bool:
+    text = probe.text(form, FIRST_CALL[:2])
+    return PYTHON_DICT not in text and text.count(NAME) > probe.text(form, FIRST_CALL[:1]).count(NAME)
+
+
+def _ask_ids(probe: _Probe, form: Form) -> Form:
+    """Find the ids that the template takes, or that tell the function's name to the model."""
+    if form.ids == "own" and f"functions.{NAME}:0" not in probe.text(form, FIRST_CALL):
+        return probe.first(form, [LONG_IDS], ids=("own", "short"))
+    counted = replace(form, ids="naming")
+    is_counted = probe.text(counted, TWO_ROUNDS).count(f"functions.{NAME}:1") > 1
+    return counted if is_counted else replace(form, ids="naming each")
+
+
+def _ask_text_beside(probe: _Probe, form: Form) -> Form:
+    thought = ["zqt1"] if "zqt1" in probe.text(form, [BESIDE[0], BESIDE[1] | {"content": ""}, BESIDE[2]]) else []
+    ways = ("kept", "joined", "apart")
+    form = probe.first(form, [BESIDE], thought, beside=ways)
+    return probe.first(form, [BESIDE_CLOSED], beside_earlier=(form.beside, *ways))

@@ -138,7 +138,9 @@ class Service:
         self.settings = settings
         self.state = state or ServerState(settings)
         self.vocabulary = Vocabulary(engine.pair.tokenizer)
-        self.prompts = PromptBuilder(engine.pair.tokenizer, engine.window, settings.allow_special_tokens)
+        self.prompts = PromptBuilder(
+            engine.pair.tokenizer, engine.window, settings.allow_special_tokens, settings.images == "refuse"
+        )
         self.tool_orders = ToolOrders()
         self.sampling = _default_sampling(engine.pair.sampling, settings)
         self.metrics = metrics or Metrics(engine, self.model_id)

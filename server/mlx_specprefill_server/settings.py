@@ -125,6 +125,10 @@ class Settings(BaseSettings):
     allow_special_tokens: bool = Field(
         default=False, description="Read names of control tokens in messages as these tokens. Default: as text."
     )
+    images: Literal["note", "refuse"] = Field(
+        default="note",
+        description="Images in messages. note: a note in their place and a warning. refuse: an error.",
+    )
     temperature: float = Field(
         default=0.0,
         ge=0,

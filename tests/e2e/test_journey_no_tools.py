@@ -12,7 +12,7 @@ TOOL = {"type": "function", "function": {"name": "search", "parameters": {"type"
 
 
 def test_the_lack_of_tools_is_said_wherever_it_matters(server: Server) -> None:
-    assert httpx.get(f"{server.base}/v1/models").json()["data"][0]["tools"] is False
+    assert httpx.get(f"{server.base}/v1/models").json()["data"][0]["tools"]["definitions"] is False
     done = CliRunner().invoke(app, ["connect", "anything", "--url", server.base])
     assert "agents can't call any" in done.output
     body = {"messages": [{"role": "user", "content": "Hello"}], "tools": [TOOL], "max_tokens": 2}

@@ -286,7 +286,7 @@ def test_a_template_without_tools_is_told(client: TestClient, showing: TestClien
     body = {"messages": [{"role": "user", "content": "Hi"}]}
     for one, takes in ((client, False), (showing, True)):
         (model,) = one.get("/v1/models").json()["data"]
-        assert model["tools"] is takes
+        assert model["tools"]["definitions"] is takes
         (warning,) = one.post("/v1/chat/completions", json=body | {"tools": WEATHER}).json().get("warnings", [None])
         assert (warning is None) == takes
         assert "warnings" not in one.post("/v1/chat/completions", json=body).json()

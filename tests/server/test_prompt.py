@@ -10,7 +10,7 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from tokenizers import processors
 
 from mlx_specprefill import InvalidRequestError
-from mlx_specprefill_server.prompt.conversation import Ending, conversation, ending_of, simpler_forms
+from mlx_specprefill_server.prompt.conversation import Ending, conversation, ending_of
 from mlx_specprefill_server.prompt.prompt import PromptBuilder
 
 from .fakes import CHATML, byte_tokenizer
@@ -74,7 +74,7 @@ def test_neighbours_are_joined_where_the_template_wants_turns() -> None:
     prompt = asyncio.run(builder.chat(conversation(TURNS)))
     whole = "<s>[INST] The environment.\n\nHello?[/INST] Yes.</s>[INST] Be brief.\n\nGood.[/INST]"
     assert byte_tokenizer().decode(list(prompt.tokens)) == whole
-    assert [span.kind for span in prompt.spans] == ["user", "assistant", "system", "user"]
+    assert [span.kind for span in prompt.spans] == ["user", "user", "assistant", "system", "user"]
 
 
 def test_neighbours_stay_apart_where_the_template_takes_them() -> None:
@@ -85,24 +85,13 @@ def test_a_system_message_goes_to_the_user_where_the_template_knows_none() -> No
     template = (
         "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + PLAIN
     )
-    assert rendered(template, TURNS).startswith("USER: Be brief.\n\nThe environment.\n\nHello?\nASSISTANT: Yes.")
-
-
-def test_calls_and_results_are_not_joined() -> None:
-    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
-    messages = [
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": "1", "tool_call_id": "a"},
-        {"role": "tool", "content": "2", "tool_call_id": "b"},
-    ]
-    assert list(simpler_forms(messages)) == [tuple(messages)]
+    assert rendered(template, TURNS).startswith("USER: Be brief.\n\nThe environment.\nUSER: Hello?\nASSISTANT: Yes.")
 
 
 def test_what_no_form_helps_is_refused_in_the_templates_words() -> None:
-    messages = [{"role": "assistant", "content": "Hello"}, {"role": "user", "content": "Hi"}]
-    with pytest.raises(InvalidRequestError, match="roles must alternate") as caught:
-        rendered(MISTRAL, messages)
+    template = "{{ raise_exception('No word of it.') if 'word' in messages[-1].content }}" + CHATML
+    with pytest.raises(InvalidRequestError, match="No word of it") as caught:
+        rendered(template, [{"role": "user", "content": "A word"}])
     assert caught.value.field == "messages"
 
 

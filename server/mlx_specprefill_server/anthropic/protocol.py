@@ -128,6 +128,8 @@ def chat_messages(system: Any, messages: Sequence[Any]) -> list[Message]:
         InvalidRequestError: `field` is the path of the value at fault, like `messages[0].content[1].type`.
     """
     out: list[Message] = []
+    for where, block in _blocks(system, "system"):
+        require(block["type"] not in IMAGES, f"{where}.type", "must be text")
     if (text := _join_texts(system, "system")) != "":
         out.append({"role": "system", "content": text})
     for where, message in objects(messages, "messages"):

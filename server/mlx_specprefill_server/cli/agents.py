@@ -50,12 +50,13 @@ def _find(base: str, key: str | None, wanted: str | None) -> RunningServer:
         named = [model for model in models if wanted in (None, model["id"], *model.get("aliases", ()))]
         if not named:
             raise OptionError(f"{base} has no model {wanted!r}; it has: {', '.join(model['id'] for model in models)}")
-        name, window, tools = named[0]["id"], named[0]["context_length"], named[0].get("tools")
+        name, window = named[0]["id"], named[0]["context_length"]
+        tools = (named[0].get("tools") or {}).get("definitions", True)
     except (KeyError, TypeError, AttributeError) as error:
         raise OptionError(f"{base}/v1/models does not answer as this project's server does: {error!r}") from error
     if window is None:
         raise OptionError(f"{base} does not know the window of {name}: its files are not on that machine")
-    return RunningServer(base, name, window, key or "none", tools is not False)  # some clients insist on a key
+    return RunningServer(base, name, window, key or "none", tools)  # some clients insist on a key
 
 
 def _write_files(setup: Setup) -> str:

@@ -111,12 +111,24 @@ def _in_memory(service: Service) -> dict[str, Any]:
             "sharding": pair.sharding,
             "draft": pair.draft_placement,
         },
-        "tools": service.prompts.takes_tools,
+        "tools": _tools(service),
         "sampling": service.sampling,
         "draft": service.draft_id,
         "draft_tokenizer": _draft_tokenizer(service),
         "scorer": _scorer(service),
         "specprefill": {"available": refusal is None, "reason": refusal},
+    }
+
+
+def _tools(service: Service) -> dict[str, Any]:
+    """Return what the chat template shows of tools, and the notation in which the model's calls are read."""
+    form = service.prompts.forms.get(True)
+    return {
+        "definitions": service.prompts.takes_tools,
+        "calls": form is not None and form.calls != "written",
+        "results": form is not None and form.results == "tool",
+        "parallel": form is not None and form.calls != "written" and form.parallel,
+        "parsed": service.format.tools or "none",
     }
 
 

@@ -40,8 +40,8 @@ RESERVED_KWARGS = {
 class Conversation:
     """Canonical messages. At most one is a system message, and it comes first.
 
-    Behind a message with calls come their results, one for each and in the order of the calls, unless the conversation
-    ends there. Each call has an id, and its result has the same.
+    Behind a message with calls come their results, one for each and in the order of the calls, unless there is none.
+    Each call has an id, and its result has the same.
 
     Attributes:
         ending: "answer": the prompt opens the assistant's answer; "continue": it stops within the last message, which
@@ -282,7 +282,7 @@ class _Round:
 def _with_results(messages: Sequence[Message]) -> Iterator[Message]:
     """Put each result behind its call, in the order of the calls. One that answers no call stays where it is.
 
-    A call without its result gets `NO_RESULT`, unless the conversation ends there: the others keep their places.
+    Beside other results a missing one is `NO_RESULT`: they keep their places.
     """
     out: list[Message | _Round] = []
     for message in messages:
@@ -291,7 +291,7 @@ def _with_results(messages: Sequence[Message]) -> Iterator[Message]:
         elif message["role"] != "tool" or not _find_call(message, out):
             out.append(message)
     for entry in out:
-        yield from _in_order(entry, entry is out[-1]) if isinstance(entry, _Round) else (entry,)
+        yield from _in_order(entry) if isinstance(entry, _Round) else (entry,)
 
 
 def _find_call(result: Message, before: Sequence[Message | _Round]) -> bool:
@@ -305,16 +305,17 @@ def _find_call(result: Message, before: Sequence[Message | _Round]) -> bool:
     return isinstance(last, _Round)
 
 
-def _in_order(entry: _Round, is_last: bool) -> Iterator[Message]:
+def _in_order(entry: _Round) -> Iterator[Message]:
     yield entry.message
     unknown = [stray for stray in entry.strays if not entry.take(stray, False)]
-    if any(entry.results) or not is_last:
+    if any(entry.results):
         calls = entry.message["tool_calls"]
-        yield from (result or _no_result(call) for call, result in zip(calls, entry.results, strict=True))
+        yield from (result or no_result(call) for call, result in zip(calls, entry.results, strict=True))
     yield from unknown
 
 
-def _no_result(call: Mapping[str, Any]) -> Message:
+def no_result(call: Mapping[str, Any]) -> Message:
+    """Return the message in the place of a result that is missing."""
     return {"role": "tool", "content": NO_RESULT, "tool_call_id": call["id"], "name": call["function"]["name"]}
 
 

@@ -15,7 +15,7 @@ from hashlib import blake2b
 from itertools import groupby
 from typing import Any, Literal
 
-from .conversation import Message
+from .conversation import Message, no_result
 
 Notation = Literal["python", "list", "tags", "json"]
 
@@ -30,6 +30,7 @@ class Form:
     """What a template takes.
 
     Attributes:
+        shows_tools: tools are shown.
         system: "user": the system message is the beginning of the first user's message.
         no_tools: an empty list stands for no tools.
         fills_tools: tools without a description or parameters get empty ones, and types are single words.
@@ -43,12 +44,14 @@ class Form:
             conversation ("naming") or within a message ("naming each").
         results: "user": results are written in user's messages.
         orphans: results of no call are shown.
+        unanswered: calls without results are taken before other messages.
         empty: an empty answer is taken.
         opens: the first message has to be a user's.
-        turns: "free"; people and the assistant alternate without regard to calls and results ("spoken"), or in all
-            messages ("strict").
+        asks: there has to be a user's message.
+        alternates: people and the assistant alternate, without regard to calls and results.
     """
 
+    shows_tools: bool = True
     system: Literal["system", "user"] = "system"
     no_tools: bool = False
     fills_tools: bool = False
@@ -61,9 +64,11 @@ class Form:
     ids: Literal["own", "short", "naming", "naming each"] = "own"
     results: Literal["tool", "user"] = "tool"
     orphans: bool = True
+    unanswered: bool = True
     empty: bool = True
     opens: bool = False
-    turns: Literal["free", "spoken", "strict"] = "free"
+    asks: bool = False
+    alternates: bool = False
 
 
 def messages_in(form: Form, messages: Sequence[Message]) -> list[Message]:
@@ -73,10 +78,11 @@ def messages_in(form: Form, messages: Sequence[Message]) -> list[Message]:
         out = _system_to_user(out)
     if not form.empty:
         out = [message for message in out if message["role"] != "assistant" or set(message) > PLAIN or _says(message)]
-    if form.turns != "free":
+    if form.alternates:
         out = _alternating(form, out)
     opening = next((i for i, message in enumerate(out) if message["role"] != "system"), len(out))
-    if form.opens and opening < len(out) and out[opening]["role"] != "user":
+    needed = out[opening : opening + 1] if form.opens else out if form.asks else ()
+    if needed and all(message["role"] != "user" for message in needed):
         out.insert(opening, _user(""))
     return out
 
@@ -109,13 +115,17 @@ def _in_rounds(form: Form, messages: Sequence[Message]) -> list[Message]:
         at += 1
         if "tool_calls" in message:
             calls = message["tool_calls"]
-            at += len(calls) * (at < len(messages))
+            is_answered = at < len(messages) and messages[at].get("tool_call_id") == calls[0]["id"]
+            at += len(calls) * is_answered
+            results = messages[begin + 1 : at]
+            if not (is_answered or form.unanswered or at == len(messages)):
+                results = [no_result(call) for call in calls]
             names = [call["function"]["name"] for call in calls]
             ids = [_id(form, call["id"], names[i], i, counted + i) for i, call in enumerate(calls)]
             counted += len(calls)
             pieces = _beside(form.beside_earlier if begin < final else form.beside, message)
             out += pieces[:-1]
-            out += _round(form, pieces[-1], ids, messages[begin + 1 : at])
+            out += _round(form, pieces[-1], ids, results)
         elif message["role"] == "tool" and form.orphans:
             out.append(_result(form, message, _id(form, message.get("tool_call_id", ""), "unknown", 0, counted)))
         elif message["role"] == "tool":
@@ -257,7 +267,7 @@ def _alternating(form: Form, messages: Sequence[Message]) -> list[Message]:
     turns: list[Message] = []
     last = "assistant"  # the role of the last message that counts
     for message in out:
-        if _counts(form, message):
+        if message["role"] in ("user", "assistant") and "tool_calls" not in message:
             if message["role"] == last == "user" and not form.empty and turns[-1]["role"] == "tool":
                 turns[-1] = _join(turns[-1], turns[-1]["content"], message["content"])
                 continue
@@ -266,12 +276,6 @@ def _alternating(form: Form, messages: Sequence[Message]) -> list[Message]:
             last = message["role"]
         turns.append(message)
     return turns
-
-
-def _counts(form: Form, message: Message) -> bool:
-    if message["role"] not in ("user", "assistant"):
-        return False
-    return form.turns == "strict" or "tool_calls" not in message
 
 
 def _neighbours(messages: Sequence[Message]) -> Iterator[list[Message]]:

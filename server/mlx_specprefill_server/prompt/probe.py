@@ -84,7 +84,11 @@ LONG_IDS = [_user("zqu1"), _calls("zqc1", ids=LONG), _result("zqr1", LONG[0])]
 TWO_ROUNDS = [*FIRST_CALL, _calls("zqc2", ids=SHORT[1:]), _result("zqr2", SHORT[1])]
 BESIDE = [_user("zqu1"), _calls("zqc1", text="zqa1", thought="zqt1"), _result("zqr1")]
 BESIDE_CLOSED = [*BESIDE, _answer("zqa2"), _user("zqu2")]
-ORPHAN = [_user("zqu1"), _answer("zqa1"), _result("zqr1", "zqid3zqid"), _user("zqu2")]
+ORPHANS = [
+    [_user("zqu1"), _answer("zqa1"), _result("zqr1", "zqid3zqid"), _user("zqu2")],
+    [_user("zqu1"), _result("zqr1", "zqid3zqid"), _answer("zqa1"), _user("zqu2")],
+]
+UNANSWERED = [_user("zqu1"), _calls("zqc1"), _user("zqu2")]
 EMPTY = [_user("zqu1"), _answer(""), _user("zqu2")]
 # People and the assistant in any order.
 PLAIN_TURNS = [
@@ -108,17 +112,23 @@ def ask(show: Show, notation: Notation, has_tools: bool) -> Form:
     """
     probe = _Probe(show, TOOLS if has_tools else ())
     form = Form(notation=notation)
-    tools = replace(probe, tools=ODD_TOOLS if has_tools else ())
-    form = tools.first(form, [[_user("zqu1")]], no_tools=(False, True), fills_tools=(False, True))
-    form = probe.first(form, PLAIN_TURNS, turns=("free", "spoken"))
+    question = [_user("zqu1")]
+    form = probe.first(form, [question], no_tools=(False, not has_tools))
+    if has_tools:
+        form = replace(form, fills_tools=not replace(probe, tools=ODD_TOOLS).shows(form, question))
+    form = replace(form, shows_tools=NAME in probe.text(form, question))
+    form = probe.first(form, PLAIN_TURNS, alternates=(False, True))
     form = _ask_calls(probe, form)
     form = probe.first(form, [EMPTY], empty=(True, False))
     form = _ask_ids(probe, form)
-    form = probe.first(form, [*PLAIN_TURNS, *CALL_TURNS], turns=_from(form.turns), empty=_from(form.empty))
+    form = probe.first(form, [*PLAIN_TURNS, *CALL_TURNS], alternates=(form.alternates, True), empty=(form.empty, False))
     form = probe.first(form, OPENINGS, opens=(False, True))
+    form = probe.first(form, [[_answer("zqa1")]], asks=(False, True))
     form = replace(form, parallel=probe.shows(form, TWO_CALLS))
     form = _ask_text_beside(probe, form)
-    form = probe.first(form, [ORPHAN], orphans=(True, False))
+    takes_none = form.calls == "written" or probe.shows(replace(form, alternates=False), UNANSWERED)
+    form = replace(form, unanswered=takes_none)
+    form = probe.first(form, ORPHANS, orphans=(True, False))
     with_system = [[_system(), _user("zqu1")], [_system(), *FIRST_CALL]]
     return probe.first(form, with_system, ["zqsys"], system=("system", "user"))
 
@@ -159,32 +169,28 @@ class _Probe:
         return form
 
 
-def _from(value: Any) -> tuple[Any, ...]:
-    """Return a value, and those of its field that change more."""
-    order: tuple[Any, ...] = (True, False) if isinstance(value, bool) else ("free", "spoken", "strict")
-    return order[order.index(value) :]
-
-
 def _ask_calls(probe: _Probe, form: Form) -> Form:
     """Find how calls and results are shown: as they are, with other arguments or contents, or as text."""
-    turns = _from(form.turns)
-    native = list(product(("mapping", "text"), (False, True), ("own", "naming")))
-    for results, turn, (calls, null, ids) in product(("tool", "user"), turns, native):
-        tried = replace(form, calls=calls, null=null, ids=ids, results=results, turns=turn)
+    turns = (form.alternates, True)
+    native = product(("tool", "user"), turns, ("mapping", "text"), (False, True), ("own", "naming"))
+    for results, alternates, calls, null, ids in native:
+        tried = replace(form, calls=calls, null=null, ids=ids, results=results, alternates=alternates)
         if probe.shows(tried, FIRST_CALL) and probe.shows(tried, CLOSED) and _shows_name(probe, tried):
             return tried
     written = replace(form, calls="written")
-    return probe.first(written, [FIRST_CALL, CLOSED], results=("tool", "user"), turns=turns)
+    return probe.first(written, [FIRST_CALL, CLOSED], results=("tool", "user"), alternates=turns)
 
 
 def _shows_name(probe: _Probe, form: Form) -> bool:
-    text = probe.text(form, FIRST_CALL[:2])
-    return PYTHON_DICT not in text and text.count(NAME) > probe.text(form, FIRST_CALL[:1]).count(NAME)
+    """Return whether a call shows its function's name, and its arguments not as Python writes them."""
+    text, before = probe.text(form, FIRST_CALL), probe.text(form, FIRST_CALL[:1])
+    return text.count(NAME) > before.count(NAME) and text.count(PYTHON_DICT) == before.count(PYTHON_DICT)
 
 
 def _ask_ids(probe: _Probe, form: Form) -> Form:
     """Find the ids that the template takes, or that tell the function's name to the model."""
-    if form.ids == "own" and f"functions.{NAME}:0" not in probe.text(form, FIRST_CALL):
+    shows_number = f"functions.{NAME}:0" in probe.text(form, FIRST_CALL)
+    if form.calls == "written" or (form.ids == "own" and not shows_number):
         return probe.first(form, [LONG_IDS], ids=("own", "short"))
     counted = replace(form, ids="naming")
     is_counted = probe.text(counted, TWO_ROUNDS).count(f"functions.{NAME}:1") > 1

@@ -12,10 +12,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from itertools import islice
 from typing import Any, TypeVar
 
 from jinja2 import TemplateError
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from mlx_specprefill import ContextLengthError, InvalidRequestError, PromptSpan, TokenIds, as_token_ids
 
@@ -23,7 +25,7 @@ from ..errors import refusal
 from .conversation import Conversation, Message
 from .forms import Form, messages_in, tools_in
 from .probe import ask, notation_of
-from .spans import Render, locate, to_tokens, turn_ends
+from .spans import Render, left_out, locate, mark, to_tokens, turn_ends
 from .special_tokens import ControlTokens, Encoded, Encoder, EscapedConversation
 from .stable import remove_volatile_lines
 
@@ -53,22 +55,27 @@ class Prompt:
     left_out: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Fitted:
     """A conversation in the form that its template took.
 
     Attributes:
         messages: of `render`; names of control tokens in them are escaped.
-        rendered: what the template made of them; `text`: the same, character for character, unescaped.
+        rendered: what the template made of them.
         render: the template with everything but the messages fixed.
-        left_out: as in `Prompt`.
+        unescape: turns a text back, character for character.
+        left_out: as in `Prompt`, without what the template leaves out.
     """
 
     messages: Sequence[Message]
     rendered: str
-    text: str
     render: Render
+    unescape: Callable[[str], str]
     left_out: tuple[str, ...]
+
+    @cached_property
+    def text(self) -> str:
+        return self.unescape(self.rendered)
 
 
 class PromptBuilder:
@@ -104,9 +111,8 @@ class PromptBuilder:
 
     @property
     def takes_tools(self) -> bool:
-        """Return whether the chat template mentions tools. True if the template is not available as text."""
-        template = getattr(self._tokenizer, "chat_template", None)
-        return "tools" in template if isinstance(template, str) else True
+        """Return whether the chat template shows tools to the model. Without a template nothing is known."""
+        return not self.forms or self.forms[True].shows_tools
 
     async def chat(self, conversation: Conversation) -> Prompt:
         """Return the rendered conversation, ready for the assistant's answer.
@@ -170,37 +176,40 @@ class PromptBuilder:
         self.check_length(fitted.text, conversation.field)
         tokens, offsets = self._tokenize(fitted, conversation.field)
         ending = _ending(fitted.rendered, self._ends)
+        marked = mark(fitted.messages, fitted.rendered, fitted.render)
+        missing = map(fitted.unescape, islice(left_out(fitted.messages, fitted.rendered, marked), MOST_NAMED))
+        sentences = (*fitted.left_out, *missing)
         if offsets is None:
-            return Prompt(as_token_ids(tokens), ending=ending, left_out=fitted.left_out)
-        spans = locate(fitted.messages, fitted.rendered, fitted.render, self._ends, bool(conversation.tools))
-        return Prompt(as_token_ids(tokens), to_tokens(spans, offsets), ending, fitted.left_out)
+            return Prompt(as_token_ids(tokens), ending=ending, left_out=sentences)
+        spans = locate(fitted.messages, fitted.rendered, marked, self._ends, bool(conversation.tools))
+        return Prompt(as_token_ids(tokens), to_tokens(spans, offsets), ending, sentences)
 
     def _fit(self, conversation: Conversation) -> _Fitted:
         """Return the conversation in the form that the template takes, without volatile lines."""
         if self._refuse_images and conversation.images:
             raise refusal(conversation.images[0], "this server refuses images (--images refuse)")
-        left_out = (*conversation.left_out, *map(IMAGE_LEFT_OUT.format, conversation.images[:MOST_NAMED]))
+        sentences = (*conversation.left_out, *map(IMAGE_LEFT_OUT.format, conversation.images[:MOST_NAMED]))
         if conversation.messages[0]["role"] == "system":
             conversation, lines = remove_volatile_lines(conversation)
-            left_out += lines
+            sentences += lines
         if not self._tokenizer.has_chat_template:
             raise InvalidRequestError("This model has no chat template; use /v1/completions.", field=conversation.field)
         if "documents" in conversation.template_kwargs and "documents" not in str(self._tokenizer.chat_template):
             raise refusal("documents", "this model's template has no place for them")
         form = self.forms[bool(conversation.tools)]
         if form.calls == "written" and any("tool_calls" in message for message in conversation.messages):
-            left_out += (WRITTEN,)
+            sentences += (WRITTEN,)
         if self._allow_special:
             render = partial(_render, self._tokenizer, form, conversation)
             rendered = render(conversation.messages)
-            return _Fitted(conversation.messages, rendered, rendered, render, left_out)
+            return _Fitted(conversation.messages, rendered, render, str, sentences)
         escaped = EscapedConversation(conversation, self._controls)
 
         def read(messages: Sequence[Message]) -> str:
             return escaped.from_json(_render(self._tokenizer, form, escaped.conversation, messages))
 
         rendered = read(escaped.conversation.messages)
-        return _Fitted(escaped.conversation.messages, rendered, escaped.unescape(rendered), read, left_out)
+        return _Fitted(escaped.conversation.messages, rendered, read, escaped.unescape, sentences)
 
     def _tokenize(self, fitted: _Fitted, field: str) -> Encoded:
         if self._allow_special:
@@ -227,12 +236,12 @@ def _render(tokenizer: Any, form: Form, conversation: Conversation, messages: Se
         InvalidRequestError: it refuses them.
     """
     going_on = {"continue_final_message": True} if conversation.ending == "continue" else {}
+    apply = partial(_apply_with_nulls, tokenizer) if form.null else partial(tokenizer.apply_chat_template, tokenize=False)
     try:
-        text = tokenizer.apply_chat_template(
+        text = apply(
             messages_in(form, messages),
             tools=tools_in(form, conversation.tools),
             add_generation_prompt=conversation.ending == "answer",
-            tokenize=False,
             **going_on,
             **conversation.template_kwargs,
         )
@@ -240,6 +249,14 @@ def _render(tokenizer: Any, form: Form, conversation: Conversation, messages: Se
         message = f"The model's chat template refuses this conversation: {error}"
         raise InvalidRequestError(message[:1000], field=conversation.field) from error
     return str(text)
+
+
+def _apply_with_nulls(tokenizer: Any, messages: Sequence[Message], tools: Any, **kwargs: Any) -> str:
+    """Render as `apply_chat_template`, which leaves out members that are null."""
+    template = tokenizer.get_chat_template(tools=tools)
+    given = {**tokenizer.special_tokens_map, "enable_thinking": tokenizer.has_thinking, **kwargs}
+    rendered, _ = render_jinja_template([list(messages)], tools=tools, chat_template=template, **given)
+    return str(rendered[0])
 
 
 def _ending(text: str, ends: re.Pattern[str]) -> str:

@@ -4,6 +4,7 @@ The conversation is rendered a second time with marks around every message's tex
 first rendering back, character for character, the marks tell the exact places, whatever the template did to the text.
 Where it does not (a template that looks into the content), only texts that occur exactly once are taken.
 Nothing is guessed: a message that can't be located becomes part of an "other" span, or of none.
+The marks also tell which texts and calls the template leaves out.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, count, pairwise
-from typing import Literal
+from typing import Any, Literal
 
 from mlx_specprefill import InvalidRequestError, PromptSpan
 
@@ -29,6 +30,7 @@ TURN_ENDS = (
     "<|endoftext|>", "<|eot|>", "<｜end▁of▁sentence｜>", "<|end_of_role|>",
 )  # fmt: skip
 
+EXCERPT = 60  # characters of a text that a warning names
 STEM = re.compile("Qk([0-9]{1,9})zX")  # no text can contain all of them
 
 Render = Callable[[Sequence[Message]], str]
@@ -56,19 +58,61 @@ def turn_ends(eos: Sequence[str], known: Callable[[str], bool]) -> re.Pattern[st
     return re.compile("(?:" + "|".join(map(re.escape, markers)) + r")\n*" if markers else r"(?!)")
 
 
-def locate(
-    messages: Sequence[Message], text: str, render: Render, ends: re.Pattern[str], has_tools: bool
-) -> list[CharSpan]:
-    """Return the spans of `text`, in order and without overlap.
+@dataclass(frozen=True, slots=True)
+class Marked:
+    """A second rendering, with marks.
+
+    Attributes:
+        places: of each mark in the first rendering, by the mark's name; None: the marks changed the rendering.
+        names: of the marks that are in it; None: the template refused it.
+    """
+
+    places: Mapping[str, list[int]] | None
+    names: frozenset[str] | None
+
+
+def mark(messages: Sequence[Message], text: str, render: Render) -> Marked:
+    """Render the messages with marks.
 
     Args:
         text: `render(messages)`.
         render: the chat template with everything but the messages fixed.
     """
-    places = _locate_by_marks(messages, text, render)
-    if places is None:
-        places = _unique(messages, text)
+    stem = _absent(text)
+    try:
+        marked = render([_with_marks(message, f"{stem}{i}") for i, message in enumerate(messages)])
+    except InvalidRequestError:
+        return Marked(None, None)
+    places: dict[str, list[int]] = {}
+    plain, cursor = [], 0
+    at = 0
+    for match in re.finditer(rf"{stem}(\d+[oc]\d*)x", marked):
+        plain.append(marked[cursor : match.start()])
+        at += match.start() - cursor
+        cursor = match.end()
+        places.setdefault(match[1], []).append(at)
+    unchanged = "".join(plain) + marked[cursor:] == text
+    return Marked(places if unchanged else None, frozenset(places))
+
+
+def locate(
+    messages: Sequence[Message], text: str, marked: Marked, ends: re.Pattern[str], has_tools: bool
+) -> list[CharSpan]:
+    """Return the spans of `text`, in order and without overlap. `messages` and `text` are those of `mark`."""
+    places = _unique(messages, text) if marked.places is None else _places(len(messages), marked.places)
     return list(_spans(messages, text, _in_order(places), ends, has_tools))
+
+
+def left_out(messages: Sequence[Message], text: str, marked: Marked) -> Iterator[str]:
+    """Yield a sentence for each text and each call that is not in the rendering."""
+    for i, message in enumerate(messages):
+        core = message["content"].strip()
+        is_shown = core in text if marked.names is None else not marked.names.isdisjoint((f"{i}o", f"{i}c"))
+        if core and not is_shown:
+            yield f"the model's chat template leaves out a message ({message['role']}): {core[:EXCERPT]!r}"
+        for j, call in enumerate(message.get("tool_calls", ())):
+            if marked.names is not None and f"{i}c{j}" not in marked.names and _has_text(call):
+                yield f"the model's chat template leaves out a call of {call['function']['name']}"
 
 
 def to_tokens(spans: Sequence[CharSpan], offsets: Sequence[tuple[int, int]]) -> tuple[PromptSpan, ...]:
@@ -93,24 +137,9 @@ class _Place:
     end: int
 
 
-def _locate_by_marks(messages: Sequence[Message], text: str, render: Render) -> list[_Place] | None:
-    """Return the places by marks, None if the marks changed the rendering."""
-    stem = _absent(text)
-    try:
-        marked = render([_with_marks(message, f"{stem}{i}") for i, message in enumerate(messages)])
-    except InvalidRequestError:
-        return None
-    places: dict[str, list[int]] = {}
-    plain, cursor = [], 0
-    at = 0
-    for match in re.finditer(rf"{stem}(\d+[oc])x", marked):
-        plain.append(marked[cursor : match.start()])
-        at += match.start() - cursor
-        cursor = match.end()
-        places.setdefault(match[1], []).append(at)
-    if "".join(plain) + marked[cursor:] != text:
-        return None
-    return [place for i in range(len(messages)) if (place := _place(i, places))]
+def _places(count: int, marks: Mapping[str, list[int]]) -> list[_Place]:
+    """Return the places of contents whose marks are in the rendering once."""
+    return [place for i in range(count) if (place := _place(i, marks))]
 
 
 def _place(index: int, places: Mapping[str, list[int]]) -> _Place | None:
@@ -127,13 +156,31 @@ def _absent(text: str) -> str:
 
 
 def _with_marks(message: Message, mark: str) -> Message:
-    """Put marks inside the surrounding white space, which templates may strip."""
+    """Put marks inside the white space around the content, which templates may strip, and before an argument."""
     content = message["content"]
     core = content.strip()
-    if not core:
+    if core:
+        lead, trail = content[: content.index(core[0])], content[len(content.rstrip()) :]
+        message = message | {"content": f"{lead}{mark}ox{core}{mark}cx{trail}"}
+    if "tool_calls" not in message:
         return message
-    lead, trail = content[: content.index(core[0])], content[len(content.rstrip()) :]
-    return message | {"content": f"{lead}{mark}ox{core}{mark}cx{trail}"}
+    return message | {"tool_calls": [_marked_call(call, f"{mark}c{j}x") for j, call in enumerate(message["tool_calls"])]}
+
+
+def _marked_call(call: Mapping[str, Any], mark: str) -> dict[str, Any]:
+    """Put a mark before the first argument that is a text."""
+    function = call["function"]
+    name = _first_text(call)
+    arguments = {n: f"{mark}{value}" if n == name else value for n, value in function["arguments"].items()}
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _has_text(call: Mapping[str, Any]) -> bool:
+    return _first_text(call) is not None
+
+
+def _first_text(call: Mapping[str, Any]) -> str | None:
+    return next((name for name, value in call["function"]["arguments"].items() if isinstance(value, str)), None)
 
 
 def _unique(messages: Sequence[Message], text: str) -> list[_Place]:

@@ -11,9 +11,8 @@ TOOLS = "{%- for t in tools or [] %}{{- '<tool>' + (t | tojson) + '</tool>\n' }}
 CALL = "{{- '<call>' + c.function.name + ' ' + (c.function.arguments | tojson) + '</call>' }}"
 CALLS = "{%- for c in m.tool_calls %}" + CALL + "{%- endfor %}"
 FIRST_CALL = "{%- set c = m.tool_calls[0] %}" + CALL
-TEXT_CALLS = (
-    "{%- for c in m.tool_calls %}{{- '<call>' + c.function.name + ' ' + c.function.arguments + '</call>' }}{%- endfor %}"
-)
+TEXT_CALL = "{{- '<call>' + c.function.name + ' ' + c.function.arguments + '</call>' }}"
+TEXT_CALLS = "{%- for c in m.tool_calls %}" + TEXT_CALL + "{%- endfor %}"
 IF_CALLS = "{%- if m.role == 'assistant' and m.tool_calls %}"
 ELSE = "{%- else %}"
 FI = "{%- endif %}"
@@ -31,7 +30,9 @@ SPOKEN = (
     + refuse("(m.role == 'user') != (ns.n % 2 == 0)", "roles must alternate")
     + "{%- set ns.n = ns.n + 1 %}{%- endif %}{%- endfor %}"
 )
-STRICT = "{%- for m in messages %}" + refuse("(m.role == 'user') != (loop.index0 % 2 == 0)", "alternate") + "{%- endfor %}"
+STRICT = (
+    "{%- for m in messages %}" + refuse("(m.role == 'user') != (loop.index0 % 2 == 0)", "alternate") + "{%- endfor %}"
+)
 SHORT_IDS = (
     "{%- for m in messages %}{%- for c in m.tool_calls or [] %}"
     + refuse("c.id is not defined or c.id | length != 9", "IDs should have length 9")
@@ -43,7 +44,8 @@ WITH_ID = "{%- for c in m.tool_calls %}{{- '<call>' + c.id + ' ' + (c.function.a
 RESULT_WITH_ID = "{{- '<|im_start|>tool\nReturn of ' + m.tool_call_id + '\n' + m.content + '<|im_end|>\n' }}"
 # Walks through types letter by letter where it meets a word that it does not know.
 KIND = (
-    "{%- macro kind(s) %}{%- if s.type in ('string', 'number', 'integer', 'array') %}{{ s.type }}{%- elif s.type == 'object' %}"
+    "{%- macro kind(s) %}{%- if s.type in ('string', 'number', 'integer', 'array') %}{{ s.type }}"
+    "{%- elif s.type == 'object' %}"
     "{{- 'dict[' + kind(s.additionalProperties) + ']' }}{%- elif s.type is iterable %}"
     "{%- for t in s.type %}{{ kind({'type': t}) }}{%- endfor %}{%- else %}any{%- endif %}{%- endmacro %}"
 )
@@ -77,12 +79,14 @@ FORMS = {
     "no calls, trained on Python": "{#- <|tool_call_start|> #}" + TOOLS + FOR + TURN + END,
     "no calls, trained on a list": "{#- <|tool_call|> #}" + TOOLS + FOR + TURN + END,
     "no calls, no results": FOR + "{%- if m.role in ('user', 'assistant', 'system') %}" + TURN + FI + END,
-    "no system, all alternate": refuse("messages[0].role == 'system'", "System role not supported") + STRICT + FOR + TURN + END,
+    "no system, all alternate": refuse("messages[0].role == 'system'", "System role not supported") + STRICT + FOR
+    + TURN + END,
     "ids of nine, text or calls": TOOLS + SPOKEN.replace("messages", "messages if m.role != 'system'") + SHORT_IDS + FOR
     + IF_CALLS + CALLS + ELSE + TURN + FI + END,
     "system in the last message": TOOLS + "{%- set ours = messages[1:] if messages[0].role == 'system' else messages %}"
-    + SPOKEN.replace("messages", "ours") + "{%- for m in ours %}{%- if loop.last and m.role == 'user' and ours | length "
-    "< messages | length %}{{- messages[0].content + '\n\n' }}{%- endif %}" + SHOWN + END,
+    + SPOKEN.replace("messages", "ours") + "{%- for m in ours %}"
+    "{%- if loop.last and m.role == 'user' and ours | length < messages | length %}{{- messages[0].content + '\n\n' }}"
+    "{%- endif %}" + SHOWN + END,
     "no empty answer": TOOLS + SPOKEN.replace("messages", "messages if m.role != 'system'") + FOR
     + refuse("m.role == 'assistant' and not m.content and not m.tool_calls", "Assistant message must have a string")
     + SHOWN + END,
@@ -93,7 +97,8 @@ FORMS = {
     "one channel for text and reasoning": HARMONY,
     "calls beside null": TOOLS + FOR + "{%- if m.role == 'assistant' and m.content is none %}" + OPEN + TEXT_CALLS
     + CLOSE + "{%- elif m.content is not none %}" + TURN + FI + END,
-    "arguments as text": TOOLS + FOR + IF_CALLS + OPEN + "{{- m.content }}" + TEXT_CALLS + CLOSE + ELSE + TURN + FI + END,
+    "arguments as text": TOOLS + FOR + IF_CALLS + OPEN + "{{- m.content }}" + TEXT_CALLS + CLOSE + ELSE + TURN + FI
+    + END,
     "ids name the function": TOOLS + FOR + IF_CALLS + OPEN + "{{- m.content }}" + WITH_ID + CLOSE
     + "{%- elif m.role == 'tool' %}" + RESULT_WITH_ID + ELSE + TURN + FI + END,
     "ids by the template": TOOLS + FOR + IF_CALLS + OPEN + "{{- m.content }}{%- for c in m.tool_calls %}"

@@ -562,7 +562,6 @@ def test_the_content_type_does_not_matter(client: TestClient, content_type: str 
         b"[]",
         b'"text"',
         b"null",
-        b'{"messages":[{"role":"user","content":"\\ud800"}]}',
         b'{"messages":[{"role":"user","content":"\xff"}]}',
         b'{"messages":[],"temperature":NaN}',
         b'{"messages":[],"temperature":1e999}',

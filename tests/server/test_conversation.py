@@ -7,6 +7,8 @@ import pytest
 from mlx_specprefill import InvalidRequestError
 from mlx_specprefill_server.prompt.conversation import conversation
 
+USER = {"role": "user", "content": "u"}
+
 
 def normalised(*messages: Any) -> list[dict[str, Any]]:
     return list(conversation(messages).messages)
@@ -74,6 +76,44 @@ def test_tool_results_keep_their_call_and_function_results_are_tool_results() ->
         {"role": "tool", "content": "42", "tool_call_id": "c1"},
         {"role": "tool", "content": "43", "name": "f"},
     ]
+
+
+def _round(*ids: str) -> dict[str, Any]:
+    calls = [{"id": name, "type": "function", "function": {"name": f"f{name}", "arguments": ""}} for name in ids]
+    return {"role": "assistant", "content": None, "tool_calls": calls}
+
+
+def _results(*pairs: tuple[str, str]) -> list[dict[str, Any]]:
+    return [{"role": "tool", "tool_call_id": name, "content": content} for name, content in pairs]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ([_round("a", "b"), *_results(("b", "B"), ("a", "A"))], "ab A B"),
+        ([_round("a", "b", "c"), *_results(("c", "C"))], "abc [no result] [no result] C"),
+        ([_round("a"), USER, *_results(("a", "A"))], "a A u"),
+        ([_round("a"), _round("b"), *_results(("a", "A"), ("b", "B"))], "a A b B"),
+        ([_round("a"), *_results(("a", "1")), _round("a"), *_results(("a", "2"))], "a 1 a 2"),
+        ([_round("a", "a"), *_results(("a", "1"), ("a", "2"))], "aa 1 2"),
+        ([_round("a", "b"), *_results(("x", "X"), ("a", "A"))], "ab A X"),
+        ([_round("a"), *_results(("a", "A"), ("x", "X"))], "a A X"),
+        ([USER, *_results(("x", "X"))], "u X"),
+        ([_round("a"), USER], "a u"),
+        ([_round("a", "b")], "ab"),
+    ],
+)
+def test_results_stand_behind_their_calls(given: list[dict[str, Any]], expected: str) -> None:
+    words = []
+    for message in normalised(*given):
+        names = "".join(call["id"] for call in message.get("tool_calls", ()))
+        words.append(names or message["content"])
+    assert " ".join(words) == expected
+
+
+def test_a_result_names_its_function() -> None:
+    [_, first, second] = normalised(_round("a", "b"), *_results(("b", "B")))
+    assert [(m["name"], m["tool_call_id"]) for m in (first, second)] == [("fa", "a"), ("fb", "b")]
 
 
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])

@@ -8,13 +8,14 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_specprefill_server.prompt.conversation import NO_RESULT, Ending, conversation
+from mlx_specprefill_server.prompt.conversation import Ending, conversation
 from mlx_specprefill_server.prompt.forms import Form
 from mlx_specprefill_server.prompt.prompt import Prompt, PromptBuilder
 from tests.support.examples import examples
@@ -236,9 +237,6 @@ def requests() -> Iterator[list[Turn]]:
 @pytest.mark.parametrize("name", FORMS)
 def test_a_longer_conversation_begins_with_the_shorter_one(name: str) -> None:
     rendered = [text(name, messages, ending="none") for messages in requests()]
-    broken = {
-        number + 1
-        for number, (shorter, longer) in enumerate(zip(rendered, rendered[1:], strict=False))
-        if not longer.startswith(shorter)
-    }
+    pairs = enumerate(pairwise(rendered), 1)
+    broken = {number for number, (shorter, longer) in pairs if not longer.startswith(shorter)}
     assert broken == set(BREAKS.get(name, {}))

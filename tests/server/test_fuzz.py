@@ -76,7 +76,7 @@ NASTY = {
     "no JSON": b"model=x",
     "not UTF-8": b'{"model": "\xff"}',
     "half a pair": rb'{"model": "\ud800"}',
-    "half a pair within": rb'{"messages": [{"role": "user", "content": "a\udc00b"}], "prompt": "\udfff"}',
+    "half a pair within": rb'{"messages": [{"role": "a\udc00b"}], "tokens": ["\udfff"]}',
     "NaN": b'{"temperature": NaN}',
     "huge number": b'{"max_tokens": 1e999}',
     "long number": b'{"max_tokens": %s}' % (b"9" * 5000),

@@ -319,6 +319,7 @@ def test_the_prompt(client: TestClient, engine: FakeEngine) -> None:
         "<|im_start|>system\nYou are terse.<|im_end|>\n"
         "<|im_start|>user\n<system-reminder>\nBe kind.\n</system-reminder>\n\nRead it.<|im_end|>\n"
         "<|im_start|>assistant\nReading.<|im_end|>\n"
+        '<|im_start|>user\n{"name": "read", "arguments": {"path": "a"}}<|im_end|>\n'
         "<|im_start|>tool\nError: gone<|im_end|>\n"
         "<|im_start|>user\nAnd now?<|im_end|>\n"
         "<|im_start|>assistant\n"
@@ -420,7 +421,7 @@ def said(role: str, *blocks: Any) -> dict[str, Any]:
         (said("user", "Hi"), "messages[0].content[0]"),
         (said("user", {"text": "Hi"}), "messages[0].content[0].type"),
         (said("user", {"type": "text"}), "messages[0].content[0].text"),
-        (said("user", IMAGE), "messages[0].content[0].type"),
+        (said("user", {"type": "video"}), "messages[0].content[0].type"),
         (said("user", {"type": "what"}), "messages[0].content[0].type"),
         (said("user", {"type": "document"}), "messages[0].content[0].source"),
         (said("user", {"type": "document", "source": {"type": "url"}}), "messages[0].content[0].source.type"),

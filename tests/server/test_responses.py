@@ -315,6 +315,8 @@ def test_the_prompt(client: TestClient, engine: FakeEngine) -> None:
         "<|im_start|>system\nYou are terse.\n\nBe kind.<|im_end|>\n"
         "<|im_start|>user\nRead it.<|im_end|>\n"
         "<|im_start|>assistant\nReading.<|im_end|>\n"
+        '<|im_start|>user\n{"name": "read", "arguments": {"path": "a"}}\n'
+        '{"name": "read", "arguments": {"path": "b"}}<|im_end|>\n'
         "<|im_start|>tool\nA<|im_end|>\n"
         "<|im_start|>tool\nB\n[image left out: this model reads text only]<|im_end|>\n"
         "<|im_start|>assistant\nNo.<|im_end|>\n"
@@ -426,7 +428,7 @@ def said(*parts: Any, role: str = "user") -> dict[str, Any]:
         ({"input": [{"type": "custom_tool_call", "call_id": "a", "name": "b"}]}, "input[0].input"),
         (said("Hi"), "input[0].content[0]"),
         (said({"type": "input_text"}), "input[0].content[0].text"),
-        (said({"type": "input_image", "image_url": "data:"}), "input[0].content[0].type"),
+        (said({"type": "input_file", "file_id": "f"}), "input[0].content[0].type"),
         (said({"type": "input_file"}), "input[0].content[0].type"),
         (
             {"input": [{"type": "function_call_output", "call_id": "a", "output": [{"type": []}]}]},

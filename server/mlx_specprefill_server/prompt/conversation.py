@@ -295,7 +295,7 @@ def _with_results(messages: Sequence[Message]) -> Iterator[Message]:
 
 
 def _find_call(result: Message, before: Sequence[Message | _Round]) -> bool:
-    """Give the result to the latest call with its id, else to the calls just before it. Return whether there are any."""
+    """Give the result to the latest call with its id, else to the calls just before it. Return False without any."""
     rounds = (entry for entry in reversed(before) if isinstance(entry, _Round))
     if "tool_call_id" in result and any(entry.take(result, True) for entry in rounds):
         return True

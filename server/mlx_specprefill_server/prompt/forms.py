@@ -109,30 +109,33 @@ def _in_rounds(form: Form, messages: Sequence[Message]) -> list[Message]:
     """Return the messages with each round of calls and results in its form."""
     final = max((i for i, m in enumerate(messages) if m["role"] == "assistant" and "tool_calls" not in m), default=-1)
     out: list[Message] = []
-    at = counted = 0
+    at = calls = 0  # calls so far
     while at < len(messages):
-        message, begin = messages[at], at
-        at += 1
+        message = messages[at]
         if "tool_calls" in message:
-            calls = message["tool_calls"]
-            is_answered = at < len(messages) and messages[at].get("tool_call_id") == calls[0]["id"]
-            at += len(calls) * is_answered
-            results = messages[begin + 1 : at]
-            if not (is_answered or form.unanswered or at == len(messages)):
-                results = [no_result(call) for call in calls]
-            names = [call["function"]["name"] for call in calls]
-            ids = [_id(form, call["id"], names[i], i, counted + i) for i, call in enumerate(calls)]
-            counted += len(calls)
-            pieces = _beside(form.beside_earlier if begin < final else form.beside, message)
-            out += pieces[:-1]
-            out += _round(form, pieces[-1], ids, results)
-        elif message["role"] == "tool" and form.orphans:
-            out.append(_result(form, message, _id(form, message.get("tool_call_id", ""), "unknown", 0, counted)))
-        elif message["role"] == "tool":
-            out.append(_user(_written_result(message)))
+            results = _results_of(message, messages[at + 1 : at + 1 + len(message["tool_calls"])])
+            after = at + 1 + len(results)
+            if not (results or form.unanswered or after == len(messages)):
+                results = [no_result(call) for call in message["tool_calls"]]
+            where = form.beside_earlier if at < final else form.beside
+            out += _round(form, _beside(where, message), _ids(form, message, calls), results)
+            calls, at = calls + len(message["tool_calls"]), after
         else:
-            out.append(message)
+            out.append(_orphan(form, message, calls) if message["role"] == "tool" else message)
+            at += 1
     return out
+
+
+def _results_of(message: Message, following: Sequence[Message]) -> list[Message]:
+    """Return the following messages, if they are the results of the message's calls."""
+    ids = [call["id"] for call in message["tool_calls"]]
+    return list(following) if [result.get("tool_call_id") for result in following] == ids else []
+
+
+def _orphan(form: Form, result: Message, calls: int) -> Message:
+    if not form.orphans:
+        return _user(_written_result(result))
+    return _result(form, result, _id(form, result.get("tool_call_id", ""), "unknown", 0, calls))
 
 
 def _beside(where: str, message: Message) -> list[Message]:
@@ -146,24 +149,24 @@ def _beside(where: str, message: Message) -> list[Message]:
     return [{"role": "assistant", "content": message["content"]}, message | {"content": ""}]
 
 
-def _round(form: Form, message: Message, ids: Sequence[str], results: Sequence[Message]) -> Iterator[Message]:
+def _round(form: Form, said: Sequence[Message], ids: Sequence[str], results: Sequence[Message]) -> Iterator[Message]:
+    """Yield what was said, the last of it with calls, and the results."""
+    yield from said[:-1]
+    message = said[-1]
     calls = [call | {"id": name} for call, name in zip(message["tool_calls"], ids, strict=True)]
     answers = [_result(form, result, name) for result, name in zip(results, ids, strict=False)]
     if form.calls == "written":
-        yield from _written(form.notation, message, calls)
-        yield from answers
+        yield from (*_written(form.notation, message, calls), *answers)
         return
     calls = [call | {"function": call["function"] | {"arguments": _arguments(form, call)}} for call in calls]
     if form.null and not message["content"]:
         message = message | {"content": None}
     if form.parallel:
-        yield message | {"tool_calls": calls}
-        yield from answers
+        yield from (message | {"tool_calls": calls}, *answers)
         return
     bare = {"role": "assistant", "content": None if form.null else ""}
     for i, call in enumerate(calls):
-        yield (bare if i else message) | {"tool_calls": [call]}
-        yield from answers[i : i + 1]
+        yield from ((bare if i else message) | {"tool_calls": [call]}, *answers[i : i + 1])
 
 
 def _arguments(form: Form, call: Mapping[str, Any]) -> Any:
@@ -175,6 +178,12 @@ def _result(form: Form, result: Message, name: str) -> Message:
     if form.results == "user":
         return _user(_written_result(result))
     return result | {"tool_call_id": name}
+
+
+def _ids(form: Form, message: Message, before: int) -> list[str]:
+    """Return the ids of a message's calls, with as many calls before them."""
+    calls = message["tool_calls"]
+    return [_id(form, call["id"], call["function"]["name"], i, before + i) for i, call in enumerate(calls)]
 
 
 def _id(form: Form, given: str, name: str, in_message: int, in_conversation: int) -> str:
@@ -213,8 +222,9 @@ def _in_tags(calls: Iterable[Mapping[str, Any]]) -> str:
     return "\n".join(f"<tool_call>\n{_json(call)}\n</tool_call>" for call in calls)
 
 
-# The mark in a vocabulary or a template of models that were trained on a notation which their template does not write.
-# python: docs.liquid.ai, "Tool use" of LFM2. list: ibm.com, "Granite 3.3: function calling". tags: Hermes's, as SmolLM3.
+# Marks in the vocabulary or the template of models that were trained on a notation which their template does not write.
+# python: "Tool use" in Liquid's documentation of LFM2. list: "Function calling" in IBM's of Granite 3.3. tags:
+# NousResearch's Hermes function calling, which SmolLM3 follows.
 NOTATIONS: Mapping[str, Notation] = {"<|tool_call_start|>": "python", "<|tool_call|>": "list", "<tool_call>": "tags"}
 WRITERS: Mapping[Notation, Callable[[list[Any]], str]] = {
     "python": lambda calls: f"<|tool_call_start|>[{', '.join(map(_python, calls))}]<|tool_call_end|>",

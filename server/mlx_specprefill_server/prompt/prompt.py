@@ -236,7 +236,9 @@ def _render(tokenizer: Any, form: Form, conversation: Conversation, messages: Se
         InvalidRequestError: it refuses them.
     """
     going_on = {"continue_final_message": True} if conversation.ending == "continue" else {}
-    apply = partial(_apply_with_nulls, tokenizer) if form.null else partial(tokenizer.apply_chat_template, tokenize=False)
+    apply = (
+        partial(_apply_with_nulls, tokenizer) if form.null else partial(tokenizer.apply_chat_template, tokenize=False)
+    )
     try:
         text = apply(
             messages_in(form, messages),

@@ -164,7 +164,9 @@ def _with_marks(message: Message, mark: str) -> Message:
         message = message | {"content": f"{lead}{mark}ox{core}{mark}cx{trail}"}
     if "tool_calls" not in message:
         return message
-    return message | {"tool_calls": [_marked_call(call, f"{mark}c{j}x") for j, call in enumerate(message["tool_calls"])]}
+    return message | {
+        "tool_calls": [_marked_call(call, f"{mark}c{j}x") for j, call in enumerate(message["tool_calls"])]
+    }
 
 
 def _marked_call(call: Mapping[str, Any], mark: str) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from .form_templates import FORMS
 
 Turn = dict[str, Any]
 
-MARK = re.compile(r"M[0-9]+\b")
+MARK = re.compile(r"M[0-9]+M")
 TOOLS = [
     {"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object"}}},
     {"type": "function", "function": {"name": "read"}},
@@ -86,7 +86,7 @@ class Talk:
 
     def mark(self) -> str:
         self.count += 1
-        return f"M{self.count}"
+        return f"M{self.count}M"
 
     def says(self, mark: str) -> str:
         self.together.append(mark)
@@ -98,7 +98,7 @@ def add_round(talk: Talk, draw: Any) -> None:
     """Add a message with calls and its results, permuted, and some of them missing."""
     content = talk.says(talk.mark()) if draw(st.booleans()) else draw(st.sampled_from(["", None]))
     number = draw(st.integers(1, 3))
-    ids = [f"call_{talk.mark()}" for _ in range(number)]
+    ids = [f"call_{talk.count}_{i}" for i in range(number)]
     asked = [talk.mark() for _ in ids]
     answered = [talk.mark() if draw(st.booleans()) else None for _ in ids]
     thought = {"reasoning_content": "Hm."} if draw(st.booleans()) else {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -225,3 +226,84 @@ def test_calls_that_are_written_are_told(engine: FakeEngine) -> None:
     [warning] = ask(client, CHAT, chat(("c1", "c2", "c3")))["warnings"]
     assert warning == "the model's chat template shows no tool calls: those of the conversation are written as text"
     assert '{"name": "f", "arguments": {"city": "Paris"}}' in prompt(engine)
+
+
+# --- agents -----------------------------------------------------------------------------------------------------------
+
+READ = {"name": "read", "description": "Reads.", "parameters": {"type": "object", "properties": {}}}
+BOTH = [("call_1", "M1M"), ("call_2", "M2M")]
+CALLS_OF_CHAT = [
+    {"id": name, "type": "function", "function": {"name": "read", "arguments": json.dumps({"path": mark})}}
+    for name, mark in BOTH
+]
+# The second request of a session, in the shape in which each agent sends it.
+AGENTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Claude Code": (MESSAGES, {
+        "model": "m",
+        "max_tokens": 9,
+        "system": [{"type": "text", "text": "M0M", "cache_control": {"type": "ephemeral"}}],
+        "tools": [{"name": "read", "description": "Reads.", "input_schema": {"type": "object"}}],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "M3M"}, {"type": "text", "text": "M4M"}]},
+            {"role": "assistant", "content": [
+                {"type": "thinking", "thinking": "Both.", "signature": "s"},
+                {"type": "text", "text": "M5M"},
+                *({"type": "tool_use", "id": name, "name": "read", "input": {"path": mark}} for name, mark in BOTH),
+            ]},
+            {"role": "user", "content": [
+                {"type": "tool_result", "tool_use_id": "call_2", "content": [{"type": "text", "text": "M6M"}]},
+                {"type": "tool_result", "tool_use_id": "call_1", "content": "M7M", "is_error": True},
+                {"type": "text", "text": "<system-reminder>M8M</system-reminder>"},
+            ]},
+        ],
+    }),
+    "Codex": (RESPONSES, {
+        "instructions": "M0M",
+        "tools": [{"type": "function", "strict": False, **READ}, {"type": "web_search"}],
+        "input": [
+            {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "M3M"}]},
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "M4M"}]},
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "M5M"}]},
+            {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Both."}]},
+            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "M6M"}]},
+            *({"type": "function_call", "call_id": name, "name": "read", "arguments": json.dumps({"path": mark})}
+              for name, mark in BOTH),
+            {"type": "function_call_output", "call_id": "call_2", "output": "M7M"},
+            {"type": "function_call_output", "call_id": "call_1", "output": "M8M"},
+        ],
+    }),
+    "opencode": (CHAT, {
+        "tools": [{"type": "function", "function": READ}],
+        "messages": [
+            {"role": "system", "content": "M0M"},
+            {"role": "user", "content": "M3M"},
+            {"role": "assistant", "content": "", "reasoning_content": "Both.", "tool_calls": CALLS_OF_CHAT},
+            {"role": "tool", "tool_call_id": "call_1", "content": "M4M"},
+            {"role": "tool", "tool_call_id": "call_2", "content": "M5M"},
+            {"role": "user", "content": "M6M"},
+        ],
+    }),
+    "Qwen Code": (CHAT, {
+        "tools": [{"type": "function", "function": READ}],
+        "messages": [
+            {"role": "system", "content": "M0M"},
+            {"role": "user", "content": [{"type": "text", "text": "M3M"}]},
+            {"role": "assistant", "content": "M4M"},
+            {"role": "user", "content": [{"type": "text", "text": "M5M"}]},
+            {"role": "assistant", "content": None, "tool_calls": CALLS_OF_CHAT},
+            {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "M6M"}]},
+            {"role": "tool", "tool_call_id": "call_2", "content": [{"type": "text", "text": "M7M"}]},
+        ],
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("agent", AGENTS)
+@pytest.mark.parametrize("name", FORMS)
+def test_the_second_request_of_an_agent_is_whole(engine: FakeEngine, name: str, agent: str) -> None:
+    engine.pair.tokenizer = byte_tokenizer(FORMS[name])
+    path, body = AGENTS[agent]
+    ask(client_of(engine), path, body)
+    marks = re.findall("M[0-9]M", prompt(engine))
+    assert sorted(marks) == sorted(re.findall("M[0-9]M", json.dumps(body)))
+    assert marks.index("M1M") < marks.index("M2M")

@@ -95,6 +95,10 @@ FORMS = {
     + IF_CALLS + OPEN + FIRST_CALL + CLOSE + ELSE + TURN + FI + END,
     "the first call": TOOLS + FOR + IF_CALLS + OPEN + "{{- m.content }}" + FIRST_CALL + CLOSE + ELSE + TURN + FI + END,
     "one channel for text and reasoning": HARMONY,
+    "the last call's name": TOOLS + "{%- set last = namespace(name='') %}" + FOR + IF_CALLS + OPEN + "{{- m.content }}"
+    + CALLS + "{%- set last.name = m.tool_calls[-1].function.name %}" + CLOSE
+    + "{%- elif m.role == 'tool' %}{{- '<|im_start|>' + last.name + '\n' + m.content + '<|im_end|>\n' }}" + ELSE + TURN
+    + FI + END,
     "calls beside null": TOOLS + FOR + "{%- if m.role == 'assistant' and m.content is none %}" + OPEN + TEXT_CALLS
     + CLOSE + "{%- elif m.content is not none %}" + TURN + FI + END,
     "arguments as text": TOOLS + FOR + IF_CALLS + OPEN + "{{- m.content }}" + TEXT_CALLS + CLOSE + ELSE + TURN + FI

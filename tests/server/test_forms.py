@@ -174,6 +174,7 @@ LEARNT = {
     "one channel for text and reasoning": {
         "parallel": False, "beside": "joined", "beside_earlier": "apart", "orphans": False,
     },
+    "the last call's name": {"parallel": False},
     "calls beside null": {"calls": "text", "null": True, "beside": "apart", "beside_earlier": "apart"},
     "arguments as text": {"calls": "text"},
     "ids name the function": {"ids": "naming"},

@@ -19,10 +19,13 @@ from .forms import NOTATIONS, Form, Notation
 Show = Callable[[Form, Sequence[Message], Sequence[Mapping[str, Any]]], str]
 Talk = list[Message]
 
-NAME = "zqname"
+NAME, OTHER = "zqname", "zqothr"
 STRING = {"type": "string", "description": "zq"}
 PARAMETERS = {"type": "object", "properties": {"zqkey": STRING}, "required": ["zqkey"]}
-TOOLS = ({"type": "function", "function": {"name": NAME, "description": "zq", "parameters": PARAMETERS}},)
+TOOLS = tuple(
+    {"type": "function", "function": {"name": name, "description": "zq", "parameters": PARAMETERS}}
+    for name in (NAME, OTHER)
+)
 # What clients send and some templates refuse: no description, no parameters, several types, and any schema.
 ODD_PROPERTIES: Mapping[str, Any] = {
     "zqtypes": {**STRING, "type": ["string", "null"]},
@@ -57,15 +60,15 @@ def _answer(mark: str) -> Message:
 
 def _calls(*marks: str, text: str = "", ids: Sequence[str] = SHORT, thought: str = "") -> Message:
     calls = [
-        {"type": "function", "id": name, "function": {"name": NAME, "arguments": {"zqkey": mark}}}
-        for mark, name in zip(marks, ids, strict=False)
+        {"type": "function", "id": identity, "function": {"name": name, "arguments": {"zqkey": mark}}}
+        for mark, identity, name in zip(marks, ids, (NAME, OTHER), strict=False)
     ]
     reasoning = {"reasoning_content": thought, "reasoning": thought} if thought else {}
     return {"role": "assistant", "content": text, "tool_calls": calls, **reasoning}
 
 
-def _result(mark: str, name: str = SHORT[0]) -> Message:
-    return {"role": "tool", "content": mark, "tool_call_id": name, "name": NAME}
+def _result(mark: str, identity: str = SHORT[0], name: str = NAME) -> Message:
+    return {"role": "tool", "content": mark, "tool_call_id": identity, "name": name}
 
 
 def _marks(talk: Talk) -> Iterator[str]:
@@ -79,7 +82,7 @@ def _marks(talk: Talk) -> Iterator[str]:
 
 FIRST_CALL = [_user("zqu1"), _calls("zqc1"), _result("zqr1")]
 CLOSED = [*FIRST_CALL, _answer("zqa1"), _user("zqu2")]
-TWO_CALLS = [_user("zqu1"), _calls("zqc1", "zqc2"), _result("zqr1"), _result("zqr2", SHORT[1])]
+TWO_CALLS = [_user("zqu1"), _calls("zqc1", "zqc2"), _result("zqr1"), _result("zqr2", SHORT[1], OTHER)]
 LONG_IDS = [_user("zqu1"), _calls("zqc1", ids=LONG), _result("zqr1", LONG[0])]
 TWO_ROUNDS = [*FIRST_CALL, _calls("zqc2", ids=SHORT[1:]), _result("zqr2", SHORT[1])]
 BESIDE = [_user("zqu1"), _calls("zqc1", text="zqa1", thought="zqt1"), _result("zqr1")]
@@ -124,7 +127,7 @@ def ask(show: Show, notation: Notation, has_tools: bool) -> Form:
     form = probe.first(form, [*PLAIN_TURNS, *CALL_TURNS], alternates=(form.alternates, True), empty=(form.empty, False))
     form = probe.first(form, OPENINGS, opens=(False, True))
     form = probe.first(form, [[_answer("zqa1")]], asks=(False, True))
-    form = replace(form, parallel=probe.shows(form, TWO_CALLS))
+    form = replace(form, parallel=_shows_two_calls(probe, form))
     form = _ask_text_beside(probe, form)
     takes_none = form.calls == "written" or probe.shows(replace(form, alternates=False), UNANSWERED)
     form = replace(form, unanswered=takes_none)
@@ -171,20 +174,29 @@ class _Probe:
 
 def _ask_calls(probe: _Probe, form: Form) -> Form:
     """Find how calls and results are shown: as they are, with other arguments or contents, or as text."""
-    turns = (form.alternates, True)
-    native = product(("tool", "user"), turns, ("mapping", "text"), (False, True), ("own", "naming"))
-    for results, alternates, calls, null, ids in native:
-        tried = replace(form, calls=calls, null=null, ids=ids, results=results, alternates=alternates)
-        if probe.shows(tried, FIRST_CALL) and probe.shows(tried, CLOSED) and _shows_name(probe, tried):
-            return tried
+    alternates = (form.alternates, True)
+    native = [replace(form, calls=calls, null=null) for calls in ("mapping", "text") for null in (False, True)]
+    showing = [tried for tried in native if "zqc1" in probe.text(tried, FIRST_CALL[:2])]
+    ways: Iterable[Any] = product(("tool", "user"), alternates, ("own", "naming"), showing)
+    for results, turns, ids, tried in ways:
+        whole = replace(tried, ids=ids, results=results, alternates=turns)
+        if probe.shows(whole, FIRST_CALL) and probe.shows(whole, CLOSED) and _shows_name(probe, whole):
+            return whole
     written = replace(form, calls="written")
-    return probe.first(written, [FIRST_CALL, CLOSED], results=("tool", "user"), alternates=turns)
+    return probe.first(written, [FIRST_CALL, CLOSED], results=("tool", "user"), alternates=alternates)
 
 
 def _shows_name(probe: _Probe, form: Form) -> bool:
     """Return whether a call shows its function's name, and its arguments not as Python writes them."""
     text, before = probe.text(form, FIRST_CALL), probe.text(form, FIRST_CALL[:1])
     return text.count(NAME) > before.count(NAME) and text.count(PYTHON_DICT) == before.count(PYTHON_DICT)
+
+
+def _shows_two_calls(probe: _Probe, form: Form) -> bool:
+    """Return whether two calls are shown, and no result under the name of the other's function."""
+    text, before = probe.text(form, TWO_CALLS), probe.text(form, TWO_CALLS[:1])
+    first, second = (text.count(name) - before.count(name) for name in (NAME, OTHER))
+    return first == second and probe.shows(form, TWO_CALLS)
 
 
 def _ask_ids(probe: _Probe, form: Form) -> Form:

@@ -257,8 +257,8 @@ def _apply_with_nulls(tokenizer: Any, messages: Sequence[Message], tools: Any, *
     """Render as `apply_chat_template`, which leaves out members that are null."""
     template = tokenizer.get_chat_template(tools=tools)
     given = {**tokenizer.special_tokens_map, "enable_thinking": tokenizer.has_thinking, **kwargs}
-    rendered, _ = render_jinja_template([list(messages)], tools=tools, chat_template=template, **given)
-    return str(rendered[0])
+    out: Any = render_jinja_template([list(messages)], tools=tools, chat_template=template, **given)
+    return str(out[0][0])  # the first conversation's text
 
 
 def _ending(text: str, ends: re.Pattern[str]) -> str:

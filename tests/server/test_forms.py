@@ -151,6 +151,26 @@ def test_every_mark_is_shown_once_and_in_order(name: str, talk: Talk, has_tools:
     assert len(prompt.left_out) == min(talk.images, 8) + is_written
 
 
+def marks_of(content: Any) -> list[str]:
+    return MARK.findall(json.dumps(content))
+
+
+@pytest.mark.parametrize("name", FORMS)
+@settings(max_examples=examples(8), deadline=None)
+@given(talk=talks())
+def test_every_text_lies_in_a_span_of_its_role(name: str, talk: Talk) -> None:
+    """Sparse prefill knows by the spans what it may drop."""
+    prompt = build(name, talk.messages)
+    kinds = {}
+    for span in prompt.spans:
+        content = byte_tokenizer().decode(list(prompt.tokens[span.content_start : span.content_end]))
+        kinds |= dict.fromkeys(MARK.findall(content), span.kind)
+    for message in talk.messages:
+        if message["role"] in ("user", "tool") or (message["role"] == "assistant" and "tool_calls" not in message):
+            found = {kinds.get(mark) for mark in marks_of(message["content"])} - {message["role"]}
+            assert not found
+
+
 # --- what is asked, and what is learnt --------------------------------------------------------------------------------
 
 LEARNT = {

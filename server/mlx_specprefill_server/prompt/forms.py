@@ -301,7 +301,7 @@ def _neighbours(messages: Sequence[Message]) -> Iterator[list[Message]]:
 def _filled(tool: Mapping[str, Any]) -> dict[str, Any]:
     function = tool["function"]
     parameters = _whole_schema({**(function.get("parameters") or {}), "type": "object"})
-    whole = {**parameters, "properties": parameters.get("properties") or {}}
+    whole = {"required": [], **parameters, "properties": parameters.get("properties") or {}}
     return {**tool, "function": {**function, "description": function.get("description") or "", "parameters": whole}}
 
 

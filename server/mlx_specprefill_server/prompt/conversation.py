@@ -269,49 +269,46 @@ class _Round:
     results: list[Message | None]
     strays: list[Message] = field(default_factory=list)  # results with no call's id
 
-    def take(self, result: Message, by_id: bool) -> bool:
-        """Take the result of the first call that has none. With `by_id`, of those with the result's id."""
-        given = result.get("tool_call_id")
-        for i, call in enumerate(self.message["tool_calls"]):
-            if self.results[i] is None and (not by_id or call["id"] == given):
-                self.results[i] = result | {"tool_call_id": call["id"], "name": call["function"]["name"]}
-                return True
-        return False
+    def take(self, place: int, result: Message) -> None:
+        call = self.message["tool_calls"][place]
+        self.results[place] = result | {"tool_call_id": call["id"], "name": call["function"]["name"]}
 
 
 def _with_results(messages: Sequence[Message]) -> Iterator[Message]:
     """Put each result behind its call, in the order of the calls. One that answers no call stays where it is.
 
+    The latest call with the result's id is its call, else the next one without a result of those just before it.
     Beside other results a missing one is `NO_RESULT`: they keep their places.
     """
     out: list[Message | _Round] = []
+    waiting: dict[str, list[tuple[_Round, int]]] = {}  # calls without a result, by id, the next one last
     for message in messages:
         if "tool_calls" in message:
-            out.append(_Round(_with_ids(message, len(out)), [None] * len(message["tool_calls"])))
-        elif message["role"] != "tool" or not _find_call(message, out):
+            entry = _Round(_with_ids(message, len(out)), [None] * len(message["tool_calls"]))
+            out.append(entry)
+            for place, call in reversed(list(enumerate(entry.message["tool_calls"]))):
+                waiting.setdefault(call["id"], []).append((entry, place))
+        elif message["role"] == "tool" and waiting.get(message.get("tool_call_id", "")):
+            entry, place = waiting[message["tool_call_id"]].pop()
+            entry.take(place, message)
+        elif message["role"] == "tool" and out and isinstance(last := out[-1], _Round):
+            last.strays.append(message)
+        else:
             out.append(message)
-    for entry in out:
-        yield from _in_order(entry) if isinstance(entry, _Round) else (entry,)
-
-
-def _find_call(result: Message, before: Sequence[Message | _Round]) -> bool:
-    """Give the result to the latest call with its id, else to the calls just before it. Return False without any."""
-    rounds = (entry for entry in reversed(before) if isinstance(entry, _Round))
-    if "tool_call_id" in result and any(entry.take(result, True) for entry in rounds):
-        return True
-    last = before[-1] if before else None
-    if isinstance(last, _Round):
-        last.strays.append(result)
-    return isinstance(last, _Round)
+    for known in out:
+        yield from _in_order(known) if isinstance(known, _Round) else (known,)
 
 
 def _in_order(entry: _Round) -> Iterator[Message]:
     yield entry.message
-    unknown = [stray for stray in entry.strays if not entry.take(stray, False)]
+    strays = iter(entry.strays)
+    free = (place for place, result in enumerate(entry.results) if result is None)
+    for place, stray in zip(free, strays, strict=False):
+        entry.take(place, stray)
     if any(entry.results):
         calls = entry.message["tool_calls"]
         yield from (result or no_result(call) for call, result in zip(calls, entry.results, strict=True))
-    yield from unknown
+    yield from strays
 
 
 def no_result(call: Mapping[str, Any]) -> Message:

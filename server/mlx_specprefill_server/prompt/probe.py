@@ -179,7 +179,7 @@ def _ask_calls(probe: _Probe, form: Form) -> Form:
     showing = [tried for tried in native if "zqc1" in probe.text(tried, FIRST_CALL[:2])]
     ways: Iterable[Any] = product(("tool", "user"), alternates, ("own", "naming"), showing)
     for results, turns, ids, tried in ways:
-        whole = replace(tried, ids=ids, results=results, alternates=turns)
+        whole: Form = replace(tried, ids=ids, results=results, alternates=turns)
         if probe.shows(whole, FIRST_CALL) and probe.shows(whole, CLOSED) and _shows_name(probe, whole):
             return whole
     written = replace(form, calls="written")

@@ -15,7 +15,7 @@ import orjson
 
 from ..big_json import loads
 from ..errors import refusal, require
-from ..nesting import loads
+from ..nesting import is_too_deep
 
 Message = dict[str, Any]  # in the form of templates: role, content (str), and the role's other fields
 Ending = Literal["answer", "continue", "none"]
@@ -227,9 +227,10 @@ def _arguments(arguments: Any) -> dict[str, Any]:
     """
     if isinstance(arguments, str) and arguments.strip():
         try:
-            arguments = loads(arguments)
+            read = loads(arguments)
         except orjson.JSONDecodeError:
             return {"arguments": arguments}
+        arguments = arguments if is_too_deep(read) else read
     if isinstance(arguments, dict):
         return arguments
     return {"arguments": arguments} if arguments else {}

@@ -13,6 +13,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 log = logging.getLogger(__name__)
 TURN_END = "_turn_end"  # in the configuration of a loaded model
 _CONTROL_NAME = re.compile(r"<\|[^|\s]+\|>|<(?:end_of_turn|eos)>|</s>")
+_CHANNEL = "<|channel|>"  # of answers that are several messages, each with its own end
 _QUESTION = {"role": "user", "content": "Qk0zX"}
 _ANSWER = {"role": "assistant", "content": "Qk1zX"}
 _NEXT = {"role": "user", "content": "Qk2zX"}
@@ -26,10 +27,10 @@ def end_with_turns(tokenizer: TokenizerWrapper, config: dict[str, Any]) -> None:
     Without it, an answer goes on with the user's next turn. If the template writes an end token there, that one ends
     answers already. A model that was never taught such a token spells it, so the text is added to `config` as well.
     """
-    if not tokenizer.has_chat_template:
+    added = tokenizer.get_added_vocab()
+    if not tokenizer.has_chat_template or _CHANNEL in added:
         return
     ends = tokenizer.convert_ids_to_tokens(sorted(tokenizer.eos_token_ids))
-    added = tokenizer.get_added_vocab()
     names = [name for name in sorted(added, key=len, reverse=True) if not name.isalnum()]
     for behind in _behind_answers(tokenizer):
         if any(name in behind for name in ends if name):

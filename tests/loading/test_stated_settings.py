@@ -27,6 +27,7 @@ RETURNS = (
     "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}"
     "{{ '<|return|>' if loop.last else '<|end|>' }}{% endfor %}"
 )
+CHANNELS = "{% for m in messages %}<|start|>{{ m.role }}<|channel|>final<|message|>{{ m.content }}<|end|>{% endfor %}"
 
 
 def change(folder: Path, **changes: Any) -> Path:
@@ -137,6 +138,7 @@ def tokenizer(template: str, eos: str, added: tuple[str, ...] = (), **more: Any)
         (BRACKETS, "</s>", ("[INST]", "[/INST]"), None),
         (BRACKETS, "<|endoftext|>", ("[INST]", "[/INST]", "</s>"), "</s>"),
         (RETURNS, "<|return|>", ("<|end|>", "<|start|>", "<|message|>"), None),
+        (CHANNELS, "<|return|>", ("<|end|>", "<|start|>", "<|message|>", "<|channel|>"), None),
         ("{{ raise_exception('no') }}", "</s>", ("<|im_end|>",), None),
         ("{% for m in messages %}{{ m.content }}\n{% endfor %}", "</s>", ("<|im_end|>",), None),
         ("", "</s>", ("<|im_end|>",), None),

@@ -1,4 +1,4 @@
-"""What agents send back with every request, in all dialects: a refusal or a changed word would be the session's end."""
+"""Histories that agents send with every request, in all dialects: a refusal would be the session's end."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ PLAIN = {"role", "content", "name"}  # members of messages that can be joined
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What a template takes.
+    """The choices that suit one template.
 
     Attributes:
         shows_tools: tools are shown.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from mlx_specprefill import PrefillReport, Timings
 from mlx_specprefill_server.deltas import (
@@ -35,7 +35,7 @@ class Given:
     prompts = (range(ACCOUNT.prompt_tokens),)
     copies = 1
     warnings = ()
-    verdicts: ClassVar[dict[str, Any]] = {}
+    previous = None
 
     def __init__(self, deltas: Sequence[AnswerDelta]) -> None:
         self._deltas = deltas

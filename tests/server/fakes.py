@@ -320,8 +320,9 @@ def _alternatives(token: int, count: int) -> tuple[Logprob, ...]:
 
 
 def comparable(request: GenerationRequest) -> dict[str, Any]:
-    """Its fields, to be compared with another one's: arrays have no truth value."""
-    return {field.name: getattr(request, field.name) for field in fields(request)} | {"prompt": request.prompt.tolist()}
+    """Its fields but for its time, to be compared with another one's: arrays have no truth value."""
+    same = {field.name: getattr(request, field.name) for field in fields(request) if field.name != "made"}
+    return same | {"prompt": request.prompt.tolist()}
 
 
 def _scored(prompt: TokenIds, count: int) -> PromptLogprobs:

@@ -21,6 +21,7 @@ from .config import SpeculationConfig as SpeculationConfig
 from .config import SpeculationName as SpeculationName
 from .config import WiredLimit as WiredLimit
 from .config import keep_pct as keep_pct
+from .constraints import grammar_error as grammar_error
 from .distributed.ranks import Ranks as Ranks
 from .distributed.ranks import join_ranks as join_ranks
 from .engine.engine import Engine as Engine

@@ -33,6 +33,7 @@ _STACK = 64 << 20  # bytes; only what is used takes memory
 _STACK_SIZE_LOCK = threading.Lock()  # the size is a setting of the whole process
 _COMPILED = 64  # grammars kept
 _PROBED = 4  # tokens of a possible answer that are tried
+_CHECKED = 4096  # grammars of which it is known whether they can be followed
 # A step stays within some 100 ms for any grammar; llguidance's own limits allow seconds.
 _LIMITS = LLParserLimits(max_items_in_row=1000, step_max_items=20_000, step_lexer_fuel=100_000)
 # Otherwise llguidance splits forced text as the tokenizer does, special tokens included, which its parser refuses. And
@@ -222,21 +223,7 @@ class Grammars:
             raise InvalidRequestError(f"{constraint.field}: {error}", constraint.field) from error
 
     def _compile(self, grammar: str) -> LLMatcher:
-        if len(grammar) > _LARGEST:
-            raise ValueError(f"the grammar has {len(grammar)} characters, more than {_LARGEST}")
-        if (depth := depth_of(grammar)) > _DEEPEST:
-            raise ValueError(f"the grammar's rules and references are {depth} levels deep, more than {_DEEPEST}")
-        text = grammar if grammar.lstrip().startswith("{") else grammar + _NO_FORCING
-        matcher = _on_large_stack(partial(LLMatcher, self._tokenizer, text, log_level=0, limits=_LIMITS))
-        probe = matcher.deep_copy()
-        for _ in range(_PROBED):  # a grammar that is too complex mostly fails at the first tokens
-            bits = np.frombuffer(probe.compute_bitmask(), np.uint8)
-            if probe.is_error():
-                raise ValueError(_message(probe))
-            if not bits.any() or probe.is_stopped():
-                break
-            probe.consume_token(int(np.unpackbits(bits, bitorder="little").argmax()))
-        return matcher
+        return _compile(grammar, self._tokenizer)
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
@@ -244,6 +231,44 @@ class Grammars:
             return from_tokenizer(self._wrapped, eos_token=sorted(self._eos) or None)
         except ValueError as error:
             raise ValueError(f"this model's tokenizer can't be guided by a grammar ({error})") from error
+
+
+@lru_cache(_CHECKED)
+def grammar_error(grammar: str) -> str:
+    """Return why no answer can follow a grammar, whatever the tokenizer; "" if one can. It may take milliseconds."""
+    try:
+        _compile(grammar, _byte_tokenizer())
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@lru_cache(1)
+def _byte_tokenizer() -> LLTokenizer:
+    return LLTokenizer("byte")
+
+
+def _compile(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
+    """Return the state before the first token.
+
+    Raises:
+        ValueError: what is wrong with the grammar.
+    """
+    if len(grammar) > _LARGEST:
+        raise ValueError(f"the grammar has {len(grammar)} characters, more than {_LARGEST}")
+    if (depth := depth_of(grammar)) > _DEEPEST:
+        raise ValueError(f"the grammar's rules and references are {depth} levels deep, more than {_DEEPEST}")
+    text = grammar if grammar.lstrip().startswith("{") else grammar + _NO_FORCING
+    matcher = _on_large_stack(partial(LLMatcher, tokenizer, text, log_level=0, limits=_LIMITS))
+    probe = matcher.deep_copy()
+    for _ in range(_PROBED):  # a grammar that is too complex mostly fails at the first tokens
+        bits = np.frombuffer(probe.compute_bitmask(), np.uint8)
+        if probe.is_error():
+            raise ValueError(_message(probe))
+        if not bits.any() or probe.is_stopped():
+            break
+        probe.consume_token(int(np.unpackbits(bits, bitorder="little").argmax()))
+    return matcher
 
 
 def _on_large_stack(compile_grammar: Callable[[], LLMatcher]) -> LLMatcher:

@@ -164,19 +164,18 @@ class Service:
         draft = self.engine.pair.draft_id
         return None if draft is None else short_name(draft)
 
-    async def compiled(self, build: Callable[[], Constraint]) -> Constraint:
-        """Return a grammar that `submit` need not compile. It is built beside the event loop, too.
+    async def constrain(self, make: Callable[[], Constraint]) -> Constraint:
+        """Make a grammar and compile it before `submit` needs it, on the worker that has the tokenizer to itself.
 
         Raises:
-            InvalidRequestError: what is wrong with the grammar.
+            InvalidRequestError: what is wrong with the grammar, or with what it is made of.
         """
+        return await self.prompts.workers.run(partial(self._constrain, make))
 
-        def make() -> Constraint:
-            constraint = build()
-            self.engine.compile(constraint)
-            return constraint
-
-        return await self.prompts.workers.run(make)
+    def _constrain(self, make: Callable[[], Constraint]) -> Constraint:
+        constraint = make()
+        self.engine.compile(constraint)
+        return constraint
 
     def submit(
         self,
@@ -373,7 +372,7 @@ async def start_answers(service: Service, body: ChatFields, identity: Identity) 
         warnings.append("the model's chat template has no place for tools: the model is not told of them")
     constraint: Constraint | None = None
     if output is not None or forced:
-        build = partial(
+        make = partial(
             constraint_of,
             output,
             conversation.tools,
@@ -384,7 +383,7 @@ async def start_answers(service: Service, body: ChatFields, identity: Identity) 
             service.vocabulary.special,
             warnings,
         )
-        constraint = await service.compiled(build)
+        constraint = await service.constrain(make)
     budget = body.thinking_budget()
     spec = make_spec(
         service,

@@ -52,6 +52,7 @@ def test_parts_join_with_line_breaks() -> None:
         (None, {}),
         ('{"x": 1', {"arguments": '{"x": 1'}),
         ("[1]", {"arguments": [1]}),
+        ('{"x": 18446744073709551617}', {"x": 2**64 + 1}),
     ],
 )
 def test_tool_arguments_become_a_mapping(arguments: Any, expected: dict[str, Any]) -> None:

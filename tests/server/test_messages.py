@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from mlx_specprefill_server.anthropic import messages as endpoint
 from mlx_specprefill_server.anthropic.messages import MessageAnswer
 from mlx_specprefill_server.anthropic.protocol import MessagesRequest
 from mlx_specprefill_server.deltas import AnswerDelta, CallBroken, Idle
+from mlx_specprefill_server.errors import JsonResponse
 from mlx_specprefill_server.serving import Service
 from mlx_specprefill_server.settings import Settings
 
@@ -53,7 +55,9 @@ def answer_of(engine: FakeEngine, pieces: list[AnswerDelta], **settings: Any) ->
 
 
 def whole(engine: FakeEngine, pieces: list[AnswerDelta]) -> dict[str, Any]:
-    return asyncio.run(answer_of(engine, pieces).collect())
+    """Return the message as clients read it."""
+    sent: dict[str, Any] = json.loads(JsonResponse(asyncio.run(answer_of(engine, pieces).collect())).body)
+    return sent
 
 
 def accumulated(payloads: list[dict[str, Any]]) -> Message:
@@ -175,6 +179,15 @@ def test_stop_reasons(engine: FakeEngine, end: Any, stop_reason: str, stop_seque
     assert (body["stop_reason"], body["stop_sequence"]) == (stop_reason, stop_sequence)
     delta = streamed(answer_of(engine, [*TEXT, end]).stream())[-2]["delta"]
     assert delta == {"stop_reason": stop_reason, "stop_sequence": stop_sequence}
+
+
+@pytest.mark.parametrize(
+    "number", ["18446744073709551616", "-9223372036854775809", "1e309", "0.10", "[" * 300 + "]" * 300]
+)
+def test_numbers_in_a_call_keep_their_digits(engine: FakeEngine, number: str) -> None:
+    pieces = [*call(0, "read", f'{{"n": {number}}}'), done("tool_calls")]
+    sent = JsonResponse(asyncio.run(answer_of(engine, pieces).collect())).body
+    assert f'"input":{{"n": {number}}}'.encode() in sent
 
 
 def test_nothing_said_is_a_message_without_blocks(engine: FakeEngine) -> None:

@@ -134,6 +134,14 @@ def test_forced_calls_are_complete_when_one_comes_again(words: list[str], cities
     assert (end.finish_reason, text_of(deltas)) == ("tool_calls", "")
 
 
+@pytest.mark.parametrize("days", ["18446744073709551616", "18446744073709551617", "1e309", "[" * 300 + "]" * 300])
+def test_calls_with_numbers_beyond_64_bits_are_told_apart(days: str) -> None:
+    calls = [CALL.replace('"Paris"', number) + "\n" for number in ("18446744073709551615", days)]
+    deltas, end = answer(calls, forced=True)
+    assert [delta.arguments for delta in deltas if isinstance(delta, CallEnd)][1:] == [f'{{"city": {days}}}']
+    assert end.finish_reason == "tool_calls"
+
+
 @pytest.mark.parametrize("half", [ROME[:20], ROME[:60], ROME[:-3], "\n<tool"])
 def test_no_half_call_is_left_in_the_text_of_a_forced_answer(half: str) -> None:
     for before in ([], [CALL + "\n"]):

@@ -18,7 +18,6 @@ from ..dependencies import ModelDep, body_of
 from ..errors import JsonResponse, anthropic_body
 from ..generation.generation import Generation
 from ..middleware import IdentityDep
-from ..nesting import loads
 from ..report import ProgressReporter, Report, named_event
 from ..serving import Service, count_tokens, serve
 from .protocol import CountRequest, MessagesRequest, refuse
@@ -75,7 +74,7 @@ class BlockWriter:
             case CallDelta():
                 yield self._delta(delta.text)
             case CallEnd():
-                yield from self.close()
+                yield from self.close(delta.arguments)
             case CallBroken():
                 yield from self.close()
                 self.blocks.pop()
@@ -87,8 +86,12 @@ class BlockWriter:
             yield self._start(START["thinking" if thinks else "text"])
         yield self._delta("")
 
-    def close(self) -> Iterator[Event]:
-        """Return the event that ends the open block, if there is one."""
+    def close(self, arguments: str = "{}") -> Iterator[Event]:
+        """Return the event that ends the open block, if there is one.
+
+        Args:
+            arguments: of a complete call, as JSON; those of a call that was cut off can't be passed on.
+        """
         if self._open is None:
             return
         block, text = self._open, "".join(self._text)
@@ -96,7 +99,7 @@ class BlockWriter:
             block["signature"] = SIGNATURE
             yield self._delta_event({"type": "signature_delta", "signature": SIGNATURE})
         if block["type"] == "tool_use":
-            block["input"] = _arguments(text)
+            block["input"] = orjson.Fragment(arguments)  # numbers keep their digits
         else:
             block[block["type"]] = text
         yield {"type": "content_block_stop", "index": self._index}
@@ -122,15 +125,6 @@ class BlockWriter:
 
     def _delta_event(self, delta: dict[str, Any]) -> Event:
         return {"type": "content_block_delta", "index": self._index, "delta": delta}
-
-
-def _arguments(text: str) -> dict[str, Any]:
-    """Return whole arguments as an object. Arguments of a call that was cut off are no JSON and can't be passed on."""
-    try:
-        arguments = loads(text)
-    except orjson.JSONDecodeError:
-        return {}
-    return arguments if isinstance(arguments, dict) else {}
 
 
 router = APIRouter()

@@ -1,203 +1,25 @@
-"""Grammars in llguidance's Lark dialect, and the parts of a JSON schema that they can enforce."""
+"""Grammars in llguidance's Lark dialect."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
-from urllib.parse import unquote
 
 from mlx_specprefill import InvalidRequestError
 
 from ..big_json import dumps
 from ..errors import refusal
-from ..parsers.base import resolve
-
-Schema = dict[str, Any]
-
-# Keywords of JSON Schema. Other words say nothing about values.
-_NOT_ENFORCED = frozenset(
-    "not if then else uniqueItems contains minContains maxContains propertyNames dependentRequired dependentSchemas "
-    "dependencies unevaluatedItems unevaluatedProperties $dynamicRef $recursiveRef".split()
-)
-_CONDITIONS = frozenset({"if", "not", "dependentSchemas", "dependencies"})
-# They only name places, or tell people something.
-_SILENT = frozenset({"$dynamicAnchor", "$recursiveAnchor", "title", "description", "default", "examples", "$comment"})
-_HARMLESS: Mapping[str, tuple[Any, ...]] = {"uniqueItems": (False,), "unevaluatedItems": (True,),
-                                            "unevaluatedProperties": (True,), "propertyNames": ({}, True)}  # fmt: skip
-_FORMATS = frozenset("date date-time time duration email hostname ipv4 ipv6 uuid uri unknown".split())
-_NAMED = ("properties", "patternProperties", "$defs", "definitions")  # schemas by name
-_LISTED = ("anyOf", "oneOf", "allOf", "prefixItems")
-_SINGLE = ("items", "additionalItems", "additionalProperties")
-_DEFINITIONS = ("$defs", "definitions")
-_BEYOND_REGEX = re.compile(r"\(\?<?[=!]|\\[1-9]|\\k<")  # look-around and back-references
-_MOST_COMPARED = 32  # branches of a oneOf of which each two are compared
-_PATTERN_RULE = "look-around and back-references are not supported"
-
-
-class EnforceableSchema:
-    """The part of a schema that can be enforced.
-
-    Attributes:
-        schema: the schema without the other parts. A oneOf of exclusive branches becomes an anyOf, which is the same.
-        left_out: a sentence for each part that was left out.
-    """
-
-    def __init__(self, schema: Mapping[str, Any]) -> None:
-        self._root = schema
-        self.left_out: list[str] = []
-        self.schema: Schema = self._of(dict(schema), ())
-
-    def _of(self, schema: Any, path: tuple[str, ...]) -> Any:
-        if not isinstance(schema, dict):
-            return schema
-        out = {word: value for word, value in schema.items() if self._is_enforced(word, value, path)}
-        if not _CONDITIONS.isdisjoint(schema):
-            out.setdefault("additionalProperties", True)  # members that only a condition describes
-        for word in _NAMED:
-            if isinstance(named := out.get(word), dict):
-                out[word] = {name: self._of(inner, (*path, word, name)) for name, inner in named.items()}
-        for word in _LISTED:
-            if isinstance(listed := out.get(word), list):
-                out[word] = [self._of(inner, (*path, word, str(i))) for i, inner in enumerate(listed)]
-        for word in _SINGLE:
-            if isinstance(inner := out.get(word), dict):
-                out[word] = self._of(inner, (*path, word))
-        return self._one_of(out, path)
-
-    def _is_enforced(self, word: str, value: Any, path: tuple[str, ...]) -> bool:
-        if word in _SILENT:
-            return False
-        if word in _NOT_ENFORCED:
-            if not any(value == harmless and type(value) is type(harmless) for harmless in _HARMLESS.get(word, ())):
-                self._leave_out(word, path, "is not supported")
-            return False
-        if word == "format" and isinstance(value, str) and value not in _FORMATS:
-            self._leave_out(word, path, f"is not supported for {value[:60]!r}")
-            return False
-        if word == "pattern" and isinstance(value, str) and _BEYOND_REGEX.search(value):
-            self._leave_out(word, path, f"is not supported: {_PATTERN_RULE}")
-            return False
-        if word == "patternProperties" and isinstance(value, dict) and any(map(_BEYOND_REGEX.search, value)):
-            self._leave_out(word, path, f"is not supported: {_PATTERN_RULE}")
-            return False
-        if word == "$ref" and isinstance(value, str) and not value.startswith("#"):
-            self._leave_out(word, path, f"is not supported to another document ({value[:60]!r})")
-            return False
-        return True
-
-    def _one_of(self, schema: Schema, path: tuple[str, ...]) -> Schema:
-        branches = schema.get("oneOf")
-        if not isinstance(branches, list) or not branches or "anyOf" in schema:
-            return schema
-        if not self._exclusive(branches):
-            self._leave_out("oneOf", path, "is taken as anyOf: its branches differ neither in type nor in a constant")
-        return {"anyOf" if word == "oneOf" else word: value for word, value in schema.items()}
-
-    def _leave_out(self, word: str, path: tuple[str, ...], why: str) -> None:
-        self.left_out.append(f"`{word}` at {'.'.join(path) or 'the top'} {why}")
-
-    def _exclusive(self, branches: Sequence[Any]) -> bool:
-        """Return whether no value can match two of the branches, in time that grows with their size."""
-        groups: dict[frozenset[str], list[_Branch]] = {}
-        for branch in branches:
-            meant = _Branch(mapping_of(resolve(branch, self._root)))
-            groups.setdefault(meant.types, []).append(meant)
-        kinds = list(groups)  # few: there are seven types
-        return all(map(_all_differ, groups.values())) and all(
-            (one and other and not one & other) or _all_differ([*groups[one], *groups[other]])
-            for i, one in enumerate(kinds)
-            for other in kinds[:i]
-        )
-
-
-class _Branch:
-    """What tells a branch of a oneOf from the others.
-
-    Attributes:
-        types: the allowed JSON types; empty means any.
-        values: the only values, by "", and those of required members by their names.
-    """
-
-    def __init__(self, schema: Schema) -> None:
-        self.types = frozenset(types_of(schema))
-        listed = {"": _values(schema)}
-        if self.types == {"object"}:
-            members = mapping_of(schema.get("properties"))
-            names = [name for name in items_of(schema.get("required")) if isinstance(name, str)]
-            listed |= {f".{name}": _values(members.get(name)) for name in names}
-        self.values = {name: set(map(_key, values)) for name, values in listed.items() if values is not None}
-
-
-def _all_differ(branches: Sequence[_Branch]) -> bool:
-    """Return whether no value matches two branches. Each two of a few may differ in another member."""
-    if len(branches) > _MOST_COMPARED:
-        return _differ(branches)
-    return all(_differ((one, other)) for i, one in enumerate(branches) for other in branches[:i])
-
-
-def _differ(branches: Sequence[_Branch]) -> bool:
-    """Return whether all branches list their values, or those of one required member, and no value twice."""
-    names = [name for name in branches[0].values if all(name in branch.values for branch in branches)]
-    sets = [[branch.values[name] for branch in branches] for name in names]
-    return any(len(set[Hashable]().union(*values)) == sum(map(len, values)) for values in sets)
-
-
-def _key(value: Any) -> Hashable:
-    """Return a key that is the same for equal JSON values."""
-    if isinstance(value, dict):
-        return frozenset((name, _key(inner)) for name, inner in value.items())
-    return tuple(map(_key, value)) if isinstance(value, list) else value
-
-
-def types_of(schema: Mapping[str, Any]) -> set[str]:
-    """Return the allowed JSON types; empty means any. A number may be an integer."""
-    kind = schema.get("type")
-    named = {name for name in [kind, *items_of(kind)] if isinstance(name, str)}
-    return named | {"integer"} if "number" in named else named
-
-
-def _values(schema: Any) -> list[Any] | None:
-    """Return the only values that match a schema, None if it lists none."""
-    if not isinstance(schema, dict):
-        return None
-    if "const" in schema:
-        return [schema["const"]]
-    return schema["enum"] if isinstance(schema.get("enum"), list) else None
-
-
-def mapping_of(value: Any) -> Schema:
-    """Return an object of a schema, an empty one for anything else."""
-    return value if isinstance(value, dict) else {}
-
-
-def items_of(value: Any) -> list[Any]:
-    """Return an array of a schema, an empty one for anything else."""
-    return value if isinstance(value, list) else []
-
-
-def _without_unused(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the schema without definitions that it does not refer to."""
-    stores = {word: schema[word] for word in _DEFINITIONS if isinstance(schema.get(word), dict)}
-    used: dict[str, Schema] = {word: {} for word in stores}
-    todo: list[Any] = [{word: value for word, value in schema.items() if word not in stores}]
-    while todo:
-        value = todo.pop()
-        if isinstance(value, dict) and isinstance(reference := value.get("$ref"), str):
-            start, word, name = ([*unquote(reference).split("/"), "", ""])[:3]
-            if start != "#" or word not in stores:
-                return schema  # it may refer to anything
-            name = name.replace("~1", "/").replace("~0", "~")
-            if name in stores[word] and name not in used[word]:
-                used[word][name] = stores[word][name]
-                todo.append(stores[word][name])
-        todo += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return {**schema, **used}
-
+from .enforceable import EnforceableSchema, Schema
 
 # At most one space, where people write one. A model could fill its whole answer with free whitespace.
-_COMPACT = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+_COMPACT = {
+    "whitespace_flexible": False,
+    "item_separator": ", ?",
+    "key_separator": ": ?",
+    "lenient": True,  # what can't be enforced has been left out by name; other words say nothing
+}
 LARGEST = 1 << 20  # characters of a grammar, as in the library; a larger one is not even built
 _ESCAPED_OR_SPECIAL = re.compile(r"\\.|/|\n", re.DOTALL)
 
@@ -243,8 +65,12 @@ class Lark:
         """Return a rule with a name of its own, or one that has been added with this body."""
         key = kind, body, options
         if key not in self._names:
-            self._names[key] = self.define(f"{kind}_{len(self._rules)}{options}", body)
+            self._names[key] = self.define(self.unused(kind) + options, body)
         return self._names[key]
+
+    def unused(self, kind: str) -> str:
+        """Return a name that no rule has yet, for one that is defined at once."""
+        return f"{kind}_{len(self._rules)}"
 
     def literal(self, text: str) -> str:
         """Return exactly this text, with special tokens as tokens."""
@@ -262,9 +88,16 @@ class Lark:
         Raises:
             InvalidRequestError: the schema is nested too deeply, or holds such a keyword.
         """
-        enforced = self.enforceable(_without_unused(schema), strict, field)
+        return self.enforced_json(self.enforceable(schema, strict, field), field)
+
+    def enforced_json(self, schema: Mapping[str, Any], field: str) -> str:
+        """Return JSON that matches a schema that `enforceable` has returned.
+
+        Raises:
+            InvalidRequestError: it is nested too deeply.
+        """
         try:
-            text = dumps({**enforced, "x-guidance": {**_COMPACT, "lenient": not strict}}).decode()
+            text = dumps({**schema, "x-guidance": _COMPACT}).decode()
         except TypeError as error:
             raise refusal(field, f"the schema can't be read: {error}") from error
         return self.rule("json", f"%json {text}")
@@ -279,16 +112,23 @@ class Lark:
             InvalidRequestError: `strict`, and the schema has such keywords. The message names them and their places.
         """
         part = EnforceableSchema(schema)
-        sentences = [f"{field}: {whose}{sentence}" for sentence in part.left_out]
-        if strict and sentences:
-            raise InvalidRequestError(sentences[0], field=field)
-        self.warnings |= dict.fromkeys(sentences)
+        for sentence in part.left_out:
+            self.ignore(f"{field}: {whose}{sentence}", strict, field)
         return part.schema
+
+    def ignore(self, sentence: str, strict: bool, field: str) -> None:
+        """Warn that a part of a schema is not enforced.
+
+        Raises:
+            InvalidRequestError: `strict`: the request does not want that.
+        """
+        if strict:
+            raise InvalidRequestError(sentence, field=field)
+        self.warnings[sentence] = None
 
     def regex(self, pattern: str) -> str:
         """Return text that matches a regular expression as a whole."""
-        body = _ESCAPED_OR_SPECIAL.sub(lambda m: {"/": r"\/", "\n": r"\n"}.get(m[0], m[0]), pattern)
-        return self.rule("regex", f"/(?:{body})/")
+        return self.rule("regex", terminal(pattern))
 
     def free_text(self, end: str) -> str:
         """Return any text up to and including the literal `end`."""
@@ -296,11 +136,29 @@ class Lark:
             return self.rule("text", f"{self.define('ANY', '/(?s:.)*/')} {self.literal(end)}")
         return self.rule("text", "/(?s:.)*/", f"[suffix={_quote(end)}]")
 
+    def limited_text(self, patterns: Sequence[str], end: str) -> str:
+        """Return text that matches all regular expressions as a whole, up to and including the literal `end`."""
+        all_of = " & ".join(map(terminal, patterns))
+        if end in self.special:
+            return self.rule("text", f"{self.rule('TEXT', all_of)} {self.literal(end)}")
+        body = f"({all_of} & ~/(?s:.)*{_escaped(end.strip())}(?s:.)*/) {_quote(end)}"
+        return self.rule("text", self.rule("TEXT", body), "[lazy]")
+
     def analysis(self) -> str:
         """Return the rule of the reasoning that harmony's models may write before they answer or call."""
         end = self.free_text("<|end|>")
         start, again = self.literal("<|channel|>analysis<|message|>"), self.literal("<|start|>assistant")
         return self.rule("analysis", f"({start} {end} {again})?")
+
+
+def terminal(pattern: str) -> str:
+    """Return a regular expression as a terminal."""
+    body = _ESCAPED_OR_SPECIAL.sub(lambda m: {"/": r"\/", "\n": r"\n"}.get(m[0], m[0]), pattern)
+    return f"/(?:{body})/"
+
+
+def _escaped(text: str) -> str:
+    return re.escape(text).replace("/", r"\/")
 
 
 def _quote(text: str) -> str:

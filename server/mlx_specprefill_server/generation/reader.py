@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import orjson
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from mlx_specprefill import EngineClosedError, Failed, Finished, PrefillReport, TokenEvent, TokenIds
@@ -396,7 +396,7 @@ class _DistinctCalls:
     """
 
     def __init__(self) -> None:
-        self._made: set[tuple[str, bytes]] = set()
+        self._made: set[tuple[str, str]] = set()
         self._name = ""
         self._held: list[ContentDelta] = []
         self.repeated = False
@@ -422,7 +422,7 @@ class _DistinctCalls:
 
     def _complete(self, end: CallEnd) -> list[ContentDelta]:
         held, self._held = self._held, []
-        made = self._name, orjson.dumps(orjson.loads(end.arguments), option=orjson.OPT_SORT_KEYS)
+        made = self._name, json.dumps(json.loads(end.arguments), sort_keys=True)
         self.repeated = made in self._made
         self._made.add(made)
         return [] if self.repeated else [*held, end]

@@ -110,8 +110,8 @@ async def create(
     warnings: list[str] = []
     constraint: Constraint | None = None
     if (output := body.output()) is not None:
-        build = partial(constraint_of, output, special=service.vocabulary.special, warnings=warnings)
-        constraint = await service.compiled(build)
+        make = partial(constraint_of, output, special=service.vocabulary.special, warnings=warnings)
+        constraint = await service.constrain(make)
     sampling = await sampling_params(service, body)
     prompts = await while_connected(request, _prompts(service, body))
     scored = body.logprobs if body.echo else None

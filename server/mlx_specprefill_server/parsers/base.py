@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from ..deltas import ContentDelta
+from ..notations import NAME
+from ..schemas import Place, places
 
 T = TypeVar("T")
-
-NAME = re.compile(r"[\w.:/-]{1,256}")
-
 
 # Every reading step is a generator: it yields deltas, or None when it needs more text, and returns what it read.
 Reading = Generator[ContentDelta | None, None, T]
@@ -24,19 +22,24 @@ class MalformedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """The functions that the model may call: their parameters' schemas by name."""
+    """The functions that the model may call: the schemas of their arguments by name."""
 
-    properties: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    parameters: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, tools: Sequence[Mapping[str, Any]]) -> Tools:
-        """Return the tools from OpenAI's function tools. Clients write the schemas: any that is no mapping counts as
-        absent.
-        """
-        return cls({tool["function"]["name"]: _properties(tool["function"].get("parameters")) for tool in tools})
+        """Return the tools from OpenAI's function tools."""
+        return cls({tool["function"]["name"]: tool["function"].get("parameters") for tool in tools})
 
     def __bool__(self) -> bool:
-        return bool(self.properties)
+        return bool(self.parameters)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.parameters
+
+    def places(self, name: str) -> dict[str, Place]:
+        """Return what may stand in each member of a tool's arguments."""
+        return places(self.parameters.get(name))
 
     def name(self, raw: str) -> str:
         """Return the tool's name without control tokens and namespaces, which models leak into names.
@@ -45,28 +48,11 @@ class Tools:
             MalformedError: this is no name.
         """
         name = raw.strip().partition("<|")[0].strip()
-        if name not in self.properties and name.removeprefix("functions.") in self.properties:
+        if name not in self and name.removeprefix("functions.") in self:
             name = name.removeprefix("functions.")
         if not NAME.fullmatch(name):
             raise MalformedError(f"not a name: {raw[:40]!r}")
         return name
-
-
-def _properties(parameters: Any) -> Mapping[str, Any]:
-    properties = parameters.get("properties") if isinstance(parameters, dict) else None
-    if not isinstance(properties, dict):
-        return {}
-    return {name: resolve(schema, parameters) for name, schema in properties.items()}
-
-
-def resolve(schema: Any, root: Any) -> Any:
-    """Return the schema that a local reference points to, or the schema itself."""
-    reference = schema.get("$ref") if isinstance(schema, dict) else None
-    if not isinstance(reference, str) or not reference.startswith("#/"):
-        return schema
-    for step in reference.split("/")[1:]:
-        root = root.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(root, dict) else None
-    return schema if root is None else root
 
 
 class Machine(Protocol):
@@ -189,14 +175,11 @@ def skip(cursor: Cursor, *marks: str) -> Waiting:
 
 
 def ahead(cursor: Cursor, at: int, marks: Sequence[str]) -> Waiting:
-    """Return which of the marks comes `at` characters later, as `starts_with`."""
+    """Return which of the marks comes `at` characters later, as `starts_with`. A mark stands before its beginnings."""
     while True:
         text = cursor.buffer[at:]
-        for mark in marks:
-            if text.startswith(mark):
-                return mark
-        if cursor.ended or not any(mark.startswith(text) for mark in marks):
-            return ""
+        if cursor.ended or not any(mark.startswith(text) and mark != text for mark in marks):
+            return next((mark for mark in marks if text.startswith(mark)), "")
         yield
 
 

@@ -9,12 +9,18 @@ from typing import Any
 
 from mlx_specprefill import ReasoningBudget
 
+from ..notations import CALL, END_CALL, FUNCTION_GEMMA, GEMMA_4, MINIMAX, MISTRAL_TAG, XML
 from ..settings import ReasoningParser, ToolParser
 from .base import Cursor, MalformedError, Parser, Reading, Tools, overlap, skip, spaces, starts_with
 from .calls import CallReader, whole_call
 from .harmony import ANSWER_ENDS, ANSWER_HEAD, REASONING_END, REASONING_HEAD, HarmonyText, opened_header
-from .json_calls import MISTRAL_TAG, PYTHON_TAG, gemma_reader, read_bare, read_calls, read_mistral_tag, read_python_tag
-from .tag_calls import CALL, END_CALL, FUNCTION, read_functions, read_glm_body
+from .json_calls import PYTHON_TAG, gemma_reader, read_bare, read_calls, read_mistral_tag, read_python_tag
+from .kimi import CALL as KIMI_CALL
+from .kimi import SECTION as KIMI_SECTION
+from .kimi import read_kimi
+from .python_calls import START as PYTHON_START
+from .python_calls import read_python_calls
+from .tag_calls import read_functions, read_glm_body, read_minimax
 from .tagged import TaggedText
 
 # Errors of parsers for well-formed calls on malformed ones.
@@ -63,13 +69,18 @@ def _check_native_call(call: Any, tools: Tools) -> tuple[str, dict[str, Any]]:
         arguments = json.loads(arguments)
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise MalformedError("no call")
-    return tools.name(name), json.loads(json.dumps(arguments, allow_nan=False))
+    json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
+    return tools.name(name), arguments
 
+
+# Own readers of formats that mlx-lm has, too, by its opening mark. Its parsers change values.
+NATIVE: Mapping[str, Mapping[str, CallReader]] = {
+    KIMI_SECTION: {KIMI_SECTION: read_kimi, KIMI_CALL: read_kimi},
+    PYTHON_START: {PYTHON_START: read_python_calls},
+}
 
 BudgetMarks = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
-GEMMA_4 = ("<|tool_call>", "<tool_call|>", '<|"|>')
-FUNCTION_GEMMA = ("<start_function_call>", "<end_function_call>", "<escape>")
 THINK_TAGS: Mapping[str, tuple[str, str]] = {
     "think": ("<think>", "</think>"),
     "mistral": ("[THINK]", "[/THINK]"),
@@ -82,6 +93,7 @@ MARKS: Sequence[tuple[ToolParser, tuple[str, ...]]] = (
     ("gemma", FUNCTION_GEMMA[:1]),
     ("glm", ("<tool_call>", "<arg_key>")),
     ("xml", ("<tool_call>", "<function=")),
+    ("minimax", (MINIMAX.call,)),
     ("mistral", (MISTRAL_TAG,)),
     ("hermes", ("<tool_call>",)),
 )
@@ -147,12 +159,16 @@ class Format:
                 return {MISTRAL_TAG: read_mistral_tag}, None
             case "gemma":
                 return {mark[0]: gemma_reader(*mark) for mark in (GEMMA_4, FUNCTION_GEMMA)}, None
+            case "minimax":
+                return {MINIMAX.call: read_minimax}, None
             case "native":
                 wrapper = self.tokenizer
+                if wrapper.tool_call_start in NATIVE:
+                    return dict(NATIVE[wrapper.tool_call_start]), None
                 read = native_reader(wrapper.tool_call_start, wrapper.tool_call_end or "", wrapper.tool_parser, tools)
                 return {wrapper.tool_call_start: read}, None
             case _:
-                openers: dict[str, CallReader] = {CALL: _read_tool_call, FUNCTION: read_functions}
+                openers: dict[str, CallReader] = {CALL: _read_tool_call, XML.function: read_functions}
                 return openers | {PYTHON_TAG: read_python_tag}, read_bare
 
 
@@ -209,7 +225,7 @@ def _read_tool_call(cursor: Cursor, tools: Tools) -> Reading[None]:
     """Read `<tool_call>` with any of three notations inside. Models fall back to the one they saw most."""
     cursor.take(len(CALL))
     yield from spaces(cursor)
-    match (yield from starts_with(cursor, ("{", "[", FUNCTION))):
+    match (yield from starts_with(cursor, ("{", "[", XML.function))):
         case "{" | "[":
             yield from read_calls(cursor, tools, (END_CALL,))
         case "<function=":

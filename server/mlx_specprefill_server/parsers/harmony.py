@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import re
 
-from ..deltas import CallBroken, CallEnd, CallStart, ReasoningDelta, TextDelta
-from .base import Cursor, MalformedError, Reading, Tools, find_first, spaces, starts_with
+from ..deltas import CallBroken, CallEnd, CallStart, ContentDelta, ReasoningDelta, TextDelta
+from .base import Cursor, MalformedError, Reading, Tools, find_first, skip, spaces, starts_with
 from .calls import call
 from .json_text import JsonReader
 
@@ -51,12 +51,12 @@ class HarmonyText:
             cursor.mark()
             start = cursor.offset
             header = header or (yield from self._read_header(cursor))
-            recipient = RECIPIENT.search(header)
+            recipient, reasoning = RECIPIENT.search(header), bool(REASONING.search(header))
             if recipient and self._tools:
-                yield from self._call(cursor, start, recipient[1])
+                yield from (self._sketch if reasoning else self._call)(cursor, start, recipient[1])
             elif recipient or (header and MESSAGE not in header):
                 yield TextDelta(cursor.trail(), start=start)
-            yield from self._body(cursor, bool(REASONING.search(header)) and not recipient)
+            yield from self._body(cursor, reasoning and not recipient)
             if cursor.ended and not cursor.buffer:
                 return
             header = ""
@@ -90,6 +90,33 @@ class HarmonyText:
                 break
             yield None
         self.thinking = False
+
+    def _sketch(self, cursor: Cursor, start: int, name: str) -> Reading[None]:
+        """Read a call in the channel of reasoning. It is meant if nothing but calls follows, and else reasoning."""
+        made: list[ContentDelta] = []
+        try:
+            yield from spaces(cursor)
+            for delta in call(self._tools.name(name), JsonReader(cursor, ENDS).object()):
+                if delta is None:
+                    yield None
+                else:
+                    made.append(delta)
+        except MalformedError:
+            made = []
+        read = len(cursor.trail())
+        is_meant = bool(made) and (yield from self._only_calls_follow(cursor))
+        cursor.rewind(read)
+        yield from made if is_meant else [ReasoningDelta(cursor.trail(), start=start)]
+
+    def _only_calls_follow(self, cursor: Cursor) -> Reading[bool]:
+        """Return whether the next message is a call, or nothing follows. What has been looked at is read."""
+        yield from spaces(cursor)
+        yield from skip(cursor, *ENDS)
+        yield from spaces(cursor)
+        while not cursor.ended and MESSAGE not in cursor.buffer and len(cursor.buffer) <= LONGEST_HEADER:
+            yield None
+        follows = RECIPIENT.search(cursor.buffer.partition(MESSAGE)[0])
+        return bool(follows) or (cursor.complete and not cursor.buffer)
 
     def _call(self, cursor: Cursor, start: int, name: str) -> Reading[None]:
         """Read one call, or its message as text."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..deltas import CallDelta
+from ..notations import MISTRAL_ARGUMENTS, MISTRAL_CALL_ID, MISTRAL_TAG
 from .base import Cursor, MalformedError, Reading, Tools, peek, skip, spaces, starts_with
 from .calls import CallReader, call, capture, emit, expect, until
 from .json_text import JsonReader
@@ -69,7 +70,7 @@ class _Call:
     def _member(self, key: str) -> Reading[None]:
         if key == "name" and self._name is None:
             self._name = self._tools.name((yield from self._reader.text()))
-            if self._bare and self._name not in self._tools.properties:
+            if self._bare and self._name not in self._tools:
                 raise MalformedError("no such tool")
         elif key in ARGUMENTS and self._name is not None and not self._called:
             self._called = True
@@ -93,9 +94,6 @@ class _Call:
                 yield CallDelta("{}")
             case _:
                 yield from self._reader.object()
-
-
-MISTRAL_TAG, MISTRAL_ARGUMENTS, MISTRAL_CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
 
 def read_mistral_tag(cursor: Cursor, tools: Tools) -> Reading[None]:

@@ -1,27 +1,29 @@
 """JSON as models write it, checked character by character and passed on as it comes; also in Gemma's notation.
 
 A key is passed on when its value begins, so an object that is malformed at its first value has yielded nothing. White
-space between the parts is that of `json.dumps`. Unambiguous mistakes are corrected: trailing commas, raw line breaks in
-strings, unknown escapes, Python's True, False and None, and missing closing brackets before the call's end tag.
+space between the parts is that of `json.dumps`, numbers keep their digits. Unambiguous mistakes are corrected: trailing
+commas, raw line breaks in strings, unknown escapes, Python's quotes, True, False and None, and missing closing brackets
+before the call's end tag.
 """
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import orjson
 
 from ..deltas import CallDelta
 from .base import Cursor, MalformedError, Reading, overlap, peek, skip, spaces, starts_with
-from .calls import convert, expect, until
+from .calls import expect, until
 
-DEEPEST = 64
+DEEPEST = 400  # readers of JSON have limits, too: Python's lies near 1000
+CLOSING = {"{": "}", "[": "]"}
 NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
 WORD = re.compile(r"[A-Za-z0-9+.-]*")
 WORDS = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"}
-NOT_PLAIN = re.compile(r'["\\\x00-\x1f]')
+QUOTES = ('"', "'")
+NOT_PLAIN = re.compile(r"""["'\\\x00-\x1f]""")
 HEX = re.compile(r"\\u[0-9A-Fa-f]{4}")
 REPLACEMENT = "\\ufffd"
 
@@ -32,17 +34,20 @@ class JsonReader:
     Args:
         closers: tags that end the call; brackets that are open before one of them are closed.
         quote: Gemma's mark around strings, which then have no escapes. Keys need no quotes, and bare words are strings.
+        before: text that is passed on when the value begins.
     """
 
-    def __init__(self, cursor: Cursor, closers: Sequence[str] = (), quote: str = "") -> None:
+    def __init__(self, cursor: Cursor, closers: Sequence[str] = (), quote: str = "", before: str = "") -> None:
         self._cursor = cursor
         self._closers = closers
         self._quote = quote
-        self._held = ""
+        self._held = before
 
-    def object(self, depth: int = 0) -> Reading[None]:
+    def object(self) -> Reading[None]:
         """Yield the text of an object."""
-        yield from self._items("{", "}", self._member, depth)
+        if not (yield from starts_with(self._cursor, ("{",))):
+            raise MalformedError("'{' is expected")
+        yield from self.value()
 
     def text(self) -> Reading[str]:
         """Read a string and return its value."""
@@ -50,50 +55,67 @@ class JsonReader:
         text, self._held = self._held, ""
         return str(orjson.loads(text))
 
-    def value(self, depth: int = 0) -> Reading[None]:
-        """Yield the text of any value."""
+    def value(self) -> Reading[None]:
+        """Yield the text of any value. The containers around a place are kept in a list: models nest without end."""
+        around: list[str] = []
+        while True:
+            if opens := (yield from skip(self._cursor, *CLOSING)):
+                self._open(opens, around)
+            else:
+                yield from self._scalar()
+            yield from self._between(around, bool(opens))
+            if not around:
+                yield from self._say("")
+                return
+            if around[-1] == "}":
+                yield from self._key()
+
+    def _open(self, bracket: str, around: list[str]) -> None:
+        if len(around) >= DEEPEST:
+            raise MalformedError("nested too deeply")
+        self._held += bracket
+        around.append(CLOSING[bracket])
+
+    def _between(self, around: list[str], opened: bool) -> Reading[None]:
+        """Read up to the next value of a container, or of one around it. `opened`: the first of its container."""
+        while around:
+            separated = opened or (yield from self._separator())
+            if not (yield from self.ends(around[-1])):
+                if not separated:
+                    raise MalformedError(f"',' or '{around[-1]}' is expected")
+                self._held += "" if opened else ", "
+                return
+            yield from self._say(around.pop())
+            opened = False
+
+    def _separator(self) -> Reading[bool]:
+        yield from spaces(self._cursor)
+        return bool((yield from skip(self._cursor, ",")))
+
+    def _scalar(self) -> Reading[None]:
         if self._quote and (yield from starts_with(self._cursor, (self._quote,))):
             yield from self._marked_string(live=True)
-            return
-        match (yield from peek(self._cursor, 1)):
-            case "{":
-                yield from self.object(depth)
-            case "[":
-                yield from self._items("[", "]", self.value, depth)
-            case '"':
-                yield from self._string(live=True)
-            case _ if self._quote:
-                word = yield from until(self._cursor, ",}]", never="{[<")
-                yield from self._say(convert(word.strip(), {"type": ["number", "boolean", "null"]}))
-            case _:
-                yield from self._word()
-
-    def _items(self, opens: str, closes: str, item: Callable[[int], Reading[None]], depth: int) -> Reading[None]:
-        if depth > DEEPEST:
-            raise MalformedError("nested too deeply")
-        yield from expect(self._cursor, opens)
-        self._held += opens
-        comma = ""
-        while not (yield from self.ends(closes)):
-            self._held += comma
-            comma = ", "
-            yield from item(depth + 1)
-            yield from spaces(self._cursor)
-            separated = yield from skip(self._cursor, ",")
-            if not separated and not (yield from starts_with(self._cursor, (closes, *self._closers))):
-                raise MalformedError(f"',' or '{closes}' is expected")
-        yield from self._say(closes)
+        elif (yield from peek(self._cursor, 1)) in QUOTES:
+            yield from self._string(live=True)
+        elif self._quote:
+            word = (yield from until(self._cursor, ",}]", never="{[<")).strip()
+            number = NUMBER.fullmatch(word)
+            yield from self._say(word if number else WORDS.get(word) or orjson.dumps(word).decode())
+        else:
+            yield from self._word()
 
     def ends(self, bracket: str) -> Reading[bool]:
         """Return whether the container ends here, by its bracket or the call's end tag."""
         yield from spaces(self._cursor)
         return bool((yield from skip(self._cursor, bracket)) or (yield from starts_with(self._cursor, self._closers)))
 
-    def _member(self, depth: int) -> Reading[None]:
+    def _key(self) -> Reading[None]:
         if self._quote and (yield from starts_with(self._cursor, (self._quote,))):
             yield from self._marked_string()
-        elif self._quote and (yield from peek(self._cursor, 1)) != '"':
-            key = yield from until(self._cursor, ":", never='{}[]",<')
+        elif self._quote and (yield from peek(self._cursor, 1)) not in QUOTES:
+            key = yield from until(self._cursor, ":", never='{}",<')
+            if key[:1] in ("", "[", "]"):
+                raise MalformedError("a name is expected")
             self._held += orjson.dumps(key.strip()).decode()
         else:
             yield from self._string()
@@ -101,11 +123,12 @@ class JsonReader:
         yield from expect(self._cursor, ":")
         yield from spaces(self._cursor)
         self._held += ": "
-        yield from self.value(depth)
 
     def _string(self, live: bool = False) -> Reading[None]:
         """Read a string. A `live` string is passed on as it comes."""
-        yield from expect(self._cursor, '"')
+        quote = yield from skip(self._cursor, *QUOTES)
+        if not quote:
+            raise MalformedError("a string is expected")
         self._held += '"'
         while True:
             special = NOT_PLAIN.search(self._cursor.buffer)
@@ -114,9 +137,12 @@ class JsonReader:
                 yield from self._say("")
             if special is None:
                 yield from self._more()
-            elif special[0] == '"':
-                self._held += self._cursor.take(1)
+            elif special[0] == quote:
+                self._cursor.take(1)
+                self._held += '"'
                 return
+            elif special[0] == "'":
+                self._held += self._cursor.take(1)
             elif special[0] == "\\":
                 self._held += yield from self._escape()
             else:
@@ -175,7 +201,7 @@ class JsonReader:
             if self._cursor.buffer or self._cursor.ended:
                 break
             yield None
-        if NUMBER.fullmatch(word) and math.isfinite(float(word)):
+        if NUMBER.fullmatch(word):
             yield from self._say(word)
         elif word in WORDS:
             yield from self._say(WORDS[word])

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..deltas import CallBroken, CallEnd, CallStart, ReasoningDelta, TextDelta
-from .base import Cursor, MalformedError, Reading, Tools, find_first, spaces, starts_with
+from ..deltas import CallBroken, CallEnd, CallStart, ContentDelta, ReasoningDelta, TextDelta
+from .base import Cursor, MalformedError, Reading, Tools, find_first, skip, spaces, starts_with
 from .calls import CallReader
+
+# the deltas of one whole call
+Call = list[ContentDelta]
 
 BARE = '{"name"'
 # characters; a longer failed call is not searched for others, or reading could take quadratic time
@@ -55,6 +58,8 @@ class TaggedText:
             if self._think and mark in self._think:
                 cursor.take(len(mark))
                 self._turn(mark == self._think[0])
+            elif self.thinking:
+                yield from self._sketch(cursor, mark)
             else:
                 yield from self._attempt(cursor, self._readers[mark], len(mark))
         if self._held and not self._called and not self.thinking:
@@ -119,7 +124,6 @@ class TaggedText:
         try:
             for delta in reader(cursor, self._tools):
                 if isinstance(delta, CallStart):
-                    self._admit(delta)
                     opened, self._held = True, None
                 yield delta
                 if isinstance(delta, CallEnd):
@@ -133,6 +137,60 @@ class TaggedText:
                 self._retry(cursor, keep)
             yield from self._say(start, cursor.trail())
 
+    def _sketch(self, cursor: Cursor, mark: str) -> Reading[None]:
+        """Read calls within reasoning. They are meant if only white space, end tags and calls follow: a model argues
+        against what it has only sketched. They are held back until that is known.
+        """
+        cursor.mark()
+        start, opener = cursor.offset, len(mark)
+        inside, made = yield from self._held_back(cursor, mark)
+        if made and cursor.complete and not cursor.buffer:
+            self._held, self._called = None, True
+            for call in made:
+                yield from call
+            return
+        if inside:
+            cursor.rewind(inside)
+        else:
+            self._retry(cursor, opener)
+        yield from self._say(start, cursor.trail())
+
+    def _held_back(self, cursor: Cursor, mark: str) -> Reading[tuple[int, list[Call]]]:
+        """Read calls up to the first thing that is none, without yielding them.
+
+        Returns how many characters of them stand within the reasoning, and the calls. One that is made again behind the
+        reasoning was its sketch.
+        """
+        inside, thinks, made, sketched = 0, True, list[Call](), list[Call]()
+        while mark:
+            try:
+                made += yield from self._whole_calls(cursor, mark)
+            except MalformedError:
+                break
+            yield from spaces(cursor)
+            if thinks:
+                inside = len(cursor.trail())
+                thinks = not (self._think and (yield from skip(cursor, self._think[1])))
+                sketched = [] if thinks else made
+                made = made if thinks else []
+                yield from spaces(cursor)
+            mark = yield from starts_with(cursor, self._marks[thinks])
+        behind = [_words(call) for call in made]
+        return inside, [call for call in sketched if _words(call) not in behind] + made
+
+    def _whole_calls(self, cursor: Cursor, mark: str) -> Reading[list[Call]]:
+        calls: list[Call] = []
+        for delta in self._readers[mark](cursor, self._tools):
+            if delta is None:
+                yield None
+            elif isinstance(delta, CallStart):
+                if delta.name not in self._tools:  # a model that reasons about calls may quote them
+                    raise MalformedError("no such tool")
+                calls.append([delta])
+            else:
+                calls[-1].append(delta)
+        return calls
+
     def _retry(self, cursor: Cursor, keep: int) -> None:
         """Take back the text after the tag: it may contain a call."""
         read = len(cursor.trail())
@@ -141,7 +199,10 @@ class TaggedText:
         elif read <= LONGEST_RETRY:
             cursor.rewind(keep)
 
-    def _admit(self, call: CallStart) -> None:
-        """Refuse an unknown name during reasoning. A model that reasons about calls may quote them."""
-        if self.thinking and call.name not in self._tools.properties:
-            raise MalformedError("no such tool")
+
+def _words(call: Call) -> tuple[str, str]:
+    """Return the name and the arguments of a whole call."""
+    start, *_, end = call
+    assert isinstance(start, CallStart)
+    assert isinstance(end, CallEnd)
+    return start.name, end.arguments

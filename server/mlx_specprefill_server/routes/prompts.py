@@ -24,7 +24,6 @@ from mlx_specprefill import (
 )
 
 from ..anthropic.protocol import CountRequest
-from ..constrained.lark import items_of, mapping_of
 from ..constrained.tool_choice import resolve_tool_choice
 from ..deltas import AnswerDone
 from ..dependencies import ModelDep, body_of, validate
@@ -40,6 +39,7 @@ from ..parsers.formats import plain_text
 from ..prompt.conversation import Conversation, conversation, ending_of
 from ..prompt.prompt import Prompt
 from ..report import Report
+from ..schemas import items_of, mapping_of
 from ..serving import Service, max_tokens_within, while_connected
 
 router = APIRouter()

@@ -20,6 +20,10 @@ PARIS = '{"city": "Paris"}'
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 XML = "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>"
 GLM = "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n</tool_call>"
+MINIMAX = (
+    '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Paris</parameter>\n</invoke>\n'
+    "</minimax:tool_call>"
+)
 GEMMA = '<|tool_call>call:get_weather{city:<|"|>Paris<|"|>}<tool_call|>'
 OLD_GEMMA = "<start_function_call>call:get_weather{city:<escape>Paris<escape>}<end_function_call>"
 MISTRAL = '[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}'
@@ -67,13 +71,17 @@ GOOD: list[tuple[ToolParser | None, str, list[tuple[str, str]], str, str]] = [
     ("glm", GLM.replace("\n", ""), [WEATHER], "c", ""),
     ("glm", "<tool_call>now</tool_call>", [("now", "{}")], "c", ""),
     ("glm", f"<tool_call>get_weather\n{PARIS}</tool_call>", [WEATHER], "c", ""),
+    ("minimax", f"I ask.\n{MINIMAX}\n{MINIMAX}", [WEATHER, WEATHER], "tcc", "I ask."),
+    ("minimax", MINIMAX.replace("\n", ""), [WEATHER], "c", ""),
+    ("minimax", MINIMAX.replace("</invoke>\n", ""), [WEATHER], "c", ""),
+    ("minimax", MINIMAX.replace("\n</minimax:tool_call>", ""), [WEATHER], "c", ""),
     ("gemma", f"I ask. {GEMMA}{GEMMA}", [WEATHER, WEATHER], "tcc", "I ask."),
     ("gemma", OLD_GEMMA, [WEATHER], "c", ""),
     ("gemma", "<|tool_call>call:now{}<tool_call|>", [("now", "{}")], "c", ""),
     (
         "gemma",
         '<|tool_call>call:x{a:[1,{b:<|"|>}]"<|"|>}],c:true,d:null,e:-1.5e3,f:bare}<tool_call|>',
-        [("x", '{"a": [1, {"b": "}]\\""}], "c": true, "d": null, "e": -1500.0, "f": "bare"}')],
+        [("x", '{"a": [1, {"b": "}]\\""}], "c": true, "d": null, "e": -1.5e3, "f": "bare"}')],
         "c",
         "",
     ),
@@ -136,6 +144,9 @@ BAD: list[tuple[ToolParser, str, str]] = [
     ("glm", "<tool_call>get_weather\nParis</tool_call>", ""),
     ("gemma", '<|tool_call>call:get_weather{city:<|"|>Par', '{"city": "Par'),
     ("gemma", "<|tool_call>call:get_weather{city}<tool_call|>", ""),
+    ("minimax", "<minimax:tool_call>\n</minimax:tool_call>", ""),
+    ("minimax", '<minimax:tool_call>\n<invoke name="get_weather">\nParis</invoke>', ""),
+    ("minimax", '<minimax:tool_call>\n<invoke name="get_weather"><parameter name="city">Par', '{"city": "Par'),
     ("mistral", "[TOOL_CALLS]get_weather[ARGS]Paris", ""),
     ("mistral", "[TOOL_CALLS]", ""),
     ("harmony", f'{TO_WEATHER}{{"city": oops}}', ""),
@@ -244,6 +255,7 @@ def test_values_about_the_format_itself_stay_whole() -> None:
         ("hermes", '<tool_call>{"name": "write", "arguments": {"content": "', '"}}</tool_call>'),
         ("xml", "<tool_call>\n<function=write>\n<parameter=content>\n", "\n</parameter>\n</function>\n</tool_call>"),
         ("glm", "<tool_call>write\n<arg_key>content</arg_key>\n<arg_value>", "</arg_value></tool_call>"),
+        ("minimax", '<minimax:tool_call><invoke name="write"><parameter name="content">', "</parameter></invoke>"),
         ("gemma", '<|tool_call>call:write{content:<|"|>', '<|"|>}<tool_call|>'),
         ("mistral", '[TOOL_CALLS]write[ARGS]{"content": "', '"}'),
         ("harmony", '<|channel|>commentary to=functions.write<|message|>{"content": "', '"}'),

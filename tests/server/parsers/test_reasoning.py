@@ -4,15 +4,26 @@ from typing import Any
 
 import pytest
 
-from mlx_specprefill_server.parsers.formats import detect
+from mlx_specprefill_server.parsers.formats import ToolParser, detect
 
 from ..fakes import byte_tokenizer
-from .reading import Read, read
-from .test_formats import CALL, MISTRAL, PARIS, WEATHER, XML
+from .reading import THINK, Read, read
+from .test_formats import CALL, GEMMA, GLM, HARMONY, MINIMAX, MISTRAL, PARIS, WEATHER, XML
 
 OPENED = "<|im_start|>assistant\n<think>\n"
 CLOSED = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
 BEGUN = OPENED + "Two and two"
+
+
+NOW = '<tool_call>{"name": "now"}</tool_call>'
+SKETCHED = [
+    ("hermes", CALL, THINK),
+    ("xml", XML, THINK),
+    ("glm", GLM, THINK),
+    ("minimax", MINIMAX, THINK),
+    ("mistral", MISTRAL, ("[THINK]", "[/THINK]")),
+    ("gemma", GEMMA, ("<|channel>thought", "<channel|>")),
+]
 
 
 def shown(out: Read) -> tuple[Any, ...]:
@@ -43,10 +54,20 @@ def shown(out: Read) -> tuple[Any, ...]:
         (BEGUN, "</think>Four.", ("", "Four.", [], "t")),
         (BEGUN, f" are\n{CALL}", (" are", "", [WEATHER], "rc")),
         (BEGUN + "</think>\n\nIt", " is four.", ("", " is four.", [], "t")),
-        # the call comes inside reasoning that is never closed, or closed too late
+        # the call is the last thing in reasoning
         (OPENED, f"I ask.\n{CALL}", ("I ask.", "", [WEATHER], "rc")),
         (OPENED, f"I ask.\n{XML}", ("I ask.", "", [WEATHER], "rc")),
-        (OPENED, f"I ask.\n{XML}\n</think>\n\nDone.", ("I ask.", "Done.", [WEATHER], "rct")),
+        (OPENED, f"I ask.\n{CALL}\n{XML}\n", ("I ask.", "", [WEATHER] * 2, "rcc")),
+        (OPENED, f"I ask.\n{XML}\n</think>\n", ("I ask.", "", [WEATHER], "rc")),
+        (OPENED, f"I ask.\n{XML}\n</think>\n{NOW}", ("I ask.", "", [WEATHER, ("now", "{}")], "rcc")),
+        (OPENED, f"I ask.\n{XML}\n</think>\n{CALL}", ("I ask.", "", [WEATHER], "rc")),  # sketched, then made
+        # it is only sketched
+        (OPENED, f"Ask?\n{XML} No.\n</think>\n\nDone.", (f"Ask?\n{XML} No.", "Done.", [], "rt")),
+        (OPENED, f"Ask?\n{XML}\n</think>\n\nDone.", (f"Ask?\n{XML}", "Done.", [], "rt")),
+        (OPENED, f"Ask?\n{XML}\n{CALL} No.\n{NOW}", (f"Ask?\n{XML}\n{CALL} No.", "", [("now", "{}")], "rc")),
+        (OPENED, f"Ask?\n{XML} No.\n</think>\n\n{CALL}", (f"Ask?\n{XML} No.", "", [WEATHER], "rc")),
+        (OPENED, f"Ask?\n{XML}\n</think>\n{NOW}\nDone.", (f"Ask?\n{XML}", "Done.", [("now", "{}")], "rct")),
+        (OPENED, f"Ask?\n{XML}\n<tool_call>no</tool_call>", (f"Ask?\n{XML}\n<tool_call>no</tool_call>", "", [], "r")),
         # thoughts about calls are none
         (OPENED, "A <tool_call> with {json}?</think>No.", ("A <tool_call> with {json}?", "No.", [], "rt")),
         (OPENED, 'A <tool_call>{"name": "x"}</tool_call>?', ('A <tool_call>{"name": "x"}</tool_call>?', "", [], "r")),
@@ -59,6 +80,42 @@ def test_reasoning_is_divided_from_text_however_it_is_cut(prompt: str, text: str
     assert shown(read("hermes", text, range(1, len(text)), prompt=prompt)) == expected
     for cut in range(1, len(text)):
         assert shown(read("hermes", text, [cut], prompt=prompt)) == expected, text[:cut]
+
+
+@pytest.mark.parametrize(("fmt", "call", "think"), SKETCHED)
+def test_a_call_that_is_only_sketched_is_none(fmt: ToolParser, call: str, think: tuple[str, str]) -> None:
+    """In every notation, however it is cut: arguments that have gone out can't be called back."""
+    opens, closes = think
+    sketch, again = f"{opens}\nI could ask.\n{call} But no.", call.replace("Paris", "Rome")
+    rome = ("get_weather", '{"city": "Rome"}')
+    for text, calls in (
+        (f"{sketch}{closes}\n\nShall I?", []),
+        (f"{sketch}{closes}\n\n{again}", [rome]),
+        (f"{sketch}\n{again}", [rome]),
+        (f"{opens}\nI ask.\n{call}", [WEATHER]),
+        (f"{opens}\nI ask.{closes}\n\n{call}", [WEATHER]),
+    ):
+        for cuts in ([], range(1, len(text)), *([cut] for cut in range(1, len(text)))):
+            out = read(fmt, text, cuts, think=think)
+            assert (out.calls, out.broken) == (calls, []), text[: cuts[0]] if cuts else text
+            assert ("But no." in out.reasoning) is ("But no." in text)
+        assert not read(fmt, f"{opens}\nI ask.\n{call}", think=think, complete=False).calls
+
+
+def test_a_call_in_harmonys_channel_of_reasoning_is_meant_if_only_calls_follow() -> None:
+    said, more = "<|channel|>analysis<|message|>But no.<|end|>", "<|start|>assistant"
+    sketch = HARMONY.replace("commentary", "analysis").replace("<|call|>", "<|end|>")
+    for text, calls in (
+        (f"{sketch}{more}{said}{more}<|channel|>final<|message|>Shall I?", []),
+        (f"{sketch}{more}{said}{more}{HARMONY}", [WEATHER]),
+        (f"{sketch}{more}{HARMONY}", [WEATHER, WEATHER]),
+        (sketch, [WEATHER]),
+        (sketch.replace("<|end|>", "<|call|>"), [WEATHER]),
+    ):
+        for cuts in ([], range(1, len(text)), *([cut] for cut in range(1, len(text)))):
+            out = read("harmony", text, cuts)
+            assert (out.calls, out.broken) == (calls, []), text
+            assert ("But no." in out.reasoning) is ("But no." in text)
 
 
 def test_reasoning_between_marks_of_other_families() -> None:

@@ -1,0 +1,284 @@
+"""Grammars of arguments in notations that write texts without JSON's quotes and escapes: between tags, and Gemma's.
+
+Both ask `schemas` what may stand in a place, as the parsers do: what the grammar takes for text is read as text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_specprefill import grammar_error
+
+from ..errors import refusal
+from ..schemas import (
+    TYPES,
+    Schema,
+    Together,
+    items_of,
+    listed,
+    mapping_of,
+    members,
+    place,
+    required,
+    types_of,
+    ways,
+)
+from .lark import Lark, terminal
+from .patterns import limits
+
+SCALARS = frozenset({"number", "integer", "boolean", "null"})
+_PLAIN_KEY = re.compile(r"[^\s{}\[\]\",<:][^{}\",<:\n]*")
+_FIELD = "tools"
+
+
+@dataclass(frozen=True, slots=True)
+class ForcedTool:
+    """A tool that can be called.
+
+    Attributes:
+        schema: the enforceable part of its parameters' schema.
+        strict: what can't be enforced is refused.
+    """
+
+    name: str
+    schema: dict[str, Any]
+    strict: bool
+
+
+class Unquoted:
+    """Rules of one tool's arguments.
+
+    Raises:
+        InvalidRequestError: by its methods: no arguments match the schema, or a limit can't be followed with `strict`.
+    """
+
+    def __init__(self, lark: Lark, tool: ForcedTool) -> None:
+        self.lark = lark
+        self._tool = tool
+        self._root = tool.schema
+
+    def tagged(self, begin: Callable[[str], str], end: str) -> str:
+        """Return the rule of all arguments between tags, in the schema's order.
+
+        Args:
+            begin: returns the rule of what stands before the value of a name; `end` follows the value.
+        """
+        choices = dict.fromkeys(self._pairs(way, begin, end) for way in self.objects(self._root))
+        return self._choice("arguments", list(choices))
+
+    def _pairs(self, way: Together, begin: Callable[[str], str], end: str) -> str:
+        self._check_count(way, ())
+        pairs = [
+            f"({begin(name)} {self._value(schema, end, (name,))}){'' if name in required(way) else '?'}"
+            for name, schema in self.fields(way).items()
+        ]
+        return " ".join(pairs) or '""'
+
+    def objects(self, schema: Schema) -> list[Together]:
+        """Return the ways to match a schema by an object whose required members may all be there."""
+        found = [way for way in ways(schema, self._root) if "object" in types_of(way)]
+        possible = [way for way in found if required(way) <= self.fields(way).keys()]
+        if not possible:
+            raise refusal(_FIELD, f"{self._tool.name}: no arguments match the schema")
+        return possible
+
+    def fields(self, way: Together) -> dict[str, Schema]:
+        """Return the schemas of the members that are written: those that are described, and all required ones."""
+        found, others = members(way), [schema.get("additionalProperties", {}) for schema in way]
+        if False not in others:
+            undescribed = {"allOf": [schema for schema in others if isinstance(schema, dict)]}
+            named = {name for schema in way for name in mapping_of(schema.get("properties"))}
+            found |= dict.fromkeys(sorted(required(way) - named), undescribed)
+        return found
+
+    def _value(self, schema: Schema, end: str, path: tuple[str, ...]) -> str:
+        """Return the rule of a value and the literal `end`: text as it is, every other type as JSON.
+
+        The parser takes for text whatever stands where free text may: other types are then not written, but null.
+        """
+        found = ways(schema, self._root)
+        texts = [way for way in found if "string" in types_of(way)]
+        if not texts:
+            return f"{self._json(schema)} {self.lark.literal(end)}"
+        rules = [self.text(way, end, path) for way in texts]
+        known = place(schema, self._root)
+        if known.texts is not None:
+            rules += [f"{rule} {self.lark.literal(end)}" for way in found for rule in self._untexted(way)]
+        elif "null" in known.types and not known.open:
+            rules.append(self.lark.literal(f"null{end}"))
+        return self._choice("value", list(dict.fromkeys(rules)))
+
+    def _untexted(self, way: Together) -> Sequence[str]:
+        """Return the rule of those values that are no text, if there are some."""
+        types = types_of(way) - {"string"}
+        if not types:
+            return ()
+        if (values := listed(way)) is not None:
+            others = [value for value in values if not isinstance(value, str)]
+            return [self._json({"enum": others})] if others else ()
+        return [self._json({"allOf": list(way), "type": sorted(types)})]
+
+    def text(self, way: Together, end: str, path: tuple[str, ...]) -> str:
+        """Return the rule of a text and the literal `end`: one of an enumeration, or free within its limits."""
+        if (values := listed(way)) is not None:
+            texts = [value for value in values if isinstance(value, str)]
+            return f"{self.lark.any_of(texts)} {self.lark.literal(end)}"
+        patterns: list[str] = []
+        for word, pattern in (limit for schema in way for limit in limits(schema)):
+            together = " & ".join(map(terminal, [*patterns, pattern or ""]))
+            if pattern is None or grammar_error(f"start: TEXT\nTEXT: {together}"):
+                self._ignore(word, path)
+            else:
+                patterns.append(pattern)
+        return self.lark.limited_text(patterns, end) if patterns else self.lark.free_text(end)
+
+    def _check_count(self, way: Together, path: tuple[str, ...]) -> None:
+        least = max((schema.get("minProperties", 0) for schema in way), default=0)
+        if least > len(required(way)):
+            self._ignore("minProperties", path)
+
+    def _ignore(self, word: str, path: tuple[str, ...]) -> None:
+        where = ".".join(path) or "the top"
+        sentence = f"{_FIELD}: {self._tool.name}: `{word}` at {where} can't be enforced in this model's notation"
+        self.lark.ignore(sentence, self._tool.strict, _FIELD)
+
+    def _json(self, schema: Schema) -> str:
+        definitions = self._root.get("$defs")
+        return self.lark.enforced_json({**schema, "$defs": definitions} if definitions else schema, _FIELD)
+
+    def _choice(self, kind: str, rules: Sequence[str]) -> str:
+        return rules[0] if len(rules) == 1 else self.lark.rule(kind, " | ".join(rules))
+
+
+class Gemma(Unquoted):
+    """Rules of Gemma's notation: {x:1,y:<|"|>text<|"|>,z:[true]}.
+
+    Args:
+        quote: the mark before and behind a text.
+    """
+
+    def __init__(self, lark: Lark, tool: ForcedTool, quote: str) -> None:
+        super().__init__(lark, tool)
+        self._quote = quote
+        self._known: dict[tuple[int, ...], str] = {}  # rules by their schemas, which may contain themselves
+
+    def arguments(self) -> str:
+        """Return the rule of all arguments."""
+        return self._choice("arguments", [self._object(way, ()) for way in self.objects(self._root)])
+
+    def _object(self, way: Together, path: tuple[str, ...]) -> str:
+        """Return the rule of an object: required members, then optional ones, in the schema's order."""
+        self._check_count(way, path)
+        pairs: dict[bool, list[str]] = {True: [], False: []}
+        for name, schema in self.fields(way).items():
+            value = self._any_value(schema, (*path, name))
+            pairs[name in required(way)].append(self.lark.rule("pair", f"{self._key(name)} {value}"))
+        if not any(pairs.values()):
+            return self._map(way, path)
+        more = [f'("," {pair})?' for pair in pairs[False]]
+        if pairs[True]:
+            body = " ".join([' "," '.join(pairs[True]), *more])
+        else:
+            first = [" ".join([pair, *more[i + 1 :]]) for i, pair in enumerate(pairs[False])]
+            body = f"({' | '.join(first)})?"
+        return self.lark.rule("object", f'"{{" {body} "}}"')
+
+    def _key(self, name: str) -> str:
+        plain = _PLAIN_KEY.fullmatch(name)
+        return self.lark.literal(f"{name}:" if plain else f"{self._quote}{name}{self._quote}:")
+
+    def _map(self, way: Together, path: tuple[str, ...]) -> str:
+        """Return the rule of an object without described members."""
+        others = [schema.get("additionalProperties", {}) for schema in way]
+        if False in others or any("properties" in schema for schema in way) or not (path or any(others)):
+            return '"{" "}"'
+        schema = {"allOf": [other for other in others if isinstance(other, dict)]}
+        return self.lark.rule("map", self._members(self._any_value(schema, (*path, "*"))))
+
+    def _members(self, value: str) -> str:
+        key = self.lark.define("KEY", r"/[\w-]+/")
+        return f'"{{" ({key} ":" {value} ("," {key} ":" {value})*)? "}}"'
+
+    def _any_value(self, schema: Schema, path: tuple[str, ...]) -> str:
+        """Return the rule of a value of any of the types that may stand in its place."""
+        found = ways(schema, self._root)
+        key = tuple(id(part) for way in found for part in (*way, None))
+        if key not in self._known:
+            name = self._known[key] = self.lark.define(
+                self.lark.unused("value"), '""'
+            )  # a name, before the rules that may use it
+            rules = dict.fromkeys(rule for way in found for rule in self._typed(way, path))
+            if not rules:
+                raise refusal(_FIELD, f"{self._tool.name}: no value matches the schema at {'.'.join(path)}")
+            self.lark.define(name, " | ".join(rules))
+        return self._known[key]
+
+    def _typed(self, way: Together, path: tuple[str, ...]) -> Sequence[str]:
+        types, values = types_of(way), listed(way)
+        if values is not None:
+            return [self._literal(value) for value in values]
+        if types == TYPES and not any(limits(schema) for schema in way):
+            return [self._anything()]
+        rules = []
+        if "string" in types:
+            rules.append(f"{self.lark.literal(self._quote)} {self.text(way, self._quote, path)}")
+        if "object" in types:
+            rules.append(self._object(way, path))
+        if "array" in types:
+            rules.append(self._array(way, path))
+        if scalars := types & SCALARS:
+            rules.append(self._json({"allOf": list(way), "type": sorted(scalars)}))
+        return rules
+
+    def _literal(self, value: Any) -> str:
+        """Return exactly this value."""
+        match value:
+            case str():
+                return self.lark.literal(f"{self._quote}{value}{self._quote}")
+            case dict():
+                pairs = [f"{self._key(name)} {self._literal(inner)}" for name, inner in value.items()]
+                return f'"{{" {self._joined(pairs)} "}}"'
+            case list():
+                return f'"[" {self._joined([self._literal(inner) for inner in value])} "]"'
+        return self.lark.literal(json.dumps(value))
+
+    def _joined(self, rules: Sequence[str]) -> str:
+        return ' "," '.join(rules) or '""'
+
+    def _array(self, way: Together, path: tuple[str, ...]) -> str:
+        """Return the rule of an array: the items of a tuple, then further ones, as many as there may be."""
+        first, rest = self._items(way, path)
+        least, most = self._counts(way)
+        if most == 0:
+            return '"[" "]"'
+        ahead = max(len(first), 1)
+        more = f'("," {rest}){{{max(least - ahead, 0)},{"" if most is None else most - ahead}}}'
+        if rest == "" or (most is not None and most <= len(first)):
+            more = ""
+        first = first[:most] or [rest]
+        body = more
+        for i, item in reversed(list(enumerate(first))):
+            body = f"{item} {body}" if i == 0 else f'"," {item} {body}'
+            body = body if i < least else f"({body})?"
+        return self.lark.rule("array", f'"[" {body} "]"')
+
+    def _items(self, way: Together, path: tuple[str, ...]) -> tuple[list[str], str]:
+        """Return the rules of a tuple's items, in either spelling of JSON Schema, and that of any further item."""
+        tuples = [items_of(schema.get("prefixItems")) or items_of(schema.get("items")) for schema in way]
+        first = [self._any_value(item, (*path, str(i))) for i, item in enumerate(max(tuples, key=len, default=[]))]
+        others = [inner for schema in way if isinstance(inner := schema.get("items"), dict)]
+        return first, "" if first and not others else self._any_value({"allOf": others}, (*path, "*"))
+
+    def _counts(self, way: Together) -> tuple[int, int | None]:
+        least = [count for schema in way if type(count := schema.get("minItems")) is int]
+        most = [count for schema in way if type(count := schema.get("maxItems")) is int]
+        return max(least, default=0), min(most, default=None)
+
+    def _anything(self) -> str:
+        text = f"{self.lark.literal(self._quote)} {self.lark.free_text(self._quote)}"
+        scalar = self.lark.enforced_json({"type": sorted(SCALARS)}, _FIELD)
+        return self.lark.define("any", f'{text} | {scalar} | "[" (any ("," any)*)? "]" | {self._members("any")}')

@@ -1,0 +1,168 @@
+"""Values without quotes, between tags. The tool's schema says what is text and what is JSON."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+import orjson
+
+from ..deltas import CallDelta
+from ..schemas import Place
+from .base import Cursor, MalformedError, Reading, ahead, find_first, peek
+from .calls import text_of
+from .json_text import JsonReader
+
+ANYTHING = Place()
+BEGINS = {'"': "string", "{": "object", "[": "array", "t": "boolean", "f": "boolean", "n": "null"}
+INTEGER = re.compile(r"-?\d+", re.ASCII)
+MOST_EXACT = 2**53  # larger whole numbers with a point or an exponent stay as they are written
+
+
+def convert(text: str, place: Place) -> str:
+    """Return the value as JSON text, its numbers with the digits that were written. A value that does not fit its place
+    stays a string: the tool's check names the fault.
+    """
+    written = "" if place.texts and text in place.texts else _as_json(text.strip())
+    return (_fitting(written, place) if written else "") or _dump(text)
+
+
+def _fitting(written: str, place: Place) -> str:
+    """Return JSON text that fits, "" if it is meant as text."""
+    kind = BEGINS.get(written[0]) or ("integer" if INTEGER.fullmatch(written) else "number")
+    if place.open:  # a value of unknown type stays text unless it can hardly be meant as text
+        return written if kind in ("object", "array") else ""
+    if "string" in place.types and place.texts is None and kind != "null":
+        return ""
+    if kind in place.types:
+        return written
+    if kind == "number" and "integer" in place.types:
+        value = float(written)
+        return str(int(value)) if value.is_integer() and abs(value) < MOST_EXACT else ""
+    return ""
+
+
+def _as_json(text: str) -> str:
+    """Return text that is JSON, as it is or without a model's slips; "" if it is none."""
+    try:
+        orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return _mended(text)
+    return text
+
+
+def _mended(text: str) -> str:
+    cursor = Cursor(text, ended=True)
+    try:
+        mended = "".join(text_of(part) for part in JsonReader(cursor).value() if part is not None)
+    except MalformedError:
+        return ""
+    return "" if cursor.buffer else mended
+
+
+def _dump(text: str) -> str:
+    return orjson.dumps(text).decode()
+
+
+class Members:
+    """A writer of `"name": value` pairs as one JSON object while their values are still being generated."""
+
+    def __init__(self, places: Mapping[str, Place]) -> None:
+        self._places = places
+        self._before = "{"
+
+    def add(self, name: str, value: Value) -> Reading[None]:
+        """Add one pair. Text is passed on as it comes, other types when they are complete."""
+        place = self._places.get(name, ANYTHING)
+        head = f"{self._before}{_dump(name)}: "
+        self._before = ", "
+        if place.types == {"string"}:
+            yield CallDelta(head + '"')
+            yield from value.read(_escape)
+            yield CallDelta('"')
+            return
+        texts: list[str] = []
+        yield from value.read(texts.append)
+        yield CallDelta(head + convert("".join(texts), place))
+
+    def close(self) -> Reading[None]:
+        yield CallDelta("{}" if self._before == "{" else "}")
+
+
+def _escape(text: str) -> CallDelta:
+    return CallDelta(_dump(text)[1:-1])
+
+
+class Value:
+    """A value between tags, without quotes.
+
+    Args:
+        closer: its end tag. It ends the value only before one of `followers` or the end of the text: a value may be
+            a text about these very tags.
+        others: tags that end a value without an end tag, each with the text that must follow; None: any text.
+        lines: one line break after the opening and one before the end tag are not part of the value.
+    """
+
+    def __init__(
+        self,
+        cursor: Cursor,
+        closer: str,
+        followers: Sequence[str],
+        others: Mapping[str, Sequence[str] | None] | None = None,
+        lines: bool = False,
+    ) -> None:
+        self._cursor = cursor
+        self._closer = closer
+        self._marks: dict[str, Sequence[str] | None] = {closer: followers, **(others or {})}
+        self._lines = lines
+
+    def read(self, emit: Callable[[str], CallDelta | None]) -> Reading[None]:
+        """Read up to and including the end tag. Any other tag that ends the value is not read."""
+        if self._lines and (yield from peek(self._cursor, 1)) == "\n":
+            self._cursor.take(1)
+        while True:
+            at, mark = self._next()
+            if at:
+                yield from _if_any(emit(self._cursor.take(at)))
+            if not mark:
+                if self._cursor.ended:
+                    raise MalformedError("the text ends inside a value")
+                yield None
+            elif (yield from self._ends(mark)):
+                return
+            else:
+                yield from _if_any(emit(self._cursor.take(1)))
+
+    def _next(self) -> tuple[int, str]:
+        """Return how many characters certainly belong to the value, and the tag that follows them, or ""."""
+        text = self._cursor.buffer
+        at, mark = find_first(text, self._marks)
+        return at - (self._lines and text[:at].endswith("\n")), mark
+
+    def _ends(self, mark: str) -> Reading[bool]:
+        """Return whether the tag at the cursor, perhaps after one line break, ends the value."""
+        line = 0 if self._cursor.buffer.startswith(mark) else 1
+        if not (yield from self._follows(line + len(mark), self._marks[mark])):
+            return False
+        self._cursor.take(line + len(mark) * (mark == self._closer))
+        return True
+
+    def _follows(self, at: int, followers: Sequence[str] | None) -> Reading[bool]:
+        if followers is None:
+            return True
+        past = yield from self._past_spaces(at)
+        follower = yield from ahead(self._cursor, past, followers)
+        return bool(follower) or (self._cursor.complete and len(self._cursor.buffer) <= past)
+
+    def _past_spaces(self, at: int) -> Reading[int]:
+        while True:
+            text = self._cursor.buffer
+            past = len(text) - len(text[at:].lstrip())
+            if past < len(text) or self._cursor.ended:
+                return past
+            yield None
+
+
+def _if_any(delta: CallDelta | None) -> Reading[None]:
+    if delta is not None:
+        yield delta

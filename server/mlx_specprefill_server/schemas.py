@@ -1,0 +1,187 @@
+"""JSON schemas: the one answer to what may stand in a place. Parsers of calls and grammars that force them both ask it.
+
+Clients write the schemas: whatever in them is no schema allows anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import unquote
+
+Schema = Mapping[str, Any]
+# Schemas without composition that all hold at once.
+Together = tuple[Schema, ...]
+
+TYPES = frozenset({"object", "array", "string", "number", "integer", "boolean", "null"})
+ALIKE: Mapping[str, frozenset[str]] = {"number": frozenset({"number", "integer"})}
+KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
+# words that describe one type only; a schema that has them and names no type means this one
+IMPLIED = {"properties": "object", "items": "array", "prefixItems": "array"}
+# words that say nothing themselves
+COMPOSING = frozenset("$ref allOf anyOf oneOf $defs definitions $id $schema title description default".split())
+DEEPEST = 64  # hops and compositions
+MOST_WAYS = 256  # a schema that can be matched in more ways says nothing here
+
+
+def mapping_of(value: Any) -> dict[str, Any]:
+    """Return an object of a schema, an empty one for anything else."""
+    return value if isinstance(value, dict) else {}
+
+
+def items_of(value: Any) -> list[Any]:
+    """Return an array of a schema, an empty one for anything else."""
+    return value if isinstance(value, list) else []
+
+
+def target(reference: str, root: Any) -> Any:
+    """Return the schema that a local reference names, None if there is none. Source: RFC 6901."""
+    identity = root.get("$id") if isinstance(root, dict) else None
+    if isinstance(identity, str) and not reference.startswith("#"):
+        reference = "#" + reference.removeprefix(identity).removeprefix("#")
+    if reference[:2] not in ("#", "#/"):
+        return None
+    for step in unquote(reference).split("/")[1:]:
+        name = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(root, list) and name.isdecimal() and int(name) < len(root):
+            root = root[int(name)]
+        else:
+            root = root.get(name) if isinstance(root, dict) else None
+    return root
+
+
+def ways(schema: Any, root: Any) -> list[Together]:
+    """Return the ways in which a value can match a schema: references, anyOf, oneOf and allOf are resolved.
+
+    Args:
+        root: the schema that references point into.
+    """
+    found = _ways(schema, root, frozenset())
+    return [()] if len(found) > MOST_WAYS else [way for way in found if types_of(way)]
+
+
+def _ways(schema: Any, root: Any, above: frozenset[int]) -> list[Together]:
+    if schema is False:
+        return []
+    if not isinstance(schema, dict) or id(schema) in above or len(above) > DEEPEST:  # a circle says nothing
+        return [()]
+    above |= {id(schema)}
+    found: list[Together] = [() if schema.keys() <= COMPOSING else (schema,)]
+    for branches in _branches(schema, root):
+        others = [way for branch in branches for way in _ways(branch, root, above)]
+        found = [way + other for way in found for other in others]
+        if len(found) > MOST_WAYS:
+            break
+    if schema.get("nullable") is True:  # OpenAPI 3.0
+        found.append(({"type": "null"},))
+    return found
+
+
+def _branches(schema: Schema, root: Any) -> Iterable[Sequence[Any]]:
+    """Return groups of schemas; one of each group has to hold."""
+    if isinstance(reference := schema.get("$ref"), str):
+        yield [target(reference, root)]
+    for part in items_of(schema.get("allOf")):
+        yield [part]
+    for word in ("anyOf", "oneOf"):
+        if branches := items_of(schema.get(word)):
+            yield branches
+
+
+def types_of(way: Together) -> frozenset[str]:
+    """Return the JSON types that are allowed at once. A number may be an integer."""
+    return TYPES.intersection(*map(_types, way))
+
+
+def _types(schema: Schema) -> frozenset[str]:
+    stated = schema.get("type")
+    names = {name for name in [stated, *items_of(stated)] if isinstance(name, str)} & TYPES
+    allowed = frozenset().union(*(ALIKE.get(name, {name}) for name in names)) if names else TYPES
+    if (listed := _listed(schema)) is not None:
+        return allowed & {kind_of(value) for value in listed}
+    return allowed if stated is not None else _implied(schema)
+
+
+def _implied(schema: Schema) -> frozenset[str]:
+    return next((frozenset({kind}) for word, kind in IMPLIED.items() if word in schema), TYPES)
+
+
+def kind_of(value: Any) -> str:
+    """Return the JSON type of a value."""
+    return KINDS.get(type(value), "null")
+
+
+def _listed(schema: Schema) -> list[Any] | None:
+    """Return the only values that match a schema without composition, None if it lists none."""
+    if "const" in schema:
+        return [schema["const"]]
+    return schema["enum"] if isinstance(schema.get("enum"), list) else None
+
+
+def listed(way: Together) -> list[Any] | None:
+    """Return the only values that are allowed, None if they are not listed."""
+    lists = [values for schema in way if (values := _listed(schema)) is not None]
+    if not lists:
+        return None
+    types = types_of(way)
+    return [value for value in lists[0] if kind_of(value) in types and all(value in other for other in lists[1:])]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What may stand in one place.
+
+    Attributes:
+        types: the JSON types; all of them where the schema names none.
+        texts: the only strings, None for any.
+    """
+
+    types: frozenset[str] = TYPES
+    texts: frozenset[str] | None = None
+
+    @property
+    def open(self) -> bool:
+        """True where nothing is known about the type."""
+        return self.types == TYPES and self.texts is None
+
+
+def place(schema: Any, root: Any) -> Place:
+    """Return what a schema allows in its place."""
+    found = ways(schema, root)
+    types = frozenset[str]().union(*map(types_of, found)) if found else TYPES
+    lists = [listed(way) for way in found if "string" in types_of(way)]
+    if not lists or any(values is None for values in lists):
+        return Place(types)
+    return Place(types, frozenset(text for values in lists for text in values or () if isinstance(text, str)))
+
+
+def members(way: Together) -> dict[str, Schema]:
+    """Return the schemas of an object's members by name. Names that one of the schemas rules out are left out."""
+    parts: dict[str, list[Any]] = {}
+    for schema in way:
+        for name, inner in mapping_of(schema.get("properties")).items():
+            parts.setdefault(name, []).append(inner)
+    closed = [mapping_of(schema.get("properties")) for schema in way if schema.get("additionalProperties") is False]
+    possible = {name: inner for name, inner in parts.items() if all(name in known for known in closed)}
+    return {name: _all_of(inner) for name, inner in possible.items() if False not in inner}
+
+
+def required(way: Together) -> set[str]:
+    """Return the names of an object's required members."""
+    return {name for schema in way for name in items_of(schema.get("required")) if isinstance(name, str)}
+
+
+def _all_of(schemas: list[Any]) -> Schema:
+    if len(schemas) > 1:
+        return {"allOf": schemas}
+    return schemas[0] if isinstance(schemas[0], dict) else {}
+
+
+def places(parameters: Any) -> dict[str, Place]:
+    """Return what may stand in each member of a tool's arguments, by name."""
+    branches: dict[str, list[Schema]] = {}
+    for way in ways(parameters, parameters):
+        for name, schema in members(way).items():
+            branches.setdefault(name, []).append(schema)
+    return {name: place({"anyOf": schemas}, parameters) for name, schemas in branches.items()}

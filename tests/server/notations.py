@@ -1,0 +1,139 @@
+"""Every notation of calls: how a model writes arguments in it, how they are read, and how its grammar ends a text."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tool_parsers import kimi_k2, pythonic
+
+from mlx_specprefill_server.parsers.formats import Format, ToolParser, detect
+
+from .fakes import byte_tokenizer
+
+
+class Number(str):
+    """A number as it is written."""
+
+
+def exactly(text: str) -> Any:
+    """Return a JSON text's value with the digits of its numbers."""
+    return json.loads(text, parse_float=Number, parse_int=Number)
+
+
+def as_json(value: Any) -> str:
+    match value:
+        case Number():
+            return str(value)
+        case dict():
+            return "{" + ", ".join(f"{json.dumps(name)}: {as_json(inner)}" for name, inner in value.items()) + "}"
+        case list():
+            return "[" + ", ".join(map(as_json, value)) + "]"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def plain(value: Any) -> str:
+    """Text as it is, every other value as JSON."""
+    return value if isinstance(value, str) and not isinstance(value, Number) else as_json(value)
+
+
+def gemma(quote: str) -> Callable[[Any], str]:
+    def key(name: str) -> str:
+        return name if re.fullmatch(r"[\w-]+", name, re.ASCII) else f"{quote}{name}{quote}"
+
+    def written(value: Any) -> str:
+        match value:
+            case str() if not isinstance(value, Number):
+                return f"{quote}{value}{quote}"
+            case dict():
+                return "{" + ",".join(f"{key(name)}:{written(inner)}" for name, inner in value.items()) + "}"
+            case list():
+                return "[" + ",".join(map(written, value)) + "]"
+        return as_json(value)
+
+    return written
+
+
+def tags(begin: str, between: str, end: str, closed: str) -> Callable[[Mapping[str, Any]], str]:
+    return lambda given: begin + "".join(f"{between % name}{plain(v)}{end}" for name, v in given.items()) + closed
+
+
+@dataclass(frozen=True)
+class Notation:
+    """One notation. `write` returns a call of the tool `f`; `ends` are the ends of a text in it."""
+
+    format: Format
+    write: Callable[[Mapping[str, Any]], str]
+    ends: tuple[str, ...] = ('"',)
+    prompt: str = ""
+
+    @property
+    def is_forced(self) -> bool:
+        return self.format.tools != "native"
+
+
+def _of(parser: ToolParser, write: Callable[[Mapping[str, Any]], str], *ends: str) -> Notation:
+    return Notation(Format(parser, None), write, ends or ('"',))
+
+
+def _native(module: Any, write: Callable[[Mapping[str, Any]], str]) -> Notation:
+    marks = {"tool_call_start": module.tool_call_start, "tool_call_end": module.tool_call_end}
+    wrapper = TokenizerWrapper(byte_tokenizer()._tokenizer, tool_parser=module.parse_tool_call, **marks)
+    return Notation(detect(wrapper), write)
+
+
+GEMMA, OLD_GEMMA = gemma('<|"|>'), gemma("<escape>")
+NOTATIONS = {
+    "hermes": _of("hermes", lambda given: f'<tool_call>\n{{"name": "f", "arguments": {as_json(given)}}}\n</tool_call>'),
+    "llama": _of("hermes", lambda given: f'<|python_tag|>{{"name": "f", "parameters": {as_json(given)}}}'),
+    "xml": _of(
+        "xml",
+        tags("<tool_call>\n<function=f>\n", "<parameter=%s>\n", "\n</parameter>\n", "</function>\n</tool_call>"),
+        "\n</parameter>\n",
+    ),
+    "minimax": _of(
+        "minimax",
+        tags(
+            '<minimax:tool_call>\n<invoke name="f">\n',
+            '<parameter name="%s">',
+            "</parameter>\n",
+            "</invoke>\n</minimax:tool_call>",
+        ),
+        "</parameter>\n",
+    ),
+    "glm": _of(
+        "glm",
+        tags("<tool_call>f", "\n<arg_key>%s</arg_key>\n<arg_value>", "</arg_value>", "\n</tool_call>"),
+        "</arg_value>",
+    ),
+    "mistral": _of("mistral", lambda given: f'[TOOL_CALLS] [{{"name": "f", "arguments": {as_json(given)}}}]'),
+    "mistral-args": _of("mistral", lambda given: f"[TOOL_CALLS]f[ARGS]{as_json(given)}"),
+    "gemma": _of("gemma", lambda given: f"<|tool_call>call:f{GEMMA(given)}<tool_call|>", '<|"|>'),
+    "functiongemma": _of(
+        "gemma", lambda given: f"<start_function_call>call:f{OLD_GEMMA(given)}<end_function_call>", "<escape>"
+    ),
+    "harmony": _of(
+        "harmony",
+        lambda given: f"<|channel|>commentary to=functions.f <|constrain|>json<|message|>{as_json(given)}",
+    ),
+    "kimi": _native(
+        kimi_k2,
+        lambda given: (
+            "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>"
+            f"{as_json(given)}<|tool_call_end|><|tool_calls_section_end|>"
+        ),
+    ),
+    "lfm2": _native(
+        pythonic,
+        lambda given: (
+            f"<|tool_call_start|>[f({', '.join(f'{name}={as_json(v)}' for name, v in given.items())})]<|tool_call_end|>"
+        ),
+    ),
+}
+# Their grammars are written for tokenizers with other markers than the tests' one.
+FORCED = [name for name, notation in NOTATIONS.items() if notation.is_forced and name not in ("llama", "mistral-args",
+          "functiongemma")]  # fmt: skip

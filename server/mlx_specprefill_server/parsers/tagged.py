@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..deltas import CallBroken, CallEnd, CallStart, ContentDelta, ReasoningDelta, TextDelta
+from ..notations import END_CALL
 from .base import Cursor, MalformedError, Reading, Tools, find_first, skip, spaces, starts_with
 from .calls import CallReader
 
@@ -43,6 +44,7 @@ class TaggedText:
         self._begun = thinking and begun
         self._tools = tools
         self._think = think
+        self._closing = think[1:] if think else ()
         self._bare = bare if tools else None
         self._readers = {**openers, **({BARE: bare} if bare else {})} if tools else {}
         closing = [mark for mark in self._readers if mark != BARE] + ([think[1]] if think else [])
@@ -158,21 +160,20 @@ class TaggedText:
     def _held_back(self, cursor: Cursor, mark: str) -> Reading[tuple[int, list[Call]]]:
         """Read calls up to the first thing that is none, without yielding them.
 
-        Returns how many characters of them stand within the reasoning, and the calls. One that is made again behind the
-        reasoning was its sketch.
+        Returns how many characters of them stand within the reasoning, and the calls; none before a broken one. One
+        that is made again behind the reasoning was its sketch.
         """
         inside, thinks, made, sketched = 0, True, list[Call](), list[Call]()
         while mark:
             try:
                 made += yield from self._whole_calls(cursor, mark)
             except MalformedError:
-                break
+                return inside, []
             yield from spaces(cursor)
-            if thinks:
-                inside = len(cursor.trail())
-                thinks = not (self._think and (yield from skip(cursor, self._think[1])))
-                sketched = [] if thinks else made
-                made = made if thinks else []
+            inside = len(cursor.trail()) if thinks else inside
+            while end := (yield from skip(cursor, END_CALL, *self._closing)):
+                if thinks and end != END_CALL:
+                    thinks, sketched, made = False, made, []
                 yield from spaces(cursor)
             mark = yield from starts_with(cursor, self._marks[thinks])
         behind = [_words(call) for call in made]

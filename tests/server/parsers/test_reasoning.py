@@ -59,6 +59,7 @@ def shown(out: Read) -> tuple[Any, ...]:
         (OPENED, f"I ask.\n{XML}", ("I ask.", "", [WEATHER], "rc")),
         (OPENED, f"I ask.\n{CALL}\n{XML}\n", ("I ask.", "", [WEATHER] * 2, "rcc")),
         (OPENED, f"I ask.\n{XML}\n</think>\n", ("I ask.", "", [WEATHER], "rc")),
+        (OPENED, f"I ask.\n{XML}\n</tool_call>\n</think></think>", ("I ask.", "", [WEATHER], "rc")),
         (OPENED, f"I ask.\n{XML}\n</think>\n{NOW}", ("I ask.", "", [WEATHER, ("now", "{}")], "rcc")),
         (OPENED, f"I ask.\n{XML}\n</think>\n{CALL}", ("I ask.", "", [WEATHER], "rc")),  # sketched, then made
         # it is only sketched
@@ -67,6 +68,7 @@ def shown(out: Read) -> tuple[Any, ...]:
         (OPENED, f"Ask?\n{XML}\n{CALL} No.\n{NOW}", (f"Ask?\n{XML}\n{CALL} No.", "", [("now", "{}")], "rc")),
         (OPENED, f"Ask?\n{XML} No.\n</think>\n\n{CALL}", (f"Ask?\n{XML} No.", "", [WEATHER], "rc")),
         (OPENED, f"Ask?\n{XML}\n</think>\n{NOW}\nDone.", (f"Ask?\n{XML}", "Done.", [("now", "{}")], "rct")),
+        (OPENED, f"Ask?\n{XML}\n<tool_call>{{", (f"Ask?\n{XML}\n<tool_call>{{", "", [], "r")),
         (OPENED, f"Ask?\n{XML}\n<tool_call>no</tool_call>", (f"Ask?\n{XML}\n<tool_call>no</tool_call>", "", [], "r")),
         # thoughts about calls are none
         (OPENED, "A <tool_call> with {json}?</think>No.", ("A <tool_call> with {json}?", "No.", [], "rt")),

@@ -5,7 +5,7 @@ Clients write the schemas: whatever in them is no schema allows anything.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
@@ -22,7 +22,7 @@ IMPLIED = {"properties": "object", "items": "array", "prefixItems": "array"}
 # words that say nothing themselves
 COMPOSING = frozenset("$ref allOf anyOf oneOf $defs definitions $id $schema title description default".split())
 DEEPEST = 64  # hops and compositions
-MOST_WAYS = 256  # a schema that can be matched in more ways says nothing here
+MOST_WAYS = 256  # compositions with more ways to match, or more parts, say nothing here
 
 
 def mapping_of(value: Any) -> dict[str, Any]:
@@ -51,42 +51,76 @@ def target(reference: str, root: Any) -> Any:
     return root
 
 
-def ways(schema: Any, root: Any) -> list[Together]:
-    """Return the ways in which a value can match a schema: references, anyOf, oneOf and allOf are resolved.
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What may stand in one place.
+
+    Attributes:
+        types: the JSON types; all of them where the schema names none.
+        texts: the only strings, None for any.
+    """
+
+    types: frozenset[str] = TYPES
+    texts: frozenset[str] | None = None
+
+    @property
+    def open(self) -> bool:
+        """True where nothing is known about the type."""
+        return self.types == TYPES and self.texts is None
+
+
+class Resolver:
+    """What one schema allows in each of its places: references, anyOf, oneOf and allOf are resolved.
 
     Args:
-        root: the schema that references point into.
+        root: the schema that references point into. Each of them is resolved once: they may fan out without end.
     """
-    found = _ways(schema, root, frozenset())
-    return [()] if len(found) > MOST_WAYS else [way for way in found if types_of(way)]
 
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._known: dict[str, list[Together]] = {}  # by reference
 
-def _ways(schema: Any, root: Any, above: frozenset[int]) -> list[Together]:
-    if schema is False:
-        return []
-    if not isinstance(schema, dict) or id(schema) in above or len(above) > DEEPEST:  # a circle says nothing
-        return [()]
-    above |= {id(schema)}
-    found: list[Together] = [() if schema.keys() <= COMPOSING else (schema,)]
-    for branches in _branches(schema, root):
-        others = [way for branch in branches for way in _ways(branch, root, above)]
-        found = [way + other for way in found for other in others]
-        if len(found) > MOST_WAYS:
-            break
-    if schema.get("nullable") is True:  # OpenAPI 3.0
-        found.append(({"type": "null"},))
-    return found
+    def ways(self, schema: Any) -> list[Together]:
+        """Return the ways in which a value can match a schema within the root."""
+        return [way for way in self._ways(schema, 0) if types_of(way)]
 
+    def place(self, schema: Any) -> Place:
+        """Return what a schema within the root allows in its place."""
+        found = self.ways(schema)
+        types = frozenset[str]().union(*map(types_of, found)) if found else TYPES
+        lists = [listed(way) for way in found if "string" in types_of(way)]
+        if not lists or any(values is None for values in lists):
+            return Place(types)
+        return Place(types, frozenset(text for values in lists for text in values or () if isinstance(text, str)))
 
-def _branches(schema: Schema, root: Any) -> Iterable[Sequence[Any]]:
-    """Return groups of schemas; one of each group has to hold."""
-    if isinstance(reference := schema.get("$ref"), str):
-        yield [target(reference, root)]
-    for part in items_of(schema.get("allOf")):
-        yield [part]
-    for word in ("anyOf", "oneOf"):
-        if branches := items_of(schema.get(word)):
-            yield branches
+    def _ways(self, schema: Any, depth: int) -> list[Together]:
+        if schema is False:
+            return []
+        if not isinstance(schema, dict) or depth > DEEPEST:
+            return [()]
+        own: list[Together] = [() if schema.keys() <= COMPOSING else (schema,)]
+        found = own
+        for others in self._compositions(schema, depth + 1):
+            if len(found) * len(others) > MOST_WAYS:
+                return own
+            found = [way + other for way in found for other in others]
+        return [*found, ({"type": "null"},)] if schema.get("nullable") is True else found  # OpenAPI 3.0
+
+    def _compositions(self, schema: Schema, depth: int) -> Iterable[list[Together]]:
+        """Return groups of ways; one of each group has to hold."""
+        if isinstance(reference := schema.get("$ref"), str):
+            yield self._referred(reference, depth)
+        for part in items_of(schema.get("allOf"))[:MOST_WAYS]:
+            yield self._ways(part, depth)
+        for word in ("anyOf", "oneOf"):
+            if branches := items_of(schema.get(word)):
+                yield [way for branch in branches for way in self._ways(branch, depth)]
+
+    def _referred(self, reference: str, depth: int) -> list[Together]:
+        if reference not in self._known:
+            self._known[reference] = [()]  # a circle says nothing
+            self._known[reference] = self._ways(target(reference, self._root), depth)
+        return self._known[reference]
 
 
 def types_of(way: Together) -> frozenset[str]:
@@ -97,10 +131,14 @@ def types_of(way: Together) -> frozenset[str]:
 def _types(schema: Schema) -> frozenset[str]:
     stated = schema.get("type")
     names = {name for name in [stated, *items_of(stated)] if isinstance(name, str)} & TYPES
-    allowed = frozenset().union(*(ALIKE.get(name, {name}) for name in names)) if names else TYPES
+    allowed = _with_alike(names) if names else TYPES
     if (listed := _listed(schema)) is not None:
-        return allowed & {kind_of(value) for value in listed}
+        return allowed & _with_alike(map(kind_of, listed))
     return allowed if stated is not None else _implied(schema)
+
+
+def _with_alike(kinds: Iterable[str]) -> frozenset[str]:
+    return frozenset().union(*(ALIKE.get(kind, {kind}) for kind in set(kinds)))
 
 
 def _implied(schema: Schema) -> frozenset[str]:
@@ -125,35 +163,15 @@ def listed(way: Together) -> list[Any] | None:
     if not lists:
         return None
     types = types_of(way)
-    return [value for value in lists[0] if kind_of(value) in types and all(value in other for other in lists[1:])]
+    others = [set(map(key_of, values)) for values in lists[1:]]
+    return [v for v in lists[0] if kind_of(v) in types and all(key_of(v) in known for known in others)]
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """What may stand in one place.
-
-    Attributes:
-        types: the JSON types; all of them where the schema names none.
-        texts: the only strings, None for any.
-    """
-
-    types: frozenset[str] = TYPES
-    texts: frozenset[str] | None = None
-
-    @property
-    def open(self) -> bool:
-        """True where nothing is known about the type."""
-        return self.types == TYPES and self.texts is None
-
-
-def place(schema: Any, root: Any) -> Place:
-    """Return what a schema allows in its place."""
-    found = ways(schema, root)
-    types = frozenset[str]().union(*map(types_of, found)) if found else TYPES
-    lists = [listed(way) for way in found if "string" in types_of(way)]
-    if not lists or any(values is None for values in lists):
-        return Place(types)
-    return Place(types, frozenset(text for values in lists for text in values or () if isinstance(text, str)))
+def key_of(value: Any) -> Hashable:
+    """Return a key that is the same for equal JSON values."""
+    if isinstance(value, dict):
+        return frozenset((name, key_of(inner)) for name, inner in value.items())
+    return tuple(map(key_of, value)) if isinstance(value, list) else (type(value) is bool, value)
 
 
 def members(way: Together) -> dict[str, Schema]:
@@ -178,10 +196,21 @@ def _all_of(schemas: list[Any]) -> Schema:
     return schemas[0] if isinstance(schemas[0], dict) else {}
 
 
-def places(parameters: Any) -> dict[str, Place]:
-    """Return what may stand in each member of a tool's arguments, by name."""
-    branches: dict[str, list[Schema]] = {}
-    for way in ways(parameters, parameters):
-        for name, schema in members(way).items():
-            branches.setdefault(name, []).append(schema)
-    return {name: place({"anyOf": schemas}, parameters) for name, schemas in branches.items()}
+class Places(Mapping[str, Place]):
+    """What may stand in each member of a tool's arguments, by name; looked up when it is asked for."""
+
+    def __init__(self, parameters: Any) -> None:
+        self._resolver = Resolver(parameters)
+        self._schemas: dict[str, list[Schema]] = {}
+        for way in self._resolver.ways(parameters):
+            for name, schema in members(way).items():
+                self._schemas.setdefault(name, []).append(schema)
+
+    def __getitem__(self, name: str) -> Place:
+        return self._resolver.place({"anyOf": self._schemas[name]})
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._schemas)
+
+    def __len__(self) -> int:
+        return len(self._schemas)

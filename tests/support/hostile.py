@@ -19,7 +19,7 @@ from mlx_specprefill_server.constrained.output_format import OutputFormat, const
 from tests.server.fakes import byte_tokenizer
 
 SMALLEST_STACK = 512 << 10  # bytes; what macOS gives a thread that asks for none
-NOTATIONS = ("hermes", "xml", "harmony", "mistral", "gemma", "glm")
+NOTATIONS = ("hermes", "xml", "harmony", "mistral", "gemma", "glm", "minimax")
 LONGEST_JSON = 250  # levels that the server lets through
 Make = Callable[[random.Random, int], Any]
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote
 
 from mlx_specprefill import grammar_error
 
 from ..big_json import dumps
-from ..schemas import TYPES, Together, listed, mapping_of, members, required, target, types_of, ways
+from ..schemas import TYPES, Resolver, Together, key_of, listed, mapping_of, members, required, target, types_of
 from .patterns import ascii_classes
 
 Schema = dict[str, Any]
@@ -21,8 +21,10 @@ _NOT_ENFORCED = frozenset(
     "dependencies unevaluatedItems unevaluatedProperties $dynamicRef $recursiveRef".split()
 )
 _CONDITIONS = frozenset({"if", "not", "dependentSchemas", "dependencies"})
-# They name places, which have new names in the result; `nullable` is no JSON schema: null would not be valid.
-_SILENT = frozenset("$dynamicAnchor $recursiveAnchor $anchor $id $defs definitions nullable".split())
+# They name places, which have new names in the result, or tell people something; `nullable` is no JSON schema: null
+# would not be valid.
+_SILENT = frozenset("$dynamicAnchor $recursiveAnchor $anchor $id $defs definitions nullable "
+                    "title description default examples $comment".split())  # fmt: skip
 _HARMLESS: Mapping[str, tuple[Any, ...]] = {"uniqueItems": (False,), "unevaluatedItems": (True,),
                                             "unevaluatedProperties": (True,), "propertyNames": ({}, True)}  # fmt: skip
 _FORMATS = frozenset("date date-time time duration email hostname ipv4 ipv6 uuid uri unknown".split())
@@ -41,6 +43,7 @@ _LIMITS = (
     ("minItems", "maxItems"),
     ("minProperties", "maxProperties"),
 )
+_MOST_COMPARED = 32  # branches of a oneOf of which each two are compared
 _ORDINARY = 2**31  # limits below it are never beyond
 _LARGEST_STEP = 4096  # a grammar of larger multiples within bounds has too many states
 
@@ -48,20 +51,25 @@ _LARGEST_STEP = 4096  # a grammar of larger multiples within bounds has too many
 class EnforceableSchema:
     """The part of a schema that can be enforced.
 
+    Args:
+        objection: returns what the grammar library has against a grammar, "" for nothing.
+
     Attributes:
         schema: the schema without the other parts. A oneOf of exclusive branches becomes an anyOf, which is the same.
             All references point into its `$defs`, whatever the names and places of their targets were.
         left_out: a sentence for each part that was left out.
     """
 
-    def __init__(self, schema: Mapping[str, Any]) -> None:
+    def __init__(self, schema: Mapping[str, Any], objection: Callable[[str], str] = grammar_error) -> None:
         self._root = schema
+        self._resolver = Resolver(schema)
+        self._objection_to = objection
         self._names: dict[str, str] = {}  # of definitions, by the references to them
-        self._definitions: Schema = {}
+        self._referred: list[str] = []  # references whose targets are still to be done: chains of them may be long
         self.left_out: list[str] = []
         self.schema: Schema = self._of(dict(schema), ())
-        if self._definitions:
-            self.schema["$defs"] = self._definitions
+        if definitions := dict(self._definitions()):
+            self.schema["$defs"] = definitions
 
     def _of(self, schema: Any, path: tuple[str, ...]) -> Any:
         if not isinstance(schema, dict):
@@ -88,11 +96,15 @@ class EnforceableSchema:
     def _definition(self, reference: str) -> str:
         """Return the name of a reference's target in the definitions. A target may refer to itself."""
         if reference not in self._names:
-            name = self._names[reference] = f"d{len(self._names)}"
-            place = tuple(unquote(reference).split("/")[1:])
-            self._definitions[name] = {}
-            self._definitions[name] = self._of(target(reference, self._root), place)
+            self._names[reference] = f"d{len(self._names)}"
+            self._referred.append(reference)
         return self._names[reference]
+
+    def _definitions(self) -> Iterator[tuple[str, Any]]:
+        while self._referred:
+            reference = self._referred.pop()
+            place = tuple(unquote(reference).split("/")[1:])
+            yield self._names[reference], self._of(target(reference, self._root), place)
 
     def _is_enforced(self, word: str, value: Any, path: tuple[str, ...]) -> bool:
         if word in _SILENT:
@@ -130,9 +142,9 @@ class EnforceableSchema:
             self._remove(_BOUNDS, schema, path, f"is not supported beside a `multipleOf` over {_LARGEST_STEP}")
         for group in _LIMITS:
             beyond = [word for word in group if word in schema and not _is_ordinary(schema[word])]
-            alone = [word for word in beyond if _is_refused(schema, [word])]
+            alone = [word for word in beyond if self._is_refused(schema, [word])]
             self._remove(alone, schema, path, "is beyond what can be enforced")
-            while beyond and _is_refused(schema, group):
+            while beyond and self._is_refused(schema, group):
                 worst = next(word for word in group if word in schema)
                 self._remove([worst], schema, path, "can't be enforced beside the other limits")
 
@@ -152,29 +164,66 @@ class EnforceableSchema:
     def _leave_out(self, word: str, path: tuple[str, ...], why: str) -> None:
         self.left_out.append(f"`{word}` at {'.'.join(path) or 'the top'} {why}")
 
+    def _is_refused(self, schema: Schema, words: Sequence[str]) -> bool:
+        """Ask the grammar library about some words of a schema."""
+        asked = {word: schema[word] for word in ("type", *words) if word in schema}
+        if isinstance(named := asked.get("patternProperties"), dict):
+            asked["patternProperties"] = dict.fromkeys(named, True)
+        text = dumps({**asked, "x-guidance": {"lenient": False}}).decode()
+        return bool(self._objection_to(f"start: %json {text}"))
+
     def _exclusive(self, branches: Sequence[Any]) -> bool:
-        """Return whether no value can match two of the branches."""
-        meant = [ways(branch, self._root) for branch in branches]
-        pairs = ((ones, others) for i, ones in enumerate(meant) for others in meant[:i])
-        return all(self._disjoint(one, other) for ones, others in pairs for one in ones for other in others)
-
-    def _disjoint(self, one: Together, other: Together) -> bool:
-        if not types_of(one) & types_of(other) or _differ(listed(one), listed(other)):
-            return True
-        if not (types_of(one) == types_of(other) == {"object"}):
-            return False
-        names = required(one) & required(other)
-        return any(_differ(self._member(one, name), self._member(other, name)) for name in names)
-
-    def _member(self, way: Together, name: str) -> list[Any] | None:
-        """Return the only values of an object's member, None if they are not listed."""
-        values = [listed(inner) for inner in ways(members(way).get(name, {}), self._root)]
-        return None if None in values else [value for some in values for value in some or ()]
+        """Return whether no value can match two of the branches, in time that grows with their size."""
+        groups: dict[frozenset[str], list[_Branch]] = {}
+        for branch in branches:
+            meant = _Branch(branch, self._resolver)
+            groups.setdefault(meant.types, []).append(meant)
+        kinds = list(groups)  # few: there are seven types
+        return all(map(_all_differ, groups.values())) and all(
+            not one & other or _all_differ([*groups[one], *groups[other]])
+            for i, one in enumerate(kinds)
+            for other in kinds[:i]
+        )
 
 
-def _differ(values: Sequence[Any] | None, others: Sequence[Any] | None) -> bool:
-    """Return whether both are lists of values and have none in common."""
-    return values is not None and others is not None and not any(value in others for value in values)
+class _Branch:
+    """What tells a branch of a oneOf from the others.
+
+    Attributes:
+        types: the allowed JSON types.
+        values: the only values, by "", and those of members that are required, by their names.
+    """
+
+    def __init__(self, schema: Any, resolver: Resolver) -> None:
+        found = resolver.ways(schema)
+        self.types = frozenset[str]().union(*map(types_of, found))
+        values = {"": _values(found)}
+        if self.types == {"object"}:
+            described = [members(way) for way in found]
+            for name in required(found[0]).intersection(*map(required, found[1:])):
+                inner = [way for known in described for way in resolver.ways(known.get(name, {}))]
+                values[f".{name}"] = _values(inner)
+        self.values = {name: some for name, some in values.items() if some is not None}
+
+
+def _values(found: Sequence[Together]) -> set[Hashable] | None:
+    """Return the only values that match in one of these ways, None if they are not listed."""
+    values = [listed(way) for way in found]
+    return None if None in values else {key_of(value) for some in values for value in some or ()}
+
+
+def _all_differ(branches: Sequence[_Branch]) -> bool:
+    """Return whether no value matches two branches. Each two of a few may differ in another member."""
+    if len(branches) > _MOST_COMPARED:
+        return _differ(branches)
+    return all(_differ((one, other)) for i, one in enumerate(branches) for other in branches[:i])
+
+
+def _differ(branches: Sequence[_Branch]) -> bool:
+    """Return whether all branches list their values, or those of one required member, and no value twice."""
+    names = [name for name in branches[0].values if all(name in branch.values for branch in branches)]
+    sets = [[branch.values[name] for branch in branches] for name in names]
+    return any(len(set[Hashable]().union(*values)) == sum(map(len, values)) for values in sets)
 
 
 def _names_types(value: Any) -> bool:
@@ -188,15 +237,3 @@ def _is_beyond(patterns: str | Mapping[str, Any]) -> bool:
 def _is_ordinary(limit: Any) -> bool:
     """Return whether a limit is certainly enforced: the grammar library need not be asked."""
     return type(limit) is int and 0 <= limit < _ORDINARY
-
-
-def _is_refused(schema: Schema, words: Sequence[str]) -> bool:
-    """Ask the grammar library about some words of a schema."""
-    asked = {word: schema[word] for word in ("type", *words) if word in schema}
-    if isinstance(named := asked.get("patternProperties"), dict):
-        asked["patternProperties"] = dict.fromkeys(named, True)
-    try:
-        text = dumps({**asked, "x-guidance": {"lenient": False}}).decode()
-    except TypeError:  # too deep: refused where the whole schema is written
-        return False
-    return bool(grammar_error(f"start: %json {text}"))

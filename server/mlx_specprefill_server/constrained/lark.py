@@ -7,10 +7,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from mlx_specprefill import InvalidRequestError
+from mlx_specprefill import InvalidRequestError, grammar_error
 
 from ..big_json import dumps
 from ..errors import refusal
+from ..schemas import mapping_of
 from .enforceable import EnforceableSchema, Schema
 
 # At most one space, where people write one. A model could fill its whole answer with free whitespace.
@@ -21,6 +22,7 @@ _COMPACT = {
     "lenient": True,  # what can't be enforced has been left out by name; other words say nothing
 }
 LARGEST = 1 << 20  # characters of a grammar, as in the library; a larger one is not even built
+_MOST_ASKED = 256  # grammars of which it is asked whether they can be followed; each takes milliseconds
 _ESCAPED_OR_SPECIAL = re.compile(r"\\.|/|\n", re.DOTALL)
 
 
@@ -41,7 +43,7 @@ class Lark:
         self._rules: dict[str, str] = {}
         self._names: dict[tuple[str, str, str], str] = {}
         self._field = field
-        self._size = 0
+        self._size = self._asked = 0
         markers = sorted(filter(None, special), key=len, reverse=True)
         self._markers = re.compile(f"({'|'.join(map(re.escape, markers))})") if markers else None
 
@@ -86,20 +88,13 @@ class Lark:
         warning.
 
         Raises:
-            InvalidRequestError: the schema is nested too deeply, or holds such a keyword.
+            InvalidRequestError: `strict`, and the schema holds such a keyword.
         """
-        return self.enforced_json(self.enforceable(schema, strict, field), field)
+        return self.enforced_json(self.enforceable(schema, strict, field))
 
-    def enforced_json(self, schema: Mapping[str, Any], field: str) -> str:
-        """Return JSON that matches a schema that `enforceable` has returned.
-
-        Raises:
-            InvalidRequestError: it is nested too deeply.
-        """
-        try:
-            text = dumps({**schema, "x-guidance": _COMPACT}).decode()
-        except TypeError as error:
-            raise refusal(field, f"the schema can't be read: {error}") from error
+    def enforced_json(self, schema: Mapping[str, Any]) -> str:
+        """Return JSON that matches a part of a schema that `enforceable` has returned."""
+        text = dumps({**_without_unused(schema), "x-guidance": _COMPACT}).decode()
         return self.rule("json", f"%json {text}")
 
     def enforceable(self, schema: Mapping[str, Any], strict: bool, field: str, whose: str = "") -> Schema:
@@ -111,7 +106,7 @@ class Lark:
         Raises:
             InvalidRequestError: `strict`, and the schema has such keywords. The message names them and their places.
         """
-        part = EnforceableSchema(schema)
+        part = EnforceableSchema(schema, self.objection)
         for sentence in part.left_out:
             self.ignore(f"{field}: {whose}{sentence}", strict, field)
         return part.schema
@@ -125,6 +120,11 @@ class Lark:
         if strict:
             raise InvalidRequestError(sentence, field=field)
         self.warnings[sentence] = None
+
+    def objection(self, grammar: str) -> str:
+        """Return why no text can follow a grammar, "" if one can or after too many questions."""
+        self._asked += 1
+        return grammar_error(grammar) if self._asked <= _MOST_ASKED else ""
 
     def regex(self, pattern: str) -> str:
         """Return text that matches a regular expression as a whole."""
@@ -149,6 +149,21 @@ class Lark:
         end = self.free_text("<|end|>")
         start, again = self.literal("<|channel|>analysis<|message|>"), self.literal("<|start|>assistant")
         return self.rule("analysis", f"({start} {end} {again})?")
+
+
+def _without_unused(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the schema with those of its definitions that it refers to."""
+    definitions, used = mapping_of(schema.get("$defs")), Schema()
+    todo: list[Any] = [{word: value for word, value in schema.items() if word != "$defs"}]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, dict) and isinstance(reference := value.get("$ref"), str):
+            name = reference.removeprefix("#/$defs/")
+            if name in definitions and name not in used:
+                used[name] = definitions[name]
+                todo.append(used[name])
+        todo += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return {**schema, "$defs": used} if definitions else schema
 
 
 def terminal(pattern: str) -> str:

@@ -159,7 +159,7 @@ def _enforceable(lark: Lark, tool: Tool) -> ForcedTool:
 
 def _arguments(lark: Lark, tool: ForcedTool) -> str:
     """Return the schema of the arguments, which are an object whatever else the schema says."""
-    return lark.enforced_json(_without_extra_members({"type": "object", **tool.schema}), "tools")
+    return lark.enforced_json(_without_extra_members({"type": "object", **tool.schema}))
 
 
 def _without_extra_members(schema: Schema) -> Schema:

@@ -7,25 +7,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_specprefill import grammar_error
-
 from ..errors import refusal
 from ..schemas import (
-    TYPES,
+    Resolver,
     Schema,
     Together,
     items_of,
     listed,
     mapping_of,
     members,
-    place,
     required,
     types_of,
-    ways,
 )
 from .lark import Lark, terminal
 from .patterns import limits
@@ -60,6 +56,8 @@ class Unquoted:
         self.lark = lark
         self._tool = tool
         self._root = tool.schema
+        self._resolver = Resolver(tool.schema)
+        self._known: dict[Hashable, str] = {}  # rules of values by their schemas, which may contain themselves
 
     def tagged(self, begin: Callable[[str], str], end: str) -> str:
         """Return the rule of all arguments between tags, in the schema's order.
@@ -72,15 +70,16 @@ class Unquoted:
 
     def _pairs(self, way: Together, begin: Callable[[str], str], end: str) -> str:
         self._check_count(way, ())
+        needed = required(way)
         pairs = [
-            f"({begin(name)} {self._value(schema, end, (name,))}){'' if name in required(way) else '?'}"
+            f"({begin(name)} {self._value(schema, end, (name,))}){'' if name in needed else '?'}"
             for name, schema in self.fields(way).items()
         ]
-        return " ".join(pairs) or '""'
+        return self.lark.rule("pairs", " ".join(pairs) or '""')
 
     def objects(self, schema: Schema) -> list[Together]:
         """Return the ways to match a schema by an object whose required members may all be there."""
-        found = [way for way in ways(schema, self._root) if "object" in types_of(way)]
+        found = [way for way in self._resolver.ways(schema) if "object" in types_of(way)]
         possible = [way for way in found if required(way) <= self.fields(way).keys()]
         if not possible:
             raise refusal(_FIELD, f"{self._tool.name}: no arguments match the schema")
@@ -100,12 +99,18 @@ class Unquoted:
 
         The parser takes for text whatever stands where free text may: other types are then not written, but null.
         """
-        found = ways(schema, self._root)
+        found = self._resolver.ways(schema)
+        key = _key(found)
+        if key not in self._known:
+            self._known[key] = self._text_or_json(schema, found, end, path)
+        return self._known[key]
+
+    def _text_or_json(self, schema: Schema, found: Sequence[Together], end: str, path: tuple[str, ...]) -> str:
         texts = [way for way in found if "string" in types_of(way)]
         if not texts:
             return f"{self._json(schema)} {self.lark.literal(end)}"
         rules = [self.text(way, end, path) for way in texts]
-        known = place(schema, self._root)
+        known = self._resolver.place(schema)
         if known.texts is not None:
             rules += [f"{rule} {self.lark.literal(end)}" for way in found for rule in self._untexted(way)]
         elif "null" in known.types and not known.open:
@@ -130,7 +135,7 @@ class Unquoted:
         patterns: list[str] = []
         for word, pattern in (limit for schema in way for limit in limits(schema)):
             together = " & ".join(map(terminal, [*patterns, pattern or ""]))
-            if pattern is None or grammar_error(f"start: TEXT\nTEXT: {together}"):
+            if pattern is None or self.lark.objection(f"start: TEXT\nTEXT: {together}"):
                 self._ignore(word, path)
             else:
                 patterns.append(pattern)
@@ -148,7 +153,7 @@ class Unquoted:
 
     def _json(self, schema: Schema) -> str:
         definitions = self._root.get("$defs")
-        return self.lark.enforced_json({**schema, "$defs": definitions} if definitions else schema, _FIELD)
+        return self.lark.enforced_json({**schema, "$defs": definitions} if definitions else schema)
 
     def _choice(self, kind: str, rules: Sequence[str]) -> str:
         return rules[0] if len(rules) == 1 else self.lark.rule(kind, " | ".join(rules))
@@ -164,28 +169,37 @@ class Gemma(Unquoted):
     def __init__(self, lark: Lark, tool: ForcedTool, quote: str) -> None:
         super().__init__(lark, tool)
         self._quote = quote
-        self._known: dict[tuple[int, ...], str] = {}  # rules by their schemas, which may contain themselves
+        self._todo: list[tuple[str, list[Together], tuple[str, ...]]] = []  # rules that have a name, and no body yet
 
     def arguments(self) -> str:
         """Return the rule of all arguments."""
-        return self._choice("arguments", [self._object(way, ()) for way in self.objects(self._root)])
+        arguments = self._choice("arguments", [self._object(way, ()) for way in self.objects(self._root)])
+        while self._todo:
+            self._define(*self._todo.pop())
+        return arguments
 
     def _object(self, way: Together, path: tuple[str, ...]) -> str:
         """Return the rule of an object: required members, then optional ones, in the schema's order."""
         self._check_count(way, path)
+        needed = required(way)
         pairs: dict[bool, list[str]] = {True: [], False: []}
         for name, schema in self.fields(way).items():
             value = self._any_value(schema, (*path, name))
-            pairs[name in required(way)].append(self.lark.rule("pair", f"{self._key(name)} {value}"))
+            pairs[name in needed].append(self.lark.rule("pair", f"{self._key(name)} {value}"))
         if not any(pairs.values()):
             return self._map(way, path)
-        more = [f'("," {pair})?' for pair in pairs[False]]
         if pairs[True]:
-            body = " ".join([' "," '.join(pairs[True]), *more])
+            body = " ".join([' "," '.join(pairs[True]), *(f'("," {pair})?' for pair in pairs[False])])
         else:
-            first = [" ".join([pair, *more[i + 1 :]]) for i, pair in enumerate(pairs[False])]
-            body = f"({' | '.join(first)})?"
+            body = f"{self._some_of(pairs[False])}?"
         return self.lark.rule("object", f'"{{" {body} "}}"')
+
+    def _some_of(self, pairs: Sequence[str]) -> str:
+        """Return the rule of one or more of the pairs, in their order, with commas between. Halves keep it flat."""
+        if len(pairs) == 1:
+            return pairs[0]
+        first, second = (self._some_of(half) for half in (pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :]))
+        return self.lark.rule("some", f'{first} ("," {second})? | {second}')
 
     def _key(self, name: str) -> str:
         plain = _PLAIN_KEY.fullmatch(name)
@@ -205,27 +219,29 @@ class Gemma(Unquoted):
 
     def _any_value(self, schema: Schema, path: tuple[str, ...]) -> str:
         """Return the rule of a value of any of the types that may stand in its place."""
-        found = ways(schema, self._root)
-        key = tuple(id(part) for way in found for part in (*way, None))
+        found = self._resolver.ways(schema)
+        key = _key(found)
         if key not in self._known:
-            name = self._known[key] = self.lark.define(
-                self.lark.unused("value"), '""'
-            )  # a name, before the rules that may use it
-            rules = dict.fromkeys(rule for way in found for rule in self._typed(way, path))
-            if not rules:
-                raise refusal(_FIELD, f"{self._tool.name}: no value matches the schema at {'.'.join(path)}")
-            self.lark.define(name, " | ".join(rules))
+            self._known[key] = self.lark.define(self.lark.unused("value"), '""')
+            self._todo.append((self._known[key], found, path))
         return self._known[key]
 
+    def _define(self, name: str, found: Sequence[Together], path: tuple[str, ...]) -> None:
+        rules = dict.fromkeys(rule for way in found for rule in self._typed(way, path))
+        if not rules:
+            raise refusal(_FIELD, f"{self._tool.name}: no value matches the schema at {'.'.join(path)}")
+        self.lark.define(name, " | ".join(rules))
+
     def _typed(self, way: Together, path: tuple[str, ...]) -> Sequence[str]:
-        types, values = types_of(way), listed(way)
-        if values is not None:
-            return [self._literal(value) for value in values]
-        if types == TYPES and not any(limits(schema) for schema in way):
+        if not way:
             return [self._anything()]
-        rules = []
+        types, values, rules = types_of(way), listed(way), list[str]()
+        if values is not None:
+            rules = [self._literal(value) for value in values if not isinstance(value, str)]
         if "string" in types:
             rules.append(f"{self.lark.literal(self._quote)} {self.text(way, self._quote, path)}")
+        if values is not None:
+            return rules
         if "object" in types:
             rules.append(self._object(way, path))
         if "array" in types:
@@ -269,7 +285,8 @@ class Gemma(Unquoted):
     def _items(self, way: Together, path: tuple[str, ...]) -> tuple[list[str], str]:
         """Return the rules of a tuple's items, in either spelling of JSON Schema, and that of any further item."""
         tuples = [items_of(schema.get("prefixItems")) or items_of(schema.get("items")) for schema in way]
-        first = [self._any_value(item, (*path, str(i))) for i, item in enumerate(max(tuples, key=len, default=[]))]
+        longest = max(tuples, key=len, default=list[Any]())
+        first = [self._any_value(item, (*path, str(i))) for i, item in enumerate(longest)]
         others = [inner for schema in way if isinstance(inner := schema.get("items"), dict)]
         return first, "" if first and not others else self._any_value({"allOf": others}, (*path, "*"))
 
@@ -280,5 +297,9 @@ class Gemma(Unquoted):
 
     def _anything(self) -> str:
         text = f"{self.lark.literal(self._quote)} {self.lark.free_text(self._quote)}"
-        scalar = self.lark.enforced_json({"type": sorted(SCALARS)}, _FIELD)
+        scalar = self.lark.enforced_json({"type": sorted(SCALARS)})
         return self.lark.define("any", f'{text} | {scalar} | "[" (any ("," any)*)? "]" | {self._members("any")}')
+
+
+def _key(found: Sequence[Together]) -> Hashable:
+    return tuple(tuple(map(id, way)) for way in found)

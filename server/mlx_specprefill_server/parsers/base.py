@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 
 from ..deltas import ContentDelta
 from ..notations import NAME
-from ..schemas import Place, places
+from ..schemas import Places
 
 T = TypeVar("T")
 
@@ -37,9 +37,9 @@ class Tools:
     def __contains__(self, name: str) -> bool:
         return name in self.parameters
 
-    def places(self, name: str) -> dict[str, Place]:
+    def places(self, name: str) -> Places:
         """Return what may stand in each member of a tool's arguments."""
-        return places(self.parameters.get(name))
+        return Places(self.parameters.get(name))
 
     def name(self, raw: str) -> str:
         """Return the tool's name without control tokens and namespaces, which models leak into names.

@@ -60,11 +60,11 @@ def read_functions(cursor: Cursor, tools: Tools, tags: Tags = XML) -> Reading[No
 def _arguments(cursor: Cursor, tools: Tools, name: str, tags: Tags) -> Reading[None]:
     places = tools.places(name)
     members = Members(places)
-    others: dict[str, tuple[str, ...] | None] = {
+    others = {
         tags.end_function: (tags.end_call, tags.function, tags.call),
         tags.end_call: (tags.call,),
+        f"\n{tags.parameter}": tuple(f"{known}{tags.close}" for known in places),
     }
-    others |= {f"\n{tags.parameter}{known}{tags.close}": None for known in places}
     followers = (tags.parameter, tags.end_function, tags.end_call, tags.function, tags.call)
     yield from spaces(cursor)
     while (yield from skip(cursor, tags.parameter)):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import orjson
 
 from ..deltas import CallDelta
+from ..nesting import loads
 from ..schemas import Place
 from .base import Cursor, MalformedError, Reading, ahead, find_first, peek
 from .calls import text_of
@@ -45,7 +46,7 @@ def _fitting(written: str, place: Place) -> str:
 def _as_json(text: str) -> str:
     """Return text that is JSON, as it is or without a model's slips; "" if it is none."""
     try:
-        orjson.loads(text)
+        loads(text)
     except orjson.JSONDecodeError:
         return _mended(text)
     return text
@@ -99,7 +100,7 @@ class Value:
     Args:
         closer: its end tag. It ends the value only before one of `followers` or the end of the text: a value may be
             a text about these very tags.
-        others: tags that end a value without an end tag, each with the text that must follow; None: any text.
+        others: tags that end a value without an end tag, each with the text that must follow.
         lines: one line break after the opening and one before the end tag are not part of the value.
     """
 
@@ -108,12 +109,12 @@ class Value:
         cursor: Cursor,
         closer: str,
         followers: Sequence[str],
-        others: Mapping[str, Sequence[str] | None] | None = None,
+        others: Mapping[str, Sequence[str]],
         lines: bool = False,
     ) -> None:
         self._cursor = cursor
         self._closer = closer
-        self._marks: dict[str, Sequence[str] | None] = {closer: followers, **(others or {})}
+        self._marks = {closer: followers, **others}
         self._lines = lines
 
     def read(self, emit: Callable[[str], CallDelta | None]) -> Reading[None]:
@@ -147,9 +148,7 @@ class Value:
         self._cursor.take(line + len(mark) * (mark == self._closer))
         return True
 
-    def _follows(self, at: int, followers: Sequence[str] | None) -> Reading[bool]:
-        if followers is None:
-            return True
+    def _follows(self, at: int, followers: Sequence[str]) -> Reading[bool]:
         past = yield from self._past_spaces(at)
         follower = yield from ahead(self._cursor, past, followers)
         return bool(follower) or (self._cursor.complete and len(self._cursor.buffer) <= past)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import Any
 
@@ -183,3 +184,38 @@ def test_grammars_are_built_beside_the_event_loop(monkeypatch: pytest.MonkeyPatc
     client.post("/v1/completions", json={"prompt": "Hi", **asked})
     assert len(threads) == 2
     assert all(name.startswith("prompts") for name in threads)
+
+
+# --- what a schema allows -------------------------------------------------------------------------------------------
+
+
+def test_references_that_fan_out_are_resolved_once() -> None:
+    fans = {f"d{i}": {"anyOf": [own(i + 1), own(i + 1), {"allOf": [own(i + 1)] * 2}]} for i in range(60)}
+    parameters = {"type": "object", "properties": {"near": own(58), "far": own(0)}, "$defs": {**fans, "d60": {"type": "integer"}}}
+    places = schemas.Places(parameters)
+    assert places["near"].types == {"integer"}
+    assert places["far"].open
+
+
+def test_compositions_are_not_multiplied_beyond_the_limit() -> None:
+    many = {"anyOf": [{"const": i} for i in range(1000)]}
+    assert schemas.Resolver({}).place({"type": "integer", "allOf": [many] * 40}).types == {"integer"}
+
+
+@pytest.mark.parametrize("notation", NOTATIONS)
+def test_members_that_never_repeat_are_refused_or_written(notation: str) -> None:
+    """Two circles of members of different lengths, that hold at once, have as many pairs as the product."""
+    circles = {
+        f"{name}{i}": {
+            "type": "object",
+            "required": ["n"],
+            "properties": {"n": {"$ref": f"#/$defs/{name}{(i + 1) % size}"}},
+        }
+        for name, size in (("a", 97), ("b", 101))
+        for i in range(size)
+    }
+    both = {"allOf": [{"$ref": "#/$defs/a0"}, {"$ref": "#/$defs/b0"}]}
+    parameters = {"type": "object", "properties": {"x": both}, "$defs": circles}
+    one = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    with contextlib.suppress(InvalidRequestError):
+        GRAMMARS.check(constraint_of(None, [one], "required", notation))

@@ -191,7 +191,11 @@ def test_grammars_are_built_beside_the_event_loop(monkeypatch: pytest.MonkeyPatc
 
 def test_references_that_fan_out_are_resolved_once() -> None:
     fans = {f"d{i}": {"anyOf": [own(i + 1), own(i + 1), {"allOf": [own(i + 1)] * 2}]} for i in range(60)}
-    parameters = {"type": "object", "properties": {"near": own(58), "far": own(0)}, "$defs": {**fans, "d60": {"type": "integer"}}}
+    parameters = {
+        "type": "object",
+        "properties": {"near": own(58), "far": own(0)},
+        "$defs": {**fans, "d60": {"type": "integer"}},
+    }
     places = schemas.Places(parameters)
     assert places["near"].types == {"integer"}
     assert places["far"].open

@@ -170,14 +170,6 @@ def test_only_a_lenient_schema_may_hold_what_can_not_be_enforced() -> None:
     assert not accepts(lenient, '{"b": 1}')
 
 
-def test_a_schema_nested_without_end() -> None:
-    schema: dict[str, Any] = {}
-    for _ in range(900):
-        schema = {"items": schema}
-    with pytest.raises(InvalidRequestError, match="can't be read"):
-        constraint_of(OutputFormat("json_schema", schema))
-
-
 def test_after_reasoning_json_may_begin_with_a_line_break_and_other_text_may_not() -> None:
     end = (SPECIAL["</think>"],)
     json_text = constraint_of(OutputFormat("json_object"), reasoning_end=end)

@@ -183,6 +183,16 @@ def ahead(cursor: Cursor, at: int, marks: Sequence[str]) -> Waiting:
         yield
 
 
+def past_spaces(cursor: Cursor, at: int) -> Generator[None, None, int]:
+    """Return the place of the first character after `at` that is no white space, without reading up to it."""
+    while True:
+        text = cursor.buffer
+        past = len(text) - len(text[at:].lstrip())
+        if past < len(text) or cursor.ended:
+            return past
+        yield
+
+
 def find_first(text: str, marks: Collection[str]) -> tuple[int, str]:
     """Return the place of the first mark, and the mark; else how much of `text` certainly precedes one, and ""."""
     places = [(at, mark) for mark in marks if (at := text.find(mark)) >= 0]

@@ -14,14 +14,23 @@ from ..settings import ReasoningParser, ToolParser
 from .base import Cursor, MalformedError, Parser, Reading, Tools, overlap, skip, spaces, starts_with
 from .calls import CallReader, whole_call
 from .harmony import ANSWER_ENDS, ANSWER_HEAD, REASONING_END, REASONING_HEAD, HarmonyText, opened_header
-from .json_calls import PYTHON_TAG, gemma_reader, read_bare, read_calls, read_mistral_tag, read_python_tag
+from .json_calls import (
+    GEMMA_CALL,
+    PYTHON_TAG,
+    gemma_reader,
+    read_bare,
+    read_bare_gemma,
+    read_calls,
+    read_mistral_tag,
+    read_python_tag,
+)
 from .kimi import CALL as KIMI_CALL
 from .kimi import SECTION as KIMI_SECTION
 from .kimi import read_kimi
 from .python_calls import START as PYTHON_START
 from .python_calls import read_python_calls
 from .tag_calls import read_functions, read_glm_body, read_minimax
-from .tagged import TaggedText
+from .tagged import Bare, TaggedText
 
 # Errors of parsers for well-formed calls on malformed ones.
 FAULTS = (ValueError, TypeError, LookupError, AttributeError, SyntaxError, ArithmeticError, RecursionError, MemoryError)
@@ -78,6 +87,10 @@ NATIVE: Mapping[str, Mapping[str, CallReader]] = {
     KIMI_SECTION: {KIMI_SECTION: read_kimi, KIMI_CALL: read_kimi},
     PYTHON_START: {PYTHON_START: read_python_calls},
 }
+
+# Calls without a tag.
+BARE, BARE_GEMMA = Bare(read_bare, "{", '{"name"'), Bare(read_bare_gemma, GEMMA_CALL, "")
+FENCES = ("```json", "```xml", "```")  # models learn calls from documents, too
 
 BudgetMarks = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
@@ -151,14 +164,16 @@ class Format:
             return Parser(HarmonyText(known, opened_header(prompt)))
         openers, bare = self._readers(list(tools))
         begun = not prompt.rstrip().endswith(self.think[0]) if self.think else False
-        return Parser(TaggedText(known, self.think, self.is_reasoning_open(prompt), openers, bare, begun=begun))
+        again = self.think == THINK_TAGS["gemma"]  # tokens of their own, and its models have second thoughts
+        thinking = self.is_reasoning_open(prompt)
+        return Parser(TaggedText(known, self.think, thinking, openers, bare, begun=begun, again=again))
 
-    def _readers(self, tools: list[Any]) -> tuple[dict[str, CallReader], CallReader | None]:
+    def _readers(self, tools: list[Any]) -> tuple[dict[str, CallReader], Bare | None]:
         match self.tools:
             case "mistral":
                 return {MISTRAL_TAG: read_mistral_tag}, None
             case "gemma":
-                return {mark[0]: gemma_reader(*mark) for mark in (GEMMA_4, FUNCTION_GEMMA)}, None
+                return {mark[0]: gemma_reader(*mark) for mark in (GEMMA_4, FUNCTION_GEMMA)}, BARE_GEMMA
             case "minimax":
                 return {MINIMAX.call: read_minimax}, None
             case "native":
@@ -169,7 +184,7 @@ class Format:
                 return {wrapper.tool_call_start: read}, None
             case _:
                 openers: dict[str, CallReader] = {CALL: _read_tool_call, XML.function: read_functions}
-                return openers | {PYTHON_TAG: read_python_tag}, read_bare
+                return openers | {PYTHON_TAG: read_python_tag}, BARE
 
 
 def plain_text() -> Parser:
@@ -225,6 +240,8 @@ def _read_tool_call(cursor: Cursor, tools: Tools) -> Reading[None]:
     """Read `<tool_call>` with any of three notations inside. Models fall back to the one they saw most."""
     cursor.take(len(CALL))
     yield from spaces(cursor)
+    fenced = yield from skip(cursor, *FENCES)
+    yield from spaces(cursor)
     match (yield from starts_with(cursor, ("{", "[", XML.function))):
         case "{" | "[":
             yield from read_calls(cursor, tools, (END_CALL,))
@@ -233,4 +250,6 @@ def _read_tool_call(cursor: Cursor, tools: Tools) -> Reading[None]:
         case _:
             yield from read_glm_body(cursor, tools)
     yield from spaces(cursor)
+    if fenced and (yield from skip(cursor, FENCES[-1])):
+        yield from spaces(cursor)
     yield from skip(cursor, END_CALL)

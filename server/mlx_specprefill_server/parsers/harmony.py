@@ -21,7 +21,7 @@ BREAKS = (*ENDS, START, CHANNEL)  # a header ends a text, too
 REASONING_HEAD, REASONING_END, ANSWER_HEAD = f"{CHANNEL}analysis", ENDS[0], f"{START}assistant"
 HEADS = (START, CHANNEL, MESSAGE, "<|constrain|>", "to=")
 LONGEST_HEADER = 512
-RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
+RECIPIENT = re.compile(r"to=(functions\.)?([^\s<]+)")
 REASONING = re.compile(r"<\|channel\|>\s*analysis\b")
 
 
@@ -51,15 +51,20 @@ class HarmonyText:
             cursor.mark()
             start = cursor.offset
             header = header or (yield from self._read_header(cursor))
-            recipient, reasoning = RECIPIENT.search(header), bool(REASONING.search(header))
+            recipient, reasoning = self._recipient(header), bool(REASONING.search(header))
             if recipient and self._tools:
-                yield from (self._sketch if reasoning else self._call)(cursor, start, recipient[1])
+                yield from (self._sketch if reasoning else self._call)(cursor, start, recipient)
             elif recipient or (header and MESSAGE not in header):
                 yield TextDelta(cursor.trail(), start=start)
             yield from self._body(cursor, reasoning and not recipient)
             if cursor.ended and not cursor.buffer:
                 return
             header = ""
+
+    def _recipient(self, header: str) -> str:
+        """Return the function that a message is for, "" for none. Models omit the prefix of functions."""
+        found = RECIPIENT.search(header)
+        return found[2] if found and (found[1] or found[2] in self._tools) else ""
 
     def _read_header(self, cursor: Cursor) -> Reading[str]:
         """Read a header including the message mark. It is empty for text without a header."""
@@ -115,7 +120,7 @@ class HarmonyText:
         yield from spaces(cursor)
         while not cursor.ended and MESSAGE not in cursor.buffer and len(cursor.buffer) <= LONGEST_HEADER:
             yield None
-        follows = RECIPIENT.search(cursor.buffer.partition(MESSAGE)[0])
+        follows = self._recipient(cursor.buffer.partition(MESSAGE)[0])
         return bool(follows) or (cursor.complete and not cursor.buffer)
 
     def _call(self, cursor: Cursor, start: int, name: str) -> Reading[None]:

@@ -2,36 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from ..deltas import CallDelta
-from ..notations import MISTRAL_ARGUMENTS, MISTRAL_CALL_ID, MISTRAL_TAG
-from .base import Cursor, MalformedError, Reading, Tools, peek, skip, spaces, starts_with
+from ..deltas import CallDelta, CallEnd
+from ..notations import END_CALL, GEMMA_4, MISTRAL_ARGUMENTS, MISTRAL_CALL_ID, MISTRAL_TAG
+from .base import Cursor, MalformedError, Reading, Tools, ahead, past_spaces, peek, skip, spaces, starts_with
 from .calls import CallReader, call, capture, emit, expect, until
 from .json_text import JsonReader
 
-ARGUMENTS = ("arguments", "parameters")
+ARGUMENTS, FUNCTION = ("arguments", "parameters"), "function"
 PYTHON_TAG = "<|python_tag|>"
+GEMMA_CALL = "call:"
 
 
 def read_calls(cursor: Cursor, tools: Tools, closers: Sequence[str] = ()) -> Reading[None]:
     """Read one object, several in a row, or an array of them."""
     listed = yield from skip(cursor, "[")
-    while True:
-        yield from spaces(cursor)
+    yield from spaces(cursor)
+    yield from _Call(cursor, tools, closers).read()
+    while (yield from _goes_on(cursor, (*closers, "]"))):
         yield from _Call(cursor, tools, closers).read()
-        yield from spaces(cursor)
-        if not (yield from skip(cursor, ",", ";")) and not (yield from starts_with(cursor, ("{",))):
-            break
     if listed:
         yield from skip(cursor, "]")
 
 
 def read_bare(cursor: Cursor, tools: Tools) -> Reading[None]:
-    """Read a call without its tag. Only a known tool with arguments is one."""
+    """Read calls without their tag. Only a known tool with arguments is one."""
     yield from _Call(cursor, tools, (), bare=True).read()
+    while (yield from _goes_on(cursor)):
+        yield from _Call(cursor, tools, (), bare=True).read()
+    yield from skip(cursor, END_CALL)
+
+
+def _goes_on(cursor: Cursor, closers: Sequence[str] = ()) -> Reading[bool]:
+    """Return whether a further object follows. A separator before it, or before what ends the calls, is read."""
     yield from spaces(cursor)
-    yield from skip(cursor, "</tool_call>")
+    separator = yield from starts_with(cursor, (",", ";"))
+    at = yield from past_spaces(cursor, len(separator))
+    follows = yield from ahead(cursor, at, ("{", *closers))
+    if follows or (cursor.complete and len(cursor.buffer) <= at):
+        cursor.take(at)
+    return follows == "{"
 
 
 def read_python_tag(cursor: Cursor, tools: Tools) -> Reading[None]:
@@ -45,6 +56,7 @@ class _Call:
     def __init__(self, cursor: Cursor, tools: Tools, closers: Sequence[str], bare: bool = False) -> None:
         self._cursor = cursor
         self._tools = tools
+        self._closers = closers
         self._reader = JsonReader(cursor, closers)
         self._bare = bare
         self._name: str | None = None
@@ -58,7 +70,11 @@ class _Call:
             yield from spaces(self._cursor)
             yield from expect(self._cursor, ":")
             yield from spaces(self._cursor)
-            yield from self._member(key)
+            for delta in self._member(key):
+                closed = isinstance(delta, CallEnd) and (yield from self._closes())
+                yield delta
+                if closed:
+                    return
             yield from spaces(self._cursor)
             yield from skip(self._cursor, ",")
         if self._called:
@@ -67,11 +83,16 @@ class _Call:
             raise MalformedError("no call")
         yield from call(self._name, emit(self._early or "{}"))
 
+    def _closes(self) -> Reading[bool]:
+        """Return whether the object ends. What is behind a whole call is text if it is no further one."""
+        yield from spaces(self._cursor)
+        return bool((yield from skip(self._cursor, "}")))
+
     def _member(self, key: str) -> Reading[None]:
         if key == "name" and self._name is None:
-            self._name = self._tools.name((yield from self._reader.text()))
-            if self._bare and self._name not in self._tools:
-                raise MalformedError("no such tool")
+            yield from self._read_name()
+        elif key == FUNCTION and self._name is None:
+            yield from self._function()
         elif key in ARGUMENTS and self._name is not None and not self._called:
             self._called = True
             yield from call(self._name, self._arguments())
@@ -79,6 +100,19 @@ class _Call:
             self._early = yield from capture(self._arguments())
         else:
             yield from capture(JsonReader(self._cursor).value())
+
+    def _read_name(self) -> Reading[None]:
+        self._name = self._tools.name((yield from self._reader.text()))
+        if self._bare and self._name not in self._tools:
+            raise MalformedError("no such tool")
+
+    def _function(self) -> Reading[None]:
+        """Read the call inside an object as OpenAI's clients have it, or a name."""
+        if (yield from starts_with(self._cursor, ("{",))):
+            yield from _Call(self._cursor, self._tools, self._closers, self._bare).read()
+            self._called = True
+        else:
+            yield from self._read_name()
 
     def _arguments(self) -> Reading[None]:
         """Read an object, also one inside a string, or null for none."""
@@ -121,10 +155,29 @@ def gemma_reader(opener: str, closer: str, quote: str) -> CallReader:
     def read(cursor: Cursor, tools: Tools) -> Reading[None]:
         yield from expect(cursor, opener)
         yield from spaces(cursor)
-        yield from expect(cursor, "call:")
-        name = tools.name((yield from until(cursor, "{", never=' "[\n}')))
-        yield from call(name, JsonReader(cursor, quote=quote).object())
-        yield from spaces(cursor)
+        yield from _read_gemma(cursor, tools.name, quote)
         yield from skip(cursor, closer)
 
     return read
+
+
+def read_bare_gemma(cursor: Cursor, tools: Tools) -> Reading[None]:
+    """Read calls without the mark that opens them. Only a known tool is one."""
+
+    def known(raw: str) -> str:
+        if (name := tools.name(raw)) not in tools:
+            raise MalformedError("no such tool")
+        return name
+
+    _, closer, quote = GEMMA_4
+    while (yield from starts_with(cursor, (GEMMA_CALL,))):
+        yield from _read_gemma(cursor, known, quote)
+        yield from skip(cursor, closer)
+        yield from spaces(cursor)
+
+
+def _read_gemma(cursor: Cursor, name_of: Callable[[str], str], quote: str) -> Reading[None]:
+    yield from expect(cursor, GEMMA_CALL)
+    name = name_of((yield from until(cursor, "{", never=' "[\n}')))
+    yield from call(name, JsonReader(cursor, quote=quote).object())
+    yield from spaces(cursor)

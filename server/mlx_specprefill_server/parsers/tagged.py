@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from ..deltas import CallBroken, CallEnd, CallStart, ContentDelta, ReasoningDelta, TextDelta
 from ..notations import END_CALL
@@ -12,9 +13,21 @@ from .calls import CallReader
 # the deltas of one whole call
 Call = list[ContentDelta]
 
-BARE = '{"name"'
 # characters; a longer failed call is not searched for others, or reading could take quadratic time
 LONGEST_RETRY = 4096
+
+
+class Bare(NamedTuple):
+    """Calls without a tag. Not within reasoning, where models sketch calls.
+
+    Attributes:
+        start: how one begins at the start of a text.
+        anywhere: how one begins behind other text; "": it does not.
+    """
+
+    read: CallReader
+    start: str
+    anywhere: str
 
 
 class TaggedText:
@@ -26,8 +39,8 @@ class TaggedText:
         think: the tags around reasoning; None: the model writes none.
         thinking: the prompt has opened the reasoning; `begun`: it also holds the start of it.
         openers: the tags that begin a call, each with its reader.
-        bare: reader of calls without a tag, recognised by the start of their JSON. Not within reasoning, where models
-            sketch calls.
+        bare: calls without a tag.
+        again: reasoning may be opened again, and no text holds its tags.
     """
 
     def __init__(
@@ -36,9 +49,10 @@ class TaggedText:
         think: tuple[str, str] | None,
         thinking: bool,
         openers: Mapping[str, CallReader],
-        bare: CallReader | None = None,
+        bare: Bare | None = None,
         *,
         begun: bool = False,
+        again: bool = False,
     ) -> None:
         self.thinking = thinking
         self._begun = thinking and begun
@@ -46,9 +60,11 @@ class TaggedText:
         self._think = think
         self._closing = think[1:] if think else ()
         self._bare = bare if tools else None
-        self._readers = {**openers, **({BARE: bare} if bare else {})} if tools else {}
-        closing = [mark for mark in self._readers if mark != BARE] + ([think[1]] if think else [])
-        self._marks = {False: list(self._readers), True: closing}  # by whether the text is reasoning
+        tagged = dict(openers) if tools else {}
+        self._readers = {**tagged, **({bare.anywhere: bare.read} if tools and bare and bare.anywhere else {})}
+        self._stray = think if think and again else ()
+        # by whether the text is reasoning
+        self._marks = {False: [*self._readers, *self._stray], True: [*tagged, *(self._stray or self._closing)]}
         self._held: TextDelta | ReasoningDelta | None = None  # white space that may precede a tag
         self._trim = thinking and not begun  # white space at the start of the following text is dropped
         self._called = False
@@ -59,7 +75,7 @@ class TaggedText:
         while mark := (yield from self._text(cursor)):
             if self._think and mark in self._think:
                 cursor.take(len(mark))
-                self._turn(mark == self._think[0])
+                yield from self._tag(cursor, mark == self._think[0])
             elif self.thinking:
                 yield from self._sketch(cursor, mark)
             else:
@@ -69,20 +85,32 @@ class TaggedText:
 
     def _opening(self, cursor: Cursor) -> Reading[None]:
         """Read the start. Reasoning, or a call without its tag, can only begin an answer."""
-        begins = [self._think[0]] if self._think and not self._begun else []
-        begins += ["{"] if self._bare and not self.thinking else []
+        begins = [self._think[0], *self._stray] if self._think and not self._begun else []
+        begins += [self._bare.start] if self._bare and not self.thinking else []
         if not begins:
             return
         start = cursor.offset
         space = yield from spaces(cursor)
         mark = yield from starts_with(cursor, begins)
-        if self._think and mark == self._think[0]:
+        if self._think and mark in self._think:
             cursor.take(len(mark))
             self._turn(True)
+            yield from self._tag(cursor, mark == self._think[0])
             return
         self._held = TextDelta(space, start=start) if space else None
         if mark and self._bare:
-            yield from self._attempt(cursor, self._bare, 1)
+            yield from self._attempt(cursor, self._bare.read, 1)
+
+    def _tag(self, cursor: Cursor, opens: bool) -> Reading[None]:
+        """Begin or end reasoning. A tag that does neither is left out."""
+        if opens == self.thinking:
+            return
+        self._turn(opens)
+        if opens or not self._bare or self._bare.anywhere:
+            return
+        yield from spaces(cursor)
+        if (yield from starts_with(cursor, (self._bare.start,))):
+            yield from self._attempt(cursor, self._bare.read, 1)
 
     def _turn(self, thinking: bool) -> None:
         self.thinking = thinking
@@ -111,7 +139,7 @@ class TaggedText:
         self._trim = False
         if self._held:
             start, text = self._held.start, self._held.text + text
-        core = text.rstrip() if self._readers or self.thinking else text
+        core = text.rstrip() if self._readers or self._stray or self.thinking else text
         self._held = self._delta(text[len(core) :], start + len(core)) if len(core) < len(text) else None
         if core:
             yield self._delta(core, start)
@@ -164,7 +192,7 @@ class TaggedText:
         that is made again behind the reasoning was its sketch.
         """
         inside, thinks, made, sketched = 0, True, list[Call](), list[Call]()
-        while mark:
+        while mark in self._readers:
             try:
                 made += yield from self._whole_calls(cursor, mark)
             except MalformedError:

@@ -10,7 +10,7 @@ import orjson
 from ..deltas import CallDelta
 from ..nesting import loads
 from ..schemas import Place
-from .base import Cursor, MalformedError, Reading, ahead, find_first, peek
+from .base import Cursor, MalformedError, Reading, ahead, find_first, past_spaces, peek
 from .calls import text_of
 from .json_text import JsonReader
 
@@ -149,17 +149,9 @@ class Value:
         return True
 
     def _follows(self, at: int, followers: Sequence[str]) -> Reading[bool]:
-        past = yield from self._past_spaces(at)
+        past = yield from past_spaces(self._cursor, at)
         follower = yield from ahead(self._cursor, past, followers)
         return bool(follower) or (self._cursor.complete and len(self._cursor.buffer) <= past)
-
-    def _past_spaces(self, at: int) -> Reading[int]:
-        while True:
-            text = self._cursor.buffer
-            past = len(text) - len(text[at:].lstrip())
-            if past < len(text) or self._cursor.ended:
-                return past
-            yield None
 
 
 def _if_any(delta: CallDelta | None) -> Reading[None]:

@@ -28,6 +28,9 @@ GEMMA = '<|tool_call>call:get_weather{city:<|"|>Paris<|"|>}<tool_call|>'
 OLD_GEMMA = "<start_function_call>call:get_weather{city:<escape>Paris<escape>}<end_function_call>"
 MISTRAL = '[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}'
 TO_WEATHER = "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
+LLAMA = '{"name": "get_weather", "parameters": {"city": "Paris"}}'
+FUNCTION = f'"function": {{"name": "get_weather", "arguments": {json.dumps(PARIS)}}}'
+OPENAI = f'{{"id": "call_1", "type": "function", {FUNCTION}}}'
 HARMONY = f"{TO_WEATHER}{PARIS}<|call|>"
 AGAIN = "<|start|>assistant"
 WEATHER = ("get_weather", PARIS)
@@ -55,6 +58,20 @@ GOOD: list[tuple[ToolParser | None, str, list[tuple[str, str]], str, str]] = [
     ("hermes", '<tool_call>[{"name": "now"}, {"name": "now"}]</tool_call>', [("now", "{}")] * 2, "cc", ""),
     ("hermes", '<tool_call>{"name": "now"}\n{"name": "now"}</tool_call>', [("now", "{}")] * 2, "cc", ""),
     ("hermes", '<|python_tag|>{"name": "get_weather", "parameters": {"city": "Paris"}}', [WEATHER], "c", ""),
+    ("hermes", f"{LLAMA}; {LLAMA}", [WEATHER] * 2, "cc", ""),
+    ("hermes", f"{LLAMA};{LLAMA};\n", [WEATHER] * 2, "cc", ""),
+    ("hermes", f"{LLAMA}\n{LLAMA}", [WEATHER] * 2, "cc", ""),
+    ("hermes", f"<|python_tag|>{LLAMA}; {LLAMA};", [WEATHER] * 2, "cc", ""),
+    ("hermes", f"{LLAMA}; then I wait.", [WEATHER], "ct", "; then I wait."),
+    ("hermes", f'{LLAMA}; {{"city": "Paris"}}', [WEATHER], "ct", '; {"city": "Paris"}'),
+    ("hermes", CALL.replace(">\n", ">\n```json\n").replace("\n<", "\n```\n<"), [WEATHER], "c", ""),
+    ("hermes", CALL.replace(">\n", ">```").replace("\n<", "```<"), [WEATHER], "c", ""),
+    ("xml", XML.replace("call>\n<f", "call>\n```xml\n<f").replace("\n</tool", "\n```\n</tool"), [WEATHER], "c", ""),
+    ("hermes", f"<tool_call>{OPENAI}</tool_call>", [WEATHER], "c", ""),
+    ("hermes", f"<tool_call>\n[{OPENAI}, {OPENAI}]\n</tool_call>", [WEATHER] * 2, "cc", ""),
+    ("hermes", f"<tool_call>{OPENAI.replace(json.dumps(PARIS), PARIS)}</tool_call>", [WEATHER], "c", ""),
+    ("hermes", OPENAI, [WEATHER], "c", ""),
+    ("hermes", CALL.replace('"name"', '"function"'), [WEATHER], "c", ""),
     ("hermes", XML, [WEATHER], "c", ""),
     ("xml", CALL, [WEATHER], "c", ""),
     ("xml", f"I ask.\n\n{XML}\n{XML}", [WEATHER, WEATHER], "tcc", "I ask."),
@@ -92,6 +109,9 @@ GOOD: list[tuple[ToolParser | None, str, list[tuple[str, str]], str, str]] = [
     ("harmony", HARMONY, [WEATHER], "c", ""),
     ("harmony", f" to=functions.get_weather<|channel|>commentary json<|message|>{PARIS}", [WEATHER], "c", ""),
     ("harmony", HARMONY.replace("get_weather", "get_weather<|channel|>commentary"), [WEATHER], "c", ""),
+    ("harmony", HARMONY.replace("functions.", ""), [WEATHER], "c", ""),
+    ("harmony", f" to=get_weather<|channel|>commentary json<|message|>{PARIS}", [WEATHER], "c", ""),
+    ("harmony", "<|channel|>commentary to=user<|message|>Hello.", [], "t", "Hello."),
     ("harmony", f"{HARMONY}{AGAIN}{HARMONY}", [WEATHER, WEATHER], "cc", ""),
     (
         "harmony",

@@ -15,6 +15,7 @@ CLOSED = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
 BEGUN = OPENED + "Two and two"
 
 
+BARE = GEMMA.removeprefix("<|tool_call>").removesuffix("<tool_call|>")
 NOW = '<tool_call>{"name": "now"}</tool_call>'
 SKETCHED = [
     ("hermes", CALL, THINK),
@@ -125,6 +126,37 @@ def test_reasoning_between_marks_of_other_families() -> None:
     assert shown(out) == ("Hm.", "I ask.", [WEATHER], "rtc")
     out = read("gemma", "<|channel>thought\nHm.<channel|>Hello.", think=("<|channel>thought", "<channel|>"))
     assert shown(out) == ("Hm.", "Hello.", [], "rt")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        # a tag that neither opens nor closes anything
+        ("<channel|>Hello.", ("", "Hello.", [], "t")),
+        ("<channel|>\n\nHello.<channel|>", ("", "Hello.", [], "t")),
+        ("One <channel|>two.", ("", "One two.", [], "t")),
+        ("<|channel>thought\nHm.\n<|channel>thought\nHm?<channel|><channel|>Hello.",
+         ("Hm.\n\nHm?", "Hello.", [], "rt")),
+        ("<|channel>thought\n<channel|>Hello.", ("", "Hello.", [], "t")),
+        # second thoughts
+        ("<|channel>thought\nHm.<channel|>\n<|channel>thought\nHm?<channel|>Hello.", ("Hm.Hm?", "Hello.", [], "rt")),
+        ("Hello.<|channel>thought\nHm.<channel|>", ("Hm.", "Hello.", [], "tr")),
+        (f"<|channel>thought\nHm.<channel|>I ask.{GEMMA}<|channel>thought\nHm?<channel|>Done.",
+         ("Hm.Hm?", "I ask.Done.", [WEATHER], "rtcrt")),
+        (f"<|channel>thought\nAsk? {GEMMA}<channel|><|channel>thought\nNo.<channel|>Hello.",
+         (f"Ask? {GEMMA}No.", "Hello.", [], "rt")),
+        # calls without their mark
+        (f"<|channel>thought\nHm.<channel|>{BARE}", ("Hm.", "", [WEATHER], "rc")),
+        (f"<|channel>thought\nHm.<channel|>\n{BARE}<tool_call|>\n{BARE}", ("Hm.", "", [WEATHER] * 2, "rcc")),
+        (BARE, ("", "", [WEATHER], "c")),
+        (f"Write {BARE}.", ("", f"Write {BARE}.", [], "t")),
+        ("call:me{x:1}", ("", "call:me{x:1}", [], "t")),
+        ("<|channel>thought\nHm.<channel|>call: me", ("Hm.", "call: me", [], "rt")),
+    ],
+)  # fmt: skip
+def test_gemmas_slips_have_one_meaning_however_they_are_cut(text: str, expected: Any) -> None:
+    for cuts in ([], range(1, len(text)), *([cut] for cut in range(1, len(text)))):
+        assert shown(read("gemma", text, cuts, think=("<|channel>thought", "<channel|>"))) == expected, cuts
 
 
 def test_a_model_without_reasoning_may_write_about_it() -> None:

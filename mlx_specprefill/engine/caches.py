@@ -52,7 +52,7 @@ def empty_draft_cache(draft: nn.Module, staged: bool) -> list[Any]:
 
 
 class Erasure(IntEnum):
-    """How far the disk is with what was dropped. The least one of several ranks counts."""
+    """Progress of the disk with what was dropped. The least one of several ranks counts."""
 
     FAILED = 0
     PENDING = 1

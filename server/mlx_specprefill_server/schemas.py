@@ -53,7 +53,7 @@ def target(reference: str, root: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What may stand in one place.
+    """The values that may stand in one place.
 
     Attributes:
         types: the JSON types; all of them where the schema names none.
@@ -70,7 +70,7 @@ class Place:
 
 
 class Resolver:
-    """What one schema allows in each of its places: references, anyOf, oneOf and allOf are resolved.
+    """The values that one schema allows in each of its places: references, anyOf, oneOf and allOf are resolved.
 
     Args:
         root: the schema that references point into. Each of them is resolved once: they may fan out without end.
@@ -197,7 +197,7 @@ def _all_of(schemas: list[Any]) -> Schema:
 
 
 class Places(Mapping[str, Place]):
-    """What may stand in each member of a tool's arguments, by name; looked up when it is asked for."""
+    """The values that may stand in each member of a tool's arguments, by name; looked up when it is asked for."""
 
     def __init__(self, parameters: Any) -> None:
         self._resolver = Resolver(parameters)

@@ -50,7 +50,7 @@ def old(name: str, **scaling: Any) -> dict[str, Any]:
 
 
 def saved_by_transformers_5(config: dict[str, Any]) -> dict[str, Any]:
-    """What `standardize_rope_params` makes of it: one mapping, or one for each type of layers."""
+    """Return a result of `standardize_rope_params`: one mapping, or one for each type of layers."""
     config = copy.deepcopy(config)
     text = text_of(config)
     scaling = text.pop("rope_scaling", None) or {"rope_type": "default"}

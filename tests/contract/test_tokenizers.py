@@ -1,4 +1,4 @@
-"""What we use of the package tokenizers, in the one place that calls it."""
+"""Our uses of the package tokenizers, in the one place that calls it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What decoding rows take beside their own tokens is reserved, and gives way to requests."""
+"""The bytes that decoding rows take beside their own tokens are reserved, and give way to requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What config.json states: null, missing files, scaled windows; and the token that ends a turn in the chat template."""
+"""Settings of config.json: null, missing files, scaled windows; and the token that ends a turn in the chat template."""
 
 from __future__ import annotations
 

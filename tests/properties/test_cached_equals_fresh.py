@@ -1,4 +1,4 @@
-"""What an engine has kept never changes a later dense answer: it is that of an engine that has seen nothing.
+"""A prefix that an engine has kept never changes a later dense answer: it is that of an engine that has seen nothing.
 
 Every architecture takes part, however its first turns were read: in two stages by the target's own layers, in part by
 another draft's choice, or in full; in one process, and after a restart.

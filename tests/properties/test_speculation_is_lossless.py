@@ -313,7 +313,7 @@ V = 12
 
 @pytest.mark.parametrize("rows", [V - 3, V, V + 5])
 def test_a_proposed_distribution_is_over_the_targets_tokens(rows: int) -> None:
-    """What only one model has is never proposed: the other rows, normalised."""
+    """A token that only one model has is never proposed: the other rows, normalised."""
     logits = mx.array(np.random.default_rng(0).normal(size=(3, rows)).astype(np.float32))
     both = min(rows, V)
     weights = np.exp(np.array(logits)[:, :both].astype(np.float64))

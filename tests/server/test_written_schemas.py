@@ -81,7 +81,7 @@ def faults(schema: dict[str, Any], value: Any) -> list[str]:
 @pytest.mark.parametrize("name", FORCED)
 @pytest.mark.parametrize("number", range(len(SCHEMAS)))
 def test_forced_arguments_match_the_schema(name: str, number: int) -> None:
-    """What does not is named in the warnings."""
+    """A keyword that they do not follow is named in the warnings."""
     notation, schema, warnings = NOTATIONS[name], SCHEMAS[number], list[str]()
     tools = [tool(schema)]
     constraint = constraint_of(None, tools, "required", notation.format.tools, parallel=False, special=SPECIAL,

@@ -187,7 +187,7 @@ class EnforceableSchema:
 
 
 class _Branch:
-    """What tells a branch of a oneOf from the others.
+    """The marks that tell a branch of a oneOf from the others.
 
     Attributes:
         types: the allowed JSON types.

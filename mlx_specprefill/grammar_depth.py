@@ -1,4 +1,4 @@
-"""The depth to which native code recurses into a grammar: along its rules and brackets, and along the references of its schemas.
+"""The depth to which native code recurses into a grammar: along rules and brackets, and along references of schemas.
 
 llguidance has no limit of its own on references: a chain of some thousand overflows the stack and ends the process.
 """

@@ -98,7 +98,7 @@ def _bytes(thing: object) -> bytes:
 def test_nothing_is_left_and_nothing_comes_back(
     family: str, idle: bool, tmp_path: Path, quiet: Callable[[], None]
 ) -> None:
-    """The owner alone is forgotten, with and without a salt, in memory and on disk; the others' prompts are read in full."""
+    """The owner alone is forgotten, with and without a salt, in memory and on disk; others are not."""
     with Engine(tiny_pair(family), replace(CONFIG, prefix_cache_dir=tmp_path)) as engine:
         for seed, label in enumerate((ANN, SALTED, BOB)):
             answered(engine, asked(seed, label))

@@ -318,11 +318,12 @@ def test_a_proposed_distribution_is_over_the_targets_tokens(rows: int) -> None:
     both = min(rows, V)
     weights = np.exp(np.array(logits)[:, :both].astype(np.float64))
     weights /= weights.sum(axis=-1, keepdims=True)
-    for params in (SamplingParams(), SamplingParams(top_k=2, top_p=0.9), SamplingParams(logit_bias={V - 1: 3.0})):
+    plain = SamplingParams(temperature=1.0)
+    for params in (plain, replace(plain, top_k=2, top_p=0.9), replace(plain, logit_bias={V - 1: 3.0})):
         got = TokenSampler(params, V, logits_processors(params)).distributions(logits, [1])
         assert [part.shape for part in got] == [(V,)] * 3
         assert all(part[both:].sum() == 0 for part in got)
-        if params == SamplingParams():
+        if params == plain:
             np.testing.assert_allclose(np.array(got)[:, :both], weights, rtol=1e-5)
     (certain,) = TokenSampler(SamplingParams(temperature=0), V).distributions(logits[:1], [])
     assert certain == int(np.argmax(np.array(logits)[0, :both]))

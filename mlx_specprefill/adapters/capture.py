@@ -175,7 +175,7 @@ class HeadCapture:
         heads: the heads to read, by the number of their attention call; None: all heads of all calls.
         rank: of the process, if the heads of each call are split evenly over several in the order of their ranks. Only
             its own heads are found. Numbers count the heads of all ranks.
-        attention: (M,) float32 per (call, head), the passage's mean attention.
+        attention: (M,) float32 per (call, head), the passage's mean attention; (P, M) if it was divided into P parts.
         calls: attention calls of the last captured forward.
     """
 
@@ -186,11 +186,16 @@ class HeadCapture:
         self.attention: dict[tuple[int, int], mx.array] = {}
         self.calls = 0
         self._span, self._length, self._passage = 0, 0, slice(0, 0)
+        self._parts: mx.array | None = None
 
     @contextmanager
-    def of_passage(self, span: int, length: int, passage: slice) -> Iterator[None]:
-        """Capture the passage in a causal forward of `length` tokens, after which the cache holds `span` <= M."""
-        self._span, self._length, self._passage = span, length, passage
+    def of_passage(self, span: int, length: int, passage: slice, parts: mx.array | None = None) -> Iterator[None]:
+        """Capture the passage in a causal forward of `length` tokens, after which the cache holds `span` <= M.
+
+        Args:
+            parts: weight of each token of the passage in each of its parts, (P, tokens); None: the mean of all.
+        """
+        self._span, self._length, self._passage, self._parts = span, length, passage, parts
         self.calls = 0
         with _observer.during(self):
             yield
@@ -241,8 +246,9 @@ class HeadCapture:
 
     def _keep(self, call: int, head: int, logits: mx.array, sinks: mx.array | None) -> None:
         """Keep one head's mean attention from logits (rows, S)."""
-        row = prompt_attention(logits[None], self.prompt_len, sinks)[0].mean(axis=0)
-        self.attention[call, head] = mx.pad(row, [(0, self.prompt_len - row.shape[-1])])
+        rows = prompt_attention(logits[None], self.prompt_len, sinks)[0]
+        row = rows.mean(axis=0) if self._parts is None else self._parts @ rows
+        self.attention[call, head] = mx.pad(row, [(0, 0)] * (row.ndim - 1) + [(0, self.prompt_len - row.shape[-1])])
 
 
 def _apply_mask(logits: mx.array, mask: mx.array) -> mx.array:

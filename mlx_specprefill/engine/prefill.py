@@ -29,7 +29,8 @@ from ..request import GenerationRequest, Prediction, Progress, PromptLogprobs
 from ..sampling import LOGITS_ROWS, log_softmax, top_logprobs
 from ..specprefill.mapped import map_task
 from ..specprefill.plan import READ_ALL, PrefillPlan, plan_prefill, template_mask
-from ..specprefill.scorer import Scores, ScoringInput, question_span, repeated_question_spans, scorer_for, tokens_in
+from ..specprefill.question import possible_questions, question_span, repeated_question_spans
+from ..specprefill.scorer import Scores, ScoringInput, scorer_for, tokens_in
 from ..specprefill.selector import (
     PromptText,
     Selection,
@@ -106,9 +107,10 @@ class PromptScorer:
         return (yield from self._by_draft(request, plan, task, known))
 
     def _task(self, request: GenerationRequest, plan: PrefillPlan, text: PromptText) -> ScoringInput:
+        scoring = self.config.scoring
         said = request.spans[-1].content_end if request.spans else None
-        question = question_span(len(request.prompt), self.config.scoring, said, text.units)
-        before = () if plan.rule == "paper" else repeated_question_spans(request.spans, self.config.scoring, text.units)
+        question = question_span(len(request.prompt), scoring, said, text.units)
+        before = () if plan.rule == "paper" else repeated_question_spans(request.spans, scoring, text.units)
         template = template_mask(request.spans, question, plan.forced)
         for start, end in before:
             template[start:end] |= plan.forced[start:end]
@@ -117,6 +119,7 @@ class PromptScorer:
             question=question,
             template=template,
             again=np.concatenate([NO_INDICES, *(request.prompt[start:end] for start, end in before)]),
+            asks=() if plan.rule == "paper" else possible_questions(request.spans, len(request.prompt), text, scoring),
             stop_ids=request.stop_token_ids | self.pair.eos_token_ids,
             cache=[],
             step=self.step,

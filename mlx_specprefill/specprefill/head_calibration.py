@@ -41,7 +41,8 @@ from ..distributed.ranks import Ranks, broadcast
 from ..errors import LoadError, SparseUnsupportedError
 from ..loading import ModelPair
 from .plan import ForcedRange, forced_mask
-from .scorer import ScoringInput, importance_of, question_span, read_prompt
+from .question import question_span
+from .scorer import ScoringInput, importance_of, read_prompt
 from .selector import PromptText, TextReader, select_tokens
 
 KINDS = ("copy", "needle", "paraphrase")

@@ -127,5 +127,6 @@ def map_task(mapping: TextMapping, task: ScoringInput) -> MappedTask:
     stops = frozenset(int(token) for token in mapping.tokenizer.eos_token_ids)
     question = overlap.span(*task.question)
     none = np.zeros(0, dtype=np.int32)  # the draft has other ids for the question
-    task = replace(task, again=none)
+    asks = tuple(ask._replace(start=start, end=end) for ask in task.asks for start, end in [overlap.span(*ask[:2])])
+    task = replace(task, again=none, asks=asks)
     return MappedTask(replace(task, prompt=text.tokens, question=question, template=template, stop_ids=stops), overlap)

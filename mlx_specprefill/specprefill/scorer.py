@@ -29,7 +29,8 @@ from ..cache.positioned import Snapshot, leaves
 from ..config import RuleName, ScoringConfig
 from ..distributed.ranks import Ranks
 from ..errors import SparseUnsupportedError, SpecPrefillError
-from ..request import Progress, PromptSpan, ScorerKind
+from ..request import Progress, ScorerKind
+from .question import Ask
 
 Bools = npt.NDArray[np.bool_]
 
@@ -48,6 +49,8 @@ class ScoringInput:
         step: returns the tokens of each forward.
         again: question tokens in front of the text that they ask about, int32 (Q,): they are read a second time behind
             the prompt, and their attention counts instead of the question's. Only calibrated heads are read so.
+        asks: other lines that may be the question (`possible_questions`): they are read behind the prompt, too, and
+            what one of them looks at counts beside what the question does.
         seen: called at every forward with the index of its first token and the draft's output; None: not called.
         cuts: lengths before the question, ascending, at which a forward ends; `on_cut` is called with each.
     """
@@ -59,6 +62,7 @@ class ScoringInput:
     cache: list[Any]
     step: Callable[[], int]
     again: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    asks: tuple[Ask, ...] = ()
     seen: Callable[[int, mx.array], None] | None = None
     cuts: Sequence[int] = ()
     on_cut: Callable[[int], None] = lambda _: None
@@ -90,46 +94,6 @@ class Scores:
     def __post_init__(self) -> None:
         if not np.isfinite(self.importance).all():
             raise SpecPrefillError("the draft's attention is not finite")
-
-
-def question_span(
-    prompt_len: int, config: ScoringConfig, end: int | None = None, units: npt.NDArray[np.int32] | None = None
-) -> tuple[int, int]:
-    """Return [start, end) of the question's tokens, at least one.
-
-    Args:
-        end: of the last message; the prompt's if not given.
-        units: starts of lines and sentences. The last one before `end` is the question, within the limits of
-            `ScoringConfig.question_rows`. Without units the lower limit gives the number of tokens.
-    """
-    least, most = config.question_rows
-    end = prompt_len if end is None else max(1, min(end, prompt_len))
-    rows = least
-    if units is not None and (before := units[units < end]).size:
-        rows = min(max(end - int(before[-1]), least), most)
-    return max(0, end - rows), end
-
-
-def repeated_question_spans(
-    spans: Sequence[PromptSpan], config: ScoringConfig, units: npt.NDArray[np.int32]
-) -> tuple[tuple[int, int], ...]:
-    """Return the ranges [start, end) of the question in a prompt that ends with tool results, in reading order.
-
-    These are the model's last call with the text before it, and the last line or sentence of the last user message,
-    each with header and end marker. Empty if the prompt ends with another kind of message: that one is the question.
-    """
-    users = [span for span in spans if span.kind == "user"]
-    if not users or spans[-1].kind != "tool":
-        return ()
-    user = users[-1]
-    called = next((span for span in reversed(spans) if span.kind == "assistant" and span.start > user.start), None)
-    places = []
-    if called is not None:
-        said = max(called.content_start, called.content_end - config.question_rows[1])
-        places += [(called.start, called.content_start), (said, called.end)]
-    asked = max(user.content_start, question_span(user.content_end, config, units=units)[0])
-    places += [(user.start, user.content_start), (asked, user.end)]
-    return tuple((start, end) for start, end in places if start < end)
 
 
 def read_prompt(
@@ -176,6 +140,7 @@ def tokens_in(cache: list[Any]) -> int:
 
 
 Floats = npt.NDArray[np.float32]
+AROUND = 48  # tokens on either side of a line that is asked again
 
 
 @dataclass(frozen=True)
@@ -199,53 +164,88 @@ class HeadScorer:
             SpecPrefillError: the scores are not finite.
         """
         M = task.prompt.size
-        capture = HeadCapture(M + task.again.size, self.heads.by_call, 0 if self.ranks is None else self.ranks.rank)
         if task.again.size:
             yield from read_prompt(draft, task, M)
-            _ask_again(draft, task, capture)
+            rows = self._ask_again(draft, task, task.again)
         else:
+            capture = self._capture(M)
             yield from read_prompt(draft, task, M, task.question, capture.of_passage)
-        importance = self._importance({key: np.array(row)[:M] for key, row in capture.attention.items()}, task)
+            rows = {key: np.array(row) for key, row in capture.attention.items()}
+        importance = self._importance(rows, task.template[None])[0]
         words = f"{len(self.heads.heads)} calibrated heads, {self.heads.depth} of {self.heads.layers} layers"
+        if task.asks:
+            importance += self._asked(draft, task)
+            words += f", {len(task.asks)} more lines that may ask"
         return Scores(importance, "draft", words, (), task.cache)
 
-    def _importance(self, rows: Mapping[tuple[int, int], Floats], task: ScoringInput) -> Floats:
-        """Sum the importance over all ranks' heads in one reduction, which also counts the heads."""
+    def _capture(self, length: int) -> HeadCapture:
+        return HeadCapture(length, self.heads.by_call, 0 if self.ranks is None else self.ranks.rank)
+
+    def _ask_again(
+        self, draft: nn.Module, task: ScoringInput, tokens: npt.NDArray[np.int32], parts: mx.array | None = None
+    ) -> dict[tuple[int, int], Floats]:
+        """Feed tokens behind the prompt; return their heads' attention to it. The cache is restored.
+
+        Args:
+            parts: as in `HeadCapture.of_passage`.
+        """
+        M, Q = task.prompt.size, tokens.size
+        capture, snapshot = self._capture(M + Q), Snapshot(task.cache)
+        with capture.of_passage(M + Q, Q, slice(0, Q), parts):
+            draft(mx.array(tokens)[None], cache=task.cache)
+        mx.eval([part.state for part in task.cache], list(capture.attention.values()))
+        snapshot.take_back(Q, Q)
+        return {key: np.array(row)[..., :M] for key, row in capture.attention.items()}
+
+    def _asked(self, draft: nn.Module, task: ScoringInput) -> Floats:
+        """Return the most that any of the lines that may ask makes of each token, (M,).
+
+        A line that asks looks at one place, and a line that does not at many. A line's own surroundings don't compete.
+        """
+        indices = [np.arange(ask.start, ask.end) for ask in task.asks]
+        numbers = np.repeat(np.arange(len(indices)), [part.size for part in indices])
+        parts = (numbers == np.arange(len(indices))[:, None]) / np.bincount(numbers)[:, None]
+        rows = self._ask_again(draft, task, task.prompt[np.concatenate(indices)], mx.array(parts.astype(np.float32)))
+        template = np.repeat(task.template[None], len(task.asks), axis=0)
+        for hidden, ask in zip(template, task.asks, strict=True):
+            hidden[max(0, ask.start - AROUND) : ask.end + AROUND] = True
+        weights = np.array([ask.weight for ask in task.asks], dtype=np.float32)
+        most: Floats = (weights[:, None] * self._importance(rows, template)).max(axis=0)
+        return most
+
+    def _importance(self, rows: Mapping[tuple[int, int], Floats], template: Bools) -> Floats:
+        """Return the importance by each of P parts, (P, M), summed over all ranks' heads in one reduction.
+
+        Args:
+            rows: attention (M,) or (P, M) per (call, head).
+            template: (P, M) tokens that do not compete for a part.
+        """
         here = [head for head in self.heads.heads if (head.call, head.head) in rows]
-        own = np.zeros(task.prompt.size, dtype=np.float32)
+        own = np.zeros(template.shape, dtype=np.float32)
         if here:
-            own = importance_of(rows, here, task.template, self.config.pool_width)
-        found = np.append(own, np.float32(len(here)))
+            own = importance_of(rows, here, template, self.config.pool_width)
+        found = np.append(own, np.float32(len(here)))  # which also counts the heads
         if self.ranks is not None:
             found = self.ranks.all_sum(found)
         if round(float(found[-1])) < len(self.heads.heads):
             raise SparseUnsupportedError("a calibrated head of the draft does not see the whole prompt")
-        return found[:-1]
-
-
-def _ask_again(draft: nn.Module, task: ScoringInput, capture: HeadCapture) -> None:
-    """Feed the question again behind the prompt, capturing; then restore the cache."""
-    snapshot, Q = Snapshot(task.cache), task.again.size
-    with capture.of_passage(task.prompt.size + Q, Q, slice(0, Q)):
-        draft(mx.array(task.again)[None], cache=task.cache)
-    mx.eval([part.state for part in task.cache], list(capture.attention.values()))
-    snapshot.take_back(Q, Q)
+        return found[:-1].reshape(template.shape)
 
 
 def importance_of(rows: Mapping[tuple[int, int], Floats], heads: Sequence[Head], template: Bools, width: int) -> Floats:
-    """Return importance (M,) float32 from attention rows (M,) per (call, head). Skips heads without attention.
+    """Return importance float32 from attention rows per (call, head), all (M,) or (P, M). Skips heads without
+    attention.
 
     Args:
-        template: (M,) tokens that do not compete; attention on them is ignored.
+        template: tokens that do not compete, (M,) or (P, M); attention on them is ignored.
         width: taps of the mean over neighbouring tokens.
     """
-    total = np.zeros_like(next(iter(rows.values())), dtype=np.float32)
+    total = np.zeros(template.shape, dtype=np.float32)
     for head in heads:
-        row = rows[head.call, head.head]
-        open_to_choice = np.where(template, np.float32(0), row)
-        mass = float(open_to_choice.sum())
-        if mass != 0:  # values that are not finite pass, to be refused later
-            total += np.float32(head.weight / mass) * open_to_choice
+        open_to_choice = np.where(template, np.float32(0), rows[head.call, head.head])
+        mass = open_to_choice.sum(axis=-1, keepdims=True)
+        mass[mass == 0] = np.inf  # values that are not finite pass, to be refused later
+        total += np.float32(head.weight) / mass * open_to_choice
     return np.array(pool(mx.array(total), width))
 
 

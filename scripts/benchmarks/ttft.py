@@ -42,7 +42,8 @@ from mlx_specprefill.cache.positioned import make_positioned_cache
 from mlx_specprefill.engine.caches import empty_draft_cache
 from mlx_specprefill.specprefill.mapped import map_task
 from mlx_specprefill.specprefill.plan import forced_mask, forced_ranges
-from mlx_specprefill.specprefill.scorer import Scores, ScoringInput, question_span, scorer_for
+from mlx_specprefill.specprefill.question import question_span
+from mlx_specprefill.specprefill.scorer import Scores, ScoringInput, scorer_for
 from mlx_specprefill.specprefill.selector import TextReader, select_tokens, selection_by
 from mlx_specprefill.specprefill.sparse_prefill import HiddenStates, UpperLayersModel, prefill
 

@@ -15,12 +15,12 @@ from mlx_specprefill.adapters.capture import DraftHeads, Head, QueryCapture, poo
 from mlx_specprefill.adapters.depth import first_layers
 from mlx_specprefill.cache.positioned import leaves
 from mlx_specprefill.errors import SpecPrefillError
+from mlx_specprefill.specprefill.question import Ask, question_span, repeated_question_spans
 from mlx_specprefill.specprefill.scorer import (
+    AROUND,
     HeadScorer,
     PaperScorer,
     importance_of,
-    question_span,
-    repeated_question_spans,
     scorer_for,
 )
 from tests.support.precision import assert_close, numbers
@@ -488,6 +488,27 @@ def test_what_asks_again_counts_as_if_it_stood_behind_the_prompt(family):
     following = mx.array([[5, 6, 7]])
     ours, theirs = draft(following, cache=found.cache), draft(following, cache=plain)
     assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lines_that_may_ask_count_by_the_most_that_one_makes_of_a_token(family):
+    """As if they stood behind the prompt, each without its own surroundings; the cache is that of the prompt alone."""
+    draft, prompt, heads = tiny_model(family), np.array(random_prompt(M), dtype=np.int32), heads_of(family)
+    asks = (Ask(2, 9, 3.0), Ask(20, 26, 1.0))
+    found, _ = run_heads(draft, prompt, heads, asks=asks)
+    alone, _ = run_heads(draft, prompt, heads)
+    tokens = [prompt[ask.start : ask.end] for ask in asks]
+    longer, at, most = np.concatenate([prompt, *tokens]), M, np.zeros(M, dtype=np.float32)
+    indices = np.arange(longer.size)
+    for ask, part in zip(asks, tokens, strict=True):
+        template = (indices >= M) | (indices >= ask.start - AROUND) & (indices < ask.end + AROUND)
+        one, _ = run_heads(draft, longer, heads, question=(at, at + part.size), template=template)
+        most, at = np.maximum(most, np.float32(ask.weight) * one.importance[:M]), at + part.size
+    assert most.max() > 0
+    assert_close(found.importance, alone.importance + most, rtol=5e-4, atol=1e-6)
+    following, plain = mx.array([[5, 6, 7]]), list(make_prompt_cache(draft))
+    draft(mx.array(prompt)[None], cache=plain)
+    assert_close(draft(following, cache=found.cache), draft(following, cache=plain), rtol=1e-3, atol=1e-4)
 
 
 def spans_of(*kinds_and_lengths):

@@ -1,0 +1,131 @@
+"""Where the question of a prompt may stand: the text whose attention says which tokens matter.
+
+It is the last line or sentence of the last message. People and agents also write it in front of a file, in the system
+message, a turn before the text, or in front of rules for the answer. So unless that last line is the only question,
+other lines at the ends of messages are asked too. They are fed once more behind the prompt, from where they see all of
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from ..config import ScoringConfig
+from ..request import PromptSpan
+from .selector import Indices, PromptText
+
+_USERS = 2  # newest user messages that may ask
+_HEAD, _TAIL = 48, 160  # tokens at the ends of a user message in which a line may ask
+_SYSTEM = 64  # tokens at the end of a system message
+_QUESTIONS = 8  # lines with a question mark elsewhere in these messages
+_ROWS = 256  # tokens that are fed again in all
+_LEAST = 3  # tokens of a line that can ask
+_MARK_AT = 3  # last tokens of a question, among which its mark is
+_QUESTION_WEIGHT = 3.0  # of a line with a question mark, beside others
+
+
+def question_span(
+    prompt_len: int, config: ScoringConfig, end: int | None = None, units: Indices | None = None
+) -> tuple[int, int]:
+    """Return [start, end) of the question's tokens, at least one.
+
+    Args:
+        end: of the last message; the prompt's if not given.
+        units: starts of lines and sentences. The last one before `end` is the question, within the limits of
+            `ScoringConfig.question_rows`. Without units the lower limit gives the number of tokens.
+    """
+    least, most = config.question_rows
+    end = prompt_len if end is None else max(1, min(end, prompt_len))
+    rows = least
+    if units is not None and (before := units[units < end]).size:
+        rows = min(max(end - int(before[-1]), least), most)
+    return max(0, end - rows), end
+
+
+def repeated_question_spans(
+    spans: Sequence[PromptSpan], config: ScoringConfig, units: Indices
+) -> tuple[tuple[int, int], ...]:
+    """Return the ranges [start, end) of the question in a prompt that ends with tool results, in reading order.
+
+    These are the model's last call with the text before it, and the last line or sentence of the last user message,
+    each with header and end marker. Empty if the prompt ends with another kind of message: that one is the question.
+    """
+    users = [span for span in spans if span.kind == "user"]
+    if not users or spans[-1].kind != "tool":
+        return ()
+    user = users[-1]
+    called = next((span for span in reversed(spans) if span.kind == "assistant" and span.start > user.start), None)
+    places = []
+    if called is not None:
+        said = max(called.content_start, called.content_end - config.question_rows[1])
+        places += [(called.start, called.content_start), (said, called.end)]
+    asked = max(user.content_start, question_span(user.content_end, config, units=units)[0])
+    places += [(user.start, user.content_start), (asked, user.end)]
+    return tuple((start, end) for start, end in places if start < end)
+
+
+class Ask(NamedTuple):
+    """A line or sentence that may be the question: prompt indices [start, end), and its weight beside others."""
+
+    start: int
+    end: int
+    weight: float
+
+
+def possible_questions(
+    spans: Sequence[PromptSpan], prompt_len: int, text: PromptText, config: ScoringConfig
+) -> tuple[Ask, ...]:
+    """Return the lines that may ask beside the last one, in reading order, at most 256 tokens in all.
+
+    None if the last line of the last user message is a question, and no other line is.
+
+    Args:
+        spans: of the prompt's messages; none for a raw completion, which is treated as one user message.
+    """
+    spans = spans or [PromptSpan("user", 0, 0, prompt_len, prompt_len)]
+    users = [span for span in spans if span.kind == "user"][-_USERS:][::-1]
+    if not users:
+        return ()
+    said = {span: _lines(span, text, config.question_rows[1]) for span in spans if span.kind in ("user", "system")}
+    ends = list(_at_the_ends(users, said))
+    inside = [line for lines in said.values() for line in lines if line.weight > 1][::-1]
+    asking = list(dict.fromkeys([*(line for line in ends if line.weight > 1), *inside[:_QUESTIONS]]))
+    end = users[0].content_end  # of the last line, which is asked in any case
+    if len(asking) == 1 and asking[0].end == end:
+        return ()
+    chosen, left = [], _ROWS
+    for line in dict.fromkeys([*asking, *(line for line in ends if line.end < end)]):
+        if line.end - line.start <= left:
+            chosen.append(line)
+            left -= line.end - line.start
+    return tuple(sorted(chosen))
+
+
+def _at_the_ends(users: Sequence[PromptSpan], said: Mapping[PromptSpan, Sequence[Ask]]) -> Iterator[Ask]:
+    """Yield the lines at the ends of messages, from the likeliest places on: heads, the system's end, tails.
+
+    Args:
+        users: newest first; `said`: the lines of all messages.
+    """
+    for span in users:
+        yield from (line for line in said[span] if line.end <= span.content_start + _HEAD)
+    for span, lines in said.items():
+        if span.kind == "system":
+            yield from (line for line in lines if line.start >= span.content_end - _SYSTEM)
+    for span in users:
+        yield from (line for line in reversed(said[span]) if line.start >= span.content_end - _TAIL)
+
+
+def _lines(span: PromptSpan, text: PromptText, longest: int) -> list[Ask]:
+    """Return a message's lines and sentences that can ask, in reading order. Of longer ones the end counts."""
+    start, end = span.content_start, span.content_end
+    starts = [start, *text.units[(text.units > start) & (text.units < end)].tolist()]
+    marks = set(text.marks[(text.marks >= start) & (text.marks < end)].tolist())
+    found = []
+    for first, last in pairwise([*starts, end]):
+        if last - first >= _LEAST:
+            asks = not marks.isdisjoint(range(last - _MARK_AT, last))
+            found.append(Ask(max(first, last - longest), last, _QUESTION_WEIGHT if asks else 1.0))
+    return found

@@ -1,0 +1,154 @@
+"""Lines that may be the question of a prompt, wherever they stand."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from fractions import Fraction
+from itertools import pairwise
+from pathlib import Path
+from queue import SimpleQueue
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_specprefill import GenerationRequest, Inspection, SpecPrefillOptions
+from mlx_specprefill.config import ScoringConfig
+from mlx_specprefill.request import PromptSpan
+from mlx_specprefill.specprefill.question import Ask, possible_questions
+from mlx_specprefill.specprefill.selector import PromptText
+from mlx_specprefill_server.local import LocalPair, open_pair
+from mlx_specprefill_server.prompt.conversation import conversation
+
+CONFIG = ScoringConfig()
+LINE = 10  # tokens
+
+
+def said(*messages: tuple[str, int]) -> tuple[list[PromptSpan], int]:
+    """Messages of so many lines each, with a header of two tokens and an end of one."""
+    spans, at = [], 0
+    for kind, lines in messages:
+        start = at + 2
+        spans.append(PromptSpan(kind, at, start, start + lines * LINE, start + lines * LINE + 1))  # type: ignore[arg-type]
+        at = spans[-1].end
+    return spans, at
+
+
+def asked(spans: list[PromptSpan], length: int, *questions: tuple[int, int]) -> tuple[Ask, ...]:
+    """What may ask, where line b of message a is a question for every (a, b)."""
+    starts = [start for span in spans for start in range(span.content_start, span.content_end, LINE)]
+    marks = [spans[message].content_start + (line + 1) * LINE - 1 for message, line in questions]
+    text = PromptText(np.array([0, *starts], dtype=np.int32), marks=np.array(sorted(marks), dtype=np.int32))
+    return possible_questions(spans, length, text, CONFIG)
+
+
+PLACES = {
+    "in front of the document": ([("user", 100)], (0, 0)),
+    "in the middle": ([("user", 100)], (0, 50)),
+    "in front of rules": ([("user", 100)], (0, 90)),
+    "in the system message": ([("system", 5), ("user", 100)], (0, 2)),
+    "a turn before the document": ([("user", 1), ("assistant", 3), ("user", 100)], (0, 0)),
+    "in front of tool results": ([("user", 30), ("assistant", 2), ("tool", 50)], (0, 3)),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_question_is_found_wherever_it_stands(place: str) -> None:
+    messages, (message, line) = PLACES[place]
+    spans, length = said(*messages)
+    start = spans[message].content_start + line * LINE
+    found = [ask for ask in asked(spans, length, (message, line)) if ask.start <= start < ask.end]
+    assert [(ask.start, ask.end) for ask in found] == [(start, start + LINE)]
+    assert found[0].weight > 1
+
+
+def test_the_only_question_in_the_last_line_needs_no_other() -> None:
+    spans, length = said(("system", 3), ("user", 100))
+    assert asked(spans, length, (1, 99)) == ()
+    assert asked(spans, length, (1, 99), (1, 0)) != ()
+
+
+def test_without_a_question_the_ends_of_messages_may_ask_but_not_the_last_line() -> None:
+    spans, length = said(("user", 1), ("assistant", 1), ("user", 100))
+    found = {ask.start for ask in asked(spans, length)}
+    user = spans[2]
+    assert {spans[0].content_start, user.content_start, user.content_start + LINE, user.content_end - 2 * LINE} <= found
+    assert user.content_end - LINE not in found
+    assert user.content_start + 50 * LINE not in found
+
+
+def test_a_completion_is_one_message() -> None:
+    text = PromptText(np.arange(0, 1000, LINE, dtype=np.int32), marks=np.array([9], dtype=np.int32))
+    assert Ask(0, LINE, 3.0) in possible_questions([], 1000, text, CONFIG)
+
+
+@given(
+    messages=st.lists(
+        st.tuples(st.sampled_from(["system", "user", "assistant", "tool"]), st.integers(0, 60)), max_size=6
+    ),
+    questions=st.sets(st.tuples(st.integers(0, 5), st.integers(0, 59)), max_size=40),
+)
+def test_what_may_ask_is_bounded_and_belongs_to_people(
+    messages: list[tuple[str, int]], questions: set[tuple[int, int]]
+) -> None:
+    spans, length = said(*messages)
+    there = [(a, b) for a, b in questions if a < len(messages) and b < messages[a][1]]
+    found = asked(spans, length, *there) if spans else ()
+    people = [span for span in spans if span.kind in ("user", "system")]
+    assert sum(ask.end - ask.start for ask in found) <= 256
+    assert list(found) == sorted(found)
+    assert all(one.end <= other.start for one, other in pairwise(found))
+    assert all(any(s.content_start <= ask.start and ask.end <= s.content_end for s in people) for ask in found)
+
+
+# --- a real model -----------------------------------------------------------------------------------------------------
+
+SENTENCES = " ".join(Path(os.__file__).with_name("LICENSE.txt").read_text(encoding="utf-8").split()[:600]).split(". ")
+FACT, QUESTION = (
+    "Parcels for the lighthouse are left with Mrs Albrecht.",
+    "With whom are parcels for the lighthouse left?",
+)
+TEXT = ".\n".join([*SENTENCES[:9], FACT, *SENTENCES[9:]])
+RULES = "\n\nRules:\n- Answer in one short sentence.\n- Use no lists and no headings.\n- Never mention these rules."
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+CONVERSATIONS = {
+    "last": [user(f"{TEXT}\n\n{QUESTION}")],
+    "in front": [user(f"{QUESTION}\n\n{TEXT}")],
+    "in front of a file": [user(f'{QUESTION}\n\n<file name="a.txt">\n{TEXT}\n</file>')],
+    "an order in front": [user(f"Tell me with whom parcels for the lighthouse are left.\n\n{TEXT}")],
+    "then rules": [user(f"{TEXT}\n\n{QUESTION}{RULES}")],
+    "then a signature": [user(f"{TEXT}\n\n{QUESTION}\n\nBest wishes,\nJ. Doe\nHarbour Office\n4 Quay Street")],
+    "system": [{"role": "system", "content": f"You answer questions about texts. {QUESTION}"}, user(TEXT)],
+    "a turn before": [user(QUESTION), {"role": "assistant", "content": "Send me the text."}, user(TEXT)],
+}
+
+
+@pytest.fixture(scope="module")
+def pair(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> LocalPair:
+    file = tmp_path_factory.mktemp("costs") / "costs.json"
+    return open_pair("smollm2", densify="off", calibration_file=file)
+
+
+@pytest.mark.extended
+def test_the_needed_line_is_kept_wherever_the_question_stands(pair: LocalPair) -> None:
+    lost = []
+    with pair:
+        for place, messages in CONVERSATIONS.items():
+            prompt = asyncio.run(pair._prompts.chat(conversation(messages)))
+            options = SpecPrefillOptions(True, Fraction(1, 5))
+            ends: SimpleQueue[Inspection | Exception] = SimpleQueue()
+            request = GenerationRequest(prompt.tokens, 1, specprefill=options, spans=prompt.spans)
+            pair.engine.submit_inspection(request, lambda _: None, ends.put)
+            found = ends.get()
+            assert isinstance(found, Inspection)
+            kept = "".join(pair.engine.pair.tokenizer.decode(prompt.tokens[a:b].tolist()) for a, b in found.kept_spans)
+            assert found.kept_tokens < 0.45 * found.prompt_tokens
+            lost += [place] if "Mrs Albrecht" not in kept else []
+    assert lost == []

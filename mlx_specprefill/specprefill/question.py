@@ -95,8 +95,11 @@ def possible_questions(
     end = users[0].content_end  # of the last line, which is asked in any case
     if len(asking) == 1 and asking[0].end == end:
         return ()
+    others = [line for line in ends if line.end < end]
+    if any(line.end > end - config.question_rows[1] for line in asking):  # as in "Who is it? Answer in one word."
+        others = []
     chosen, left = [], _ROWS
-    for line in dict.fromkeys([*asking, *(line for line in ends if line.end < end)]):
+    for line in dict.fromkeys([*asking, *others]):
         if line.end - line.start <= left:
             chosen.append(line)
             left -= line.end - line.start

@@ -380,6 +380,7 @@ async def start_answers(service: Service, body: ChatFields, identity: Identity) 
             service.format.tools or ("hermes" if forced else None),  # a template without calls: any notation will do
             body.parallel(),
             service.format.reasoning_end(prompt.ending),
+            service.format.may_think(prompt.ending) if _thinks(body, conversation) else None,
             service.vocabulary.special,
             warnings,
         )
@@ -398,6 +399,12 @@ async def start_answers(service: Service, body: ChatFields, identity: Identity) 
         forced=forced,
     )
     return service.submit([spec], identity, body.cache_salt, warnings, body.answers())
+
+
+def _thinks(body: ChatFields, conversation: Conversation) -> bool:
+    """Return whether the request leaves room for reasoning before a format or a forced call."""
+    off = conversation.template_kwargs.get("enable_thinking") is False or body.thinking_budget() == 0
+    return conversation.ending == "answer" and not off
 
 
 async def sampling_params(service: Service, fields: SamplingFields) -> SamplingParams:

@@ -151,6 +151,33 @@ def test_a_grammar_waits_for_the_end_of_reasoning_that_the_prompt_opened(engine:
     assert engine.requests[0].constraint.starts_after == (end,)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "fields", "thinks"),
+    [
+        ("", {}, True),
+        ("", {"reasoning_effort": "none"}, False),
+        ("", {"thinking": {"type": "disabled"}}, False),
+        ("", {"reasoning": {"max_tokens": 0}}, False),
+        ("", {"chat_template_kwargs": {"enable_thinking": False}}, False),
+        ("<think>\\n\\n</think>\\n\\n", {}, False),
+    ],
+)
+def test_a_model_that_opens_its_reasoning_itself_may_think_before_a_format(
+    engine: FakeEngine, prompt: str, fields: Any, thinks: bool
+) -> None:
+    """Not where the request, or the prompt, says that it does not think."""
+    template = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}{{ 'PROMPT' }}".replace("PROMPT", prompt)
+    engine.pair = FakePair(byte_tokenizer(template))
+    client = client_of(engine)
+    ask(client, response_format={"type": "json_object"}, **fields)
+    ask(client, tools=TOOLS, tool_choice="required", **fields)
+    (opens,) = engine.pair.tokenizer.encode("<think>", add_special_tokens=False)
+    for request in engine.requests:
+        assert request.constraint is not None
+        assert not request.constraint.starts_after
+        assert (f"<[{opens}]>" in request.constraint.grammar) is thinks
+
+
 def test_reasoning(client: TestClient, engine: FakeEngine) -> None:
     engine.says("<think>\nHm.\n</think>\n\nYes.")
     body = ask(client)

@@ -182,6 +182,31 @@ def test_after_reasoning_json_may_begin_with_a_line_break_and_other_text_may_not
     assert not accepts(Constraint(choice.grammar), "\na")
 
 
+@pytest.mark.parametrize("tags", [("<think>", "</think>"), ("<idea>", "</idea>")], ids=["tokens", "text"])
+@pytest.mark.parametrize(
+    ("output", "text"),
+    [
+        (OutputFormat("json_object"), "{}"),
+        (OutputFormat("json_schema", SCHEMA), '{"a": 1}'),
+        (OutputFormat("regex", "[ab]+"), "ab"),
+        (OutputFormat("choice", ("a", "b")), "b"),
+        (None, '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'),
+    ],
+)
+def test_a_model_may_think_before_a_format(output: OutputFormat | None, text: str, tags: tuple[str, str]) -> None:
+    tools = [] if output else [{"type": "function", "function": {"name": "f"}}]
+    asked = (output, tools, "auto" if output else "required", "hermes", True, ())
+    free = constraint_of(*asked, think=tags, special=SPECIAL)
+    thought = f"{tags[0]}\nHm, {{}}.\n{tags[1]}"
+    assert accepts(free, text)
+    assert accepts(free, f"{thought}{text}")
+    assert verdict(free, f"{tags[0]}Hm.") == verdict(free, thought) == "beginning"
+    assert accepts(free, f"{thought}\n\n{text}") is (output is None or output.kind.startswith("json"))
+    assert not accepts(free, f"\n{text}")
+    assert not accepts(free, f"{text}{thought}")
+    assert verdict(constraint_of(*asked, special=SPECIAL), thought).startswith("wrong")
+
+
 # --- forced calls ----------------------------------------------------------------------------------------------------
 
 WEATHER = {

@@ -18,6 +18,7 @@ from .tool_choice import ToolChoice, calls_rule, forced_tools, has_grammar
 
 Kind = Literal["json_object", "json_schema", "regex", "grammar", "choice"]
 
+_LINES = r"/\n{1,2}/"  # between reasoning and what must be JSON or a call
 _MOST_CHOICES = 10_000
 _GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 
@@ -62,6 +63,7 @@ def constraint_of(
     tool_format: str | None = None,
     parallel: bool = True,
     reasoning_end: tuple[int, ...] = (),
+    think: tuple[str, str] | None = None,
     special: Mapping[str, int] | None = None,
     warnings: list[str] | None = None,
 ) -> Constraint:
@@ -74,7 +76,8 @@ def constraint_of(
         tools: OpenAI's function tools.
         tool_format: how the model writes calls (the name of a parser); None: it knows none.
         parallel: more than one call is possible.
-        reasoning_end: the tokens that end the reasoning, if the answer begins with some.
+        reasoning_end: the tokens that end the reasoning, if the answer begins within some.
+        think: the tags around reasoning that the model may write first.
         special: the tokenizer's added tokens and their ids; markers among them are tokens, not text.
         warnings: list that gets a sentence for each part of a schema that is not enforced.
 
@@ -92,13 +95,20 @@ def constraint_of(
     rules = [calls_rule(lark, possible, tool_format, parallel and isinstance(tool_choice, str))] if possible else []
     if output is not None and not forced:
         rules.append(_body(lark, output, tool_format))
-    lines = "NL? " if reasoning_end and (output is None or output.kind.startswith("json")) else ""
-    if lines:
-        lark.define("NL", r"/\n{1,2}/")
-    lark.define("start", f"{lines}({' | '.join(rules)})")
+    before = _reasoning(lark, reasoning_end, think, output is None or forced or output.kind.startswith("json"))
+    lark.define("start", f"{before}({' | '.join(rules)})")
     if warnings is not None:
         warnings.extend(lark.warnings)
     return Constraint(lark.text(), field, reasoning_end)
+
+
+def _reasoning(lark: Lark, end: tuple[int, ...], think: tuple[str, str] | None, lines: bool) -> str:
+    """Return what may stand before the answer proper: reasoning that the model opens, and `lines` behind any."""
+    behind = f"{lark.define('NL', _LINES)}? " if lines and (end or think) else ""
+    if end or think is None:
+        return behind
+    opens, closes = think
+    return f"({lark.literal(opens)} {lark.free_text(closes)} {behind})? "
 
 
 def _body(lark: Lark, output: OutputFormat, tool_format: str | None) -> str:

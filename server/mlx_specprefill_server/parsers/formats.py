@@ -141,6 +141,10 @@ class Format:
         """The tokens after which the answer proper begins; none if it begins at once."""
         return self.think_end if self.is_reasoning_open(prompt) else ()
 
+    def may_think(self, prompt: str) -> tuple[str, str] | None:
+        """Return the tags of reasoning that the model may open itself, None where the prompt has either tag."""
+        return None if self.think is None or any(tag in prompt for tag in self.think) else self.think
+
     def budget(self, tokens: int, prompt: str) -> ReasoningBudget | None:
         """Return a limiter that ends reasoning after `tokens` tokens, None if the model has no marks for it.
 

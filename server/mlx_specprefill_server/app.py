@@ -70,7 +70,11 @@ def app_of(models: Models) -> FastAPI:
     app.add_middleware(AuthMiddleware, settings=settings)
     if settings.cors_origins:  # outside of AuthMiddleware: a preflight has no key
         app.add_middleware(
-            CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"]
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            allow_private_network=True,
         )
     app.add_middleware(AccessLogMiddleware)
     app.add_middleware(PathMiddleware)

@@ -21,11 +21,13 @@ class TextDelta:
     Attributes:
         tokens: tokens that begin in the text; only if the request asks for logprobs or token ids.
         start: place of the text among all generated characters, tags included; for the reader only.
+        places: the place in the text where each of the tokens begins.
     """
 
     text: str
     tokens: tuple[TokenEvent, ...] = ()
     start: int = 0
+    places: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

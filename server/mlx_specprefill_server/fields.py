@@ -148,7 +148,7 @@ MAX_STOP_IDS = 1024
 MAX_BAD_WORDS = 256
 LONGEST_BAD_WORD = 200  # characters; each token of an answer is compared with all of them
 
-MaxTokens = Annotated[Whole, Field(ge=0)]
+MaxTokens = Annotated[Whole, Field(ge=UNLIMITED)]
 
 
 def _logit_bias(value: Any) -> dict[int, float]:
@@ -212,7 +212,7 @@ class SamplingFields(Body):
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     min_tokens: Annotated[Whole, Field(ge=0)] = 0
-    n_predict: Annotated[Whole, Field(ge=UNLIMITED)] | None = None  # llama.cpp's name for the limit
+    n_predict: MaxTokens | None = None  # llama.cpp's name for the limit
 
     def given(self, defaults: Mapping[str, float]) -> dict[str, Any]:
         """Return the fields that the request gives, and the defaults of those that it leaves open."""

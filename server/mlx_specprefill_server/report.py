@@ -189,16 +189,25 @@ class ProgressReporter:
 EVENT_STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
+LINE_BREAKS = {char.encode(): f"\\u{ord(char):04x}".encode() for char in "\x85\u2028\u2029"}
 
 
 def data_event(payload: Any) -> bytes:
     """Return one event. JSON has no raw line breaks, so one `data:` line is enough."""
-    return b"data: " + dumps(payload) + b"\n\n"
+    return b"data: " + _in_one_line(dumps(payload)) + b"\n\n"
 
 
 def comment(word: str, payload: Any) -> bytes:
     """Return a line that every client of event streams skips and that people and tests can read."""
     return f": {word} ".encode() + orjson.dumps(payload) + b"\n\n"
+
+
+def _in_one_line(raw: bytes) -> bytes:
+    """Return JSON with escapes for those characters within its strings that some clients take for line breaks."""
+    if not raw.isascii():
+        for char, escape in LINE_BREAKS.items():
+            raw = raw.replace(char, escape)
+    return raw
 
 
 def named_event(payload: dict[str, Any]) -> bytes:
@@ -219,7 +228,7 @@ class TextEvents:
         self._around = event(place).split(orjson.dumps(place))
 
     def of(self, text: str) -> bytes:
-        return orjson.dumps(text).join(self._around)
+        return _in_one_line(orjson.dumps(text)).join(self._around)
 
 
 class EventStream(StreamingResponse):

@@ -106,6 +106,9 @@ def test_pages_of_a_named_origin_may_call(engine: FakeEngine) -> None:
     preflight = client.options("/v1/chat/completions", headers=asked)
     assert preflight.status_code == 200
     assert preflight.headers["access-control-allow-origin"] == "https://page.example"
+    private = client.options("/v1/chat/completions", headers=asked | {"access-control-request-private-network": "true"})
+    assert private.status_code == 200
+    assert private.headers["access-control-allow-private-network"] == "true"
     answer = client.get("/v1/models", headers={"origin": "https://page.example", "authorization": "Bearer right"})
     assert answer.headers["access-control-allow-origin"] == "https://page.example"
     refused = client.get("/v1/models", headers={"origin": "https://page.example"})
@@ -119,3 +122,5 @@ def test_pages_of_other_origins_may_not(engine: FakeEngine) -> None:
         preflight = client.options("/v1/chat/completions", headers=asked)
         assert preflight.status_code >= 400
         assert "access-control-allow-origin" not in preflight.headers
+        asked["access-control-request-private-network"] = "true"
+        assert client.options("/v1/chat/completions", headers=asked).status_code >= 400

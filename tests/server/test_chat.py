@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import threading
 from fractions import Fraction
 from typing import Any
@@ -255,8 +256,6 @@ def test_the_last_token_of_room_can_be_used(client: TestClient, engine: FakeEngi
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("max_tokens", -1),
-        ("max_completion_tokens", -1),
         ("specprefill_scope", "documents"),
         ("specprefill_keep_pct", 0),
         ("specprefill_keep_pct", 1.01),
@@ -290,6 +289,7 @@ def test_the_last_token_of_room_can_be_used(client: TestClient, engine: FakeEngi
         ("max_tokens", 1e30),
         ("max_tokens", "10"),
         ("max_completion_tokens", 0),
+        ("max_completion_tokens", -2),
         ("stop", ""),
         ("stop", [""]),
         ("stop", [1]),
@@ -611,3 +611,19 @@ def test_a_message_goes_on_inside_its_reasoning(
     assert [block.get("thinking", block.get("text")) for block in blocks] == [text for text in (thought, said) if text]
     engine.says("Hello </think>.")
     assert ask(client, messages=messages[:1])["choices"][0]["message"]["content"] == "Hello </think>."
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize("fields", [{}, {"logprobs": True}])
+def test_an_event_is_one_line_for_every_client(
+    client: TestClient, engine: FakeEngine, path: str, fields: dict[str, Any]
+) -> None:
+    """Clients on httpx also end lines at these three characters."""
+    engine.says("a\u2028b\u2029c\x85dé")
+    asked = {"prompt": "Hi"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "Hi"}]}
+    asked = {"input": "Hi"} if path == "/v1/responses" else asked
+    fields = {"logprobs": 1} if fields and path == "/v1/completions" else fields
+    with client.stream("POST", path, json={**asked, "max_tokens": 99, "stream": True, **fields}) as response:
+        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: {")]
+    shown = json.dumps([json.loads(line) for line in lines], ensure_ascii=False)
+    assert all(char in shown for char in "\u2028\u2029\x85é")

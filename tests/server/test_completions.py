@@ -176,6 +176,26 @@ def test_echo_with_logprobs_scores_the_prompt(client: TestClient, engine: FakeEn
     assert scores["top_logprobs"][2] == {"c": -0.25}
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("echo", [False, True])
+def test_offsets_count_the_characters_that_are_sent(
+    client: TestClient, engine: FakeEngine, streamed: bool, echo: bool
+) -> None:
+    """Each byte is a token, so those of one character begin where it does."""
+    engine.says("né\U0001f389 x")
+    if streamed:
+        parts = [c for chunk in stream(client, "aé", echo=echo, logprobs=1)[:-1] for c in chunk["choices"]]
+        text, offsets = "", list[int]()
+        for part in parts:
+            text += part["text"]
+            offsets += (part["logprobs"] or {"text_offset": []})["text_offset"]
+    else:
+        choice = ask(client, "aé", echo=echo, logprobs=1)["choices"][0]
+        text, offsets = choice["text"], choice["logprobs"]["text_offset"]
+    assert text == ("aé" if echo else "") + "né\U0001f389 x"
+    assert offsets == [place for place, char in enumerate(text) for _ in char.encode()]
+
+
 def test_a_one_token_prompt_has_no_scores(client: TestClient) -> None:
     scores = ask(client, "a", echo=True, logprobs=0)["choices"][0]["logprobs"]
     assert scores["tokens"][0] == "a"

@@ -354,8 +354,15 @@ def test_the_fields_reach_the_engine(client: TestClient, engine: FakeEngine) -> 
 
 
 def test_an_output_format_constrains_the_answer(client: TestClient, engine: FakeEngine) -> None:
-    ask(client, output_config={"format": {"type": "json_schema", "schema": {"type": "object"}}})
-    constraint = engine.requests[0].constraint
+    format_ = {"type": "json_schema", "schema": {"type": "object"}}
+    ask(client, output_format=format_)
+    assert engine.requests[-1].constraint is not None
+    assert engine.requests[-1].constraint.field == "output_format.schema"
+    body = ask(client, response_format=format_, structured_outputs={"json": {}})
+    assert engine.requests[-1].constraint is None
+    assert [sentence.split()[0] for sentence in body["warnings"]] == ["response_format", "structured_outputs"]
+    ask(client, output_config={"format": format_})
+    constraint = engine.requests[-1].constraint
     assert constraint is not None
     assert constraint.field == "output_config.format.schema"
 
@@ -463,6 +470,8 @@ def said(role: str, *blocks: Any) -> dict[str, Any]:
         ({"stop_sequences": ["a"] * 65}, "stop_sequences"),
         ({"thinking": "on"}, "thinking"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
+        ({"output_format": {"type": "xml"}}, "output_format.type"),
+        ({"output_format": {"type": "text"}, "output_config": {"format": {"type": "text"}}}, "output_format"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
         ({"container": "c"}, "container"),

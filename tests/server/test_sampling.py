@@ -111,8 +111,13 @@ def test_the_limit_has_many_names(client: TestClient, engine: FakeEngine, path: 
     assert asked(client, engine, path, n_predict=7).max_tokens == 7
     assert asked(client, engine, path, n_predict=7, max_tokens=5).max_tokens == 5
     assert asked(client, engine, path, n_predict=-1).max_tokens > 1000
+    assert asked(client, engine, path, max_tokens=-1).max_tokens > 1000
+    assert asked(client, engine, path, n_predict=7, max_tokens=-1).max_tokens > 1000
     assert "n_predict" in refusal(client, path, n_predict=0)
+    assert "max_tokens" in refusal(client, path, max_tokens=-2)
     if path == "/v1/responses":
+        assert asked(client, engine, path, max_output_tokens=-1).max_tokens > 1000
+        assert "max_output_tokens" in refusal(client, path, max_output_tokens=0)
         assert asked(client, engine, path, max_output_tokens=3, max_tokens=5).max_tokens == 3
 
 

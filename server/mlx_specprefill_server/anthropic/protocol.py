@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from ..constrained.output_format import OutputFormat, response_format
+from ..constrained.output_format import OUTPUT_FIELDS, OutputFormat, response_format
 from ..constrained.tool_choice import NamedTool, ToolChoice
 from ..errors import refusal, require
 from ..fields import Body, ChatFields, Number, StopStrings, ThinkingFields, Whole, refuse_documents, refuse_sampling
@@ -52,6 +52,11 @@ class CountRequest(ThinkingFields):
     tools: list[Any] = Field(default_factory=list)
     tool_choice: Choice = Choice()
     output_config: OutputConfig = OutputConfig()
+    output_format: dict[str, Any] | None = None  # the older name of output_config.format
+    response_format: Any = None
+    structured_outputs: Any = None
+    json_schema: Any = None
+    grammar: Any = None
 
     def choice(self) -> ToolChoice:
         """Return the tool choice in dialect-neutral form."""
@@ -67,11 +72,19 @@ class CountRequest(ThinkingFields):
             self.thinking_kwargs(self.output_config.effort),
             _ending(messages),
             images=tuple(image_paths(self.messages, "messages")),
-            left_out=tuple(_foreign(self.messages)),
+            left_out=(*_foreign(self.messages), *self._other_formats()),
         )
 
     def output(self) -> OutputFormat | None:
-        return response_format(self.output_config.format, "output_config.format")
+        own, older = self.output_config.format, self.output_format
+        require(own is None or older is None, "output_format", "can't be combined with output_config.format")
+        return response_format(older, "output_format") or response_format(own, "output_config.format")
+
+    def _other_formats(self) -> Iterator[str]:
+        """Yield a sentence for each field that sets the format in another dialect."""
+        for name in OUTPUT_FIELDS:
+            if name in self.model_fields_set:
+                yield f"{name} has no effect in this dialect; use output_config.format"
 
 
 class MessagesRequest(CountRequest, ChatFields):

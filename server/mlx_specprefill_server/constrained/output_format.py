@@ -95,7 +95,7 @@ def constraint_of(
     rules = [calls_rule(lark, possible, tool_format, parallel and isinstance(tool_choice, str))] if possible else []
     if output is not None and not forced:
         rules.append(_body(lark, output, tool_format))
-    before = _reasoning(lark, reasoning_end, think, output is None or forced or output.kind.startswith("json"))
+    before = _reasoning(lark, reasoning_end, think, output is None or bool(forced) or output.kind.startswith("json"))
     lark.define("start", f"{before}({' | '.join(rules)})")
     if warnings is not None:
         warnings.extend(lark.warnings)

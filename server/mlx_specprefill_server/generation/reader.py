@@ -308,7 +308,7 @@ class AnswerReader:
             deltas += self._mark(self._limit(self._parser.finish(ended)))
         deltas += self._release(self._stop.finish())
         if self._every_token and self._tokens is not None and not self._cut and (tokens := self._tokens.rest()):
-            deltas.append(TextDelta("", tokens))
+            deltas.append(TextDelta("", tokens, places=(0,) * len(tokens)))
         if ended:
             return [*deltas, self._done("tool_calls" if self._calls else "stop", report)]
         return [*deltas, self.failed(_error(event), report)]
@@ -369,7 +369,8 @@ class AnswerReader:
         if self._tokens is None:
             return delta
         self._tokens.hold(delta)
-        return ReasoningDelta(delta.text, self._tokens.release(len(delta.text)), delta.start)
+        placed = self._tokens.release(len(delta.text))
+        return ReasoningDelta(delta.text, tuple(token for _, token in placed), delta.start)
 
     def _visible(self, delta: TextDelta) -> Iterator[TextDelta]:
         if self._tokens is not None:
@@ -378,8 +379,9 @@ class AnswerReader:
         self._cut = self._stop.matched is not None
 
     def _release(self, text: str) -> list[TextDelta]:
-        tokens = () if self._tokens is None else self._tokens.release(len(text))
-        return [TextDelta(text, tokens)] if text or tokens else []
+        placed = [] if self._tokens is None else self._tokens.release(len(text))
+        tokens, places = tuple(token for _, token in placed), tuple(place for place, _ in placed)
+        return [TextDelta(text, tokens, places=places)] if text or tokens else []
 
 
 def _error(event: Finished | Failed) -> Exception | None:
@@ -447,26 +449,28 @@ class _Tokens:
         if self._waiting:
             self._held.append([delta.start, delta.start + len(delta.text)])
 
-    def release(self, count: int) -> tuple[TokenEvent, ...]:
-        """Return the tokens that begin in the next `count` characters of held text."""
-        out: list[TokenEvent] = []
-        while count and self._held:
+    def release(self, count: int) -> list[tuple[int, TokenEvent]]:
+        """Return the tokens that begin in the next `count` characters of held text, each with its place in them."""
+        out: list[tuple[int, TokenEvent]] = []
+        done = 0
+        while done < count and self._held:
             span = self._held[0]
-            size = min(count, span[1] - span[0])
-            out += self._take(span[0], span[0] + size)
-            count -= size
+            size = min(count - done, span[1] - span[0])
+            taken = self._take(span[0], span[0] + size)
+            out += [(done + max(first - span[0], 0), token) for first, token in taken]
+            done += size
             span[0] += size
             if span[0] == span[1]:
                 self._held.popleft()
-        return tuple(out)
+        return out
 
     def rest(self) -> tuple[TokenEvent, ...]:
         """Return the tokens that no text has taken."""
         return tuple(token for _, token in self._waiting)
 
-    def _take(self, start: int, end: int) -> Iterator[TokenEvent]:
+    def _take(self, start: int, end: int) -> Iterator[tuple[int, TokenEvent]]:
         while self._waiting and self._waiting[0][0] < end:
             first, token = self._waiting.popleft()
             behind = self._waiting[0][0] if self._waiting else self.decoded
             if first >= start or behind > start:
-                yield token
+                yield first, token

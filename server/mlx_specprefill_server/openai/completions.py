@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated, Any
@@ -27,7 +27,7 @@ from ..dependencies import ModelDep, body_of
 from ..errors import refusal
 from ..fields import Whole, first_limit, refuse_documents, refuse_sampling
 from ..generation.generation import Generation
-from ..generation.reader import Vocabulary
+from ..generation.reader import IncrementalDetokenizer, Vocabulary
 from ..middleware import IdentityDep
 from ..parsers.formats import plain_text
 from ..prompt.prompt import Prompt
@@ -166,7 +166,7 @@ class _Choice:
     echo: str | None
     prompt: TokenIds
     text: str = ""
-    length: int = 0  # characters of all token texts, for text_offset
+    length: int = 0  # characters that have been sent
     logprobs: Logprobs = field(default_factory=dict)
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
@@ -202,7 +202,7 @@ class CompletionAnswer:
                 self._report.add(delta, index)
         self._report.raise_error()
         choices = [
-            self._choice(c, c.text, c.logprobs or self._logprobs(c, ()), c.token_ids, c.prompt, c.finish_reason)
+            self._choice(c, c.text, c.logprobs or self._logprobs((), ()), c.token_ids, c.prompt, c.finish_reason)
             for c in self._choices
         ]
         return self._envelope.body(choices, usage=self._report.usage(), **self._report.extras())
@@ -233,11 +233,13 @@ class CompletionAnswer:
         out: list[Addition] = []
         if choice.echo is not None:
             scores = delta.entries if isinstance(delta, PromptLogprobs) else ()
-            out.append((choice, choice.echo, self._prompt_logprobs(choice, scores), ()))
-            choice.echo = None
+            out.append((choice, choice.echo, self._prompt_logprobs(choice, choice.echo, scores), ()))
+            choice.length, choice.echo = len(choice.echo), None
         if isinstance(delta, TextDelta):
             ids = tuple(event.token for event in delta.tokens)
-            out.append((choice, delta.text, self._logprobs(choice, delta.tokens), ids))
+            offsets = [choice.length + place for place in delta.places]
+            out.append((choice, delta.text, self._logprobs(delta.tokens, offsets), ids))
+            choice.length += len(delta.text)
         return out
 
     def _choice(
@@ -256,24 +258,28 @@ class CompletionAnswer:
         ids = {"token_ids": list(token_ids)}
         return head | ids | ({} if prompt is None else {"prompt_token_ids": prompt.tolist()})
 
-    def _prompt_logprobs(self, choice: _Choice, scores: Scores) -> Logprobs | None:
+    def _prompt_logprobs(self, choice: _Choice, echo: str, scores: Scores) -> Logprobs | None:
         """Return the prompt's logprobs. The first token has none: nothing precedes it."""
         first = TokenEvent(int(choice.prompt[0]))
-        return self._logprobs(choice, [first, *(TokenEvent(own.token, own.logprob, top) for own, top in scores)])
+        tokens = [first, *(TokenEvent(own.token, own.logprob, top) for own, top in scores)]
+        return self._logprobs(tokens, self._offsets(echo, tokens))
 
-    def _logprobs(self, choice: _Choice, tokens: Sequence[TokenEvent]) -> Logprobs | None:
+    def _offsets(self, echo: str, tokens: Sequence[TokenEvent]) -> Iterator[int]:
+        """Yield where each of the prompt's tokens begins. Those that the tokenizer has added have no characters."""
+        decoded, place = IncrementalDetokenizer(self._vocabulary.decode), 0
+        for event in tokens:
+            yield place
+            text = decoded.push(event.token)
+            place += next((len(part) for part in (text, text.lstrip()) if echo.startswith(part, place)), 0)
+
+    def _logprobs(self, tokens: Sequence[TokenEvent], offsets: Iterable[int]) -> Logprobs | None:
         if self._body.logprobs is None:
             return None
-        texts = [self._vocabulary.token_text(event.token) for event in tokens]
-        offsets = []
-        for text in texts:
-            offsets.append(choice.length)
-            choice.length += len(text)
         return {
-            "tokens": texts,
+            "tokens": [self._vocabulary.token_text(event.token) for event in tokens],
             "token_logprobs": [None if e.logprob is None else max(e.logprob, LOWEST_LOGPROB) for e in tokens],
             "top_logprobs": [_top(self._vocabulary, event) for event in tokens],
-            "text_offset": offsets,
+            "text_offset": list(offsets),
         }
 
 

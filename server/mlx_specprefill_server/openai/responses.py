@@ -66,7 +66,6 @@ class ItemWriter:
                 yield from self.close()
             case CallBroken():
                 yield from self.close("incomplete")
-                self.items.pop()
 
     def close(self, status: str = "completed") -> Iterator[Event]:
         """Return the events that end the open item, if there is one."""

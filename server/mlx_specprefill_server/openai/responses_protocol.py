@@ -14,7 +14,7 @@ from pydantic import Field, PlainValidator
 
 from ..constrained.output_format import OutputFormat, response_format
 from ..errors import refusal, require
-from ..fields import Body, Texts, Whole, first_limit, refuse_documents, refuse_sampling
+from ..fields import Body, MaxTokens, Texts, Whole, first_limit, refuse_documents, refuse_sampling
 from ..prompt.conversation import (
     Conversation,
     Message,
@@ -48,7 +48,7 @@ class ResponsesRequest(ConversationFields):
     input: Annotated[str | list[Any], PlainValidator(_input, json_schema_input_type=str | list[Any])]
     instructions: str | None = None
     text: Text = Text()
-    max_output_tokens: Annotated[Whole, Field(ge=1)] | None = None
+    max_output_tokens: MaxTokens | None = None
     top_logprobs: Annotated[Whole, Field(ge=0, le=20)] = 0
     include: list[Any] = Field(default_factory=list)
     metadata: Texts = Field(default_factory=dict)
@@ -89,7 +89,7 @@ def refuse(body: Mapping[str, Any]) -> None:
     refuse_documents(body)
     if body.get("echo"):
         raise refusal("echo", "not supported")
-    for name in ("max_tokens", "n_predict"):
+    for name in ("max_output_tokens", "max_tokens", "n_predict"):
         if body.get(name) == 0:
             raise refusal(name, "must be at least 1")
     if body.get("n", 1) != 1:

@@ -33,7 +33,7 @@ class Bare(NamedTuple):
 class TaggedText:
     """A divider of tagged text into deltas.
 
-    White space that templates put around reasoning and calls is dropped.
+    White space that templates put around reasoning and calls is dropped, but between text before and after a call.
 
     Args:
         think: the tags around reasoning; None: the model writes none.
@@ -67,7 +67,8 @@ class TaggedText:
         self._marks = {False: [*self._readers, *self._stray], True: [*tagged, *(self._stray or self._closing)]}
         self._held: TextDelta | ReasoningDelta | None = None  # white space that may precede a tag
         self._trim = thinking and not begun  # white space at the start of the following text is dropped
-        self._called = False
+        self._before: list[TextDelta] = []  # white space before calls, which belongs to the text if more follows
+        self._said = self._called = False
 
     def run(self, cursor: Cursor) -> Reading[None]:
         """Read the whole answer."""
@@ -114,7 +115,7 @@ class TaggedText:
 
     def _turn(self, thinking: bool) -> None:
         self.thinking = thinking
-        self._trim = True
+        self._trim = thinking or not self._said
         self._held = None
 
     def _text(self, cursor: Cursor) -> Reading[str]:
@@ -139,9 +140,13 @@ class TaggedText:
         self._trim = False
         if self._held:
             start, text = self._held.start, self._held.text + text
+        if text.strip() and not self.thinking:
+            yield from self._before
+            self._before = []
         core = text.rstrip() if self._readers or self._stray or self.thinking else text
         self._held = self._delta(text[len(core) :], start + len(core)) if len(core) < len(text) else None
         if core:
+            self._said = self._said or not self.thinking
             yield self._delta(core, start)
 
     def _delta(self, text: str, start: int) -> TextDelta | ReasoningDelta:
@@ -154,10 +159,11 @@ class TaggedText:
         try:
             for delta in reader(cursor, self._tools):
                 if isinstance(delta, CallStart):
-                    opened, self._held = True, None
+                    opened = True
+                    self._put_aside()
                 yield delta
                 if isinstance(delta, CallEnd):
-                    self._called = self._trim = True
+                    self._called, self._trim = True, not self._said
                     cursor.mark()
                     start, keep, opened = cursor.offset, 0, False
         except MalformedError:
@@ -166,6 +172,12 @@ class TaggedText:
             else:
                 self._retry(cursor, keep)
             yield from self._say(start, cursor.trail())
+
+    def _put_aside(self) -> None:
+        """Keep white space before a call for text behind it."""
+        if self._said and isinstance(self._held, TextDelta):
+            self._before.append(self._held)
+        self._held = None
 
     def _sketch(self, cursor: Cursor, mark: str) -> Reading[None]:
         """Read calls within reasoning. They are meant if only white space, end tags and calls follow: a model argues

@@ -73,8 +73,17 @@ def files_with(folder: Path, seed: int) -> set[str]:
     return {name for name, content in contents.items() for sample in samples(seed) if sample in content}
 
 
+@pytest.fixture(autouse=True)
+def _new_objects_only() -> Iterator[None]:
+    """What other tests have left is not searched: the whole suite's heap takes minutes."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 def memory_with(seed: int) -> list[str]:
-    """The types of the objects of this process that hold a part of a prompt."""
+    """The types of the objects that hold a part of a prompt, of those that this test has made."""
     parts, found, known = list(samples(seed)), list[str](), set[int]()
     for holder in gc.get_objects():
         for thing in gc.get_referents(holder):  # arrays are known to their holders only

@@ -263,7 +263,7 @@ def test_penalties_and_biases_are_full_reading_s_own_too() -> None:
 def test_what_a_grammar_decided_is_left_out() -> None:
     """A token counts where full reading's favourite was allowed and was not alone."""
     pair = load("demo", False)
-    prompt = pair.tokenizer.encode(text(0))
+    prompt = pair.tokenizer.encode(text(1))
     grammar = Constraint("start: /[0-9]{6}X/")
     with verified(pair) as engine:
         answer = ask(engine, GenerationRequest(prompt, LENGTH, specprefill=ASKED, constraint=grammar))

@@ -75,7 +75,7 @@ def files_with(folder: Path, seed: int) -> set[str]:
 
 @pytest.fixture(autouse=True)
 def _new_objects_only() -> Iterator[None]:
-    """What other tests have left is not searched: the whole suite's heap takes minutes."""
+    """Leave out of the search what other tests have left: the whole suite's heap takes minutes."""
     gc.collect()
     gc.freeze()
     yield

@@ -37,7 +37,7 @@ def said(*messages: tuple[str, int]) -> tuple[list[PromptSpan], int]:
 
 
 def asked(spans: list[PromptSpan], length: int, *questions: tuple[int, int]) -> tuple[Ask, ...]:
-    """What may ask, where line b of message a is a question for every (a, b)."""
+    """Return what may ask, where line b of message a is a question for every (a, b)."""
     starts = [start for span in spans for start in range(span.content_start, span.content_end, LINE)]
     marks = [spans[message].content_start + (line + 1) * LINE - 1 for message, line in questions]
     text = PromptText(np.array([0, *starts], dtype=np.int32), marks=np.array(sorted(marks), dtype=np.int32))

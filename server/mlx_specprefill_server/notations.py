@@ -12,17 +12,40 @@ MISTRAL_TAG, MISTRAL_ARGUMENTS, MISTRAL_CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CA
 GEMMA_4 = ("<|tool_call>", "<tool_call|>", '<|"|>')
 FUNCTION_GEMMA = ("<start_function_call>", "<end_function_call>", "<escape>")
 
+GRANITE, END_GRANITE = "<|tool_call|>", "<|/tool_call|>"  # Phi-4's has an end
+COMMAND, END_COMMAND = "<|START_ACTION|>", "<|END_ACTION|>"
+
 CALL, END_CALL = "<tool_call>", "</tool_call>"
 KEY, END_KEY, VALUE, END_VALUE = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
 END_PARAMETER = "</parameter>"
+
+
+class Marks(NamedTuple):
+    """The marks of a notation with a name and JSON: around all calls, around each, and before its arguments."""
+
+    section: str
+    end_section: str
+    call: str
+    end_call: str
+    arguments: str
+
+
+KIMI = Marks(
+    "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>",
+    "<|tool_call_begin|>", "<|tool_call_end|>", "<|tool_call_argument_begin|>",
+)  # fmt: skip
+DEEPSEEK = Marks(
+    "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+)
 
 
 class Tags(NamedTuple):
     """The tags of a notation with one tag per argument.
 
     Attributes:
-        close: what ends the name in an opening tag.
+        close: what ends the name in the tag of a function, and in that of a parameter without `kinds`.
         lines: values stand on lines of their own.
+        kinds: what follows the quoted name of a parameter before a text, and before JSON; none: the schema tells.
     """
 
     call: str
@@ -32,9 +55,23 @@ class Tags(NamedTuple):
     parameter: str
     close: str
     lines: bool
+    end_parameter: str = END_PARAMETER
+    kinds: tuple[str, ...] = ()
+
+    @property
+    def end_name(self) -> str:
+        """What ends the name in the tag of a parameter."""
+        return '"' if self.kinds else self.close
 
 
 XML = Tags(CALL, END_CALL, "<function=", "</function>", "<parameter=", ">", lines=True)
 MINIMAX = Tags(
     "<minimax:tool_call>", "</minimax:tool_call>", '<invoke name="', "</invoke>", '<parameter name="', '">', lines=False
 )
+SEED = XML._replace(call="<seed:tool_call>", end_call="</seed:tool_call>")
+DSML = Tags(  # DeepSeek V3.2
+    "<｜DSML｜function_calls>", "</｜DSML｜function_calls>",
+    '<｜DSML｜invoke name="', "</｜DSML｜invoke>",
+    '<｜DSML｜parameter name="', '">', lines=False,
+    end_parameter="</｜DSML｜parameter>", kinds=(' string="true">', ' string="false">'),
+)  # fmt: skip

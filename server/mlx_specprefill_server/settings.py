@@ -34,8 +34,23 @@ _REMEMBERED_BYTES = 8 << 30  # bytes of disk space for the common beginnings of 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 Densify = Literal["on", "off", "auto", "busy"]
-ToolParser = Literal["hermes", "xml", "harmony", "mistral", "gemma", "glm", "minimax", "native"]
-ReasoningParser = Literal["think", "mistral", "gemma", "native"]
+ToolParser = Literal[
+    "hermes",
+    "xml",
+    "harmony",
+    "mistral",
+    "gemma",
+    "glm",
+    "minimax",
+    "seed",
+    "kimi",
+    "deepseek",
+    "dsml",
+    "granite",
+    "command",
+    "native",
+]
+ReasoningParser = Literal["think", "mistral", "gemma", "seed", "command", "native"]
 
 
 def _split_list(value: Any) -> Any:

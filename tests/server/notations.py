@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.tool_parsers import kimi_k2, pythonic
+from mlx_lm.tool_parsers import pythonic
 
 from mlx_specprefill_server.parsers.formats import Format, ToolParser, detect
 
@@ -36,9 +36,13 @@ def as_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
+def is_text(value: Any) -> bool:
+    return isinstance(value, str) and not isinstance(value, Number)
+
+
 def plain(value: Any) -> str:
     """Text as it is, every other value as JSON."""
-    return value if isinstance(value, str) and not isinstance(value, Number) else as_json(value)
+    return value if is_text(value) else as_json(value)
 
 
 def gemma(quote: str) -> Callable[[Any], str]:
@@ -47,7 +51,7 @@ def gemma(quote: str) -> Callable[[Any], str]:
 
     def written(value: Any) -> str:
         match value:
-            case str() if not isinstance(value, Number):
+            case str() if is_text(value):
                 return f"{quote}{value}{quote}"
             case dict():
                 return "{" + ",".join(f"{key(name)}:{written(inner)}" for name, inner in value.items()) + "}"
@@ -105,6 +109,51 @@ NOTATIONS = {
         ),
         "</parameter>\n",
     ),
+    "seed": _of(
+        "seed",
+        tags(
+            "<seed:tool_call>\n<function=f>\n",
+            "<parameter=%s>\n",
+            "\n</parameter>\n",
+            "</function>\n</seed:tool_call>",
+        ),
+        "\n</parameter>\n",
+    ),
+    "granite": _of("granite", lambda given: f'<|tool_call|>[{{"name": "f", "arguments": {as_json(given)}}}]'),
+    "command": _of(
+        "command",
+        lambda given: (
+            '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "f", "parameters": '
+            f"{as_json(given)}}}\n]<|END_ACTION|>"
+        ),
+    ),
+    "deepseek": _of(
+        "deepseek",
+        lambda given: (
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>"
+            f"{as_json(given)}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+        ),
+    ),
+    "deepseek-v3": _of(
+        "deepseek",
+        lambda given: (
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n"
+            f"{as_json(given)}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+        ),
+    ),
+    "dsml": _of(
+        "dsml",
+        lambda given: (
+            '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n'
+            + "".join(
+                f'<｜DSML｜parameter name="{name}" string="{str(is_text(v)).lower()}">{plain(v)}</｜DSML｜parameter>\n'
+                for name, v in given.items()
+            )
+            + "</｜DSML｜invoke>\n</｜DSML｜function_calls>"
+        ),
+        "</｜DSML｜parameter>\n",
+    ),
+    "functionary": _of("xml", lambda given: f"<function=f>{as_json(given)}</function>"),
     "glm": _of(
         "glm",
         tags("<tool_call>f", "\n<arg_key>%s</arg_key>\n<arg_value>", "</arg_value>", "\n</tool_call>"),
@@ -120,8 +169,8 @@ NOTATIONS = {
         "harmony",
         lambda given: f"<|channel|>commentary to=functions.f <|constrain|>json<|message|>{as_json(given)}",
     ),
-    "kimi": _native(
-        kimi_k2,
+    "kimi": _of(
+        "kimi",
         lambda given: (
             "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>"
             f"{as_json(given)}<|tool_call_end|><|tool_calls_section_end|>"
@@ -136,4 +185,4 @@ NOTATIONS = {
 }
 # Their grammars are written for tokenizers with other markers than the tests' one.
 FORCED = [name for name, notation in NOTATIONS.items() if notation.is_forced and name not in ("llama", "mistral-args",
-          "functiongemma")]  # fmt: skip
+          "functiongemma", "deepseek-v3", "functionary")]  # fmt: skip

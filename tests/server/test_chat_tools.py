@@ -178,6 +178,14 @@ def test_a_model_that_opens_its_reasoning_itself_may_think_before_a_format(
         assert (f"<[{opens}]>" in request.constraint.grammar) is thinks
 
 
+def test_a_notation_that_nobody_knows_is_told_at_load(engine: FakeEngine, caplog: pytest.LogCaptureFixture) -> None:
+    engine.pair = FakePair(byte_tokenizer("{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}"))
+    (model,) = client_of(engine).get("/v1/models").json()["data"]
+    assert model["tools"]["definitions"] is True
+    assert model["tools"]["parsed"] == "none"
+    assert "the notation of its tool calls is unknown" in caplog.text
+
+
 def test_reasoning(client: TestClient, engine: FakeEngine) -> None:
     engine.says("<think>\nHm.\n</think>\n\nYes.")
     body = ask(client)

@@ -108,13 +108,12 @@ def test_a_value_can_be_written_where_the_call_is_forced(name: str, schema: Any,
     assert verdict(constraint, notation.write({"v": exactly(written)})) == "whole"
 
 
-@pytest.mark.parametrize("name", ["kimi", "lfm2"])
-def test_calls_are_refused_where_they_can_not_be_forced(name: str) -> None:
+def test_calls_are_refused_where_they_can_not_be_forced() -> None:
     with pytest.raises(InvalidRequestError, match="can't be forced"):
-        constraint_of(None, tools({}), "required", NOTATIONS[name].format.tools, special=SPECIAL)
+        constraint_of(None, tools({}), "required", NOTATIONS["lfm2"].format.tools, special=SPECIAL)
 
 
 def test_the_table_is_as_long_as_it_says() -> None:
     assert len(VALUES) >= 40
-    assert len(NOTATIONS) >= 11
+    assert len(NOTATIONS) >= 16
     assert all(as_json(exactly(written)) == written for _, written in VALUES)

@@ -4,24 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ..errors import refusal
 from ..notations import (
     CALL,
+    COMMAND,
+    DEEPSEEK,
+    DSML,
     END_CALL,
+    END_COMMAND,
     END_KEY,
-    END_PARAMETER,
     END_VALUE,
     FUNCTION_GEMMA,
     GEMMA_4,
+    GRANITE,
     KEY,
+    KIMI,
     MINIMAX,
     MISTRAL_ARGUMENTS,
     MISTRAL_TAG,
     NAME,
+    SEED,
     VALUE,
     XML,
+    Marks,
     Tags,
 )
 from ..schemas import Schema, items_of, mapping_of
@@ -136,15 +143,18 @@ def calls_rule(lark: Lark, tools: Sequence[Tool], tool_format: str | None, paral
     """
     if not has_grammar(tool_format):
         raise refusal("tool_choice", "calls can't be forced in this model's notation")
-    call, between = _NOTATIONS[tool_format]
-    calls = [call(lark, _enforceable(lark, tool)) for tool in tools]
+    notation = _NOTATIONS[tool_format]
+    calls = [notation.call(lark, _enforceable(lark, tool)) for tool in tools]
     match tool_format:
         case "harmony":  # a message holds one call
             return lark.rule("harmony", f"{lark.analysis()} {_several(lark, calls, False)}")
         case "mistral" if MISTRAL_ARGUMENTS not in lark.special:
             inner = _several(lark, calls, parallel, ", ")
             return lark.rule("mistral", f'{lark.literal(MISTRAL_TAG)} " "? "[" {inner} "]"')
-    return _several(lark, calls, parallel, between)
+    inner = _several(lark, calls, parallel, notation.between)
+    if not notation.before:
+        return inner
+    return lark.rule("all", f"{lark.literal(notation.before)} {inner} {lark.literal(notation.after)}")
 
 
 def _enforceable(lark: Lark, tool: Tool) -> ForcedTool:
@@ -211,6 +221,37 @@ def _harmony(lark: Lark, tool: ForcedTool) -> str:
     return f"{begin} {_arguments(lark, tool)}"
 
 
+def _granite(lark: Lark, tool: ForcedTool) -> str:
+    """<|tool_call|>[{"name": "f", "arguments": {...}}]"""
+    head = lark.literal(f'{{"name": "{tool.name}", "arguments": ')
+    return f'{head} {_arguments(lark, tool)} "}}"'
+
+
+def _command(lark: Lark, tool: ForcedTool) -> str:
+    r"""<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "f", "parameters": {...}}\n]<|END_ACTION|>"""
+    head, name = lark.literal('    {"tool_call_id": "'), lark.literal(f'", "tool_name": "{tool.name}", "parameters": ')
+    return f'{head} {_number(lark)} {name} {_arguments(lark, tool)} "}}"'
+
+
+def _deepseek(lark: Lark, tool: ForcedTool) -> str:
+    """<｜tool▁call▁begin｜>f<｜tool▁sep｜>{...}<｜tool▁call▁end｜>"""
+    return _marked(lark, tool, DEEPSEEK, tool.name)
+
+
+def _kimi(lark: Lark, tool: ForcedTool) -> str:
+    """<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{...}<|tool_call_end|>"""
+    return _marked(lark, tool, KIMI, f"functions.{tool.name}:", _number(lark))
+
+
+def _marked(lark: Lark, tool: ForcedTool, marks: Marks, name: str, number: str = "") -> str:
+    begin = f"{lark.literal(f'{marks.call}{name}')} {number} {lark.literal(marks.arguments)}"
+    return f"{begin} {_arguments(lark, tool)} {lark.literal(marks.end_call)}"
+
+
+def _number(lark: Lark) -> str:
+    return lark.define("NUMBER", "/[0-9]{1,2}/")
+
+
 # --- notations without JSON's quotes ---------------------------------------------------------------------------------
 
 
@@ -224,12 +265,22 @@ def _minimax(lark: Lark, tool: ForcedTool) -> str:
     return _in_tags(lark, tool, MINIMAX, "")
 
 
+def _seed(lark: Lark, tool: ForcedTool) -> str:
+    r"""<seed:tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function>\n</seed:tool_call>"""
+    return _in_tags(lark, tool, SEED, "\n")
+
+
+def _dsml(lark: Lark, tool: ForcedTool) -> str:
+    """XML's notation with other tags, and <｜DSML｜parameter name="x" string="false">1</｜DSML｜parameter>."""
+    return _in_tags(lark, tool, DSML, "")
+
+
 def _in_tags(lark: Lark, tool: ForcedTool, tags: Tags, line: str) -> str:
     """Return a call whose values stand between `line`s."""
     begin = lark.literal(f"{tags.call}\n{tags.function}{tool.name}{tags.close}\n")
     end = lark.literal(f"{tags.end_function}\n{tags.end_call}")
-    fields = Unquoted(lark, tool).tagged(
-        lambda name: lark.literal(f"{tags.parameter}{name}{tags.close}{line}"), f"{line}{END_PARAMETER}\n"
+    fields = Unquoted(lark, tool, tags.kinds).tagged(
+        lambda name: lark.literal(f"{tags.parameter}{name}{tags.end_name}{line}"), f"{line}{tags.end_parameter}\n"
     )
     return f"{begin} {fields} {end}"
 
@@ -251,13 +302,27 @@ def _gemma(lark: Lark, tool: ForcedTool) -> str:
     return f"{lark.literal(f'{begin}call:{tool.name}')} {Gemma(lark, tool, quote).arguments()} {lark.literal(end)}"
 
 
-# how a call is written, and the text between two calls
-_NOTATIONS: Mapping[str | None, tuple[Callable[[Lark, ForcedTool], str], str]] = {
-    "hermes": (_hermes, "\n"),
-    "xml": (_xml, "\n"),
-    "minimax": (_minimax, "\n"),
-    "harmony": (_harmony, ""),
-    "mistral": (_mistral, ""),
-    "gemma": (_gemma, ""),
-    "glm": (_glm, "\n"),
+class _Notation(NamedTuple):
+    """How a call is written, and the text between two calls, before the first and behind the last."""
+
+    call: Callable[[Lark, ForcedTool], str]
+    between: str = ""
+    before: str = ""
+    after: str = ""
+
+
+_NOTATIONS: Mapping[str | None, _Notation] = {
+    "hermes": _Notation(_hermes, "\n"),
+    "xml": _Notation(_xml, "\n"),
+    "minimax": _Notation(_minimax, "\n"),
+    "dsml": _Notation(_dsml, "\n"),
+    "seed": _Notation(_seed, "\n"),
+    "harmony": _Notation(_harmony),
+    "mistral": _Notation(_mistral),
+    "gemma": _Notation(_gemma),
+    "glm": _Notation(_glm, "\n"),
+    "granite": _Notation(_granite, ", ", f"{GRANITE}[", "]"),
+    "command": _Notation(_command, ",\n", f"{COMMAND}[\n", f"\n]{END_COMMAND}"),
+    "deepseek": _Notation(_deepseek, "", DEEPSEEK.section, DEEPSEEK.end_section),
+    "kimi": _Notation(_kimi, "", KIMI.section, KIMI.end_section),
 }

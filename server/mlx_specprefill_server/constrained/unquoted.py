@@ -48,12 +48,16 @@ class ForcedTool:
 class Unquoted:
     """Rules of one tool's arguments.
 
+    Args:
+        kinds: what stands before a text, and before JSON.
+
     Raises:
         InvalidRequestError: by its methods: no arguments match the schema, or a limit can't be followed with `strict`.
     """
 
-    def __init__(self, lark: Lark, tool: ForcedTool) -> None:
+    def __init__(self, lark: Lark, tool: ForcedTool, kinds: Sequence[str] = ()) -> None:
         self.lark = lark
+        self._before_text, self._before_json = map(lark.literal, kinds or ("", ""))
         self._tool = tool
         self._root = tool.schema
         self._resolver = Resolver(tool.schema)
@@ -108,13 +112,15 @@ class Unquoted:
     def _text_or_json(self, schema: Schema, found: Sequence[Together], end: str, path: tuple[str, ...]) -> str:
         texts = [way for way in found if "string" in types_of(way)]
         if not texts:
-            return f"{self._json(schema)} {self.lark.literal(end)}"
-        rules = [self.text(way, end, path) for way in texts]
+            return f"{self._before_json} {self._json(schema)} {self.lark.literal(end)}"
+        rules = [f"{self._before_text} {self.text(way, end, path)}" for way in texts]
         known = self._resolver.place(schema)
         if known.texts is not None:
-            rules += [f"{rule} {self.lark.literal(end)}" for way in found for rule in self._untexted(way)]
+            rules += [
+                f"{self._before_json} {rule} {self.lark.literal(end)}" for way in found for rule in self._untexted(way)
+            ]
         elif "null" in known.types and not known.open:
-            rules.append(self.lark.literal(f"null{end}"))
+            rules.append(f"{self._before_json} {self.lark.literal(f'null{end}')}")
         return self._choice("value", list(dict.fromkeys(rules)))
 
     def _untexted(self, way: Together) -> Sequence[str]:

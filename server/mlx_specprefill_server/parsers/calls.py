@@ -9,6 +9,7 @@ from ..deltas import CallDelta, CallEnd, CallStart, ContentDelta
 from .base import Cursor, MalformedError, Reading, Tools, peek, skip
 
 LONGEST_NAME = 256
+FENCES = ("```json", "```xml", "```")  # models learn calls from documents, too
 
 # Reads one or more calls; the cursor stands on the opening tag.
 CallReader = Callable[[Cursor, Tools], Reading[None]]

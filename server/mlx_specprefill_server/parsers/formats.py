@@ -9,10 +9,24 @@ from typing import Any
 
 from mlx_specprefill import ReasoningBudget
 
-from ..notations import CALL, END_CALL, FUNCTION_GEMMA, GEMMA_4, MINIMAX, MISTRAL_TAG, XML
+from ..notations import (
+    CALL,
+    COMMAND,
+    DEEPSEEK,
+    DSML,
+    END_CALL,
+    FUNCTION_GEMMA,
+    GEMMA_4,
+    GRANITE,
+    KIMI,
+    MINIMAX,
+    MISTRAL_TAG,
+    SEED,
+    XML,
+)
 from ..settings import ReasoningParser, ToolParser
 from .base import Cursor, MalformedError, Parser, Reading, Tools, overlap, skip, spaces, starts_with
-from .calls import CallReader, whole_call
+from .calls import FENCES, CallReader, whole_call
 from .harmony import ANSWER_ENDS, ANSWER_HEAD, REASONING_END, REASONING_HEAD, HarmonyText, opened_header
 from .json_calls import (
     GEMMA_CALL,
@@ -21,15 +35,15 @@ from .json_calls import (
     read_bare,
     read_bare_gemma,
     read_calls,
+    read_command,
+    read_granite,
     read_mistral_tag,
     read_python_tag,
 )
-from .kimi import CALL as KIMI_CALL
-from .kimi import SECTION as KIMI_SECTION
-from .kimi import read_kimi
+from .marked_calls import marked_reader
 from .python_calls import START as PYTHON_START
 from .python_calls import read_python_calls
-from .tag_calls import read_functions, read_glm_body, read_minimax
+from .tag_calls import read_functions, read_glm_body, tag_reader
 from .tagged import Bare, TaggedText
 
 # Errors of parsers for well-formed calls on malformed ones.
@@ -82,15 +96,25 @@ def _check_native_call(call: Any, tools: Tools) -> tuple[str, dict[str, Any]]:
     return tools.name(name), arguments
 
 
+READERS: Mapping[ToolParser, Mapping[str, CallReader]] = {
+    "mistral": {MISTRAL_TAG: read_mistral_tag},
+    "gemma": {mark[0]: gemma_reader(*mark) for mark in (GEMMA_4, FUNCTION_GEMMA)},
+    "minimax": {MINIMAX.call: tag_reader(MINIMAX)},
+    "seed": {SEED.call: tag_reader(SEED)},
+    "dsml": {DSML.call: tag_reader(DSML)},
+    "kimi": dict.fromkeys((KIMI.section, KIMI.call), marked_reader(KIMI)),
+    "deepseek": dict.fromkeys((DEEPSEEK.section, DEEPSEEK.call), marked_reader(DEEPSEEK)),
+    "granite": {GRANITE: read_granite},
+    "command": {COMMAND: read_command},
+}
 # Own readers of formats that mlx-lm has, too, by its opening mark. Its parsers change values.
 NATIVE: Mapping[str, Mapping[str, CallReader]] = {
-    KIMI_SECTION: {KIMI_SECTION: read_kimi, KIMI_CALL: read_kimi},
+    KIMI.section: READERS["kimi"],
     PYTHON_START: {PYTHON_START: read_python_calls},
 }
 
 # Calls without a tag.
 BARE, BARE_GEMMA = Bare(read_bare, "{", '{"name"'), Bare(read_bare_gemma, GEMMA_CALL, "")
-FENCES = ("```json", "```xml", "```")  # models learn calls from documents, too
 
 BudgetMarks = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
@@ -98,7 +122,11 @@ THINK_TAGS: Mapping[str, tuple[str, str]] = {
     "think": ("<think>", "</think>"),
     "mistral": ("[THINK]", "[/THINK]"),
     "gemma": ("<|channel>thought", "<channel|>"),
+    "seed": ("<seed:think>", "</seed:think>"),
+    "command": ("<|START_THINKING|>", "<|END_THINKING|>"),
 }
+# Marks around answers that say nothing.
+AROUND: Mapping[str | None, tuple[str, ...]] = {"command": ("<|START_RESPONSE|>", "<|END_RESPONSE|>")}
 # Marks in templates; the first one found decides. Gemma's and GLM's templates also have marks of later rows.
 MARKS: Sequence[tuple[ToolParser, tuple[str, ...]]] = (
     ("harmony", ("<|channel|>", "<|message|>")),
@@ -107,6 +135,12 @@ MARKS: Sequence[tuple[ToolParser, tuple[str, ...]]] = (
     ("glm", ("<tool_call>", "<arg_key>")),
     ("xml", ("<tool_call>", "<function=")),
     ("minimax", (MINIMAX.call,)),
+    ("seed", (SEED.call,)),
+    ("kimi", (KIMI.section,)),
+    ("deepseek", (DEEPSEEK.section,)),
+    ("dsml", (DSML.call,)),
+    ("command", (COMMAND,)),
+    ("granite", (GRANITE,)),
     ("mistral", (MISTRAL_TAG,)),
     ("hermes", ("<tool_call>",)),
 )
@@ -168,27 +202,22 @@ class Format:
             return Parser(HarmonyText(known, opened_header(prompt)))
         openers, bare = self._readers(list(tools))
         begun = not prompt.rstrip().endswith(self.think[0]) if self.think else False
-        again = self.think == THINK_TAGS["gemma"]  # tokens of their own, and its models have second thoughts
+        again = self.think in (THINK_TAGS["gemma"], THINK_TAGS["command"])  # tokens of their own, and second thoughts
         thinking = self.is_reasoning_open(prompt)
-        return Parser(TaggedText(known, self.think, thinking, openers, bare, begun=begun, again=again))
+        around = AROUND.get(self.tools, ())
+        return Parser(TaggedText(known, self.think, thinking, openers, bare, begun=begun, again=again, around=around))
 
     def _readers(self, tools: list[Any]) -> tuple[dict[str, CallReader], Bare | None]:
-        match self.tools:
-            case "mistral":
-                return {MISTRAL_TAG: read_mistral_tag}, None
-            case "gemma":
-                return {mark[0]: gemma_reader(*mark) for mark in (GEMMA_4, FUNCTION_GEMMA)}, BARE_GEMMA
-            case "minimax":
-                return {MINIMAX.call: read_minimax}, None
-            case "native":
-                wrapper = self.tokenizer
-                if wrapper.tool_call_start in NATIVE:
-                    return dict(NATIVE[wrapper.tool_call_start]), None
-                read = native_reader(wrapper.tool_call_start, wrapper.tool_call_end or "", wrapper.tool_parser, tools)
-                return {wrapper.tool_call_start: read}, None
-            case _:
-                openers: dict[str, CallReader] = {CALL: _read_tool_call, XML.function: read_functions}
-                return openers | {PYTHON_TAG: read_python_tag}, BARE
+        if self.tools in READERS:
+            return dict(READERS[self.tools]), BARE_GEMMA if self.tools == "gemma" else None
+        if self.tools == "native":
+            wrapper = self.tokenizer
+            if wrapper.tool_call_start in NATIVE:
+                return dict(NATIVE[wrapper.tool_call_start]), None
+            read = native_reader(wrapper.tool_call_start, wrapper.tool_call_end or "", wrapper.tool_parser, tools)
+            return {wrapper.tool_call_start: read}, None
+        openers: dict[str, CallReader] = {CALL: _read_tool_call, XML.function: read_functions}
+        return openers | {PYTHON_TAG: read_python_tag}, BARE
 
 
 def plain_text() -> Parser:

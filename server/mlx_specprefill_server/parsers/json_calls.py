@@ -5,11 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ..deltas import CallDelta, CallEnd
-from ..notations import END_CALL, GEMMA_4, MISTRAL_ARGUMENTS, MISTRAL_CALL_ID, MISTRAL_TAG
+from ..notations import (
+    COMMAND,
+    END_CALL,
+    END_COMMAND,
+    END_GRANITE,
+    GEMMA_4,
+    GRANITE,
+    MISTRAL_ARGUMENTS,
+    MISTRAL_CALL_ID,
+    MISTRAL_TAG,
+)
 from .base import Cursor, MalformedError, Reading, Tools, ahead, past_spaces, peek, skip, spaces, starts_with
 from .calls import CallReader, call, capture, emit, expect, until
 from .json_text import JsonReader
 
+NAMES = ("name", "tool_name")
 ARGUMENTS, FUNCTION = ("arguments", "parameters"), "function"
 PYTHON_TAG = "<|python_tag|>"
 GEMMA_CALL = "call:"
@@ -89,7 +100,7 @@ class _Call:
         return bool((yield from skip(self._cursor, "}")))
 
     def _member(self, key: str) -> Reading[None]:
-        if key == "name" and self._name is None:
+        if key in NAMES and self._name is None:
             yield from self._read_name()
         elif key == FUNCTION and self._name is None:
             yield from self._function()
@@ -128,6 +139,24 @@ class _Call:
                 yield CallDelta("{}")
             case _:
                 yield from self._reader.object()
+
+
+def read_granite(cursor: Cursor, tools: Tools) -> Reading[None]:
+    """Read Granite's array of calls. Its mark has no end, Phi-4's has one."""
+    yield from expect(cursor, GRANITE)
+    yield from spaces(cursor)
+    yield from read_calls(cursor, tools, (END_GRANITE,))
+    yield from spaces(cursor)
+    yield from skip(cursor, END_GRANITE)
+
+
+def read_command(cursor: Cursor, tools: Tools) -> Reading[None]:
+    """Read the array of calls of Command R7B and Command A."""
+    yield from expect(cursor, COMMAND)
+    yield from spaces(cursor)
+    yield from read_calls(cursor, tools, (END_COMMAND,))
+    yield from spaces(cursor)
+    yield from skip(cursor, END_COMMAND)
 
 
 def read_mistral_tag(cursor: Cursor, tools: Tools) -> Reading[None]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from ..notations import CALL, END_CALL, END_KEY, END_PARAMETER, END_VALUE, KEY, MINIMAX, VALUE, XML, Tags
+from ..notations import CALL, END_CALL, END_KEY, END_VALUE, KEY, VALUE, XML, Tags
+from ..schemas import TYPES, Place
 from .base import Cursor, MalformedError, Reading, Tools, skip, spaces, starts_with
-from .calls import call, declared, expect, until
+from .calls import CallReader, call, declared, expect, until
 from .json_text import JsonReader
 from .values import Members, Value
+
+# What the tags of a parameter say of its value.
+KINDS = (Place(frozenset({"string"})), Place(TYPES - {"string"}))
 
 
 def read_glm_body(cursor: Cursor, tools: Tools) -> Reading[None]:
@@ -39,11 +43,15 @@ def _glm_arguments(cursor: Cursor, tools: Tools, name: str) -> Reading[None]:
     yield from members.close()
 
 
-def read_minimax(cursor: Cursor, tools: Tools) -> Reading[None]:
-    """Read all calls between MiniMax's tags."""
-    yield from expect(cursor, MINIMAX.call)
-    yield from spaces(cursor)
-    yield from read_functions(cursor, tools, MINIMAX)
+def tag_reader(tags: Tags) -> CallReader:
+    """Return a reader of all calls between two tags."""
+
+    def read(cursor: Cursor, tools: Tools) -> Reading[None]:
+        yield from expect(cursor, tags.call)
+        yield from spaces(cursor)
+        yield from read_functions(cursor, tools, tags)
+
+    return read
 
 
 def read_functions(cursor: Cursor, tools: Tools, tags: Tags = XML) -> Reading[None]:
@@ -51,25 +59,33 @@ def read_functions(cursor: Cursor, tools: Tools, tags: Tags = XML) -> Reading[No
     if not (yield from starts_with(cursor, (tags.function,))):
         raise MalformedError("a function is expected")
     while (yield from skip(cursor, tags.function)):
-        name = tools.name((yield from _name(cursor, tags)))
+        name = tools.name((yield from _name(cursor, tags.close)))
         yield from call(name, _arguments(cursor, tools, name, tags))
         yield from spaces(cursor)
     yield from skip(cursor, tags.end_call)
 
 
 def _arguments(cursor: Cursor, tools: Tools, name: str, tags: Tags) -> Reading[None]:
+    """Read arguments between tags, or functionary's JSON."""
+    yield from spaces(cursor)
+    if (yield from starts_with(cursor, ("{",))):
+        yield from JsonReader(cursor, (tags.end_function, tags.end_call)).object()
+        yield from spaces(cursor)
+        yield from skip(cursor, tags.end_function)
+        return
     places = tools.places(name)
     members = Members(places)
     others = {
         tags.end_function: (tags.end_call, tags.function, tags.call),
         tags.end_call: (tags.call,),
-        f"\n{tags.parameter}": tuple(f"{known}{tags.close}" for known in places),
+        f"\n{tags.parameter}": tuple(f"{known}{tags.end_name}" for known in places),
     }
     followers = (tags.parameter, tags.end_function, tags.end_call, tags.function, tags.call)
-    yield from spaces(cursor)
     while (yield from skip(cursor, tags.parameter)):
-        key = (yield from declared(cursor, places, tags.close)) or (yield from _name(cursor, tags))
-        yield from members.add(key, Value(cursor, END_PARAMETER, followers, others, tags.lines))
+        key = (yield from declared(cursor, places, tags.end_name)) or (yield from _name(cursor, tags.end_name))
+        kind = (yield from skip(cursor, *tags.kinds, ">")) if tags.kinds else ""
+        value = Value(cursor, tags.end_parameter, followers, others, tags.lines)
+        yield from members.add(key, value, KINDS[tags.kinds.index(kind)] if kind in tags.kinds else None)
         yield from spaces(cursor)
     ended = (yield from skip(cursor, tags.end_function)) or (yield from starts_with(cursor, (tags.end_call,)))
     if not ended and (cursor.buffer or not cursor.complete):
@@ -77,10 +93,10 @@ def _arguments(cursor: Cursor, tools: Tools, name: str, tags: Tags) -> Reading[N
     yield from members.close()
 
 
-def _name(cursor: Cursor, tags: Tags) -> Reading[str]:
+def _name(cursor: Cursor, end: str) -> Reading[str]:
     """Return the name in an opening tag, without quotes. Models sometimes omit what closes the tag."""
-    name = yield from until(cursor, f"{tags.close[0]}\n")
-    yield from skip(cursor, tags.close)
+    name = yield from until(cursor, f"{end[0]}\n")
+    yield from skip(cursor, end)
     if not name.strip():
         raise MalformedError("no name")
     return name.strip().strip('"')

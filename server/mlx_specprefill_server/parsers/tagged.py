@@ -41,6 +41,7 @@ class TaggedText:
         openers: the tags that begin a call, each with its reader.
         bare: calls without a tag.
         again: reasoning may be opened again, and no text holds its tags.
+        around: marks around text, which are left out.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class TaggedText:
         *,
         begun: bool = False,
         again: bool = False,
+        around: tuple[str, ...] = (),
     ) -> None:
         self.thinking = thinking
         self._begun = thinking and begun
@@ -63,8 +65,12 @@ class TaggedText:
         tagged = dict(openers) if tools else {}
         self._readers = {**tagged, **({bare.anywhere: bare.read} if tools and bare and bare.anywhere else {})}
         self._stray = think if think and again else ()
+        self._around = around
         # by whether the text is reasoning
-        self._marks = {False: [*self._readers, *self._stray], True: [*tagged, *(self._stray or self._closing)]}
+        self._marks = {
+            False: [*self._readers, *self._stray, *around],
+            True: [*tagged, *(self._stray or self._closing)],
+        }
         self._held: TextDelta | ReasoningDelta | None = None  # white space that may precede a tag
         self._trim = thinking and not begun  # white space at the start of the following text is dropped
         self._before: list[TextDelta] = []  # white space before calls, which belongs to the text if more follows
@@ -77,6 +83,9 @@ class TaggedText:
             if self._think and mark in self._think:
                 cursor.take(len(mark))
                 yield from self._tag(cursor, mark == self._think[0])
+            elif mark in self._around:
+                cursor.take(len(mark))
+                self._trim = not self._said
             elif self.thinking:
                 yield from self._sketch(cursor, mark)
             else:

@@ -72,9 +72,11 @@ class Members:
         self._places = places
         self._before = "{"
 
-    def add(self, name: str, value: Value) -> Reading[None]:
-        """Add one pair. Text is passed on as it comes, other types when they are complete."""
-        place = self._places.get(name, ANYTHING)
+    def add(self, name: str, value: Value, place: Place | None = None) -> Reading[None]:
+        """Add one pair. Text is passed on as it comes, other types when they are complete. `place`: what may stand
+        there whatever the schema says.
+        """
+        place = place or self._places.get(name, ANYTHING)
         head = f"{self._before}{_dump(name)}: "
         self._before = ", "
         if place.types == {"string"}:

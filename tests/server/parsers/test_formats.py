@@ -28,6 +28,23 @@ GEMMA = '<|tool_call>call:get_weather{city:<|"|>Paris<|"|>}<tool_call|>'
 OLD_GEMMA = "<start_function_call>call:get_weather{city:<escape>Paris<escape>}<end_function_call>"
 MISTRAL = '[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}'
 TO_WEATHER = "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
+SEED = XML.replace("tool_call>", "seed:tool_call>")
+DEEPSEEK = (
+    f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{PARIS}<｜tool▁call▁end｜>"
+    "<｜tool▁calls▁end｜>"
+)
+DSML = (
+    '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="city" string="true">Paris'
+    "</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>"
+)
+KIMI = (
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+    f"{PARIS}<|tool_call_end|><|tool_calls_section_end|>"
+)
+COMMAND = (
+    f'<|START_ACTION|>[\n    {{"tool_call_id": "0", "tool_name": "get_weather", "parameters": {PARIS}}}\n'
+    "]<|END_ACTION|>"
+)
 LLAMA = '{"name": "get_weather", "parameters": {"city": "Paris"}}'
 FUNCTION = f'"function": {{"name": "get_weather", "arguments": {json.dumps(PARIS)}}}'
 OPENAI = f'{{"id": "call_1", "type": "function", {FUNCTION}}}'
@@ -129,7 +146,25 @@ GOOD: list[tuple[ToolParser | None, str, list[tuple[str, str]], str, str]] = [
     ("harmony", "<|channel|>final<|message|>Hello.<|return|>", [], "t", "Hello."),
     ("harmony", "<|channel|>analysis<|message|>Hm.<|channel|>final<|message|>Hello.", [], "rt", "Hello."),
     ("harmony", "Hello.", [], "t", "Hello."),
+    ("seed", SEED, [WEATHER], "c", ""),
+    ("seed", SEED.replace("=city>\n", "=city>").replace("\n</parameter>", "</parameter>"), [WEATHER], "c", ""),
+    ("granite", f"<|tool_call|>[{LLAMA}, {LLAMA}]", [WEATHER] * 2, "cc", ""),
+    ("granite", f"I ask.\n<|tool_call|> {LLAMA}", [WEATHER], "tc", "I ask."),
+    ("granite", f"<|tool_call|>[{LLAMA}]<|/tool_call|>", [WEATHER], "c", ""),  # Phi-4
+    ("command", COMMAND, [WEATHER], "c", ""),
+    ("command", "<|START_RESPONSE|>Hello.<|END_RESPONSE|>", [], "t", "Hello."),
+    ("command", f"<|START_RESPONSE|>I ask.<|END_RESPONSE|>{COMMAND}", [WEATHER], "tc", "I ask."),
+    ("command", COMMAND.replace("<|END_ACTION|>", ""), [WEATHER], "c", ""),
+    ("deepseek", f"I ask.{DEEPSEEK}", [WEATHER], "tc", "I ask."),
+    ("deepseek", DEEPSEEK.removeprefix("<｜tool▁calls▁begin｜>"), [WEATHER], "c", ""),
+    ("deepseek", DEEPSEEK.replace("<｜tool▁call▁end｜>", ""), [WEATHER], "c", ""),
+    ("deepseek", f"{DEEPSEEK[: -len('<｜tool▁calls▁end｜>')]}{DEEPSEEK}", [WEATHER] * 2, "cc", ""),
+    ("dsml", f"I ask.\n\n{DSML}", [WEATHER], "tc", "I ask."),
+    ("dsml", DSML.replace(' string="true"', ""), [WEATHER], "c", ""),
+    ("kimi", KIMI, [WEATHER], "c", ""),
+    ("kimi", KIMI.removeprefix("<|tool_calls_section_begin|>"), [WEATHER], "c", ""),
     (None, CALL, [WEATHER], "c", ""),
+    (None, f"<function=get_weather>{PARIS}</function>", [WEATHER], "c", ""),
 ]
 
 
@@ -385,6 +420,12 @@ def test_what_mlx_lm_cannot_read_comes_back_as_text(body: str) -> None:
         ("<|tool_call>call:{{ x }}<tool_call|>", "gemma"),
         ("<start_function_call>call:{{ x }}", "gemma"),
         ("<|start|>assistant<|channel|>commentary<|message|>", "harmony"),
+        ("<seed:tool_call>\n<function={{ x }}>", "seed"),
+        ("<|tool_calls_section_begin|>{{ x }}", "kimi"),
+        ("<think><｜tool▁calls▁begin｜>{{ x }}", "deepseek"),
+        ("<｜DSML｜function_calls>{{ x }}", "dsml"),
+        ("<|START_ACTION|>{{ x }}<|END_ACTION|>", "command"),
+        ("write <|tool_call|> and a list", "granite"),
         ("{{ messages }}", None),
         (None, None),
     ],

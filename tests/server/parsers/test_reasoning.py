@@ -8,7 +8,23 @@ from mlx_specprefill_server.parsers.formats import ToolParser, detect
 
 from ..fakes import byte_tokenizer
 from .reading import THINK, Read, read
-from .test_formats import CALL, GEMMA, GLM, HARMONY, MINIMAX, MISTRAL, PARIS, WEATHER, XML
+from .test_formats import (
+    CALL,
+    COMMAND,
+    DEEPSEEK,
+    DSML,
+    GEMMA,
+    GLM,
+    HARMONY,
+    KIMI,
+    LLAMA,
+    MINIMAX,
+    MISTRAL,
+    PARIS,
+    SEED,
+    WEATHER,
+    XML,
+)
 
 OPENED = "<|im_start|>assistant\n<think>\n"
 CLOSED = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
@@ -24,6 +40,12 @@ SKETCHED = [
     ("minimax", MINIMAX, THINK),
     ("mistral", MISTRAL, ("[THINK]", "[/THINK]")),
     ("gemma", GEMMA, ("<|channel>thought", "<channel|>")),
+    ("seed", SEED, ("<seed:think>", "</seed:think>")),
+    ("command", COMMAND, ("<|START_THINKING|>", "<|END_THINKING|>")),
+    ("deepseek", DEEPSEEK, THINK),
+    ("dsml", DSML, THINK),
+    ("granite", f"<|tool_call|>[{LLAMA}]", THINK),
+    ("kimi", KIMI, THINK),
 ]
 
 

@@ -96,7 +96,7 @@ def _check_native_call(call: Any, tools: Tools) -> tuple[str, dict[str, Any]]:
     return tools.name(name), arguments
 
 
-READERS: Mapping[ToolParser, Mapping[str, CallReader]] = {
+READERS: Mapping[ToolParser | None, Mapping[str, CallReader]] = {
     "mistral": {MISTRAL_TAG: read_mistral_tag},
     "gemma": {mark[0]: gemma_reader(*mark) for mark in (GEMMA_4, FUNCTION_GEMMA)},
     "minimax": {MINIMAX.call: tag_reader(MINIMAX)},

@@ -6,10 +6,10 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 
 from ..deltas import CallDelta, CallEnd, CallStart, ContentDelta
-from .base import Cursor, MalformedError, Reading, Tools, peek, skip
+from .base import Cursor, MalformedError, Reading, Tools, peek, skip, spaces
 
 LONGEST_NAME = 256
-FENCES = ("```json", "```xml", "```")  # models learn calls from documents, too
+FENCE = "```"
 
 # Reads one or more calls; the cursor stands on the opening tag.
 CallReader = Callable[[Cursor, Tools], Reading[None]]
@@ -67,6 +67,15 @@ def declared(cursor: Cursor, names: Iterable[str], end: str) -> Reading[str]:
     """Read a name that the tool declares, whatever characters it has, and its end; "" if another name comes."""
     marks = sorted((f"{name}{end}" for name in names), key=len, reverse=True)
     return (yield from skip(cursor, *marks)).removesuffix(end)
+
+
+def fence(cursor: Cursor) -> Reading[bool]:
+    """Read the opening of a fence, as in documents, with its word. Return whether there is one."""
+    opened = yield from skip(cursor, FENCE)
+    if opened:
+        yield from until(cursor, "\n{[<")
+        yield from spaces(cursor)
+    return bool(opened)
 
 
 def expect(cursor: Cursor, mark: str) -> Reading[None]:

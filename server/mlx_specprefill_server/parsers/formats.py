@@ -26,7 +26,7 @@ from ..notations import (
 )
 from ..settings import ReasoningParser, ToolParser
 from .base import Cursor, MalformedError, Parser, Reading, Tools, overlap, skip, spaces, starts_with
-from .calls import FENCES, CallReader, whole_call
+from .calls import FENCE, CallReader, fence, whole_call
 from .harmony import ANSWER_ENDS, ANSWER_HEAD, REASONING_END, REASONING_HEAD, HarmonyText, opened_header
 from .json_calls import (
     GEMMA_CALL,
@@ -273,8 +273,7 @@ def _read_tool_call(cursor: Cursor, tools: Tools) -> Reading[None]:
     """Read `<tool_call>` with any of three notations inside. Models fall back to the one they saw most."""
     cursor.take(len(CALL))
     yield from spaces(cursor)
-    fenced = yield from skip(cursor, *FENCES)
-    yield from spaces(cursor)
+    fenced = yield from fence(cursor)
     match (yield from starts_with(cursor, ("{", "[", XML.function))):
         case "{" | "[":
             yield from read_calls(cursor, tools, (END_CALL,))
@@ -283,6 +282,6 @@ def _read_tool_call(cursor: Cursor, tools: Tools) -> Reading[None]:
         case _:
             yield from read_glm_body(cursor, tools)
     yield from spaces(cursor)
-    if fenced and (yield from skip(cursor, FENCES[-1])):
+    if fenced and (yield from skip(cursor, FENCE)):
         yield from spaces(cursor)
     yield from skip(cursor, END_CALL)

@@ -6,7 +6,7 @@ import re
 
 from ..notations import Marks
 from .base import Cursor, Reading, Tools, skip, spaces, starts_with
-from .calls import FENCES, CallReader, call, expect, until
+from .calls import FENCE, CallReader, call, expect, fence, until
 from .json_text import JsonReader
 
 NUMBER = re.compile(r":\d+\s*$", re.ASCII)
@@ -23,7 +23,7 @@ def marked_reader(marks: Marks) -> CallReader:
             name = tools.name((yield from _name(cursor, marks)).removeprefix("functions."))
             yield from call(name, JsonReader(cursor, (marks.end_call, marks.end_section)).object())
             yield from spaces(cursor)
-            if (yield from skip(cursor, FENCES[-1])):
+            if (yield from skip(cursor, FENCE)):
                 yield from spaces(cursor)
             yield from skip(cursor, marks.end_call)
             yield from spaces(cursor)
@@ -44,6 +44,5 @@ def _name(cursor: Cursor, marks: Marks) -> Reading[str]:
     if not (yield from starts_with(cursor, ("{",))):
         name = (yield from until(cursor, "\n`{")) or name
         yield from spaces(cursor)
-        yield from skip(cursor, *FENCES)
-        yield from spaces(cursor)
+        yield from fence(cursor)
     return NUMBER.sub("", name).strip()

@@ -90,6 +90,7 @@ GOOD: list[tuple[ToolParser | None, str, list[tuple[str, str]], str, str]] = [
     ("hermes", CALL.replace(">\n", ">\n```json\n").replace("\n<", "\n```\n<"), [WEATHER], "c", ""),
     ("hermes", CALL.replace(">\n", ">```").replace("\n<", "```<"), [WEATHER], "c", ""),
     ("xml", XML.replace("call>\n<f", "call>\n```xml\n<f").replace("\n</tool", "\n```\n</tool"), [WEATHER], "c", ""),
+    ("hermes", CALL.replace(">\n", ">\n``` tool_call\n").replace("\n<", "\n```\n<"), [WEATHER], "c", ""),
     ("hermes", f"<tool_call>{OPENAI}</tool_call>", [WEATHER], "c", ""),
     ("hermes", f"<tool_call>\n[{OPENAI}, {OPENAI}]\n</tool_call>", [WEATHER] * 2, "cc", ""),
     ("hermes", f"<tool_call>{OPENAI.replace(json.dumps(PARIS), PARIS)}</tool_call>", [WEATHER], "c", ""),

@@ -68,9 +68,11 @@ def _responses(base: str, name: str, streamed: bool) -> Said:
             answer = client.responses.create(**fields)
     assert answer.status == "completed"
     thought = [part.text for item in answer.output if item.type == "reasoning" for part in item.content]
-    calls = [(item.name, json.loads(item.arguments)) for item in answer.output if item.type == "function_call"]
+    announced = [item for item in answer.output if item.type == "function_call"]
+    calls = [(item.name, json.loads(item.arguments)) for item in announced if item.status == "completed"]
+    broken = [item.name for item in announced if item.status == "incomplete"]  # it was announced before it broke
     assert answer.model_extra["specprefill"]["prompt_tokens"] == answer.usage.input_tokens
-    return "".join(thought).strip(), answer.output_text.strip(), calls
+    return "".join(thought).strip(), " ".join([answer.output_text.strip(), *broken]), calls
 
 
 def _messages(base: str, name: str, streamed: bool) -> Said:

@@ -60,7 +60,7 @@ class Tags(NamedTuple):
 
     @property
     def end_name(self) -> str:
-        """What ends the name in the tag of a parameter."""
+        """The end of the name in the tag of a parameter."""
         return '"' if self.kinds else self.close
 
 

@@ -1,4 +1,4 @@
-"""Which rows share a forward, on plain integers."""
+"""Groups of rows that share a forward, on plain integers."""
 
 from __future__ import annotations
 

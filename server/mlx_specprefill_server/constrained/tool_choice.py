@@ -303,7 +303,7 @@ def _gemma(lark: Lark, tool: ForcedTool) -> str:
 
 
 class _Notation(NamedTuple):
-    """How a call is written, and the text between two calls, before the first and behind the last."""
+    """The rule of a call, and the text between two calls, before the first and behind the last."""
 
     call: Callable[[Lark, ForcedTool], str]
     between: str = ""

@@ -143,20 +143,21 @@ class _Call:
 
 def read_granite(cursor: Cursor, tools: Tools) -> Reading[None]:
     """Read Granite's array of calls. Its mark has no end, Phi-4's has one."""
-    yield from expect(cursor, GRANITE)
-    yield from spaces(cursor)
-    yield from read_calls(cursor, tools, (END_GRANITE,))
-    yield from spaces(cursor)
-    yield from skip(cursor, END_GRANITE)
+    yield from _read_between(cursor, tools, GRANITE, END_GRANITE)
 
 
 def read_command(cursor: Cursor, tools: Tools) -> Reading[None]:
     """Read the array of calls of Command R7B and Command A."""
-    yield from expect(cursor, COMMAND)
+    yield from _read_between(cursor, tools, COMMAND, END_COMMAND)
+
+
+def _read_between(cursor: Cursor, tools: Tools, begin: str, end: str) -> Reading[None]:
+    """Read an array of calls behind a mark. The end mark may be missing."""
+    yield from expect(cursor, begin)
     yield from spaces(cursor)
-    yield from read_calls(cursor, tools, (END_COMMAND,))
+    yield from read_calls(cursor, tools, (end,))
     yield from spaces(cursor)
-    yield from skip(cursor, END_COMMAND)
+    yield from skip(cursor, end)
 
 
 def read_mistral_tag(cursor: Cursor, tools: Tools) -> Reading[None]:

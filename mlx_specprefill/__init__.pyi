@@ -2,8 +2,8 @@
 
 from ._blas import BlasStatus as BlasStatus
 from .adapters.backend import encode_text as encode_text
-from .adapters.capture import DraftHeads as DraftHeads
-from .adapters.capture import read_heads as read_heads
+from .adapters.heads import DraftHeads as DraftHeads
+from .adapters.heads import read_heads as read_heads
 from .adapters.text_mapping import check_same_tokenizer as check_same_tokenizer
 from .cache.prefix.disk import forget_files as forget_files
 from .cache.prefix.nodes import CacheEntry as CacheEntry

@@ -13,9 +13,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .adapters.capture import DraftHeads, read_heads, shipped_heads
 from .adapters.depth import first_layers, full_draft_model, layers_of
 from .adapters.gguf import is_gguf
+from .adapters.heads import DraftHeads, read_heads, shipped_heads
 from .adapters.mtp import MTPHead, load_mtp_head
 from .adapters.patches import install_patches
 from .adapters.probe import sparse_refusal, staged_model

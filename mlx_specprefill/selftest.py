@@ -29,7 +29,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from .adapters.capture import DraftHeads, Head, HeadCapture, QueryCapture
+from .adapters.capture import HeadCapture, QueryCapture
+from .adapters.heads import DraftHeads, Head
 from .adapters.mtp import ARCHITECTURES, MTPLayers
 from .adapters.staged import StagedModel
 from .cache.positioned import fill, make_positioned_cache, place

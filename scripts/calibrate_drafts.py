@@ -10,7 +10,7 @@ import json
 import math
 
 from mlx_specprefill import ScoringConfig, SelectionConfig, load_pair
-from mlx_specprefill.adapters.capture import SHIPPED_HEADS, fingerprint
+from mlx_specprefill.adapters.heads import SHIPPED_HEADS, fingerprint
 from mlx_specprefill.specprefill.head_calibration import find_heads
 from mlx_specprefill_server.pairs import find_pair
 

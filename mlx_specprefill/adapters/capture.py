@@ -1,35 +1,22 @@
-"""Captures the draft's attention rows at the attention primitive.
+"""Captures attention at its primitive: the draft's rows for scorers, the target's queries for retrieval caches.
 
 mlx-lm's attention modules differ in projections, norms, gates, rotations and cache layouts. All of them hand finished
 queries and keys to `mx.fast.scaled_dot_product_attention`, or their logits to `mx.softmax` where they write attention
 by hand (gemma2, phi3small, quantised KV caches). Reading there needs no knowledge of the family: q_norm, gate split,
 RoPE, per-token scales, MLA's float masks and sinks are already applied or passed along. The wrappers
 (`adapters/patches`) do nothing unless an observer is active on the calling thread.
-
-At the end: the heads that calibration found for a draft, which say what to read.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import mlx.core as mx
-import mlx.nn as nn
-import numpy as np
-from mlx.utils import tree_flatten
 
-from ..errors import LoadError
-
-SHIPPED_HEADS = Path(__file__).with_name("shipped_heads.json")
-"""Heads by their model's fingerprint, measured by `scripts/calibrate_drafts.py`."""
+TILE = 1 << 20  # logits that are scored at a time; about a dozen arrays of that size exist meanwhile
 
 T = TypeVar("T")
 
@@ -50,9 +37,6 @@ class Active(threading.local, Generic[T]):
             yield value
         finally:
             self.value = outer
-
-
-TILE = 1 << 20  # logits that are scored at a time; about a dozen arrays of that size exist meanwhile
 
 
 def pool(rows: mx.array, width: int) -> mx.array:
@@ -308,100 +292,3 @@ def wrap_softmax(softmax: Callable[..., mx.array]) -> Callable[..., mx.array]:
         return softmax(a, *args, **kwargs)
 
     return normalise
-
-
-_FINDS = 0.5  # recall in the draft's best kind of item from which on a draft may choose
-
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """One head: the number of its attention call in a forward, its index in that call, and its weight."""
-
-    call: int
-    head: int
-    weight: float
-
-
-@dataclass(frozen=True, slots=True)
-class DraftHeads:
-    """The heads that calibration found for one draft.
-
-    Attributes:
-        heads: the best ones, by descending gain.
-        depth: layers of the draft that have to run for them, of `layers`.
-        recall: share of the calibration items' gold tokens that they keep at 20 %, by kind of item.
-    """
-
-    heads: tuple[Head, ...]
-    depth: int
-    layers: int
-    recall: Mapping[str, float]
-
-    def to_dict(self) -> dict[str, Any]:
-        heads = [[head.call, head.head, round(head.weight, 4)] for head in self.heads]
-        recall = {kind: round(value, 4) for kind, value in self.recall.items()}
-        return {"heads": heads, "depth": self.depth, "layers": self.layers, "recall": recall}
-
-    @classmethod
-    def from_dict(cls, values: Any) -> DraftHeads:
-        """Return the heads that `to_dict` wrote.
-
-        Raises:
-            ValueError: the values have another form.
-        """
-        try:
-            heads = tuple(Head(int(call), int(head), float(weight)) for call, head, weight in values["heads"])
-            recall = {str(kind): float(value) for kind, value in values["recall"].items()}
-            draft_heads = cls(heads, int(values["depth"]), int(values["layers"]), recall)
-        except (TypeError, KeyError, AttributeError, ValueError) as error:
-            raise ValueError(f"no calibrated heads: {error!r}") from error
-        sound = all(h.call >= 0 and h.head >= 0 and 0 < h.weight < math.inf for h in draft_heads.heads)
-        if not draft_heads.heads or not sound or not 1 <= draft_heads.depth <= draft_heads.layers:
-            raise ValueError("no calibrated heads: no head, or a number, weight or depth out of range")
-        return draft_heads
-
-    @property
-    def refusal(self) -> str | None:
-        """Return why this draft must not choose the target's tokens; None if it may."""
-        if not self.recall or max(self.recall.values()) >= _FINDS:
-            return None
-        recall = ", ".join(f"{kind} {share:.2f}" for kind, share in self.recall.items())
-        return f"no head of the draft finds what a question asks for (share of it kept at 20 %: {recall})"
-
-    @property
-    def by_call(self) -> dict[int, list[int]]:
-        calls: dict[int, list[int]] = {}
-        for head in self.heads:
-            calls.setdefault(head.call, []).append(head.head)
-        return calls
-
-
-def read_heads(file: Path) -> DraftHeads:
-    """Read heads written as `DraftHeads.to_dict`.
-
-    Raises:
-        LoadError: the file can't be read, or holds something else.
-    """
-    try:
-        return DraftHeads.from_dict(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise LoadError(f"{file}: {error}") from error
-
-
-def shipped_heads(model: nn.Module) -> DraftHeads | None:
-    """Return the calibrated heads of a whole model that come with the library, if there are some."""
-    stored = json.loads(SHIPPED_HEADS.read_text(encoding="utf-8")).get(fingerprint(model))
-    return None if stored is None else DraftHeads.from_dict(stored)
-
-
-def fingerprint(model: nn.Module) -> str:
-    """Return the fingerprint of a whole model's weights as hexadecimal text: the same for every quantisation and dtype.
-
-    It covers the weights of all norms, which no quantisation changes, rounded to bfloat16.
-    """
-    digest = hashlib.blake2b(digest_size=16)
-    for name, array in sorted(tree_flatten(model.parameters())):
-        if name.endswith("norm.weight"):
-            digest.update(name.encode())
-            digest.update(np.array(array.astype(mx.bfloat16).view(mx.uint16)).tobytes())
-    return digest.hexdigest()

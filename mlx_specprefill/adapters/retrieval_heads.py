@@ -18,8 +18,9 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache
 
 from ..errors import LoadError
-from .capture import DraftHeads, Head, record_attention
+from .capture import record_attention
 from .depth import FirstLayers, full_draft_model, layers_of
+from .heads import DraftHeads, Head
 from .registry import adapter_for, architecture_of
 
 FORMAT = "mlx-specprefill retrieval heads 1"

@@ -31,16 +31,9 @@ from ..specprefill.mapped import map_task
 from ..specprefill.plan import READ_ALL, PrefillPlan, plan_prefill, template_mask
 from ..specprefill.question import possible_questions, question_span, repeated_question_spans
 from ..specprefill.scorer import Scores, ScoringInput, scorer_for, tokens_in
-from ..specprefill.selector import (
-    PromptText,
-    Selection,
-    TextReader,
-    missing_of,
-    select_tokens,
-    selection_by,
-    strongest,
-)
+from ..specprefill.selector import Selection, missing_of, select_tokens, selection_by, strongest
 from ..specprefill.sparse_prefill import HiddenStates, UpperLayersModel, prefill, recall
+from ..specprefill.text import PromptText, TextReader
 from .caches import EngineCaches, empty_cache, empty_draft_cache
 from .scheduler import ChunkSizer, CostModel
 from .sequence import NO_INDICES, Sequence

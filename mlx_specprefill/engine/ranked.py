@@ -25,8 +25,8 @@ from ..loading import ModelPair
 from ..request import CacheLabel, GenerationRequest, Progress, TokenIds
 from ..specprefill.plan import PrefillPlan
 from ..specprefill.scorer import Scores
-from ..specprefill.selector import PromptText
 from ..specprefill.sparse_prefill import HiddenStates
+from ..specprefill.text import PromptText
 from .caches import EngineCaches, Erasure, Lookup
 from .densify import BackgroundPrefill, IdleTurn
 from .engine import Engine, EngineHealth

@@ -1,4 +1,4 @@
-"""Finds the heads of a draft that attend from a question to its answer, on items with known answers.
+"""Finds the heads of a draft that attend from a question to its answer, on items made here, and stores them.
 
 The items are of three kinds: copy a sentence of the text, a code inserted into it (needle), and a fact whose question
 shares no word with it (paraphrase). The text is docstrings of the standard library, so none has to be shipped.
@@ -32,8 +32,9 @@ from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .._files import replace_text
-from ..adapters.capture import DraftHeads, Head, HeadCapture, read_heads
+from ..adapters.capture import HeadCapture
 from ..adapters.depth import first_layers, full_draft_model, layers_of, smallest_depth
+from ..adapters.heads import DraftHeads, Head, read_heads
 from ..cache.positioned import leaves
 from ..cache.prefix.nodes import model_identity
 from ..config import ScoringConfig, SelectionConfig
@@ -43,7 +44,20 @@ from ..loading import ModelPair
 from .plan import ForcedRange, forced_mask
 from .question import question_span
 from .scorer import ScoringInput, importance_of, read_prompt
-from .selector import PromptText, TextReader, select_tokens
+from .selector import select_tokens
+from .text import PromptText, TextReader
+
+log = logging.getLogger(__name__)
+
+Bools = npt.NDArray[np.bool_]
+Rows = dict[tuple[int, int], npt.NDArray[np.float32]]
+
+_ITEMS, _CHARACTERS = 12, 2600  # per kind; some 600 to 800 tokens
+_FEWEST = 4  # per kind, whatever the time
+LIMIT_S = 60.0
+_KEEP = Fraction(1, 5)
+_NUMBERS = (1, 2, 4, 8, 16)  # of heads to try
+_EQUAL = 0.02  # difference in recall that counts as none
 
 KINDS = ("copy", "needle", "paraphrase")
 _MODULES = (
@@ -137,19 +151,6 @@ def _insert(rng: random.Random, text: str, line: str) -> str:
     lines = text.split("\n")
     lines.insert(rng.randint(1, max(1, len(lines) - 1)), line)
     return "\n".join(lines)
-
-
-log = logging.getLogger(__name__)
-
-Bools = npt.NDArray[np.bool_]
-Rows = dict[tuple[int, int], npt.NDArray[np.float32]]
-
-_ITEMS, _CHARACTERS = 12, 2600  # per kind; some 600 to 800 tokens
-_FEWEST = 4  # per kind, whatever the time
-LIMIT_S = 60.0
-_KEEP = Fraction(1, 5)
-_NUMBERS = (1, 2, 4, 8, 16)  # of heads to try
-_EQUAL = 0.02  # difference in recall that counts as none
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Chooses sparse or full prefill before any work is done. Pure functions.
+"""Chooses sparse or full prefill and the forced tokens, before any work is done. Pure functions.
 
 A question about a whole text (a count, a summary, a list of everything) is read in full. Scores do not show it: a
 draft's heads attend to each relevant place, but no single place holds the answer. So the question's words are checked.
@@ -20,6 +20,8 @@ from ..config import EngineConfig, RuleName, Scope, SelectionConfig
 from ..request import GenerationRequest, Mode, Prediction, PromptSpan
 from .selector import selection_by
 
+Bools = npt.NDArray[np.bool_]
+
 _WHOLE = re.compile(
     r"""\bhow\ (?:many|often)\b
     | \b(?:count|tally|enumerate|summari[sz]e|summary|overview|outline|gist|tl;?dr|proofread|paraphrase|rephrase)\b
@@ -37,9 +39,6 @@ def about_everything(question: str) -> str | None:
     """Return the words that ask for the whole text; None if there are none. English only."""
     found = _WHOLE.search(question)
     return None if found is None else found.group()
-
-
-Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Where the question of a prompt may stand: the text whose attention says which tokens matter.
+"""Finds where the question of a prompt may stand: the lines whose attention says which tokens matter.
 
 It is the last line or sentence of the last message. People and agents also write it in front of a file, in the system
 message, a turn before the text, or in front of rules for the answer. So unless that last line is the only question,
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ..config import ScoringConfig
 from ..request import PromptSpan
-from .selector import Indices, PromptText
+from .text import Indices, PromptText
 
 _USERS = 2  # newest user messages that may ask
 _HEAD, _TAIL = 48, 160  # tokens at the ends of a user message in which a line may ask

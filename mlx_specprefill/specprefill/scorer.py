@@ -1,4 +1,4 @@
-"""Importance of every prompt token.
+"""Scores every prompt token: by the attention of the draft's calibrated heads, or by the published rule.
 
 A scorer lets the draft read the prompt and returns the importance of each token. There are two.
 
@@ -23,8 +23,9 @@ import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
 
-from ..adapters.capture import DraftHeads, Head, HeadCapture, QueryCapture, pool
+from ..adapters.capture import HeadCapture, QueryCapture, pool
 from ..adapters.depth import FirstLayers
+from ..adapters.heads import DraftHeads, Head
 from ..cache.positioned import Snapshot, leaves
 from ..config import RuleName, ScoringConfig
 from ..distributed.ranks import Ranks
@@ -33,6 +34,8 @@ from ..request import Progress, ScorerKind
 from .question import Ask
 
 Bools = npt.NDArray[np.bool_]
+Floats = npt.NDArray[np.float32]
+AROUND = 48  # tokens on either side of a line that is asked again
 
 
 @dataclass(frozen=True)
@@ -137,10 +140,6 @@ def read_prompt(
 def tokens_in(cache: list[Any]) -> int:
     """Return the number of tokens that the draft's cache has read."""
     return max((int(part.offset) for part in leaves(cache) if hasattr(part, "offset")), default=0)
-
-
-Floats = npt.NDArray[np.float32]
-AROUND = 48  # tokens on either side of a line that is asked again
 
 
 @dataclass(frozen=True)

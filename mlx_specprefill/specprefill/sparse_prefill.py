@@ -1,4 +1,4 @@
-"""Prefills the target, sparse or full, through one code path.
+"""Prefills the target, sparse or full, through one code path, and recalls what an earlier turn dropped.
 
 A staged prefill has two parts: the target's first layers read the whole prompt, the others the kept tokens. A scorer
 reads the prompt with the first layers and keeps the hidden states. After the selection the other layers continue from
@@ -25,6 +25,8 @@ from ..request import Progress, TokenIds
 # Tokens of the last forward. One alone would cost a whole pass over the weights. A few rows add little to the output
 # projection, which runs over all of them. Up to twice as many are not worth a second pass.
 TAIL = 32
+
+_Part = tuple[int, mx.array]  # index of the first token, hidden states (1, L, D)
 
 
 def prefill(
@@ -91,9 +93,6 @@ def prefill(
     on_forward(total)
     yield Progress("prefill", before + total, before + total)
     return logits
-
-
-_Part = tuple[int, mx.array]  # index of the first token, hidden states (1, L, D)
 
 
 class HiddenStates:

@@ -44,8 +44,9 @@ from mlx_specprefill.specprefill.mapped import map_task
 from mlx_specprefill.specprefill.plan import forced_mask, forced_ranges
 from mlx_specprefill.specprefill.question import question_span
 from mlx_specprefill.specprefill.scorer import Scores, ScoringInput, scorer_for
-from mlx_specprefill.specprefill.selector import TextReader, select_tokens, selection_by
+from mlx_specprefill.specprefill.selector import select_tokens, selection_by
 from mlx_specprefill.specprefill.sparse_prefill import HiddenStates, UpperLayersModel, prefill
+from mlx_specprefill.specprefill.text import TextReader
 
 from .harness import BenchError, pairs, shapes
 from .harness.counts import count_steps

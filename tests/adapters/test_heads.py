@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mlx_specprefill import LoadError
-from mlx_specprefill.adapters.capture import DraftHeads, Head, read_heads
+from mlx_specprefill.adapters.heads import DraftHeads, Head, read_heads
 
 HEADS = DraftHeads((Head(14, 8, 0.5), Head(3, 0, 0.25)), 15, 30, {"copy": 0.875, "needle": 0.5})
 

@@ -12,8 +12,8 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_specprefill import load_pair
-from mlx_specprefill.adapters import capture as shipped
-from mlx_specprefill.adapters.capture import DraftHeads, Head
+from mlx_specprefill.adapters import heads as shipped
+from mlx_specprefill.adapters.heads import DraftHeads, Head
 from tests.support.tiny import save_checkpoint, tiny_model
 
 HEADS = DraftHeads((Head(1, 3, 0.5),), 2, 3, {"copy": 1.0})

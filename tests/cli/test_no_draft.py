@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from mlx_specprefill import Engine, Finished, GenerationRequest, SpecPrefillOptions
-from mlx_specprefill.adapters.capture import DraftHeads, Head
+from mlx_specprefill.adapters.heads import DraftHeads, Head
 from mlx_specprefill_server import cli
 from mlx_specprefill_server.cli.common import OptionError, choose
 from mlx_specprefill_server.cli.options import PairOptions

@@ -44,8 +44,8 @@ from mlx_specprefill import (
     make_pair,
     with_heads,
 )
-from mlx_specprefill.adapters.capture import Head
 from mlx_specprefill.adapters.depth import layers_of
+from mlx_specprefill.adapters.heads import Head
 from mlx_specprefill.engine import loop
 from mlx_specprefill.reading import shard
 from mlx_specprefill.specprefill.head_calibration import _eligible_calls

@@ -25,7 +25,7 @@ from mlx_specprefill import (
     make_pair,
     with_heads,
 )
-from mlx_specprefill.adapters.capture import Head
+from mlx_specprefill.adapters.heads import Head
 from mlx_specprefill.engine import prefill
 from mlx_specprefill.engine.scheduler import CostModel
 from mlx_specprefill.specprefill.mapped import map_task

@@ -19,7 +19,7 @@ from mlx_specprefill import (
     SpecPrefillOptions,
     SpecPrefillPolicy,
 )
-from mlx_specprefill.adapters.capture import DraftHeads, Head
+from mlx_specprefill.adapters.heads import DraftHeads, Head
 from mlx_specprefill.engine.sequence import Sequence
 from tests.support.precision import assert_close
 from tests.support.tiny import FAMILIES, generated, random_prompt, tiny_pair

@@ -23,8 +23,8 @@ from mlx_specprefill import (
     SpecPrefillOptions,
     SpecPrefillPolicy,
 )
-from mlx_specprefill.adapters.capture import DraftHeads, Head
 from mlx_specprefill.adapters.depth import FirstLayers, full_draft_model
+from mlx_specprefill.adapters.heads import DraftHeads, Head
 from mlx_specprefill.loading import with_heads
 from tests.support.steps import finish
 from tests.support.tiny import generated, random_prompt, tiny_pair

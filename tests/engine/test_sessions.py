@@ -29,7 +29,8 @@ from mlx_specprefill import (
     TokenEvent,
     load_pair,
 )
-from mlx_specprefill.adapters.capture import DraftHeads, Head, QueryCapture
+from mlx_specprefill.adapters.capture import QueryCapture
+from mlx_specprefill.adapters.heads import DraftHeads, Head
 from tests.engine.test_composition import masked_greedy
 from tests.engine.test_staged import own_pair
 from tests.support.precision import assert_close

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from mlx_specprefill import LoadError, ModelPair, load_pair
-from mlx_specprefill.adapters.capture import DraftHeads, Head
 from mlx_specprefill.adapters.depth import FirstLayers, first_layers
+from mlx_specprefill.adapters.heads import DraftHeads, Head
 from mlx_specprefill.loading import with_heads
 from tests.support.tiny import save_checkpoint, tiny_pair
 

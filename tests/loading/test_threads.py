@@ -29,7 +29,7 @@ from mlx_specprefill import (
     load_pair,
     make_pair,
 )
-from mlx_specprefill.adapters.capture import DraftHeads, Head
+from mlx_specprefill.adapters.heads import DraftHeads, Head
 from mlx_specprefill.adapters.mtp import MTPHead
 from mlx_specprefill.config import keep_pct
 from mlx_specprefill_server import open_pair, pair_loading

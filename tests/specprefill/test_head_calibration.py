@@ -19,8 +19,8 @@ from mlx_lm.models.cache import RotatingKVCache
 from mlx_lm.tokenizer_utils import load
 
 from mlx_specprefill import ScoringConfig, SelectionConfig, SparseUnsupportedError, load_pair
-from mlx_specprefill.adapters.capture import DraftHeads
 from mlx_specprefill.adapters.depth import full_draft_model
+from mlx_specprefill.adapters.heads import DraftHeads
 from mlx_specprefill.specprefill import head_calibration as calibration
 from mlx_specprefill.specprefill.head_calibration import (
     KINDS,
@@ -32,7 +32,7 @@ from mlx_specprefill.specprefill.head_calibration import (
     calibration_items,
     find_heads,
 )
-from mlx_specprefill.specprefill.selector import PromptText
+from mlx_specprefill.specprefill.text import PromptText
 from tests.support.tiny import CONFIGS, tiny_model
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"

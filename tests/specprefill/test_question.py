@@ -18,7 +18,7 @@ from mlx_specprefill import GenerationRequest, Inspection, SpecPrefillOptions
 from mlx_specprefill.config import ScoringConfig
 from mlx_specprefill.request import PromptSpan
 from mlx_specprefill.specprefill.question import Ask, possible_questions
-from mlx_specprefill.specprefill.selector import PromptText
+from mlx_specprefill.specprefill.text import PromptText
 from mlx_specprefill_server.local import LocalPair, open_pair
 from mlx_specprefill_server.prompt.conversation import conversation
 

@@ -11,8 +11,9 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_specprefill import PromptSpan, ScoringConfig, SparseUnsupportedError
-from mlx_specprefill.adapters.capture import DraftHeads, Head, QueryCapture, pool
+from mlx_specprefill.adapters.capture import QueryCapture, pool
 from mlx_specprefill.adapters.depth import first_layers
+from mlx_specprefill.adapters.heads import DraftHeads, Head
 from mlx_specprefill.cache.positioned import leaves
 from mlx_specprefill.errors import SpecPrefillError
 from mlx_specprefill.specprefill.question import Ask, question_span, repeated_question_spans

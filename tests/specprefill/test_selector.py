@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from mlx_specprefill import InvalidRequestError, SelectionConfig, keep_pct
 from mlx_specprefill.specprefill.selector import (
-    PromptText,
     by_sentence,
     chunk_means,
     kept_spans,
@@ -24,6 +23,7 @@ from mlx_specprefill.specprefill.selector import (
     selection_by,
     strongest,
 )
+from mlx_specprefill.specprefill.text import PromptText
 
 
 def text_of(units):

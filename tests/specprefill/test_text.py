@@ -14,7 +14,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper, load
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mlx_specprefill.specprefill.selector import PromptText, TextReader
+from mlx_specprefill.specprefill.text import PromptText, TextReader
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo" / "target"
 TEXT = """The code for Anna is 471128. Version 3.11 came later! Did it?  Yes.

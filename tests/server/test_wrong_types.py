@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -143,14 +144,29 @@ def test_the_whole_bodies_are_answered(lasting: TestClient, path: str) -> None:
         assert answer.status_code == 200, answer.text
 
 
+def every_place(client: TestClient, path: str) -> Iterator[tuple[dict[str, Any], tuple[Any, ...]]]:
+    fields = documented(client, path)
+    for body in BODIES[path]:
+        for way in dict.fromkeys([*places(body), *((name,) for name in fields)]):
+            yield body, way
+
+
 @pytest.mark.extended
 @pytest.mark.parametrize("path", BODIES)
 def test_no_type_in_any_place_is_a_failure_of_the_server(lasting: TestClient, path: str) -> None:
-    fields = documented(lasting, path)
-    for body in BODIES[path]:
-        for way in dict.fromkeys([*places(body), *((name,) for name in fields)]):
-            for value in VALUES:
-                answers(lasting, path, changed(body, way, value))
+    """Two values in a place, others in the next: each value in many places."""
+    values = itertools.cycle(VALUES)
+    for body, way in every_place(lasting, path):
+        for value in itertools.islice(values, 2):
+            answers(lasting, path, changed(body, way, value))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("path", BODIES)
+def test_no_value_in_any_place_is_a_failure_of_the_server(lasting: TestClient, path: str) -> None:
+    for body, way in every_place(lasting, path):
+        for value in VALUES:
+            answers(lasting, path, changed(body, way, value))
 
 
 @pytest.mark.parametrize("tools", [5, "x", True, {"a": 1}, [5], [{"input_schema": 5}], [None]])

@@ -271,7 +271,8 @@ class PrefixMiss:
         message: index among the request's spans of the one that holds it, and `role`: its kind; None: none does.
         read_tokens: tokens behind the place that the cached prompt has, too.
         before: up to 40 characters that both have in front of the difference.
-        was, now: the cached prompt's and this prompt's text there, whole words, up to 40 characters.
+        was, now: the cached prompt's and this prompt's text there, whole words, up to 40 characters. `was` is None
+            unless the cached prompt is an earlier turn of the same conversation: it may be another person's.
     """
 
     kind: MissKind
@@ -280,7 +281,7 @@ class PrefixMiss:
     role: SpanKind | None
     read_tokens: int
     before: str
-    was: str
+    was: str | None
     now: str
 
 

@@ -64,9 +64,18 @@ def explain_miss(request: GenerationRequest, others: tuple[int, list[TokenIds]],
         None if message is None else request.spans[message].kind,
         shared,
         text.before[-_SHOWN:],
-        text.was[:_SHOWN],
+        text.was[:_SHOWN] if _is_one_conversation(request, start) else None,
         text.now[:_SHOWN],
     )
+
+
+def _is_one_conversation(request: GenerationRequest, start: int) -> bool:
+    """Return whether a prompt with the same first `start` tokens is an earlier turn of this one.
+
+    It has the user's messages but possibly the last, and at least one. Anything less may be another person's prompt.
+    """
+    users = [span for span in request.spans if span.kind == "user"]
+    return bool(users) and start >= max(users[0].end, users[-1].start)
 
 
 class _Grams:

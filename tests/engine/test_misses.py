@@ -40,6 +40,36 @@ def test_a_changed_token_is_told_with_what_is_read_behind_it(engine: Engine) -> 
     assert (told["kind"], told["token"]) == (report.miss.kind, PLACE)
 
 
+TURNS = (*SPANS[:1], PromptSpan("user", 600, 604, 650, 660), PromptSpan("assistant", 660, 664, 800, 810))
+ASKED_AGAIN = (*TURNS, PromptSpan("user", 810, 814, 2590, 2600))
+
+
+@pytest.mark.parametrize(
+    ("spans", "place", "shown"),
+    [
+        ((), 700, False),  # no messages: nobody knows whose text it was
+        (SPANS, 300, False),  # in the system message, in front of what the user says
+        (SPANS, 700, False),  # in the first question: "I am Alice, and my PIN is ..."
+        (TURNS, 630, False),
+        (TURNS, 655, False),  # in the template's text behind the question, whose content is the same
+        (TURNS, 700, True),  # in an answer to the same question
+        (ASKED_AGAIN, 700, False),  # in front of the last question
+        (ASKED_AGAIN, 900, True),  # in the last question, behind the same first one
+    ],
+)
+def test_only_one_conversation_s_own_words_are_quoted(
+    engine: Engine, spans: tuple[PromptSpan, ...], place: int, shown: bool
+) -> None:
+    changed = (*PROMPT[:place], (PROMPT[place] + 1) % 50, *PROMPT[place + 1 :])
+    read(engine, PROMPT)
+    _, last = generated(engine.generate(GenerationRequest(changed, 2, spans=spans, label=KEY)))
+    assert isinstance(last, Finished)
+    assert last.report.miss is not None
+    assert last.report.miss.token == place
+    assert (last.report.miss.was is not None) == shown
+    assert last.report.miss.now
+
+
 def test_another_key_never_learns_of_it(engine: Engine) -> None:
     read(engine, PROMPT)
     assert read(engine, CHANGED, CacheLabel("bob")).miss is None

@@ -15,6 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerFast
 
 from mlx_specprefill import GenerationRequest, PrefixMiss, TokenIds
+from mlx_specprefill.engine import misses
 from mlx_specprefill.engine.misses import explain_miss
 from mlx_specprefill_server.prompt.conversation import conversation
 from mlx_specprefill_server.prompt.prompt import Prompt, PromptBuilder
@@ -185,11 +186,15 @@ def found(case: Break) -> tuple[PrefixMiss, Prompt]:
 
 
 @pytest.mark.parametrize("case", BREAKS, ids=lambda case: case.name)
-def test_a_break_is_told_by_its_kind_and_place(case: Break) -> None:
+def test_a_break_is_told_by_its_kind_and_place(case: Break, monkeypatch: pytest.MonkeyPatch) -> None:
+    quoted = found(case)[0].was is not None
+    assert quoted == (case.role in ("assistant", "tool")), "what precedes the user's message may be another person's"
+    monkeypatch.setattr(misses, "_is_one_conversation", lambda request, start: True)
     miss, now = found(case)
     assert (miss.kind, miss.role) == (case.kind, case.role)
     assert miss.message is not None
     span = now.spans[miss.message]
     assert span.start <= miss.token < span.end
+    assert miss.was is not None
     assert miss.was.startswith(case.was)
     assert miss.now.startswith(case.now)

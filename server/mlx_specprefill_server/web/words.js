@@ -36,5 +36,6 @@ export function missOf({ cached_tokens: cached, prompt_tokens: all, cache }) {
   const { kind, role, was, now, read_tokens: again } = cache.miss;
   const place = PLACES[role] ?? "the text around the messages";
   const what = kind === "tool_order" ? "then the tools come in another order" : `then ${place} differs`;
-  return `${count(cached)} of ${count(all)} tokens were cached; ${what}: ${was || "nothing"} → ${now || "nothing"}. Because of it, ${count(again)} known tokens were read again.`;
+  const before = was === null ? "words that may be another person's" : was || "nothing";
+  return `${count(cached)} of ${count(all)} tokens were cached; ${what}: ${before} → ${now || "nothing"}. Because of it, ${count(again)} known tokens were read again.`;
 }

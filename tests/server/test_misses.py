@@ -186,7 +186,8 @@ def found(case: Break) -> tuple[PrefixMiss, Prompt]:
 
 
 QUOTED = {  # behind all that the user says
-    "the id of a result", "reasoning dropped", "reasoning dropped from a channel", "an old result cleared", "the first messages dropped",
+    "the id of a result", "reasoning dropped", "reasoning dropped from a channel", "an old result cleared",
+    "the first messages dropped",
 }  # fmt: skip
 
 

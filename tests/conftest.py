@@ -63,12 +63,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     the same time.
     """
     for item in items:
-        architectures = _architectures_of(item)
+        architectures, of_engine = _architectures_of(item), item.nodeid.startswith("tests/engine/")
         if item.path.parent.name in ASIDE:
             item.add_marker("extended")
-        if architectures - (IN_ENGINES if item.nodeid.startswith("tests/engine/") else REPRESENTATIVE):
+        if architectures - (IN_ENGINES if of_engine else REPRESENTATIVE):
             item.add_marker("extended")
-        if architectures - IN_CI:
+        if architectures - (REPRESENTATIVE if of_engine else IN_CI):
             item.add_marker("nightly")
     passed = _passed_before(config)
     left_out = {item for item in items if item.nodeid in passed}

@@ -38,7 +38,7 @@ from tests.support.tiny import on_own_layers, tiny_model, tokenizer
 How = Literal["staged early", "staged late", "draft", "full"]
 NAMES = runnable()
 STAGED = [name for name in NAMES if adapter_for(tiny_models()[name].architecture).staged_refusal is None]
-HOWS = ["staged early", "draft", *(pytest.param(how, marks=pytest.mark.extended) for how in ("staged late", "full"))]
+HOWS = ["staged early", "draft", *(pytest.param(how, marks=pytest.mark.nightly) for how in ("staged late", "full"))]
 POLICY = SpecPrefillPolicy(threshold=100, keep_pct=Fraction(1, 5), densify=False)
 CONFIG = EngineConfig(policy=POLICY, prefill_step=64, prefix_cache_bytes=1 << 27)
 SYSTEM, TOOLS, DOCUMENT, SAID = 12, 150, 300, 330  # where each message ends; 12 is shorter than a window

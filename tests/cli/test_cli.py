@@ -18,7 +18,7 @@ from mlx_specprefill_server.cli import common, run_server
 from mlx_specprefill_server.cli.options import PairOptions
 from mlx_specprefill_server.models.models import Models
 from mlx_specprefill_server.pairs import MissingPairError, Pair
-from mlx_specprefill_server.serving import Service
+from mlx_specprefill_server.service import Service
 from tests.support import tiny
 
 PROMPT = "w" + " w".join(str(n) for n in tiny.random_prompt(400))

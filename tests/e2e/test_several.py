@@ -28,7 +28,7 @@ from mlx_specprefill_server.models.loader import Entry, Loader, LoadProgress, en
 from mlx_specprefill_server.models.models import Models
 from mlx_specprefill_server.pair_loading import load, make_settings
 from mlx_specprefill_server.pairs import find_pair
-from mlx_specprefill_server.serving import ServerState
+from mlx_specprefill_server.server_state import ServerState
 from mlx_specprefill_server.settings import Settings
 from tests.support.tiny import save_checkpoint
 from tests.support.waiting import eventually

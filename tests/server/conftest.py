@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from mlx_specprefill_server.app import Server, create_app, make_server
+from mlx_specprefill_server.app import create_app
 from mlx_specprefill_server.connections import MAX_CONNECTIONS
+from mlx_specprefill_server.process import Server, make_server
 from mlx_specprefill_server.settings import Settings
 
 from .fakes import FakeEngine

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from mlx_specprefill import LoadError
-from mlx_specprefill_server.app import app_of, make_server
+from mlx_specprefill_server.app import app_of
 from mlx_specprefill_server.models.loader import Entry, LoadProgress, Tell
 from mlx_specprefill_server.models.models import Models
 from mlx_specprefill_server.pairs import MissingPairError
-from mlx_specprefill_server.serving import ServerState
+from mlx_specprefill_server.process import make_server
+from mlx_specprefill_server.server_state import ServerState
 from mlx_specprefill_server.settings import Settings
 from tests.support.waiting import eventually
 

@@ -43,7 +43,7 @@ def root_logger() -> Iterator[None]:
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
-    return [record.fields for record in caplog.records if record.name.endswith("middleware")]  # type: ignore[attr-defined]
+    return [record.fields for record in caplog.records if record.name.endswith("access_log")]  # type: ignore[attr-defined]
 
 
 def written(capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -119,7 +119,7 @@ def test_the_line_of_a_client_that_left_knows_the_cost(
 def test_health_checks_are_quiet(client: TestClient, caplog: pytest.LogCaptureFixture) -> None:
     client.get("/health")
     client.get("/metrics")
-    assert {record.levelname for record in caplog.records if record.name.endswith("middleware")} == {"DEBUG"}
+    assert {record.levelname for record in caplog.records if record.name.endswith("access_log")} == {"DEBUG"}
 
 
 def test_prompts_and_answers_are_never_logged(

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mlx_specprefill_server import app
-from mlx_specprefill_server.app import Awake
+from mlx_specprefill_server import awake
+from mlx_specprefill_server.awake import Awake
 from tests.support.waiting import eventually
 
 PROGRAM = """#!/bin/sh
@@ -25,7 +25,7 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setattr(sys, "platform", "darwin")
-    monkeypatch.setattr(app, "_LINGER_S", 0.0)
+    monkeypatch.setattr(awake, "_LINGER_S", 0.0)
     return log
 
 

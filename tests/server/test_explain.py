@@ -9,7 +9,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from mlx_specprefill import InvalidRequestError, SparseUnsupportedError
-from mlx_specprefill_server import dependencies
+from mlx_specprefill_server import request_body
 
 from .conftest import client_of
 from .fakes import FakeEngine
@@ -86,7 +86,7 @@ def test_an_inspection_that_fails_is_the_requests_own_failure(client: TestClient
 
 
 def test_a_body_above_the_limit_is_refused(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dependencies, "BODY_LIMIT", 100)
+    monkeypatch.setattr(request_body, "BODY_LIMIT", 100)
     assert client_of(engine).post(PATH, json={"prompt": "a" * 200}).status_code == 413
 
 

@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from mlx_specprefill_server import dependencies
+from mlx_specprefill_server.models import loading_stream
 from mlx_specprefill_server.models.models import Models
 from mlx_specprefill_server.settings import Settings
 from tests.support.waiting import eventually
@@ -33,7 +33,7 @@ ALL = pytest.mark.parametrize("path", STREAMED)
 
 @pytest.fixture
 def live(host: FakeHost, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Models]]:
-    monkeypatch.setattr(dependencies, "PROGRESS_S", 0.02)
+    monkeypatch.setattr(loading_stream, "PROGRESS_S", 0.02)
     settings = Settings(port=0)
     models = models_of(host, entry("a"), entry("b"), max_models=1)
     with running(host, models, settings) as address:

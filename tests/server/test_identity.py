@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 
 from mlx_specprefill import CacheLabel, Engine, EngineConfig
 from mlx_specprefill_server.app import create_app
-from mlx_specprefill_server.middleware import Identity, identities_by_key
+from mlx_specprefill_server.auth import Identity, identities_by_key
 from mlx_specprefill_server.settings import Settings
 from tests.support.tiny import random_prompt, tiny_pair
 

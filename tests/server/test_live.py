@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from mlx_specprefill import Progress, TokenEvent
-from mlx_specprefill_server import dependencies, serving
+from mlx_specprefill_server import request_body, server_state
 from mlx_specprefill_server.generation import generation
 
 from .conftest import events
@@ -219,7 +219,7 @@ def test_shutdown_ends_streams_properly_and_refuses_new_requests(live: Any, engi
 
 
 def test_shutdown_does_not_wait_for_a_long_step(live: Any, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(server_state, "PATIENCE_S", 0.5)
     release = threading.Event()
 
     def script(request: Any) -> Any:
@@ -243,7 +243,7 @@ def test_shutdown_does_not_wait_for_a_long_step(live: Any, engine: FakeEngine, m
 def test_a_body_over_the_limit_is_refused_while_it_is_sent(
     live: Any, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dependencies, "BODY_LIMIT", 100_000)
+    monkeypatch.setattr(request_body, "BODY_LIMIT", 100_000)
     base, _ = live()
     answer = httpx.post(base + CHAT, content=b"x" * 5_000_000, timeout=60)
     assert answer.status_code == 413

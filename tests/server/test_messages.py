@@ -13,13 +13,13 @@ from pydantic import TypeAdapter
 from starlette.testclient import TestClient
 
 from mlx_specprefill import Failed, InvalidRequestError, Progress
-from mlx_specprefill_server import dependencies
+from mlx_specprefill_server import request_body
 from mlx_specprefill_server.anthropic import messages as endpoint
 from mlx_specprefill_server.anthropic.messages import MessageAnswer
 from mlx_specprefill_server.anthropic.protocol import MessagesRequest
 from mlx_specprefill_server.deltas import AnswerDelta, CallBroken, Idle
 from mlx_specprefill_server.errors import JsonResponse
-from mlx_specprefill_server.serving import Service
+from mlx_specprefill_server.service import Service
 from mlx_specprefill_server.settings import Settings
 
 from .canned_answers import ACCOUNT, EVERYTHING, TEXT, THOUGHT, TWO_CALLS, Given, call, done, named_events, streamed
@@ -486,7 +486,7 @@ def test_bad_input(client: TestClient, engine: FakeEngine, fields: dict[str, Any
 
 
 def test_a_body_that_is_no_json(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dependencies, "BODY_LIMIT", 10)
+    monkeypatch.setattr(request_body, "BODY_LIMIT", 10)
     answer = client.post(URL, content=b"{")
     assert answer.status_code == 400
     assert answer.json()["error"]["type"] == "invalid_request_error"

@@ -14,9 +14,9 @@ import orjson
 import pytest
 from starlette.testclient import TestClient
 
-from mlx_specprefill_server import dependencies
+from mlx_specprefill_server import request_body
 from mlx_specprefill_server.app import create_app
-from mlx_specprefill_server.middleware import HeadMiddleware
+from mlx_specprefill_server.paths import HeadMiddleware
 from mlx_specprefill_server.settings import Settings
 
 from .conftest import client_of
@@ -115,7 +115,7 @@ def test_other_encodings_are_refused_by_name(client: TestClient, encoding: str) 
 def test_a_compressed_body_is_held_to_the_limit_before_it_is_unfolded(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dependencies, "BODY_LIMIT", 10_000)
+    monkeypatch.setattr(request_body, "BODY_LIMIT", 10_000)
     client = client_of(engine)
     bomb = gzip.compress(orjson.dumps({"messages": "a" * 50_000_000}))
     assert len(bomb) > 10_000

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.testclient import TestClient
 
 from mlx_specprefill import InvalidRequestError
-from mlx_specprefill_server import dependencies
+from mlx_specprefill_server import request_body
 from mlx_specprefill_server.anthropic import messages
 from mlx_specprefill_server.app import create_app
 from mlx_specprefill_server.errors import ApiError
@@ -85,7 +85,7 @@ def models() -> Iterator[tuple[str, type[BaseModel]]]:
     for module in (chat, completions, responses, messages, prompts, prompts, prompts):
         for route in module.router.routes:
             assert isinstance(route, APIRoute)
-            for dependency in route.dependant.dependencies:
+            for dependency in route.dependant.request_body:
                 if hasattr(dependency.call, "body_model"):
                     yield route.path, dependency.call.body_model
 
@@ -114,12 +114,12 @@ def errors(model: type[BaseModel], body: Any) -> int:
 
 def test_commas_and_brackets_in_texts_are_no_values() -> None:
     text = '[{,\\"' * 500_000
-    assert dependencies.parse_json(bytearray(orjson.dumps({"prompt": text, "none": None}))) == {"prompt": text}
+    assert request_body.parse_json(bytearray(orjson.dumps({"prompt": text, "none": None}))) == {"prompt": text}
 
 
 def test_colons_in_texts_are_no_members() -> None:
     body: dict[str, Any] = {"prompt": '":a": ' * 100_000, "metadata": {str(i): i for i in range(1000)}}
-    assert dependencies.parse_json(bytearray(orjson.dumps(body))) == body
+    assert request_body.parse_json(bytearray(orjson.dumps(body))) == body
 
 
 MANY = {
@@ -135,16 +135,16 @@ def test_more_than_any_request_has_is_refused_unparsed(body: bytes, monkeypatch:
     monkeypatch.setattr(orjson, "loads", None)
     told = "more than 1048576 values, 65536 arrays and objects, or 32768 members of objects"
     with pytest.raises(ApiError, match=told):
-        dependencies.parse_json(bytearray(body))
+        request_body.parse_json(bytearray(body))
 
 
 def test_nesting_is_limited_in_arrays_and_objects_alike() -> None:
     def nested(levels: int) -> bytearray:
         return bytearray(b'{"a": ' + b'[{"b": ' * (levels // 2) + b"1" + b"}]" * (levels // 2) + b"}")
 
-    dependencies.parse_json(nested(DEEPEST - 2))
+    request_body.parse_json(nested(DEEPEST - 2))
     with pytest.raises(ApiError, match="nested too deeply"):
-        dependencies.parse_json(nested(DEEPEST))
+        request_body.parse_json(nested(DEEPEST))
 
 
 TALK = [{"role": "user", "content": "a"}]

@@ -12,12 +12,12 @@ from typing import Any
 import httpx
 import pytest
 
-from mlx_specprefill_server import app
-from mlx_specprefill_server.app import Server
+from mlx_specprefill_server import process
 from mlx_specprefill_server.connections import bound_sockets
 from mlx_specprefill_server.generation import generation
 from mlx_specprefill_server.models.models import Models
-from mlx_specprefill_server.serving import Service
+from mlx_specprefill_server.process import Server
+from mlx_specprefill_server.service import Service
 from mlx_specprefill_server.settings import Settings
 from tests.support.waiting import eventually
 
@@ -117,11 +117,11 @@ def test_a_server_that_can_compute_nothing_ends_by_itself_with_an_exit_status(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that launchd or systemd starts another. Until then `/health` says why."""
-    monkeypatch.setattr(app, "TELLING_S", 2.0)
+    monkeypatch.setattr(process, "TELLING_S", 2.0)
     settings = Settings(port=0)
     with bound_sockets(settings.host, 0) as sockets, ThreadPoolExecutor(1) as pool:
         models = Models.of(Service(engine, settings))  # type: ignore[arg-type] # as much of one as it needs
-        served = pool.submit(app.serve_models, models, sockets)
+        served = pool.submit(process.serve_models, models, sockets)
         base = f"http://127.0.0.1:{sockets[0].getsockname()[1]}"
         assert eventually(lambda: httpx.get(f"{base}/health", timeout=60).status_code == 200)
         engine.lost = "the device takes no more work"

@@ -15,7 +15,7 @@ from mlx_specprefill import ContextLengthError, EngineClosedError, Failed, Inval
 from mlx_specprefill_server.deltas import AnswerDelta, CallBroken, Idle, TextDelta
 from mlx_specprefill_server.openai.responses import ResponsesAnswer
 from mlx_specprefill_server.openai.responses_protocol import ResponsesRequest
-from mlx_specprefill_server.serving import Service
+from mlx_specprefill_server.service import Service
 from mlx_specprefill_server.settings import Settings
 
 from .canned_answers import ACCOUNT, EVERYTHING, TEXT, THOUGHT, Given, call, done, named_events, streamed

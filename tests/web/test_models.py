@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from selenium.webdriver.support.ui import Select
 
-from mlx_specprefill_server import dependencies
+from mlx_specprefill_server.models import loading_stream
 from mlx_specprefill_server.models.models import Models
 from mlx_specprefill_server.settings import Settings
 
@@ -21,7 +21,7 @@ from .test_page import complaints
 @pytest.fixture
 def several(host: FakeHost, page: Page, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Models]]:
     """Its server goes after the page has left it."""
-    monkeypatch.setattr(dependencies, "PROGRESS_S", 0.05)
+    monkeypatch.setattr(loading_stream, "PROGRESS_S", 0.05)
     models = models_of(host, entry("big"), entry("small", "tiny"), entry("fixed", pin=True))
     with running(host, models, Settings(port=0)) as address:
         yield address, models

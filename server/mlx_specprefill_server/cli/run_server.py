@@ -24,13 +24,14 @@ import typer
 
 from mlx_specprefill import DtypeName, PeerLostError, RankedEngine, Ranks, SettingsError, join_ranks
 
-from ..app import LOST_STATUS, TELLING_S, serve_models
 from ..connections import bound_sockets, is_exposed
 from ..models.loader import Loader, entries_of, models_file, read_table
 from ..models.models import Models
 from ..monitoring.logs import configure_logging
 from ..pair_loading import drop_unset, make_settings
-from ..serving import ServerState, Service
+from ..process import LOST_STATUS, TELLING_S, serve_models
+from ..server_state import ServerState
+from ..service import Service
 from ..settings import ENV_PREFIX, SECRETS, Settings, variable
 from .common import OptionError, choose, note_environment, one_line_errors
 from .options import PairOptions

@@ -29,7 +29,7 @@ from ..errors import ApiError
 from ..monitoring.metrics import Metrics
 from ..pair_loading import load, make_settings
 from ..pairs import MissingPairError, Pair, PairsError, Row, read_pairs, resolve_pair
-from ..serving import Service
+from ..service import Service
 from ..settings import Settings
 
 ModelState = Literal["unloaded", "loading", "loaded", "unloading", "failed"]

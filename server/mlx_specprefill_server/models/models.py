@@ -18,7 +18,8 @@ from mlx_specprefill import Engine, EngineClosedError, EngineError, RequestCance
 
 from ..errors import ApiError
 from ..pairs import MissingPairError, size
-from ..serving import ServerState, Service
+from ..server_state import ServerState
+from ..service import Service
 from .loader import (
     RETRY_AFTER_S,
     Entry,

@@ -1,92 +1,44 @@
 """POST /v1/chat/completions, streamed or collected, and the count of its prompt's tokens.
 
-Its fields, its envelope and its logprobs serve OpenAI's other endpoints, too. Unknown fields are ignored; unsupported
-ones that would change the answer are refused.
+Unknown fields are ignored; unsupported ones that would change the answer are refused.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Any
-from uuid import uuid4
 
 from fastapi import APIRouter, Depends, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from mlx_specprefill import Logprob, Progress, TokenEvent
+from mlx_specprefill import Progress, TokenEvent
 
-from .. import __version__
-from ..constrained.output_format import OUTPUT_FIELDS, OutputFormat, parse_response_format
-from ..constrained.tool_choice import ToolChoice, read_choice
+from ..auth import IdentityDep
 from ..deltas import AnswerDelta, AnswerDone, CallBroken, CallDelta, CallEnd, CallStart, Idle, ReasoningDelta, TextDelta
-from ..dependencies import ModelDep, body_of
 from ..errors import JsonResponse, refusal
-from ..fields import (
-    AnswerFields,
-    Body,
-    ChatFields,
-    MaxTokens,
-    OneOrMoreStops,
-    Refused,
-    Whole,
-    first_limit,
-    refuse_fields,
-    refuse_sampling,
-)
+from ..fields import MaxTokens, Refused, Whole, first_limit, refuse_fields, refuse_sampling
 from ..generation.generation import Generation
 from ..generation.reader import Vocabulary
-from ..middleware import IdentityDep
+from ..models.dependencies import ModelDep
 from ..prompt.conversation import Conversation, conversation, ending_of
-from ..report import DONE, KEEP_ALIVE, ProgressReporter, Report, TextEvents, comment, data_event
-from ..serving import Service, count_tokens, serve
+from ..report import DONE, KEEP_ALIVE, ProgressReporter, Report, TextEvents, data_event
+from ..request_body import body_of
+from ..service import Service
+from ..serving import count_tokens, serve
+from .protocol import ConversationFields, Envelope, logprob_entry, refuse_best_of
 
-MAX_ANSWERS = 32
+router = APIRouter()
 
-
-class StreamOptions(Body):
-    include_usage: bool = False
-
-
-class GenerationFields(AnswerFields):
-    """Fields of all OpenAI's requests."""
-
-    stream_options: StreamOptions = StreamOptions()
-    max_tokens: MaxTokens | None = None
-    n: Annotated[Whole, Field(ge=1, le=MAX_ANSWERS)] = 1
-    return_token_ids: bool = False
-    response_format: Any = None
-    structured_outputs: Any = None
-    json_schema: Any = None
-    grammar: Any = None
-    stop: OneOrMoreStops = ()
-
-    def answers(self) -> int:
-        return self.n
-
-    def stops(self) -> tuple[str, ...]:
-        return self.stop
-
-    def output(self) -> OutputFormat | None:
-        given = {name: getattr(self, name) for name in OUTPUT_FIELDS if name in self.model_fields_set}
-        return parse_response_format(given) if given else None
-
-
-class ConversationFields(GenerationFields, ChatFields):
-    """Fields of chat completions and responses."""
-
-    tools: list[Any] = Field(default_factory=list)
-    tool_choice: str | dict[str, Any] = "auto"
-    parallel_tool_calls: bool = True
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-
-    def choice(self) -> ToolChoice:
-        return "auto" if self.tool_choice == "auto" else read_choice(self.tool_choice)
-
-    def parallel(self) -> bool:
-        return self.parallel_tool_calls
+REFUSED_IN_CHAT: Refused = {
+    "functions": (([],), "not supported; use tools"),
+    "function_call": (("auto", "none"), "not supported; use tools"),
+    "modalities": ((["text"],), "only ['text'] is supported"),
+    "audio": (({},), "not supported"),
+    "web_search_options": ((), "not supported"),
+    "echo": ((False,), "not supported; with continue_final_message the answer goes on with the last message"),
+}
 
 
 class ChatRequest(ConversationFields):
@@ -119,16 +71,6 @@ class ChatRequest(ConversationFields):
         return self.return_token_ids
 
 
-REFUSED_IN_CHAT: Refused = {
-    "functions": (([],), "not supported; use tools"),
-    "function_call": (("auto", "none"), "not supported; use tools"),
-    "modalities": ((["text"],), "only ['text'] is supported"),
-    "audio": (({},), "not supported"),
-    "web_search_options": ((), "not supported"),
-    "echo": ((False,), "not supported; with continue_final_message the answer goes on with the last message"),
-}
-
-
 def refuse_chat(body: Mapping[str, Any]) -> None:
     """Refuse fields that chat completions don't support, by an InvalidRequestError."""
     refuse_best_of(body)
@@ -140,66 +82,6 @@ def refuse_chat(body: Mapping[str, Any]) -> None:
     if body.get("top_logprobs") and not body.get("logprobs"):
         raise refusal("top_logprobs", "needs logprobs to be true")
 
-
-def refuse_best_of(body: Mapping[str, Any]) -> None:
-    """Refuse a choice among more answers than are shown, by an InvalidRequestError."""
-    n = body.get("n", 1)
-    if body.get("best_of", n) != n:
-        raise refusal("best_of", "only the value of n is supported")
-
-
-LOWEST_LOGPROB = -9999.0  # JSON has no -inf
-
-
-@dataclass(frozen=True, slots=True)
-class Envelope:
-    """The fields that all chunks of one response share."""
-
-    id: str
-    object: str
-    model: str
-    created: int
-    null_usage: bool = False  # OpenAI's streams carry "usage": null until the last chunk when usage is asked for
-
-    @classmethod
-    def new(cls, prefix: str, kind: str, model: str) -> Envelope:
-        return cls(f"{prefix}-{uuid4().hex}", kind, model, int(time.time()))
-
-    def body(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        """Return a whole response or one chunk."""
-        head = {"id": self.id, "object": self.object, "created": self.created, "model": self.model}
-        usage = {"usage": None} if self.null_usage else {}
-        return {**head, "system_fingerprint": f"mlx-specprefill-{__version__}", "choices": choices, **usage, **more}
-
-    def progress(self, progress: dict[str, Any], asked: bool) -> bytes:
-        """Return a chunk for clients that asked, else a comment: other clients may expect choices."""
-        return data_event(self.body([], prompt_progress=progress)) if asked else comment("progress", progress)
-
-    def ending(self, choice: dict[str, Any], report: Report, is_last: bool) -> Iterator[bytes]:
-        """Yield the finish chunk and, after the last one, usage if asked for. The last of them carries the report."""
-        extras = report.extras() if is_last else {}
-        if not (is_last and self.null_usage):
-            yield data_event(self.body([choice], **extras))
-            return
-        yield data_event(self.body([choice]))
-        yield data_event(self.body([], **{"usage": report.usage()}, **extras))
-
-
-def logprob_entry(vocabulary: Vocabulary, event: TokenEvent) -> dict[str, Any]:
-    """Return a token as an entry of OpenAI's logprobs."""
-    own = Logprob(event.token, LOWEST_LOGPROB if event.logprob is None else event.logprob)
-    return _entry(vocabulary, own) | {"top_logprobs": [_entry(vocabulary, other) for other in event.top_logprobs]}
-
-
-def _entry(vocabulary: Vocabulary, token: Logprob) -> dict[str, Any]:
-    return {
-        "token": vocabulary.token_text(token.token),
-        "logprob": max(token.logprob, LOWEST_LOGPROB),
-        "bytes": vocabulary.token_bytes(token.token),
-    }
-
-
-router = APIRouter()
 
 BodyDep = Annotated[ChatRequest, Depends(body_of(ChatRequest, refuse_chat))]
 

@@ -21,19 +21,22 @@ from mlx_specprefill import (
     as_token_ids,
 )
 
+from ..auth import IdentityDep
 from ..constrained.output_format import constraint_of
 from ..deltas import AnswerDelta, AnswerDone, Idle, TextDelta
-from ..dependencies import ModelDep, body_of
 from ..errors import refusal
 from ..fields import Whole, first_limit, refuse_documents, refuse_sampling
 from ..generation.generation import Generation
 from ..generation.reader import IncrementalDetokenizer, Vocabulary
-from ..middleware import IdentityDep
+from ..models.dependencies import ModelDep
 from ..parsers.formats import plain_text
 from ..prompt.prompt import Prompt
 from ..report import DONE, KEEP_ALIVE, ProgressReporter, Report, data_event
-from ..serving import Service, make_spec, respond, sampling_params, while_connected
-from .chat import LOWEST_LOGPROB, Envelope, GenerationFields, refuse_best_of
+from ..request_body import body_of
+from ..service import Service
+from ..serving import make_spec, respond, sampling_params
+from ..while_connected import while_connected
+from .protocol import LOWEST_LOGPROB, Envelope, GenerationFields, refuse_best_of
 
 router = APIRouter()
 

@@ -11,12 +11,14 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from ..dependencies import ModelsDep, check_model_name
+from ..auth import Identity, IdentityDep
 from ..errors import ApiError, JsonResponse
-from ..middleware import Identity, IdentityDep
+from ..models.dependencies import ModelsDep
 from ..models.loader import Entry
 from ..models.models import Models
-from ..serving import Service, while_connected
+from ..request_body import check_model_name
+from ..service import Service
+from ..while_connected import while_connected
 
 router = APIRouter()
 

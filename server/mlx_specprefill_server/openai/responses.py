@@ -13,14 +13,16 @@ from starlette.responses import Response
 
 from mlx_specprefill import ContextLengthError, Progress, TokenEvent
 
+from ..auth import IdentityDep
 from ..deltas import AnswerDelta, AnswerDone, CallBroken, CallDelta, CallEnd, CallStart, Idle, ReasoningDelta, TextDelta
-from ..dependencies import ModelDep, body_of
 from ..errors import JsonResponse, api_error
 from ..generation.generation import Generation
-from ..middleware import IdentityDep
+from ..models.dependencies import ModelDep
 from ..report import ProgressReporter, Report, named_event
-from ..serving import Service, count_tokens, serve
-from .chat import logprob_entry
+from ..request_body import body_of
+from ..service import Service
+from ..serving import count_tokens, serve
+from .protocol import logprob_entry
 from .responses_protocol import ResponsesRequest, refuse
 
 Event = dict[str, Any]

@@ -26,7 +26,7 @@ from ..prompt.conversation import (
     string_of,
     text_of,
 )
-from .chat import ConversationFields
+from .protocol import ConversationFields
 
 LOGPROBS = "message.output_text.logprobs"
 STATELESS = "this server keeps no responses or conversations; send the whole conversation as input"

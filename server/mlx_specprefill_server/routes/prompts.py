@@ -24,23 +24,26 @@ from mlx_specprefill import (
 )
 
 from ..anthropic.protocol import CountRequest
+from ..auth import IdentityDep
 from ..constrained.tool_choice import resolve_tool_choice
 from ..deltas import AnswerDone
-from ..dependencies import ModelDep, body_of, validate
 from ..errors import ApiError, JsonResponse, refusal
 from ..explain import explain_chunks, explanation
 from ..fields import Body, SpecPrefillFields, TokenIds
 from ..generation.generation import AnswerSpec, Generation
 from ..generation.reader import AnswerReader, IncrementalDetokenizer
-from ..middleware import IdentityDep
+from ..models.dependencies import ModelDep
 from ..openai.chat import ChatRequest
 from ..openai.responses_protocol import ResponsesRequest
 from ..parsers.formats import plain_text
 from ..prompt.conversation import Conversation, conversation, ending_of
 from ..prompt.prompt import Prompt
 from ..report import Report
+from ..request_body import body_of, validate
 from ..schemas import items_of, mapping_of
-from ..serving import Service, max_tokens_within, while_connected
+from ..service import Service
+from ..serving import max_tokens_within
+from ..while_connected import while_connected
 
 router = APIRouter()
 

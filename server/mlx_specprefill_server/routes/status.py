@@ -15,13 +15,13 @@ from starlette.responses import Response, StreamingResponse
 from mlx_specprefill import CacheEntry
 
 from .. import __version__
-from ..dependencies import ModelsDep, ServiceDep
+from ..auth import Identity, IdentityDep
 from ..errors import RETRY_AFTER_S, ApiError, JsonResponse
-from ..middleware import Identity, IdentityDep
+from ..models.dependencies import ModelsDep, ServiceDep
 from ..models.models import Models
 from ..monitoring.metrics import metrics_text
 from ..report import EVENT_STREAM_HEADERS, data_event
-from ..serving import Service
+from ..service import Service
 
 router = APIRouter()
 

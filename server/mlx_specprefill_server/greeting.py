@@ -1,0 +1,53 @@
+"""What the server says when it has started: its models, when they read sparse, its addresses, an example."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import socket
+from collections.abc import Iterator, Sequence
+
+from .connections import address, network_address
+from .models.models import Models
+from .service import Service
+
+
+def greeting(models: Models, sockets: Sequence[socket.socket]) -> Iterator[str]:
+    """Return the greeting's log lines. They never contain a key that the server asks for."""
+    settings, service = models.state.settings, models.default.service
+    if models.several:
+        names = ", ".join(entry.id + (" (stays in memory)" if entry.pin else "") for entry in models)
+        yield f"serving {names}: loaded when they are asked for, {models.default.id} where a request names none"
+    elif service is not None:
+        yield f"serving {service.model_id}: {_draft(service)}, context {service.context_length} tokens"
+    if not sockets:
+        return
+    base = address(sockets[0], reachable=True)
+    keyed = bool(settings.api_keys or settings.admin_keys)
+    other = "" if (outside := network_address(sockets[0])) is None else f", from other machines {outside}"
+    yield f"the page is {base}{other}{'; it asks for a key' if keyed else ''}"
+    yield f"an example: {_example(base, keyed)}"
+
+
+def _draft(service: Service) -> str:
+    pair = service.engine.pair
+    if pair.sparse_refusal is not None:
+        return f"full prefill only ({pair.sparse_refusal})"
+    if service.draft_id is None:
+        return "no draft, full prefill only"
+    threshold = service.settings.specprefill_threshold
+    if not service.settings.specprefill:
+        when = "a request asks for it"
+    else:
+        when = "it is predicted to pay" if threshold is None else f"a prompt is longer than {threshold} tokens"
+    scorer = "draft" if pair.stages is None else "prefilled in stages, scored by"
+    return f"{scorer} {service.draft_id}, sparse where {when}"
+
+
+def _example(base: str, keyed: bool) -> str:
+    body = {
+        "messages": [{"role": "user", "content": "The code of Paris is 4711. What is the code of Paris?"}],
+        "max_tokens": 40,
+    }
+    key = ' -H "authorization: Bearer $KEY"' if keyed else ""
+    return f"curl -s {base}/v1/chat/completions{key} -d {shlex.quote(json.dumps(body))}"

@@ -1,0 +1,50 @@
+"""The model that a request names, as a dependency of endpoints: loaded first where the request has a body."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from ..service import Service
+from ..while_connected import while_connected
+from .loading_stream import StillLoadingError
+from .models import Models
+
+
+async def _models(request: Request) -> Models:
+    models: Models = request.app.state.models
+    return models
+
+
+ModelsDep = Annotated[Models, Depends(_models)]
+
+
+async def _service(models: ModelsDep, model: str | None = None) -> Service:
+    """Return the model that the query names, if it is in memory. For requests without a body."""
+    return models.in_memory(model)
+
+
+ServiceDep = Annotated[Service, Depends(_service)]
+
+
+async def _model_of_body(request: Request, models: ModelsDep) -> AsyncIterator[Service]:
+    """Load the model that the body names and return it. For requests with a body, which is read already.
+
+    It is not unloaded before the response is over.
+    """
+    body, name = request.scope["body"]
+    entry = models.find(name)
+    async with models.use(entry):
+        if entry.service is None and getattr(body, "stream", False):
+            await while_connected(request, models.start_loading(entry))
+            raise StillLoadingError(models, entry)
+        if entry.service is None:
+            await while_connected(request, models.load(entry))
+        assert entry.service is not None
+        yield entry.service
+
+
+ModelDep = Annotated[Service, Depends(_model_of_body)]
+"""Declare after the body dependency, so that an invalid request never loads a model."""

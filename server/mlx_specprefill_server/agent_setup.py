@@ -27,6 +27,11 @@ from mlx_specprefill import SpecPrefillError
 Values = Mapping[str, Any]
 _Document = tuple[Any, Callable[[Any], str]]  # its data, and a function that serialises them
 
+_ID = "mlx-specprefill"  # the id of our entry among an agent's providers
+_KEY_VARIABLE = "MLX_SPECPREFILL_API_KEY"
+_PATIENCE_MS = 3_000_000  # milliseconds, for a long prompt on a slow machine
+_MOST_OUTPUT = 8192  # tokens; agents plan their compaction by it
+
 
 class ConfigurationError(SpecPrefillError):
     """A configuration file can't be changed. The message says why."""
@@ -123,12 +128,6 @@ def _yaml(text: str) -> _Document:
 
 
 _FORMATS = {".json": _json, ".jsonc": _json, ".toml": _toml, ".yaml": _yaml, ".yml": _yaml}
-
-
-_ID = "mlx-specprefill"  # the id of our entry among an agent's providers
-_KEY_VARIABLE = "MLX_SPECPREFILL_API_KEY"
-_PATIENCE_MS = 3_000_000  # milliseconds, for a long prompt on a slow machine
-_MOST_OUTPUT = 8192  # tokens; agents plan their compaction by it
 
 
 @dataclass(frozen=True, slots=True)

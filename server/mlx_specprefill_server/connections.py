@@ -40,6 +40,10 @@ FEWEST = 8  # the fewest connections that make a usable server
 LARGEST_LIMIT = 10_240  # open files; macOS accepts no higher number, whatever its hard limit is
 OPEN_FILES = Path("/dev/fd")
 
+_PROBE_S = 0.5  # seconds for a program on this machine to answer
+_HEALTH_BYTES = 64 << 10
+_LAST_PORT = 65535
+
 
 class DescriptorsError(SpecPrefillError):
     """The process may not open enough files and connections."""
@@ -207,11 +211,6 @@ def _response(error: ApiError) -> bytes:
     retry = f"retry-after: {RETRY_AFTER_S}\r\n" if error.status == 503 else "x-should-retry: false\r\n"
     head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n{retry}\r\n"
     return STATUS_LINE[error.status] + head.encode() + body
-
-
-_PROBE_S = 0.5  # seconds for a program on this machine to answer
-_HEALTH_BYTES = 64 << 10
-_LAST_PORT = 65535
 
 
 @contextlib.contextmanager

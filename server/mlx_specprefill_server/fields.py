@@ -26,6 +26,35 @@ from .prompt.conversation import Conversation
 
 INT64 = 2**63
 
+Share = Annotated[float, Field(gt=0, le=1)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+
+KINDS = {"enabled": True, "adaptive": True, "disabled": False}
+
+UNLIMITED = -1  # tokens, as llama.cpp's clients write "no limit"
+MAX_STOPS = 64
+MAX_STOP_IDS = 1024
+MAX_BAD_WORDS = 256
+LONGEST_BAD_WORD = 200  # characters; each token of an answer is compared with all of them
+
+NO_PENALTY = "not supported; use repetition_penalty, presence_penalty or frequency_penalty"
+NO_GUIDED = "not supported; use structured_outputs, its name in vLLM today, or response_format"
+NO_FILTER = "not supported; use top_p, top_k, min_p, typical_p or xtc_probability"
+Refused = Mapping[str, tuple[tuple[Any, ...], str]]  # field: (its neutral values, the reason to refuse others)
+REFUSED: Refused = {
+    "dry_multiplier": ((0,), NO_PENALTY),  # the other dry_ fields mean nothing without it
+    "mirostat": ((0,), NO_FILTER),  # mirostat_tau and mirostat_eta mean nothing without it
+    "top_n_sigma": ((0, -1), NO_FILTER),
+    "top_a": ((0,), NO_FILTER),
+    "tfs_z": ((1,), NO_FILTER),
+    "tfs": ((1,), NO_FILTER),
+    "dynatemp_range": ((0,), "not supported; use temperature"),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ((), NO_GUIDED)),
+    "use_beam_search": ((False,), "not supported; use n for several answers"),
+    "truncate_prompt_tokens": ((), "not supported: prompts are never cut; send what should be read"),
+    "prompt_logprobs": ((), "not supported; /v1/completions gives the prompt's logprobs with echo and logprobs"),
+}
+
 
 def _whole(value: Any) -> Any:
     """Return 16 for 16.0, which some clients write."""
@@ -49,8 +78,6 @@ def _texts(value: Any) -> dict[str, str]:
     return value
 
 
-Share = Annotated[float, Field(gt=0, le=1)]
-Number = Annotated[float, Field(allow_inf_nan=False)]
 Whole = Annotated[int, BeforeValidator(_whole), Field(ge=-INT64, lt=INT64)]
 TokenIds = Annotated[list[Whole], Field(fail_fast=True)]
 Texts = Annotated[dict[str, str], PlainValidator(_texts, json_schema_input_type=dict[str, str])]
@@ -98,8 +125,6 @@ class SpecPrefillFields(Body):
         )
 
 
-KINDS = {"enabled": True, "adaptive": True, "disabled": False}
-
 Budget = Annotated[Whole, Field(ge=0)]
 
 
@@ -141,12 +166,6 @@ class ThinkingFields(Body):
             kwargs["reasoning_effort"] = effort
         return kwargs if enabled is None else {"enable_thinking": enabled, **kwargs}
 
-
-UNLIMITED = -1  # tokens, as llama.cpp's clients write "no limit"
-MAX_STOPS = 64
-MAX_STOP_IDS = 1024
-MAX_BAD_WORDS = 256
-LONGEST_BAD_WORD = 200  # characters; each token of an answer is compared with all of them
 
 MaxTokens = Annotated[Whole, Field(ge=UNLIMITED)]
 
@@ -305,25 +324,6 @@ def first_limit(*limits: int | None) -> int | None:
     """Return the first given of several fields for one limit, None without one."""
     asked = next((limit for limit in limits if limit is not None), None)
     return None if asked == UNLIMITED else asked
-
-
-NO_PENALTY = "not supported; use repetition_penalty, presence_penalty or frequency_penalty"
-NO_GUIDED = "not supported; use structured_outputs, its name in vLLM today, or response_format"
-NO_FILTER = "not supported; use top_p, top_k, min_p, typical_p or xtc_probability"
-Refused = Mapping[str, tuple[tuple[Any, ...], str]]  # field: (its neutral values, the reason to refuse others)
-REFUSED: Refused = {
-    "dry_multiplier": ((0,), NO_PENALTY),  # the other dry_ fields mean nothing without it
-    "mirostat": ((0,), NO_FILTER),  # mirostat_tau and mirostat_eta mean nothing without it
-    "top_n_sigma": ((0, -1), NO_FILTER),
-    "top_a": ((0,), NO_FILTER),
-    "tfs_z": ((1,), NO_FILTER),
-    "tfs": ((1,), NO_FILTER),
-    "dynatemp_range": ((0,), "not supported; use temperature"),
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ((), NO_GUIDED)),
-    "use_beam_search": ((False,), "not supported; use n for several answers"),
-    "truncate_prompt_tokens": ((), "not supported: prompts are never cut; send what should be read"),
-    "prompt_logprobs": ((), "not supported; /v1/completions gives the prompt's logprobs with echo and logprobs"),
-}
 
 
 def refuse_fields(body: Mapping[str, Any], refused: Refused) -> None:

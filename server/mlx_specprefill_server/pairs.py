@@ -22,6 +22,9 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, Validatio
 
 from mlx_specprefill import DtypeName, LoadError, RuleName, resolve_model_path
 
+# In a clone a link to models/pairs.toml, so that the folders beside that file are found; in a wheel a copy of it.
+NAMED_PAIRS = Path(__file__).with_name("pairs.toml").resolve()
+
 
 class PackageError(ValueError):
     """The packaged file is missing or can't be installed. The message is meant for the user."""
@@ -101,10 +104,6 @@ def short_name(model: str) -> str:
     """Return a repository id unchanged, or the last part of a path of this machine."""
     is_id = re.fullmatch(r"\w[\w.-]*/[\w.-]+", model) is not None and not Path(model).exists()
     return model if is_id else PurePath(model).name
-
-
-# In a clone a link to models/pairs.toml, so that the folders beside that file are found; in a wheel a copy of it.
-NAMED_PAIRS = Path(__file__).with_name("pairs.toml").resolve()
 
 
 class PairsError(ValueError):

@@ -21,6 +21,11 @@ from .generation.generation import Generation
 
 PROGRESS_S = 2.0  # seconds of prefill between two reports of a stream
 
+EVENT_STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+LINE_BREAKS = {char.encode(): f"\\u{ord(char):04x}".encode() for char in "\x85\u2028\u2029"}
+
 
 class Report:
     """The ends of all answers of one response."""
@@ -184,12 +189,6 @@ class ProgressReporter:
             total, processed = event.total, max(event.done, cached)
         elapsed = round(1e3 * (now - self._started))
         return {"total": total, "cache": cached, "processed": processed, "time_ms": elapsed, "stage": event.stage}
-
-
-EVENT_STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-DONE = b"data: [DONE]\n\n"
-KEEP_ALIVE = b": keep-alive\n\n"
-LINE_BREAKS = {char.encode(): f"\\u{ord(char):04x}".encode() for char in "\x85\u2028\u2029"}
 
 
 def data_event(payload: Any) -> bytes:

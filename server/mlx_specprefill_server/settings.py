@@ -52,6 +52,17 @@ ToolParser = Literal[
 ]
 ReasoningParser = Literal["think", "mistral", "gemma", "seed", "command", "native"]
 
+UNITS = ("", "k", "m", "g", "t")
+SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", re.IGNORECASE)
+
+NOT_SETTINGS = ["BLAS", "CONTROL", "LAUNCHED", "RANK_KEY"]  # read by the library before the settings exist
+_FLAGS = {
+    "admin_keys": "--admin-key",
+    "allowed_hosts": "--allowed-host",
+    "api_keys": "--api-key",
+}
+SECRETS = ("admin_keys", "api_keys")
+
 
 def _split_list(value: Any) -> Any:
     """Return two entries for `a,b` from the environment."""
@@ -67,10 +78,6 @@ def _keys(value: Any) -> Any:
     if not all(isinstance(text, str) and text.strip() for text in texts):
         raise ValueError("an API key must not be empty; is the variable set that it was taken from?")
     return tuple(keys)
-
-
-UNITS = ("", "k", "m", "g", "t")
-SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", re.IGNORECASE)
 
 
 def _size(value: Any) -> Any:
@@ -293,15 +300,6 @@ def description_of(name: str) -> str:
     """Return what setting `name` means, and its default."""
     text = Settings.model_fields[name].description or ""
     return text if "Default" in text else f"{text} Default {default_text(name)}."
-
-
-NOT_SETTINGS = ["BLAS", "CONTROL", "LAUNCHED", "RANK_KEY"]  # read by the library before the settings exist
-_FLAGS = {
-    "admin_keys": "--admin-key",
-    "allowed_hosts": "--allowed-host",
-    "api_keys": "--api-key",
-}
-SECRETS = ("admin_keys", "api_keys")
 
 
 def variable(name: str) -> str:

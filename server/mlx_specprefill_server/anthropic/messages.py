@@ -39,6 +39,12 @@ DELTAS = {
 }
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
+router = APIRouter()
+
+PING = named_event({"type": "ping"})
+# Claude Code gives up after 300 s without an event. Older versions do so after 300 s of pings only.
+STIR_AFTER_S = 120.0
+
 
 def stop_of(end: AnswerDone, torn: bool = False) -> dict[str, Any]:
     """Return the reason for the end. `torn` means that part of a call was sent: clients expect that of cut-off answers
@@ -127,13 +133,6 @@ class BlockWriter:
 
     def _delta_event(self, delta: dict[str, Any]) -> Event:
         return {"type": "content_block_delta", "index": self._index, "delta": delta}
-
-
-router = APIRouter()
-
-PING = named_event({"type": "ping"})
-# Claude Code gives up after 300 s without an event. Older versions do so after 300 s of pings only.
-STIR_AFTER_S = 120.0
 
 
 @router.post("/v1/messages")

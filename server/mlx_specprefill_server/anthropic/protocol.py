@@ -29,6 +29,12 @@ from ..prompt.conversation import (
     string_of,
 )
 
+LEFT_OUT = {
+    "redacted_thinking", "server_tool_use", "mcp_tool_use", "container_upload", "tool_reference", "browser_state",
+}  # fmt: skip
+
+Blocks = list[tuple[str, dict[str, Any]]]  # each with its path
+
 
 class Choice(Body):
     """`tool_choice`."""
@@ -122,11 +128,6 @@ def refuse(body: Mapping[str, Any]) -> None:
     refuse_documents(body)
 
 
-LEFT_OUT = {
-    "redacted_thinking", "server_tool_use", "mcp_tool_use", "container_upload", "tool_reference", "browser_state",
-}  # fmt: skip
-
-
 def _foreign(messages: Sequence[Any]) -> Iterator[str]:
     """Yield a sentence for each block of a tool that the provider's servers run."""
     for path, block in parts_of(messages, "messages"):
@@ -170,9 +171,6 @@ def _message(message: dict[str, Any], where: str) -> Iterator[Message]:
             yield {"role": "system", "content": _join_texts(content, f"{where}.content")}
         case _:
             raise refusal(f"{where}.role", "must be user, assistant or system")
-
-
-Blocks = list[tuple[str, dict[str, Any]]]  # each with its path
 
 
 def _blocks(content: Any, where: str) -> Blocks:

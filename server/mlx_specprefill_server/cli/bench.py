@@ -53,6 +53,8 @@ _PIECE = 4000  # characters per tokenizer call
 _STRIDE = 50_021  # characters between the starts of two repetitions' prompts
 _BUSY = 0.5  # share of the cores
 
+LENGTHS = (1024, 2048, 4096, 8192)
+
 
 class BenchmarkError(SpecPrefillError):
     """There is nothing to compare, or a request failed."""
@@ -205,9 +207,6 @@ def file_name(measured: dict[str, Any]) -> str:
     """Return the file's name, one per machine and pair."""
     words = (measured["machine"]["name"], f"{measured['machine']['cores']} cores", measured["pair"]["name"])
     return "--".join(re.sub(r"[^a-z0-9.]+", "-", word.lower()).strip("-") for word in words) + ".json"
-
-
-LENGTHS = (1024, 2048, 4096, 8192)
 
 
 @takes_pair

@@ -32,6 +32,10 @@ from .pull import load
 
 _STATES = {"ok": "ok", "failed": "FAILED", "not supported": "-"}
 
+_SHOWN = ("mlx", "mlx-lm", "transformers", "numpy", "llguidance", "fastapi")
+_LOW_MEMORY = 4 << 30  # bytes; with less, only the bundled pair fits comfortably
+_OLDEST_MACOS = 14  # the oldest macOS that MLX has wheels for
+
 
 def compute_checks(target: str | None, file: Path | None) -> bool:
     """Print a line per check and the verdict, write the record, and return whether all checks passed.
@@ -106,11 +110,6 @@ def _time_forwards(target: str) -> dict[str, Any]:
         "behind_ms": round(times.behind_ms),
         "behind_gb": round(times.behind_bytes / 2**30, 2),
     }
-
-
-_SHOWN = ("mlx", "mlx-lm", "transformers", "numpy", "llguidance", "fastapi")
-_LOW_MEMORY = 4 << 30  # bytes; with less, only the bundled pair fits comfortably
-_OLDEST_MACOS = 14  # the oldest macOS that MLX has wheels for
 
 
 @dataclass(slots=True)

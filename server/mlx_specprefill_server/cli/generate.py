@@ -46,6 +46,9 @@ from .pull import load_engine
 _PREVIEW = 60  # characters of a run's text in the table
 _LABELS = {"draft": "draft reads the prompt", "prefill": "target reads its share"}
 
+PrefillMode = Literal["auto", "sparse", "full"]
+_ENABLED: dict[PrefillMode, bool | None] = {"auto": None, "sparse": True, "full": False}
+
 
 class StageBars(Bars):
     """Progress bars in a context, one per stage that takes long. There are none without a terminal."""
@@ -126,10 +129,6 @@ def _state(chunk: ChunkInfo) -> str:
     if not chunk.kept:
         return "dropped"
     return "forced" if chunk.forced else "kept"
-
-
-PrefillMode = Literal["auto", "sparse", "full"]
-_ENABLED: dict[PrefillMode, bool | None] = {"auto": None, "sparse": True, "full": False}
 
 
 @takes_pair

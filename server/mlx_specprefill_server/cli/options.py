@@ -18,13 +18,58 @@ from mlx_specprefill import DtypeName, RuleName
 
 from ..settings import LogLevel, Settings, description_of, flag_of, variable
 
+PairsFile = Annotated[Path | None, typer.Option(help="File of your own named pairs for --pair.")]
+
+_MORE_FLAGS = {"specprefill_keep_pct": ("--keep-pct",)}
+
+Question = Annotated[str | None, typer.Option(help="Question to append to the file's text, in the same user message.")]
+
+Raw = Annotated[bool, typer.Option("--raw", help="Use the text itself as the prompt, without a chat template.")]
+Url = Annotated[str, typer.Option(help="Address of the running server.")]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(
+        envvar=["MLX_SPECPREFILL_API_KEY", variable("api_keys")],
+        callback=lambda given: given and given.partition(",")[0].strip(),
+        help="API key, if the server requires one. Of several, the first is sent.",
+    ),
+]
+Level = Annotated[LogLevel, typer.Option("--log-level")]
+
+EXAMPLES = (
+    ("serve", "the default pair"),
+    ("serve --target X --draft Y", "models of your own: folders, GGUF files or repository ids"),
+    ("serve --host 0.0.0.0 --api-key K", "for other machines, too"),
+)
+GROUPS: dict[str, tuple[str, ...]] = {
+    "Models": ("pair", "target", "draft", "config"),
+    "Address and access": ("host", "port", "api_keys"),
+    "Memory": ("memory_limit",),
+    "Advanced: models": ("pairs_file", "no_draft", "max_models", "dtype", "kv_bits", "model_alias"),
+    "Advanced: sparse prefill": (
+        "specprefill",
+        "specprefill_scope",
+        "specprefill_threshold",
+        "specprefill_keep_pct",
+        "rule",
+        "densify",
+    ),
+    "Advanced: answers": ("images", "speculative", "prefill_step", "max_rows", "target_itl_ms"),
+    "Advanced: memory and caches": (
+        "prefix_cache_size",
+        "prefix_cache_dir",
+        "prefix_disk_size",
+        "remember",
+    ),
+    "Advanced: access": ("admin_keys", "allowed_hosts", "allow_special_tokens"),
+    "Advanced: several machines": ("hosts", "starting_port", "draft_placement"),
+    "Advanced: logs": ("log_level",),
+}
+
 
 def setting(name: str, *flags: str) -> Any:
     """Return an option that fills setting `name`."""
     return typer.Option(*flags, help=description_of(name))
-
-
-PairsFile = Annotated[Path | None, typer.Option(help="File of your own named pairs for --pair.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,55 +141,10 @@ def _parameter(name: str) -> Parameter:
     )
 
 
-_MORE_FLAGS = {"specprefill_keep_pct": ("--keep-pct",)}
-
 Rule = Annotated[RuleName | None, setting("rule")]
 PrefillStep = Annotated[int | None, setting("prefill_step")]
 KvBits = Annotated[int | None, setting("kv_bits")]
-Question = Annotated[str | None, typer.Option(help="Question to append to the file's text, in the same user message.")]
 Keep = Annotated[str | None, setting("specprefill_keep_pct", "--keep-pct")]
-Raw = Annotated[bool, typer.Option("--raw", help="Use the text itself as the prompt, without a chat template.")]
-Url = Annotated[str, typer.Option(help="Address of the running server.")]
-ApiKey = Annotated[
-    str | None,
-    typer.Option(
-        envvar=["MLX_SPECPREFILL_API_KEY", variable("api_keys")],
-        callback=lambda given: given and given.partition(",")[0].strip(),
-        help="API key, if the server requires one. Of several, the first is sent.",
-    ),
-]
-Level = Annotated[LogLevel, typer.Option("--log-level")]
-
-
-EXAMPLES = (
-    ("serve", "the default pair"),
-    ("serve --target X --draft Y", "models of your own: folders, GGUF files or repository ids"),
-    ("serve --host 0.0.0.0 --api-key K", "for other machines, too"),
-)
-GROUPS: dict[str, tuple[str, ...]] = {
-    "Models": ("pair", "target", "draft", "config"),
-    "Address and access": ("host", "port", "api_keys"),
-    "Memory": ("memory_limit",),
-    "Advanced: models": ("pairs_file", "no_draft", "max_models", "dtype", "kv_bits", "model_alias"),
-    "Advanced: sparse prefill": (
-        "specprefill",
-        "specprefill_scope",
-        "specprefill_threshold",
-        "specprefill_keep_pct",
-        "rule",
-        "densify",
-    ),
-    "Advanced: answers": ("images", "speculative", "prefill_step", "max_rows", "target_itl_ms"),
-    "Advanced: memory and caches": (
-        "prefix_cache_size",
-        "prefix_cache_dir",
-        "prefix_disk_size",
-        "remember",
-    ),
-    "Advanced: access": ("admin_keys", "allowed_hosts", "allow_special_tokens"),
-    "Advanced: several machines": ("hosts", "starting_port", "draft_placement"),
-    "Advanced: logs": ("log_level",),
-}
 
 
 class SettingsCommand(TyperCommand):

@@ -35,6 +35,8 @@ UNFINISHED_BYTES = 3  # bytes of an unfinished character, at most; a decoder sho
 
 Decode = Callable[[Sequence[int]], str]
 
+CallPart = CallStart | CallDelta | CallEnd | CallBroken
+
 
 class IncrementalDetokenizer:
     """The text of a growing list of tokens, never cut inside a character.
@@ -208,9 +210,6 @@ class Vocabulary:
 
     def _piece(self, token: int) -> str:
         return self._tokenizer.convert_ids_to_tokens([token])[0] or ""
-
-
-CallPart = CallStart | CallDelta | CallEnd | CallBroken
 
 
 class Mark(NamedTuple):

@@ -34,6 +34,11 @@ from ..settings import Settings
 
 ModelState = Literal["unloaded", "loading", "loaded", "unloading", "failed"]
 
+RETRY_AFTER_S = "5"
+FOLDERS = re.compile(r"(?<![\w.])~?/(?:[^\s/:,'\"]+/)*(?=[^\s/:,'\"])")  # the folders of an absolute path
+
+UNSAFE = re.compile(r"[^\w.-]+")  # in a folder's name
+
 
 @dataclass(frozen=True, slots=True)
 class LoadProgress:
@@ -106,10 +111,6 @@ class Entry:
 Tell = Callable[[LoadProgress], None]
 
 
-RETRY_AFTER_S = "5"
-FOLDERS = re.compile(r"(?<![\w.])~?/(?:[^\s/:,'\"]+/)*(?=[^\s/:,'\"])")  # the folders of an absolute path
-
-
 class NoRoomError(ApiError):
     """A refusal to load a model while running requests use the memory it needs."""
 
@@ -132,9 +133,6 @@ def load_error(entry: Entry) -> ApiError:
 def ids_of(entries: Sequence[Entry]) -> str:
     """Return the models' ids as text."""
     return ", ".join(entry.id for entry in entries)
-
-
-UNSAFE = re.compile(r"[^\w.-]+")  # in a folder's name
 
 
 class Loader:

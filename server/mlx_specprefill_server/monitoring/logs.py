@@ -10,6 +10,8 @@ from typing import Any
 
 CHATTY = ("httpx", "httpcore", "asyncio", "filelock", "urllib3", "uvicorn")  # they log internals at level info
 
+_IN_MESSAGE = ("method", "path", "status")
+
 
 def configure_logging(level: str, form: str = "text") -> None:
     """Send records from this level on to standard error, as "text" or "json"."""
@@ -36,9 +38,6 @@ class TextFormatter(logging.Formatter):
         line = super().formatMessage(record)
         fields = [f"{name}={_format(value)}" for name, value in _fields(record).items() if name not in _IN_MESSAGE]
         return " ".join([line, *fields])
-
-
-_IN_MESSAGE = ("method", "path", "status")
 
 
 def _format(value: Any) -> str:

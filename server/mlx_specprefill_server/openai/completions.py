@@ -54,6 +54,8 @@ FILL_IN_THE_MIDDLE = (
 Logprobs = dict[str, list[Any]]
 Scores = tuple[tuple[Logprob, tuple[Logprob, ...]], ...]
 
+Prompts = str | list[str] | list[int] | list[list[int]]
+
 
 def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and all(type(item) is int for item in value)
@@ -67,9 +69,6 @@ def _read_prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
     if len(prompts) > MAX_PROMPTS:
         raise ValueError(f"at most {MAX_PROMPTS} prompts are supported in one request")
     return tuple(prompt if isinstance(prompt, str) else tuple(prompt) for prompt in prompts)
-
-
-Prompts = str | list[str] | list[int] | list[list[int]]
 
 
 class CompletionRequest(GenerationFields):

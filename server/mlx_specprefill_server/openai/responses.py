@@ -35,6 +35,10 @@ EVENTS = {
     "function_call": "response.function_call_arguments",
 }
 
+router = APIRouter()
+
+BodyDep = Annotated[ResponsesRequest, Depends(body_of(ResponsesRequest, refuse))]
+
 
 class ItemWriter:
     """A writer of one answer. At most one item is open at a time: a message, reasoning or a function call."""
@@ -124,11 +128,6 @@ def _part(kind: str, text: str, logprobs: Sequence[dict[str, Any]]) -> dict[str,
     if kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
-
-
-router = APIRouter()
-
-BodyDep = Annotated[ResponsesRequest, Depends(body_of(ResponsesRequest, refuse))]
 
 
 @router.post("/v1/responses")

@@ -31,6 +31,12 @@ from .protocol import ConversationFields
 LOGPROBS = "message.output_text.logprobs"
 STATELESS = "this server keeps no responses or conversations; send the whole conversation as input"
 
+ROLES = ("user", "assistant", "system", "developer")
+UNREADABLE = {
+    "item_reference": "this server keeps no items; send the item itself",
+    "compaction": "only the provider that made it can read it",
+}
+
 
 def _input(value: Any) -> str | list[Any]:
     if not isinstance(value, str | list) or not value:
@@ -97,13 +103,6 @@ def refuse(body: Mapping[str, Any]) -> None:
     for name in ("background", "prompt"):
         if body.get(name):
             raise refusal(name, "not supported")
-
-
-ROLES = ("user", "assistant", "system", "developer")
-UNREADABLE = {
-    "item_reference": "this server keeps no items; send the item itself",
-    "compaction": "only the provider that made it can read it",
-}
 
 
 def chat_messages(instructions: str | None, given: str | Sequence[Any]) -> list[Message]:

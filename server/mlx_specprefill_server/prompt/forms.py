@@ -24,6 +24,11 @@ SHORT_ID = re.compile("[A-Za-z0-9]{9}")
 NAMING_ID = re.compile(r"functions\..+:[0-9]+")
 PLAIN = {"role", "content", "name"}  # members of messages that can be joined
 
+# Marks in the vocabulary or the template of models that were trained on a notation which their template does not write.
+# python: "Tool use" in Liquid's documentation of LFM2. list: "Function calling" in IBM's of Granite 3.3. tags:
+# NousResearch's Hermes function calling, which SmolLM3 follows.
+NOTATIONS: Mapping[str, Notation] = {"<|tool_call_start|>": "python", "<|tool_call|>": "list", "<tool_call>": "tags"}
+
 
 @dataclass(frozen=True, slots=True)
 class Form:
@@ -222,10 +227,6 @@ def _in_tags(calls: Iterable[Mapping[str, Any]]) -> str:
     return "\n".join(f"<tool_call>\n{_json(call)}\n</tool_call>" for call in calls)
 
 
-# Marks in the vocabulary or the template of models that were trained on a notation which their template does not write.
-# python: "Tool use" in Liquid's documentation of LFM2. list: "Function calling" in IBM's of Granite 3.3. tags:
-# NousResearch's Hermes function calling, which SmolLM3 follows.
-NOTATIONS: Mapping[str, Notation] = {"<|tool_call_start|>": "python", "<|tool_call|>": "list", "<tool_call>": "tags"}
 WRITERS: Mapping[Notation, Callable[[list[Any]], str]] = {
     "python": lambda calls: f"<|tool_call_start|>[{', '.join(map(_python, calls))}]<|tool_call_end|>",
     "list": lambda calls: f"<|tool_call|>{_json(calls)}",

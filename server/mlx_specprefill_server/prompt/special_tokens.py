@@ -43,6 +43,13 @@ WORDS = frozenset(
     "properties required return string strict title type".split()
 )
 
+BY_CONVENTION = re.compile(r"<\|.*>|<.*\|>|<｜.*｜>", re.DOTALL)
+BRACKETED = re.compile(r"[<\[◁]\S*[>\]▷]")
+TAG = re.compile(r"</?[^\s<>|｜]+>")
+WORD = re.compile(r"\W*(\w+)\W*")
+
+Places = list[tuple[int, int]]
+
 
 class EscapedConversation:
     """A conversation whose content has no name of a control token, and none that a template could complete.
@@ -241,14 +248,6 @@ def _rename_tokens(backend: Any, names: Mapping[str, str]) -> Any:
 def _makes(pair: str | Sequence[str], names: Mapping[str, str]) -> bool:
     first, second = pair.split(" ") if isinstance(pair, str) else pair
     return first in names or second in names or first + second in names
-
-
-BY_CONVENTION = re.compile(r"<\|.*>|<.*\|>|<｜.*｜>", re.DOTALL)
-BRACKETED = re.compile(r"[<\[◁]\S*[>\]▷]")
-TAG = re.compile(r"</?[^\s<>|｜]+>")
-WORD = re.compile(r"\W*(\w+)\W*")
-
-Places = list[tuple[int, int]]
 
 
 class ControlTokens:

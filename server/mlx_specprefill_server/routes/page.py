@@ -33,6 +33,23 @@ REFUSED = {
     "content": {"application/json": {"schema": {"$ref": REFERENCE.format(model="Error")}}},
 }
 
+router = APIRouter(include_in_schema=False)
+
+TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml",
+         "txt": "text/plain"}  # fmt: skip
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cache-control": "no-cache",
+}
+WEB = files("mlx_specprefill_server") / "web"
+
 
 def openapi_document(app: FastAPI, routers: Sequence[APIRouter]) -> dict[str, Any]:
     """Return the description of all routers' endpoints."""
@@ -82,24 +99,6 @@ class Lenient(GenerateJsonSchema):
 
     def handle_invalid_for_json_schema(self, schema: core_schema.CoreSchema, error_info: str) -> JsonSchemaValue:
         return {}
-
-
-router = APIRouter(include_in_schema=False)
-
-TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml",
-         "txt": "text/plain"}  # fmt: skip
-POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
-HEADERS = {
-    "content-security-policy": POLICY,
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
-    "cross-origin-opener-policy": "same-origin",
-    "cache-control": "no-cache",
-}
-WEB = files("mlx_specprefill_server") / "web"
 
 
 def _read_files() -> dict[str, bytes]:

@@ -49,6 +49,8 @@ router = APIRouter()
 
 ONE_OF = ("content", "prompt", "messages")
 
+ASKS = {"role": "user", "content": "."}  # many templates need a user message; the kept tokens end before it
+
 
 class Rendered(Body):
     """A conversation to render."""
@@ -175,9 +177,6 @@ async def _prompt(service: Service, body: ExplainRequest) -> Prompt:
     if isinstance(body.prompt, str):
         return await service.prompts.raw(body.prompt)
     return Prompt(as_token_ids(body.prompt))
-
-
-ASKS = {"role": "user", "content": "."}  # many templates need a user message; the kept tokens end before it
 
 
 class WarmRequest(Body):

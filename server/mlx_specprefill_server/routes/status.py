@@ -27,6 +27,8 @@ router = APIRouter()
 
 STALE_AFTER_S = 600.0  # seconds without a step of the engine
 
+Interval = Annotated[float, Query(ge=0.2, le=5)]  # seconds; a stream stops within one of them when the server stops
+
 
 @router.head("/")
 async def probe() -> Response:
@@ -89,9 +91,6 @@ async def metrics(models: ModelsDep) -> Response:
 async def version() -> Response:
     """Return the server's version in vLLM's form."""
     return JsonResponse({"version": __version__})
-
-
-Interval = Annotated[float, Query(ge=0.2, le=5)]  # seconds; a stream stops within one of them when the server stops
 
 
 @router.get("/v1/specprefill/stats")

@@ -38,6 +38,33 @@ from .config import DtypeName
 from .distributed.ranks import Ranks
 from .errors import LoadError
 
+Sharding = Literal["tensor", "pipeline"]  # every layer over all ranks, or some layers to each rank
+
+_PART = 4096  # bytes
+_PARTS = 64  # of every file
+
+_TOKENIZERS = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.*", "tekken.json", "tokenization_*.py")
+_SIZES = frozenset(
+    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads max_position_embeddings".split()
+)
+_NOT_MADE = (
+    TypeError, AttributeError, IndexError, AssertionError, ZeroDivisionError, StrictDataclassError,
+)  # fmt: skip
+LOADED_FILES = tuple(DEFAULT_ALLOW_PATTERNS)
+"""Patterns of the repository files that loading needs."""
+
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_ID = re.compile(r"(?P<repository>[\w][\w.-]*/[\w][\w.-]*)(?:/(?P<file>[^/].*\.gguf))?", re.ASCII)
+
+log = logging.getLogger(__name__)
+_DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
+_PIECE = 128 << 20  # bytes
+_LONGEST = 1 << 20  # tokens; models without positions state no limit, or 2^31 - 1
+
+OnProgress = Callable[[int, int], None]
+"""Called with the bytes that are in memory, and those of the whole model."""
+Read = tuple[nn.Module, TokenizerWrapper, dict[str, Any]]
+
 
 def _text_config(config: dict[str, Any]) -> dict[str, Any]:
     return {**config, **(config.get("text_config") or {})}
@@ -86,9 +113,6 @@ def dtype_name(model: nn.Module) -> str:
     return max(sizes, key=lambda name: sizes[name]) if sizes else "none"
 
 
-Sharding = Literal["tensor", "pipeline"]  # every layer over all ranks, or some layers to each rank
-
-
 def sharding_of(model: nn.Module) -> Sharding | None:
     """Return mlx-lm's way to spread the model; None if it has none."""
     if hasattr(model, "shard"):
@@ -134,10 +158,6 @@ def check_heads(name: str, config: dict[str, Any], size: int) -> None:
             raise LoadError(f"{name} can't be spread over {size} ranks: its {count} {key} can't be divided by that")
 
 
-_PART = 4096  # bytes
-_PARTS = 64  # of every file
-
-
 def files_digest(path: Path) -> str:
     """Return a digest of a checkpoint's configuration and of samples of its weights."""
     digest = hashlib.blake2b(digest_size=16)
@@ -150,20 +170,6 @@ def files_digest(path: Path) -> str:
                 content.seek(index * size // _PARTS)
                 digest.update(content.read(_PART))
     return digest.hexdigest()
-
-
-_TOKENIZERS = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.*", "tekken.json", "tokenization_*.py")
-_SIZES = frozenset(
-    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads max_position_embeddings".split()
-)
-_NOT_MADE = (
-    TypeError, AttributeError, IndexError, AssertionError, ZeroDivisionError, StrictDataclassError,
-)  # fmt: skip
-LOADED_FILES = tuple(DEFAULT_ALLOW_PATTERNS)
-"""Patterns of the repository files that loading needs."""
-
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-_ID = re.compile(r"(?P<repository>[\w][\w.-]*/[\w][\w.-]*)(?:/(?P<file>[^/].*\.gguf))?", re.ASCII)
 
 
 def is_repository_id(name: str) -> bool:
@@ -269,16 +275,6 @@ def describe_stored(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     for head in heads:
         counts.update(head.parameter_count)
     return config, dict(counts)
-
-
-log = logging.getLogger(__name__)
-_DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
-_PIECE = 128 << 20  # bytes
-_LONGEST = 1 << 20  # tokens; models without positions state no limit, or 2^31 - 1
-
-OnProgress = Callable[[int, int], None]
-"""Called with the bytes that are in memory, and those of the whole model."""
-Read = tuple[nn.Module, TokenizerWrapper, dict[str, Any]]
 
 
 class LoadedModels:

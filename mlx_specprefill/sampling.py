@@ -35,6 +35,8 @@ _LONGEST_BAD_WORD = 1024  # tokens; every generated token is compared with all o
 # Tokens of a forward whose logits are all read: each row has the size of the vocabulary.
 LOGITS_ROWS = 128
 
+_ANY, _NONE = -1, -2  # no token has these ids
+
 
 def check_sampling(params: SamplingParams, vocab_size: int) -> None:
     """Check the sampling parameters.
@@ -213,9 +215,6 @@ def without(words: Sequence[tuple[int, ...]]) -> LogitsProcessor:
         return _forbidden(logits, mx.zeros(logits.shape[-1], mx.bool_).at[last].maximum(ends))
 
     return process
-
-
-_ANY, _NONE = -1, -2  # no token has these ids
 
 
 def _forbidden(logits: mx.array, tokens: mx.array) -> mx.array:

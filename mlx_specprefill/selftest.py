@@ -58,6 +58,27 @@ _SHARED = _OWN.pop("shared")
 # Metal has kernels for these head sizes. All experts are chosen, because rounding would swap the last ones.
 FAMILIES: dict[str, dict[str, Any]] = {name: {**_SHARED, **own} for name, own in _OWN.items()}
 
+_TEMPERATURE = 0.8
+_SEEN = [3, 5, 3, 9]  # the answer so far
+_DRAWS = 20_000
+
+# About three times the errors of MLX's CPU backend.
+_LIMITS: dict[Dtype, float] = {"float32": 1e-5, "bfloat16": 0.025, "float16": 0.005}
+_ROWS = 4  # times as much, for the attention of a single row
+_PACKED = 0.01  # more, where keys and values have 8 bits
+_PATIENCE_S = 30  # for an answer that takes milliseconds
+_ANSWER, _LOGPROBS = 10, 20
+_CONFIG = EngineConfig(
+    prefill_step=32,
+    prefix_cache_bytes=0,
+    speculation=SpeculationConfig(budget=64, chunk=4, sinks=4, window=16, ngram_match=1),
+)
+
+_LENGTHS = tuple(2**power for power in range(12))  # 1 to 2048 tokens
+_FITTED = 128  # tokens from which on a forward reads nearly all experts of a mixture
+_LONGEST_MS, _LONG_MS = 30_000.0, 2_000.0  # of a forward: longer ones are not measured, or only once
+_CHUNK, _BEHIND = 512, 16384
+
 
 def save_checkpoint(folder: Path, config: dict[str, Any]) -> Path:
     """Write a folder that `load_pair` reads."""
@@ -182,11 +203,6 @@ def floats(array: mx.array) -> Floats:
     return np.array(array.astype(mx.float32))
 
 
-_TEMPERATURE = 0.8
-_SEEN = [3, 5, 3, 9]  # the answer so far
-_DRAWS = 20_000
-
-
 def sampler_errors(dtype: Dtype) -> Iterator[tuple[str, float, Callable[[], float]]]:
     """Yield operations, limits of their errors, and functions that measure the errors, as total variations."""
     logits = (3 * mx.random.normal((1, VOCAB), key=mx.random.key(3))).astype(getattr(mx, dtype))
@@ -249,19 +265,6 @@ def _definitions(logits: Floats) -> dict[str, tuple[SamplingParams, Floats]]:
     }
     base = SamplingParams(temperature=_TEMPERATURE, seed=4)
     return {name: (replace(base, **given), defined) for name, (given, defined) in made.items()}
-
-
-# About three times the errors of MLX's CPU backend.
-_LIMITS: dict[Dtype, float] = {"float32": 1e-5, "bfloat16": 0.025, "float16": 0.005}
-_ROWS = 4  # times as much, for the attention of a single row
-_PACKED = 0.01  # more, where keys and values have 8 bits
-_PATIENCE_S = 30  # for an answer that takes milliseconds
-_ANSWER, _LOGPROBS = 10, 20
-_CONFIG = EngineConfig(
-    prefill_step=32,
-    prefix_cache_bytes=0,
-    speculation=SpeculationConfig(budget=64, chunk=4, sinks=4, window=16, ngram_match=1),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -428,12 +431,6 @@ def _truth(case: Case, engine: Engine, last: Finished, answer: Tokens) -> Floats
         return case.after_all(answer)
     kept = np.concatenate([np.arange(*span, dtype=np.int32) for span in last.report.kept_spans or ()])
     return (case.after_stages if engine.pair.stages is not None else case.after)(kept, answer)
-
-
-_LENGTHS = tuple(2**power for power in range(12))  # 1 to 2048 tokens
-_FITTED = 128  # tokens from which on a forward reads nearly all experts of a mixture
-_LONGEST_MS, _LONG_MS = 30_000.0, 2_000.0  # of a forward: longer ones are not measured, or only once
-_CHUNK, _BEHIND = 512, 16384
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,13 @@ from .registry import architecture_of
 
 _states: Active[list[mx.array]] = Active()
 
+ARCHITECTURES = ("qwen3_5", "qwen3_5_moe")
+Tensors = dict[str, mx.array]
+_PREFIX = re.compile(r"^(?:.*\.)?mtp\.")
+_EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(\w+)\.(\w+)$")
+# Norms whose weights lie around 1. A raw checkpoint stores them minus 1.
+_TELLING_NORMS = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
+
 
 def wrap_hidden(call: Callable[..., mx.array]) -> Callable[..., mx.array]:
     """Wrap a text model's `__call__` to show its output to the active recording."""
@@ -56,14 +63,6 @@ def record_hidden() -> Iterator[list[mx.array]]:
     """
     with _states.during([]) as states:
         yield states
-
-
-ARCHITECTURES = ("qwen3_5", "qwen3_5_moe")
-Tensors = dict[str, mx.array]
-_PREFIX = re.compile(r"^(?:.*\.)?mtp\.")
-_EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(\w+)\.(\w+)$")
-# Norms whose weights lie around 1. A raw checkpoint stores them minus 1.
-_TELLING_NORMS = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
 
 
 class MTPLayers(nn.Module):  # type: ignore[misc]

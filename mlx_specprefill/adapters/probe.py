@@ -32,6 +32,8 @@ _SPLIT = 5  # the gapped prompt has two chunks: the second one meets a cache wit
 _SHIFT = 7
 _TOLERANCE = {mx.float32: 1e-3, mx.float16: 1e-2, mx.bfloat16: 4e-2}
 
+FLOAT16_MAX = 65504.0
+
 
 def _refusal(check: Callable[[], str | None], words: str) -> str | None:
     """Return the result of a check. A check that raises refuses the model with these words."""
@@ -181,9 +183,6 @@ def _distance(a: mx.array, b: mx.array) -> float:
     a, b = a.astype(mx.float32), b.astype(mx.float32)
     worst = mx.abs(a - b).max(axis=-1) / mx.maximum(mx.abs(b).max(), 1e-9)
     return float(np.median(np.array(worst)))
-
-
-FLOAT16_MAX = 65504.0
 
 
 def largest_hidden(model: nn.Module) -> float:

@@ -43,6 +43,8 @@ RECURRENT = (
 )
 _INPUTS = ("x", "inputs", "hidden_states", "input_states")
 
+_calls: Active[list[RecurrentCall]] = Active()
+
 
 @dataclass(frozen=True)
 class RecurrentCall:
@@ -61,9 +63,6 @@ class RecurrentCall:
 
 def _first(rows_of: mx.array, rows: int) -> mx.array:
     return rows_of[:, :rows]
-
-
-_calls: Active[list[RecurrentCall]] = Active()
 
 
 def wrap_recurrence(call: Callable[..., Any]) -> Callable[..., Any]:

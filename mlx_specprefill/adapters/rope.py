@@ -26,6 +26,8 @@ import numpy as np
 
 from .capture import Active
 
+_shifts: Active[mx.array | int] = Active()
+
 
 def wrap_dynamic_ntk(stock: Callable[..., mx.array]) -> Callable[..., mx.array]:
     """Wrap `DynamicNTKScalingRoPE.__call__` to take positions. Integer offsets go through mlx-lm's own code."""
@@ -91,9 +93,6 @@ class PositionMappedRoPE:
         folded = mx.expand_dims(rows.reshape(B * L, *rows.shape[2:]), -2)
         rotated = self.rope(folded, dims, *args, offset=positions, **kwargs).squeeze(-2)
         return mx.moveaxis(rotated.reshape(rows.shape), 1, -2)
-
-
-_shifts: Active[mx.array | int] = Active()
 
 
 @contextmanager

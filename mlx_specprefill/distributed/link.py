@@ -30,6 +30,14 @@ CONTROL_VARIABLE = "MLX_SPECPREFILL_CONTROL"
 KEY_VARIABLE = "MLX_SPECPREFILL_RANK_KEY"
 _NO_CONTROL = f"rank 0's address is not known: set {CONTROL_VARIABLE} to HOST:PORT on all machines (mlx.launch --env)"
 
+_Backend = tuple[int, tuple[str, int] | None, Sequence[str]]
+
+log = logging.getLogger(__name__)
+_BEATS = 4  # heartbeats within the timeout
+_MISSED = 2  # missed heartbeats after which a process is the one that the others wait for
+_RETRY_S = 0.1
+_END, _BEAT = "end", "beat"
+
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
@@ -70,9 +78,6 @@ def rank_info(environ: Mapping[str, str] = os.environ) -> RankInfo | None:
         raise SettingsError(_NO_CONTROL)
     key = environ.get(KEY_VARIABLE) or "\0".join([*hosts, str(size), str(address)])
     return RankInfo(int(rank), size, address, tuple(hosts), hashlib.sha256(key.encode()).digest())
-
-
-_Backend = tuple[int, tuple[str, int] | None, Sequence[str]]
 
 
 def _ring(environ: Mapping[str, str]) -> _Backend | None:
@@ -117,13 +122,6 @@ def _address(text: str) -> tuple[str, int]:
     if not host or not port.isdecimal():
         raise SettingsError(f"{text!r} is no address: HOST:PORT is expected")
     return host, int(port)
-
-
-log = logging.getLogger(__name__)
-_BEATS = 4  # heartbeats within the timeout
-_MISSED = 2  # missed heartbeats after which a process is the one that the others wait for
-_RETRY_S = 0.1
-_END, _BEAT = "end", "beat"
 
 
 @dataclass(eq=False)

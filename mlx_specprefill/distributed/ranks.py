@@ -21,6 +21,8 @@ from .link import Link, RankInfo, rank_info
 
 T = TypeVar("T")
 
+_PACKAGES = ("mlx-specprefill", "mlx", "mlx-lm")
+
 
 class Ranks(Link):
     """This process among those that run one model together.
@@ -117,9 +119,6 @@ class Ranks(Link):
 def broadcast(ranks: Ranks | None, what: str, read: Callable[[], T]) -> T:
     """Return rank 0's value, or the value read here if there is one process. See `Ranks.broadcast`."""
     return read() if ranks is None else ranks.broadcast(what, read)
-
-
-_PACKAGES = ("mlx-specprefill", "mlx", "mlx-lm")
 
 
 def join_ranks(timeout: float = 60.0, facts: dict[str, str] | None = None) -> Ranks | None:

@@ -6,7 +6,7 @@ their order. The first right one of the possible values is taken, field by field
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -15,11 +15,10 @@ from mlx_specprefill import InvalidRequestError
 
 from .conversation import Message
 from .forms import NOTATIONS, Form, Notation
+from .probe_messages import LONG, NAME, OTHER, SHORT, Talk, answer, calls, marks, result, system, user
 
 Show = Callable[[Form, Sequence[Message], Sequence[Mapping[str, Any]]], str]
-Talk = list[Message]
 
-NAME, OTHER = "zqname", "zqothr"
 STRING = {"type": "string", "description": "zq"}
 PARAMETERS = {"type": "object", "properties": {"zqkey": STRING}, "required": ["zqkey"]}
 TOOLS = tuple(
@@ -43,67 +42,31 @@ ODD: Sequence[Mapping[str, Any]] = (
 )
 ODD_TOOLS = tuple({"type": "function", "function": function} for function in ODD)
 PYTHON_DICT = "{'zqkey':"  # the arguments as Python writes them, which no model was trained on
-SHORT, LONG = ("zqid1zqid", "zqid2zqid"), ("call_zq_0123456789_1", "call_zq_0123456789_2")
 
-
-def _system() -> Message:
-    return {"role": "system", "content": "zqsys"}
-
-
-def _user(mark: str) -> Message:
-    return {"role": "user", "content": mark}
-
-
-def _answer(mark: str) -> Message:
-    return {"role": "assistant", "content": mark}
-
-
-def _calls(*marks: str, text: str = "", ids: Sequence[str] = SHORT, thought: str = "") -> Message:
-    calls = [
-        {"type": "function", "id": identity, "function": {"name": name, "arguments": {"zqkey": mark}}}
-        for mark, identity, name in zip(marks, ids, (NAME, OTHER), strict=False)
-    ]
-    reasoning = {"reasoning_content": thought, "reasoning": thought} if thought else {}
-    return {"role": "assistant", "content": text, "tool_calls": calls, **reasoning}
-
-
-def _result(mark: str, identity: str = SHORT[0], name: str = NAME) -> Message:
-    return {"role": "tool", "content": mark, "tool_call_id": identity, "name": name}
-
-
-def _marks(talk: Talk) -> Iterator[str]:
-    """Yield the marks in the order in which they should be read. The system's place is the template's choice."""
-    for message in talk:
-        if message["role"] != "system":
-            yield message["content"]
-        for call in message.get("tool_calls", ()):
-            yield call["function"]["arguments"]["zqkey"]
-
-
-FIRST_CALL = [_user("zqu1"), _calls("zqc1"), _result("zqr1")]
-CLOSED = [*FIRST_CALL, _answer("zqa1"), _user("zqu2")]
-TWO_CALLS = [_user("zqu1"), _calls("zqc1", "zqc2"), _result("zqr1"), _result("zqr2", SHORT[1], OTHER)]
-LONG_IDS = [_user("zqu1"), _calls("zqc1", ids=LONG), _result("zqr1", LONG[0])]
-TWO_ROUNDS = [*FIRST_CALL, _calls("zqc2", ids=SHORT[1:]), _result("zqr2", SHORT[1])]
-BESIDE = [_user("zqu1"), _calls("zqc1", text="zqa1", thought="zqt1"), _result("zqr1")]
-BESIDE_CLOSED = [*BESIDE, _answer("zqa2"), _user("zqu2")]
+FIRST_CALL = [user("zqu1"), calls("zqc1"), result("zqr1")]
+CLOSED = [*FIRST_CALL, answer("zqa1"), user("zqu2")]
+TWO_CALLS = [user("zqu1"), calls("zqc1", "zqc2"), result("zqr1"), result("zqr2", SHORT[1], OTHER)]
+LONG_IDS = [user("zqu1"), calls("zqc1", ids=LONG), result("zqr1", LONG[0])]
+TWO_ROUNDS = [*FIRST_CALL, calls("zqc2", ids=SHORT[1:]), result("zqr2", SHORT[1])]
+BESIDE = [user("zqu1"), calls("zqc1", text="zqa1", thought="zqt1"), result("zqr1")]
+BESIDE_CLOSED = [*BESIDE, answer("zqa2"), user("zqu2")]
 ORPHANS = [
-    [_user("zqu1"), _answer("zqa1"), _result("zqr1", "zqid3zqid"), _user("zqu2")],
-    [_user("zqu1"), _result("zqr1", "zqid3zqid"), _answer("zqa1"), _user("zqu2")],
+    [user("zqu1"), answer("zqa1"), result("zqr1", "zqid3zqid"), user("zqu2")],
+    [user("zqu1"), result("zqr1", "zqid3zqid"), answer("zqa1"), user("zqu2")],
 ]
-UNANSWERED = [_user("zqu1"), _calls("zqc1"), _user("zqu2")]
-EMPTY = [_user("zqu1"), _answer(""), _user("zqu2")]
+UNANSWERED = [user("zqu1"), calls("zqc1"), user("zqu2")]
+EMPTY = [user("zqu1"), answer(""), user("zqu2")]
 # People and the assistant in any order.
 PLAIN_TURNS = [
-    [_user("zqu1"), _user("zqu2"), _answer("zqa1"), _user("zqu3")],
-    [_user("zqu1"), _answer("zqa1"), _answer("zqa2"), _user("zqu2")],
+    [user("zqu1"), user("zqu2"), answer("zqa1"), user("zqu3")],
+    [user("zqu1"), answer("zqa1"), answer("zqa2"), user("zqu2")],
 ]
 CALL_TURNS = [
-    [*FIRST_CALL, _user("zqu2")],
-    [*FIRST_CALL, _user("zqu2"), _answer("zqa1"), _user("zqu3")],
-    [*CLOSED, _calls("zqc2"), _result("zqr2"), _user("zqu3"), _calls("zqc3"), _result("zqr3")],
+    [*FIRST_CALL, user("zqu2")],
+    [*FIRST_CALL, user("zqu2"), answer("zqa1"), user("zqu3")],
+    [*CLOSED, calls("zqc2"), result("zqr2"), user("zqu3"), calls("zqc3"), result("zqr3")],
 ]
-OPENINGS = [[_answer("zqa1"), _user("zqu1")], [_calls("zqc1"), _result("zqr1"), _user("zqu1")]]
+OPENINGS = [[answer("zqa1"), user("zqu1")], [calls("zqc1"), result("zqr1"), user("zqu1")]]
 
 
 def ask(show: Show, notation: Notation, has_tools: bool) -> Form:
@@ -115,7 +78,7 @@ def ask(show: Show, notation: Notation, has_tools: bool) -> Form:
     """
     probe = _Probe(show, TOOLS if has_tools else ())
     form = Form(notation=notation)
-    question = [_user("zqu1")]
+    question = [user("zqu1")]
     form = probe.first(form, [question], no_tools=(False, not has_tools))
     if has_tools:
         form = replace(form, fills_tools=not replace(probe, tools=ODD_TOOLS).shows(form, question))
@@ -126,13 +89,13 @@ def ask(show: Show, notation: Notation, has_tools: bool) -> Form:
     form = _ask_ids(probe, form)
     form = probe.first(form, [*PLAIN_TURNS, *CALL_TURNS], alternates=(form.alternates, True), empty=(form.empty, False))
     form = probe.first(form, OPENINGS, opens=(False, True))
-    form = probe.first(form, [[_answer("zqa1")]], asks=(False, True))
+    form = probe.first(form, [[answer("zqa1")]], asks=(False, True))
     form = replace(form, parallel=_shows_two_calls(probe, form))
     form = _ask_text_beside(probe, form)
     takes_none = form.calls == "written" or probe.shows(replace(form, alternates=False), UNANSWERED)
     form = replace(form, unanswered=takes_none)
     form = probe.first(form, ORPHANS, orphans=(True, False))
-    with_system = [[_system(), _user("zqu1")], [_system(), *FIRST_CALL]]
+    with_system = [[system(), user("zqu1")], [system(), *FIRST_CALL]]
     return probe.first(form, with_system, ["zqsys"], system=("system", "user"))
 
 
@@ -157,7 +120,7 @@ class _Probe:
     def shows(self, form: Form, talk: Talk, more: Sequence[str] = ()) -> bool:
         """Return whether the template shows the conversation in order, and `more` somewhere."""
         text, at = self.text(form, talk), 0
-        for mark in _marks(talk):
+        for mark in marks(talk):
             at = text.find(mark, at)
             if at < 0:
                 return False

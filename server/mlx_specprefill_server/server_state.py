@@ -12,7 +12,8 @@ from weakref import WeakKeyDictionary
 from mlx_specprefill import EngineClosedError, RequestHandle
 
 from .access_log import current_deadline
-from .generation.generation import Generation, ThreadsafeCalls
+from .generation.event_loop import ThreadsafeCalls
+from .generation.generation import Generation
 from .monitoring.answers import NewestAnswers, RunningRequest, Verdicts
 from .settings import Settings
 

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from mlx_specprefill_server.generation.generation import ThreadsafeCalls
+from mlx_specprefill_server.generation.event_loop import ThreadsafeCalls
 
 
 class CountedLoop:
@@ -38,11 +38,11 @@ def test_what_comes_together_wakes_the_loop_once_and_keeps_its_order() -> None:
 
 
 def test_one_that_raises_takes_no_other_along() -> None:
-    told: list[dict[str, Any]] = []
+    failures: list[dict[str, Any]] = []
 
     async def main() -> list[int]:
         loop, seen = asyncio.get_running_loop(), list[int]()
-        loop.set_exception_handler(lambda _, context: told.append(context))
+        loop.set_exception_handler(lambda _, context: failures.append(context))
         post = ThreadsafeCalls(loop).post
         post(seen.append, 1)
         post(int, "no number")
@@ -51,7 +51,7 @@ def test_one_that_raises_takes_no_other_along() -> None:
         return seen
 
     assert asyncio.run(main()) == [1, 2]
-    assert [type(context["exception"]) for context in told] == [ValueError]
+    assert [type(context["exception"]) for context in failures] == [ValueError]
 
 
 def test_what_is_posted_while_running_is_not_lost() -> None:
@@ -70,7 +70,9 @@ def test_what_is_posted_while_running_is_not_lost() -> None:
 
 
 def test_nothing_is_called_on_a_closed_loop() -> None:
-    calls_to(CountedLoop(closed=True)).post(print, "never")
+    seen: list[str] = []
+    calls_to(CountedLoop(closed=True)).post(seen.append, "never")
+    assert seen == []
 
 
 def test_nothing_is_lost_between_threads() -> None:

@@ -1,4 +1,4 @@
-"""The reader of one answer: from token ids to text, and from engine events to answer deltas, for every dialect."""
+"""From token ids to text and from engine events to answer deltas: detokenizer, stop strings, vocabulary, reader."""
 
 from __future__ import annotations
 

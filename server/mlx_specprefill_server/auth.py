@@ -1,4 +1,4 @@
-"""Who may ask, by Host header, API key and origin; and what a key may see: cached prompts and recent answers."""
+"""Access: who may ask, by Host header, API key and origin; what a key may see of prompts and recent answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the server says when it has started: its models, when they read sparse, its addresses, an example."""
+"""The first log lines of a server: its models, when they read sparse, its addresses, an example."""
 
 from __future__ import annotations
 

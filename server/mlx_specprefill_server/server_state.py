@@ -1,4 +1,4 @@
-"""What all models of one server share: running requests and how they end, recent answers, verdicts."""
+"""The state that all models of a server share: running requests and how they end, recent answers, verdicts."""
 
 from __future__ import annotations
 

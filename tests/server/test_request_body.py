@@ -85,7 +85,7 @@ def models() -> Iterator[tuple[str, type[BaseModel]]]:
     for module in (chat, completions, responses, messages, prompts, prompts, prompts):
         for route in module.router.routes:
             assert isinstance(route, APIRoute)
-            for dependency in route.dependant.request_body:
+            for dependency in route.dependant.dependencies:
                 if hasattr(dependency.call, "body_model"):
                     yield route.path, dependency.call.body_model
 

@@ -1,4 +1,4 @@
-"""What OpenAI's endpoints share: fields of their requests, the envelope of responses and chunks, logprobs."""
+"""The part that OpenAI's endpoints share: request fields, the envelope of responses and chunks, logprobs."""
 
 from __future__ import annotations
 

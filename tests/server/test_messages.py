@@ -462,9 +462,6 @@ def said(role: str, *blocks: Any) -> dict[str, Any]:
         ({"tool_choice": "auto"}, "tool_choice"),
         ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
         ({"temperature": 1.5}, "temperature"),
-        ({"temperature": "1"}, "temperature"),
-        ({"top_p": 2}, "top_p"),
-        ({"top_k": -2}, "top_k"),
         ({"stop_sequences": "a"}, "stop_sequences"),
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"stop_sequences": ["a"] * 65}, "stop_sequences"),
@@ -475,9 +472,6 @@ def said(role: str, *blocks: Any) -> dict[str, Any]:
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
         ({"container": "c"}, "container"),
-        ({"specprefill": 1}, "specprefill"),
-        ({"specprefill_keep_pct": 0}, "specprefill_keep_pct"),
-        ({"stream": "yes"}, "stream"),
     ],
 )  # fmt: skip
 def test_bad_input(client: TestClient, engine: FakeEngine, fields: dict[str, Any], field: str) -> None:

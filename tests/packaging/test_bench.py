@@ -25,8 +25,6 @@ ROOT = Path(__file__).resolve().parents[2]
 NAMES = sorted(file.stem for file in FOLDER.glob("[a-z]*.py"))
 DECODE_ROW = """prefill task arm n ms_per_token vs_off low high mean cpu_vs_off cost_vs_off cost_mean acceptance
 engaged different""".split()
-BEHIND = "long_tokens idle_ms behind_ms long_ms ratio".split()
-IDLE = "long_tokens requests p50_ms p99_ms worst_ms".split()
 LONG = """benchmark device blas mlx shape layers draft_layers narrow dtype quantised repeats rest_share_max
 peak_ratio_max exponents rows""".split()
 LONG_ROW = """tokens full_ms sparse_ms draft_alone_ms target_kept_ms kept_tokens rest_ms rest_of_full full_peak_mib
@@ -92,7 +90,7 @@ def test_what_is_given_beside_quick_wins() -> None:
         ("decode --pair nobody", "no pair"),
         ("ttft --draft some/folder", "--draft needs --target"),
         ("decode --arms mtp", "mtp: "),
-        ("serving --target models/pairs.toml --draft models/demo/draft", "the target models/pairs.toml is no folder"),
+        ("agents --target models/pairs.toml --draft models/demo/draft", "the target models/pairs.toml is no folder"),
         ("peers --target models/demo/target", "the draft None is no folder with a model.safetensors"),
         ("ttft --lengths 12", "--lengths"),
     ],
@@ -128,14 +126,6 @@ def test_decode(report: Report) -> None:
     tasks = ("quote", "edit", "code", "chat", "free", "all")
     assert told == set(product(("full", "sparse"), tasks, ("off", *arms)))
     assert all(row["cost_vs_off"] == 1 for row in found["rows"] if row["arm"] == "off")
-
-
-@pytest.mark.nightly
-def test_serving(report: Report) -> None:
-    found = report("serving --quick --alone --parts behind idle --long 4000")
-    assert found.keys() == {"benchmark", "device", "blas", "mlx", "short_behind_long_ratio", "rows"}
-    assert found["rows"]["mlx-specprefill"]["behind"].keys() == set(BEHIND)
-    assert found["rows"]["mlx-specprefill"]["idle"].keys() == set(IDLE)
 
 
 def test_long(report: Report) -> None:

@@ -67,21 +67,21 @@ def recommend(
 ) -> None:
     """Show the pairs that fit the memory of this machine, the largest first, each with the command that comes next.
 
-    Memory is that of weights and KV cache; a prefill's working memory comes on top. The gain of the
-    first token is counted in operations at 32K tokens with 20 % kept. This project ran none of these pairs.
+    Memory is that of weights and KV cache; a prefill's working memory comes on top. This project ran none of these
+    pairs: `mlx-specprefill bench` measures what sparse prefill gains on this machine.
     """
     with one_line_errors():
         limit = usable_memory(memory_limit)
         if limit is None:
             raise OptionError("this machine doesn't say how much memory may be used: set --memory-limit")
-    rows: list[tuple[str, ...]] = [("MEMORY", "FIRST TOKEN", "NEXT")]
+    rows: list[tuple[str, ...]] = [("MEMORY", "NEXT")]
     for pair in tomllib.loads(TABLE.read_text(encoding="utf-8"))["pair"]:
         memory = round(pair["fixed_gb"] * 2**30) + pair["bytes_per_token"] * context
         if memory <= limit and context <= pair["context"]:
             here = all(find_model(pair[role]) for role in ("target", "draft") if role in pair)
             command = f"mlx-specprefill {'serve --target' if here else 'pull'} {pair['target']}"
             draft = f" --draft {pair['draft']}" if "draft" in pair else ""
-            rows.append((size(memory), f"{pair['gain']:.1f} times sooner", command + draft))
+            rows.append((size(memory), command + draft))
     if len(rows) == 1:
         rows = [(f"No pair of the table fits {size(limit)} at {context:,} tokens; smollm2 fits every machine.",)]
     _print(rows)

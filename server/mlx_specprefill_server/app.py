@@ -1,4 +1,4 @@
-"""The ASGI application: its routers, and its middleware in order."""
+"""The ASGI application: its routers, its middleware in order, CORS and telemetry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server's sockets, bound before models are loaded, and limits on connections before any key is checked.
+"""The server's sockets, bound before models are loaded; a busy port; limits on open connections before any key.
 
 uvicorn has no limits on the number of connections, the length of headers and the time they take with httptools. Its
 `limit_concurrency` counts silent connections, and then answers every request with 503, also /health.

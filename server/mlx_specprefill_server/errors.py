@@ -1,4 +1,4 @@
-"""Every failure as an error object: one mapping, two rings (handlers for known errors, one for the rest).
+"""The HTTP status and the error object of every failure: one mapping, two rings (known errors, and the rest).
 
 The object has OpenAI's shape, or Anthropic's on the paths of that dialect.
 """

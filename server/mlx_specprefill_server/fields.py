@@ -1,4 +1,4 @@
-"""Shared fields of the request bodies of all dialects."""
+"""Request fields that all dialects share: sampling, stops, sparse prefill, thinking; and those that none supports."""
 
 from __future__ import annotations
 

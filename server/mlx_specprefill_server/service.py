@@ -1,4 +1,4 @@
-"""The service of one loaded model: its engine, tokenizer and settings, and who hears of each answer."""
+"""The service of one loaded model: engine, tokenizer, default sampling, grammars; and who hears of each answer."""
 
 from __future__ import annotations
 

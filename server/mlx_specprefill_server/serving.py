@@ -1,4 +1,4 @@
-"""From a body of any dialect to the engine's requests, and to the response."""
+"""From any dialect's body to the engine's requests (limits, sampling, grammars), and to the response."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .auth import Identity
 from .constrained.output_format import constraint_of
 from .constrained.tool_choice import ToolChoice, resolve_tool_choice
 from .errors import JsonResponse, refusal
+from .event_stream import EventStream
 from .fields import AnswerFields, ChatFields, SamplingFields
 from .generation.generation import AnswerSpec, Generation
 from .generation.reader import AnswerReader, IncrementalDetokenizer, StopMatcher
 from .parsers.base import Parser
 from .prompt.conversation import Conversation
 from .prompt.prompt import Prompt
-from .report import EventStream
 from .service import Service
 from .while_connected import while_connected
 

@@ -1,4 +1,4 @@
-"""The server's settings: one typed object, filled from the environment (MLX_SPECPREFILL_*) and the command line."""
+"""The server's settings with their defaults, from the environment (MLX_SPECPREFILL_*) and the command line."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_specprefill_server.report import TextEvents, data_event
+from mlx_specprefill_server.event_stream import TextEvents, data_event
 
 
 @given(st.text(), st.text())

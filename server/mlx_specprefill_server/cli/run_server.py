@@ -1,4 +1,4 @@
-"""The server's process: one model or several, on one machine or on several."""
+"""The work of `serve` after its options: one model or several, on one machine or on several, and its exit status."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls on the event loop: posted by any thread, in order and few at a time; and after a while without an answer."""
+"""Calls that any thread posts to the event loop, few at a time and in order; and a timer that is postponed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bridge between the MLX thread and the event loop: requests go in, answer deltas come out.
+"""The bridge between MLX thread and event loop: events to deltas, keep-alives, deadlines, clients that read too slowly.
 
 Events arrive through `ThreadsafeCalls`. Everything else in this module runs on the event loop.
 """

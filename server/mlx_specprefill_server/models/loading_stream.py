@@ -15,7 +15,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from ..access_log import current_deadline
 from ..errors import ANTHROPIC_PATH, error_response
-from ..report import DONE, EVENT_STREAM_HEADERS, PROGRESS_S, comment, data_event, named_event
+from ..event_stream import DONE, EVENT_STREAM_HEADERS, comment, data_event, named_event
+from ..report import PROGRESS_S
 from ..while_connected import client_left
 from .loader import Entry
 from .models import Models

@@ -1,4 +1,4 @@
-"""The models of one server: which one a request names, and which ones are in memory.
+"""The models of one server: which one a request names, which ones are in memory, and which is unloaded for another.
 
 One model is loaded or unloaded at a time. Requests for models in memory run meanwhile.
 """

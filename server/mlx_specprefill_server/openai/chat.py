@@ -18,12 +18,13 @@ from mlx_specprefill import Progress, TokenEvent
 from ..auth import IdentityDep
 from ..deltas import AnswerDelta, AnswerDone, CallBroken, CallDelta, CallEnd, CallStart, Idle, ReasoningDelta, TextDelta
 from ..errors import JsonResponse, refusal
+from ..event_stream import DONE, KEEP_ALIVE, TextEvents, data_event
 from ..fields import MaxTokens, Refused, Whole, first_limit, refuse_fields, refuse_sampling
 from ..generation.generation import Generation
 from ..generation.reader import Vocabulary
 from ..models.dependencies import ModelDep
 from ..prompt.conversation import Conversation, conversation, ending_of
-from ..report import DONE, KEEP_ALIVE, ProgressReporter, Report, TextEvents, data_event
+from ..report import ProgressReporter, Report
 from ..request_body import body_of
 from ..service import Service
 from ..serving import count_tokens, serve

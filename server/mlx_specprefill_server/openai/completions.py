@@ -1,4 +1,4 @@
-"""POST /v1/completions: raw prompts, one answer each, with echo and logprobs as evaluation tools use them."""
+"""POST /v1/completions: raw prompts, echo and logprobs as evaluation tools use them, filling in the middle."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ from ..auth import IdentityDep
 from ..constrained.output_format import constraint_of
 from ..deltas import AnswerDelta, AnswerDone, Idle, TextDelta
 from ..errors import refusal
+from ..event_stream import DONE, KEEP_ALIVE, data_event
 from ..fields import Whole, first_limit, refuse_documents, refuse_sampling
 from ..generation.generation import Generation
 from ..generation.reader import IncrementalDetokenizer, Vocabulary
 from ..models.dependencies import ModelDep
 from ..parsers.formats import plain_text
 from ..prompt.prompt import Prompt
-from ..report import DONE, KEEP_ALIVE, ProgressReporter, Report, data_event
+from ..report import ProgressReporter, Report
 from ..request_body import body_of
 from ..service import Service
 from ..serving import make_spec, respond, sampling_params

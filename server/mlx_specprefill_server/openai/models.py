@@ -1,6 +1,4 @@
-"""GET /v1/models: the models, which of them are in memory, and whether they support sparse prefill. Loading and
-unloading.
-"""
+"""GET /v1/models: the models, their state and abilities; POST .../load and .../unload."""
 
 from __future__ import annotations
 

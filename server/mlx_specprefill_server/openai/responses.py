@@ -16,9 +16,10 @@ from mlx_specprefill import ContextLengthError, Progress, TokenEvent
 from ..auth import IdentityDep
 from ..deltas import AnswerDelta, AnswerDone, CallBroken, CallDelta, CallEnd, CallStart, Idle, ReasoningDelta, TextDelta
 from ..errors import JsonResponse, api_error
+from ..event_stream import named_event
 from ..generation.generation import Generation
 from ..models.dependencies import ModelDep
-from ..report import ProgressReporter, Report, named_event
+from ..report import ProgressReporter, Report
 from ..request_body import body_of
 from ..service import Service
 from ..serving import count_tokens, serve

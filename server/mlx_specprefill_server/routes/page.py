@@ -1,4 +1,4 @@
-"""The page at / with its files, and the OpenAPI document: FastAPI's, with the bodies that the endpoints parse.
+"""The page at / with its files and security headers, and the OpenAPI document with the bodies of the endpoints.
 
 The page's files are read once, and nothing else is ever served from the disk.
 """

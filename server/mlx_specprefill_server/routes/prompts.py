@@ -1,4 +1,4 @@
-"""Endpoints that render a prompt and generate nothing.
+"""Endpoints that render a prompt and generate nothing: /tokenize, /detokenize, /apply-template, explain, warm.
 
 /tokenize, /detokenize and /apply-template have llama.cpp's shapes and vLLM's. /v1/specprefill/explain returns the kept
 chunks and the reasons. /v1/specprefill/warm reads the common beginning of an agent's sessions ahead of the first one.

@@ -1,4 +1,4 @@
-"""The server's state: /health, /metrics, /version, live statistics and cached prompts."""
+"""The server's state: /health, /metrics, /version, live statistics, verdicts, cached prompts and their deletion."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from mlx_specprefill import CacheEntry
 from .. import __version__
 from ..auth import Identity, IdentityDep
 from ..errors import RETRY_AFTER_S, ApiError, JsonResponse
+from ..event_stream import EVENT_STREAM_HEADERS, data_event
 from ..models.dependencies import ModelsDep, ServiceDep
 from ..models.models import Models
 from ..monitoring.metrics import metrics_text
-from ..report import EVENT_STREAM_HEADERS, data_event
 from ..service import Service
 
 router = APIRouter()

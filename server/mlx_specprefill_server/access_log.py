@@ -40,8 +40,8 @@ class RequestTrace:
     """One request and its response. Used on the event loop."""
 
     def __init__(self, scope: Scope) -> None:
-        asked = Headers(scope=scope).get(REQUEST_ID, "")
-        self.id = asked if SANE_ID.fullmatch(asked) else f"req_{uuid4().hex}"
+        given = Headers(scope=scope).get(REQUEST_ID, "")
+        self.id = given if SANE_ID.fullmatch(given) else f"req_{uuid4().hex}"
         self.method = scope["method"]
         self.path = quote(scope["path"], safe="/:@,+=~")[:LONGEST_PATH]  # a client's path must not break the line
         self.status = 0

@@ -149,8 +149,8 @@ class ThinkingFields(Body):
 
     def thinking_budget(self) -> int | None:
         """The limit in tokens; None means no limit of its own."""
-        asked = self.reasoning.max_tokens
-        return self.thinking.budget_tokens if asked is None else asked
+        budget = self.reasoning.max_tokens
+        return self.thinking.budget_tokens if budget is None else budget
 
     def thinking_kwargs(self, effort: str | None = None) -> dict[str, Any]:
         """Return the template's arguments for thinking.
@@ -322,8 +322,8 @@ class ChatFields(ThinkingFields, AnswerFields):
 
 def first_limit(*limits: int | None) -> int | None:
     """Return the first given of several fields for one limit, None without one."""
-    asked = next((limit for limit in limits if limit is not None), None)
-    return None if asked == UNLIMITED else asked
+    first = next((limit for limit in limits if limit is not None), None)
+    return None if first == UNLIMITED else first
 
 
 def refuse_fields(body: Mapping[str, Any], refused: Refused) -> None:

@@ -63,12 +63,12 @@ class RequestLimitMiddleware:
                 "Try again when one of them has ended."
             )
             raise ApiError(429, message, code="too_many_requests", headers=RETRY)
-        seconds = min(self._timeout, _asked_timeout(Headers(scope=scope).get(TIMEOUT_HEADER)))
+        seconds = min(self._timeout, _timeout_of(Headers(scope=scope).get(TIMEOUT_HEADER)))
         if seconds < math.inf:
             scope["request_trace"].deadline = asyncio.get_running_loop().time() + seconds, DeadlineError(seconds)
 
 
-def _asked_timeout(header: str | None) -> float:
+def _timeout_of(header: str | None) -> float:
     """Return the timeout that a request asks for, in seconds. The server's own timeout applies too."""
     if header is None:
         return math.inf

@@ -150,12 +150,12 @@ class ProgressReporter:
     life with an estimate of the remaining time.
 
     Args:
-        asked: whether the client asked for progress.
+        wanted: whether the client asked for progress.
         clock: seconds; for tests.
     """
 
-    def __init__(self, asked: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
-        self.asked, self._clock = asked, clock
+    def __init__(self, wanted: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
+        self.wanted, self._clock = wanted, clock
         self._started = clock()
         self._due: float | None = None  # None: the engine has not begun
 
@@ -168,7 +168,7 @@ class ProgressReporter:
         now = self._clock()
         if self._due is None:
             self._due = now + PROGRESS_S
-        if event.cached is None or not (self.asked or now >= self._due):
+        if event.cached is None or not (self.wanted or now >= self._due):
             return None
         self._due = now + PROGRESS_S
         cached = event.cached

@@ -100,7 +100,7 @@ class Service:
             EngineClosedError: shutting down, or the engine takes nothing more.
         """
         self.state.refuse_when_stopping()
-        specs = [replace(spec, request=_asked_by(spec.request, identity, cache_salt)) for spec in specs]
+        specs = [replace(spec, request=_labelled(spec.request, identity, cache_salt)) for spec in specs]
         previous = self.state.verdicts.previous(identity.name, specs[0].request) if self.engine.verifies else None
         observer = AnswerObserver(self, [spec.request for spec in specs for _ in range(copies)], identity)
         generation = Generation(self.engine, specs, copies, self.state.calls(), observer, warnings, previous)
@@ -110,7 +110,7 @@ class Service:
     async def inspect(self, request: GenerationRequest, identity: Identity, cache_salt: str | None) -> Inspection:
         """Return an inspection; raises as `submit`. It stops within one prefill chunk of a cancellation."""
         self.state.refuse_when_stopping()
-        request = _asked_by(request, identity, cache_salt)
+        request = _labelled(request, identity, cache_salt)
         result: asyncio.Future[Inspection] = asyncio.get_running_loop().create_future()
 
         def settle(end: Inspection | Exception) -> None:
@@ -178,7 +178,7 @@ class AnswerObserver:
         return self._verdicts[index]
 
 
-def _asked_by(request: GenerationRequest, identity: Identity, cache_salt: str | None) -> GenerationRequest:
+def _labelled(request: GenerationRequest, identity: Identity, cache_salt: str | None) -> GenerationRequest:
     """Return the request with its label and the time at which it came. Its prompt was made from it since."""
     trace = current_trace()
     made = request.made if trace is None else trace.made

@@ -189,7 +189,7 @@ def make_spec(
     return AnswerSpec(request, reader)
 
 
-def max_tokens_within(prompt_tokens: int, asked: int | None, context_length: int, field: str) -> int:
+def max_tokens_within(prompt_tokens: int, limit: int | None, context_length: int, field: str) -> int:
     """Return the largest number of tokens an answer may have.
 
     A limit beyond the window is cut, not refused: agents ask for their maximum on every call.
@@ -198,7 +198,7 @@ def max_tokens_within(prompt_tokens: int, asked: int | None, context_length: int
         ContextLengthError: not one token fits.
     """
     left = context_length - prompt_tokens
-    least = 0 if asked == 0 else 1
+    least = 0 if limit == 0 else 1
     if left < least:
         raise ContextLengthError(prompt_tokens, least, context_length, field)
-    return left if asked is None else min(asked, left)
+    return left if limit is None else min(limit, left)

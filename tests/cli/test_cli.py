@@ -51,7 +51,7 @@ def test_the_version() -> None:
 
 
 class TestGenerate:
-    def test_answer_on_stdout_account_on_stderr(self, models: list[str], prompt_file: str) -> None:
+    def test_answer_on_stdout_report_on_stderr(self, models: list[str], prompt_file: str) -> None:
         done = run("generate", "--raw", "--prompt-file", prompt_file, "--mode", "sparse", "--max-tokens", "5", *models)
         assert done.exit_code == 0, done.output
         assert 1 <= len(done.stdout.split()) <= 5

@@ -18,7 +18,7 @@ from mlx_specprefill_server.deltas import (
     TextDelta,
 )
 
-ACCOUNT = PrefillReport(
+REPORT = PrefillReport(
     mode="sparse",
     reason="asked for",
     prompt_tokens=100,
@@ -32,7 +32,7 @@ ACCOUNT = PrefillReport(
 class Given:
     """Stands in for a Generation."""
 
-    prompts = (range(ACCOUNT.prompt_tokens),)
+    prompts = (range(REPORT.prompt_tokens),)
     copies = 1
     warnings = ()
     previous = None
@@ -52,7 +52,7 @@ def call(number: int, name: str, *parts: str) -> list[AnswerDelta]:
 
 
 def done(reason: Any = "stop", **fields: Any) -> AnswerDone:
-    return AnswerDone(reason, completion_tokens=9, reasoning_tokens=2, report=ACCOUNT, **fields)
+    return AnswerDone(reason, completion_tokens=9, reasoning_tokens=2, report=REPORT, **fields)
 
 
 THOUGHT = [ReasoningDelta("Let me "), ReasoningDelta("see.")]

@@ -198,7 +198,7 @@ def test_the_level_is_kept(client: TestClient, capsys: pytest.CaptureFixture[str
     assert [line.split(": ")[1] for line in written(capsys)] == ["loud"]
 
 
-def test_a_span_carries_the_account(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_span_carries_the_report(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     spans, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(spans))
     on = {**application.ON, "tracer_provider": provider, "auto_configure": False, "operation_spans": False}

@@ -94,7 +94,7 @@ def test_a_streamed_answer(client: TestClient) -> None:
     assert len({chunk["id"] for chunk in chunks[:-1]}) == 1
 
 
-def test_the_account_is_in_the_last_chunk_with_and_without_usage(client: TestClient) -> None:
+def test_the_report_is_in_the_last_chunk_with_and_without_usage(client: TestClient) -> None:
     bare = stream(client)
     assert "usage" not in bare[-2]
     assert bare[-2]["specprefill"]["mode"] == "full"
@@ -108,7 +108,7 @@ def test_the_account_is_in_the_last_chunk_with_and_without_usage(client: TestCli
     assert asked[-3]["choices"][0]["finish_reason"] == "stop"
 
 
-def test_the_account_has_every_field(client: TestClient) -> None:
+def test_the_report_has_every_field(client: TestClient) -> None:
     report = ask(client, specprefill=True, specprefill_return_spans=True)["specprefill"]
     n = report["prompt_tokens"]
     times = {"queue_ms": 0, "draft_ms": 1, "select_ms": 2, "prefill_ms": 3, "ttft_ms": 7, "decode_ms": 4}
@@ -466,7 +466,7 @@ def test_a_failure_inside_a_stream_ends_the_stream_properly(client: TestClient, 
     assert not any("error" in chunk for chunk in chunks[:-1])
 
 
-def test_a_failure_keeps_the_engines_account(client: TestClient, engine: FakeEngine) -> None:
+def test_a_failure_keeps_the_engines_report(client: TestClient, engine: FakeEngine) -> None:
     engine.script = lambda request: [Failed(RuntimeError("out of memory"), report_of(request))]
     report = stream(client, specprefill=True)[-2]["specprefill"]
     assert report["mode"] == "sparse"

@@ -221,7 +221,7 @@ def test_several_prompts_share_one_stream(client: TestClient, engine: FakeEngine
     assert chunks[-2]["specprefill"]["prompt_tokens"] == 3
 
 
-def test_the_account_of_several_prompts_is_their_sum(client: TestClient, engine: FakeEngine) -> None:
+def test_the_report_of_several_prompts_is_their_sum(client: TestClient, engine: FakeEngine) -> None:
     modes = iter(["sparse", "full"])
 
     def script(request: Any) -> list[Any]:

@@ -27,7 +27,7 @@ def test_one_moment(client: TestClient) -> None:
     assert stats["recent"] == []
 
 
-def test_recent_answers_have_their_account_and_nothing_of_the_text(client: TestClient) -> None:
+def test_recent_answers_have_their_report_and_nothing_of_the_text(client: TestClient) -> None:
     chat(client)
     response = client.get(STATS)
     (recent,) = response.json()["recent"]

@@ -22,7 +22,7 @@ from mlx_specprefill_server.errors import JsonResponse
 from mlx_specprefill_server.service import Service
 from mlx_specprefill_server.settings import Settings
 
-from .canned_answers import ACCOUNT, EVERYTHING, TEXT, THOUGHT, TWO_CALLS, Given, call, done, named_events, streamed
+from .canned_answers import EVERYTHING, REPORT, TEXT, THOUGHT, TWO_CALLS, Given, call, done, named_events, streamed
 from .conftest import client_of
 from .fakes import FakeEngine, FakePair, byte_tokenizer
 from .templates import QWEN_3
@@ -129,7 +129,7 @@ def test_every_kind_of_block(engine: FakeEngine) -> None:
         {"type": "tool_use", "id": "call_1", "name": "list", "input": {}},
     ]
     assert body["stop_reason"] == "tool_use"
-    assert body["specprefill"] == ACCOUNT.to_dict()
+    assert body["specprefill"] == REPORT.to_dict()
     assert body["usage"]["input_tokens"] == 70
 
 

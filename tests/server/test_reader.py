@@ -31,7 +31,7 @@ from mlx_specprefill_server.parsers.formats import Format, plain_text
 from .fakes import byte_tokenizer
 from .parsers.reading import THINK, TOOLS
 
-ACCOUNT = PrefillReport("full", "", 1, 1)
+REPORT = PrefillReport("full", "", 1, 1)
 CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool_call>'
 
 
@@ -51,7 +51,7 @@ def answer(words: Sequence[str], reason: Any = "stop", **options: Any) -> tuple[
         if one.over:
             reason = "cancelled"
             break
-    *rest, last = one.finish(Finished(reason, one.completion_tokens, ACCOUNT), ACCOUNT)
+    *rest, last = one.finish(Finished(reason, one.completion_tokens, REPORT), REPORT)
     assert isinstance(last, AnswerDone)
     return [*deltas, *rest], last
 
@@ -66,7 +66,7 @@ def test_text_that_nothing_has_to_be_looked_for_in_is_the_same(words: list[str])
         detokenizer = IncrementalDetokenizer(lambda tokens: "".join(words[token] for token in tokens))
         one = AnswerReader(detokenizer, Format("hermes", THINK).parser(TOOLS, ""), StopMatcher(stops))
         read = [delta for number in range(len(words)) for delta in one.push(TokenEvent(number))]
-        read += one.finish(Finished("stop", len(words), ACCOUNT), ACCOUNT)
+        read += one.finish(Finished("stop", len(words), REPORT), REPORT)
         return [replace(delta, start=0) if isinstance(delta, TextDelta) else blank(delta) for delta in read]
 
     assert deltas(()) == deltas(("not there",))
@@ -205,7 +205,7 @@ def test_the_end_says_what_failed() -> None:
     one = reader(["<tool_call>{"])
     one.push(TokenEvent(0))
     error = RuntimeError("broken")
-    *rest, end = one.finish(Failed(error), ACCOUNT)
+    *rest, end = one.finish(Failed(error), REPORT)
     assert text_of(rest) == "<tool_call>{"
     assert (end.error, end.finish_reason) == (error, "length")
 
@@ -263,7 +263,7 @@ def plain(stops: tuple[str, ...] = ()) -> AnswerReader:
 def read(one: AnswerReader, tokens: Sequence[int]) -> tuple[list[str], list[TextDelta]]:
     """The text that each token makes visible, and all deltas but the end."""
     pushed = [one.push(TokenEvent(token, -1.0)) for token in tokens]
-    *rest, _ = one.finish(Finished("length", len(tokens), ACCOUNT), ACCOUNT)
+    *rest, _ = one.finish(Finished("length", len(tokens), REPORT), REPORT)
     deltas = [delta for delta in [*chain.from_iterable(pushed), *rest] if isinstance(delta, TextDelta)]
     return [text_of(deltas) for deltas in pushed], deltas
 

@@ -18,7 +18,7 @@ from mlx_specprefill_server.openai.responses_protocol import ResponsesRequest
 from mlx_specprefill_server.service import Service
 from mlx_specprefill_server.settings import Settings
 
-from .canned_answers import ACCOUNT, EVERYTHING, TEXT, THOUGHT, Given, call, done, named_events, streamed
+from .canned_answers import EVERYTHING, REPORT, TEXT, THOUGHT, Given, call, done, named_events, streamed
 from .conftest import client_of
 from .fakes import FakeEngine, byte_tokenizer
 from .templates import QWEN_3
@@ -174,7 +174,7 @@ def test_every_kind_of_item(engine: FakeEngine) -> None:
     assert (other["call_id"], other["name"], other["arguments"]) == ("call_1", "list", "{}")
     assert len({item["id"] for item in body["output"]}) == 4
     assert body["usage"]["output_tokens_details"] == {"reasoning_tokens": 2}
-    assert body["specprefill"] == ACCOUNT.to_dict()
+    assert body["specprefill"] == REPORT.to_dict()
 
 
 def test_a_stream_says_what_a_whole_response_says(engine: FakeEngine) -> None:

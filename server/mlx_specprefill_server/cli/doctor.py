@@ -205,9 +205,9 @@ def _wired_limit() -> str:
     """Return the memory that macOS lets the GPU wire, "" on other systems."""
     if sys.platform != "darwin":
         return ""
-    asked = ("/usr/sbin/sysctl", "-n", "iogpu.wired_limit_mb")
+    command = ("/usr/sbin/sysctl", "-n", "iogpu.wired_limit_mb")
     try:
-        limit = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=5).stdout.strip()
+        limit = subprocess.run(command, capture_output=True, text=True, check=True, timeout=5).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return "; iogpu.wired_limit_mb is not known"
     return f"; iogpu.wired_limit_mb {limit}{' (the default of macOS)' if limit == '0' else ''}"

@@ -69,9 +69,9 @@ def launch(hosts: Path, arguments: Sequence[str], starting_port: int | None) -> 
     command = [str(launcher), "--hostfile", str(hosts), *port, *_environment(), "--", *own]
     # Its input stays open: it polls it, and the ranks take its end for the end of the launcher.
     with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as process:
-        asked = _pass_on_signals(process)
+        is_ending = _pass_on_signals(process)
         status = process.wait()
-    return 0 if asked() else status or LOST_STATUS  # a server that ends by itself has failed
+    return 0 if is_ending() else status or LOST_STATUS  # a server that ends by itself has failed
 
 
 def _read_hosts(hosts: Path) -> list[str]:

@@ -212,7 +212,7 @@ class Models:
         for entry in self:
             try:
                 context = await asyncio.to_thread(self._the_host.context, entry)
-            except Exception as error:  # noqa: BLE001 - a request for it is told; until then it is not known
+            except Exception as error:  # noqa: BLE001 - a request for it gets the error; until then its window is unknown
                 logger.warning("%s: %s", entry.id, error)
                 continue
             entry.context = entry.context or context

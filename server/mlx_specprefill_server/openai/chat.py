@@ -140,7 +140,7 @@ class ChatAnswer:
                     yield KEEP_ALIVE
                 case Progress():
                     if (event := self._progress.report(delta)) is not None:
-                        yield self._envelope.progress(event, self._progress.asked)
+                        yield self._envelope.progress(event, self._progress.wanted)
                 case AnswerDone():
                     finish = {"index": index, "delta": {}, "logprobs": None, "finish_reason": delta.finish_reason}
                     finish |= self._new_ids(index)

@@ -221,7 +221,7 @@ class CompletionAnswer:
                 case Idle():
                     yield KEEP_ALIVE
                 case Progress() if (event := self._progress.report(delta)) is not None:
-                    yield self._envelope.progress(event, self._progress.asked)
+                    yield self._envelope.progress(event, self._progress.wanted)
                 case AnswerDone():
                     finish = self._choice(self._choices[index], "", None, finish_reason=delta.finish_reason)
                     for last in self._envelope.ending(finish, self._report, self._report.add(delta, index)):

@@ -95,9 +95,9 @@ class Envelope:
         usage = {"usage": None} if self.null_usage else {}
         return {**head, "system_fingerprint": f"mlx-specprefill-{__version__}", "choices": choices, **usage, **more}
 
-    def progress(self, progress: dict[str, Any], asked: bool) -> bytes:
-        """Return a chunk for clients that asked, else a comment: other clients may expect choices."""
-        return data_event(self.body([], prompt_progress=progress)) if asked else comment("progress", progress)
+    def progress(self, progress: dict[str, Any], wanted: bool) -> bytes:
+        """Return a chunk for clients that asked for it, else a comment: other clients may expect choices."""
+        return data_event(self.body([], prompt_progress=progress)) if wanted else comment("progress", progress)
 
     def ending(self, choice: dict[str, Any], report: Report, is_last: bool) -> Iterator[bytes]:
         """Yield the finish chunk and, after the last one, usage if asked for. The last of them carries the report."""

@@ -160,9 +160,9 @@ async def explain(
     if not prompt.tokens.size:
         raise refusal(field, "the prompt has no tokens")
     max_tokens_within(len(prompt.tokens), 1, service.context_length, field)
-    asked = GenerationRequest(prompt.tokens, 1, specprefill=body.options(), spans=prompt.spans)
+    inspected = GenerationRequest(prompt.tokens, 1, specprefill=body.options(), spans=prompt.spans)
     try:
-        inspection = await while_connected(request, service.inspect(asked, identity, body.cache_salt))
+        inspection = await while_connected(request, service.inspect(inspected, identity, body.cache_salt))
     except SparseUnsupportedError as error:
         raise ApiError(400, f"Nothing to explain: {error}", code="sparse_unsupported") from error
     texts = partial(explain_chunks, service.engine.pair.tokenizer, prompt.tokens, inspection)
@@ -213,15 +213,15 @@ async def warm(
 
 def _conversation(body: Mapping[str, Any]) -> Conversation:
     """Return the conversation. The dialect is told from fields that only one has."""
-    asked: ResponsesRequest | CountRequest | ChatRequest
+    warmed: ResponsesRequest | CountRequest | ChatRequest
     if "input" in body or "instructions" in body:
-        asked = validate(ResponsesRequest, {"input": ASKS["content"], **body})
+        warmed = validate(ResponsesRequest, {"input": ASKS["content"], **body})
     elif "system" in body or any("input_schema" in mapping_of(tool) for tool in items_of(body.get("tools"))):
-        asked = validate(CountRequest, {**body, "messages": body.get("messages") or [ASKS]})
+        warmed = validate(CountRequest, {**body, "messages": body.get("messages") or [ASKS]})
     else:
-        asked = validate(ChatRequest, {**body, "messages": _with_a_user(body.get("messages"))})
-    conversation = asked.conversation()
-    return replace(conversation, tools=resolve_tool_choice(conversation.tools, asked.choice())[0])
+        warmed = validate(ChatRequest, {**body, "messages": _with_a_user(body.get("messages"))})
+    conversation = warmed.conversation()
+    return replace(conversation, tools=resolve_tool_choice(conversation.tools, warmed.choice())[0])
 
 
 def _with_a_user(messages: Any) -> Any:

@@ -11,14 +11,14 @@ const STREAM = { stream: true, stream_options: { include_usage: true }, return_p
 
 export class BrokenOff extends Error {}
 
-/** A new record; `mode` is what was asked for, the account says what was done. */
-export const newArm = (mode) => ({ id: newId(), mode, text: "", thought: "", first: null, known: 0, account: null, tokens: 0, state: "running" });
+/** A new record; `mode` is what was asked for, the report says what was done. */
+export const newArm = (mode) => ({ id: newId(), mode, text: "", thought: "", first: null, known: 0, report: null, tokens: 0, state: "running" });
 
 export class Arm {
-  /** `told`: called with the first word, and when the account is there. */
-  constructor(record, timeline, told) {
+  /** `changed`: called with the first word, and when the report is there. */
+  constructor(record, timeline, changed) {
     this.record = record;
-    this.told = told;
+    this.changed = changed;
     this.lane = timeline.lane(TITLES[record.mode]);
     this.title = element("h3", { textContent: TITLES[record.mode] });
     this.thought = element("div", { className: "thought faint" });
@@ -32,7 +32,7 @@ export class Arm {
     this.element = element("article", { className: "arm" }, this.title, this.thinking, this.answer, this.why, this.miss, this.facts);
     this.element.setAttribute("aria-live", "polite"); // read out when it is no longer busy
     this.show();
-    if (record.account) this.#account();
+    if (record.report) this.#report();
     else if (record.state !== "running") this.facts.textContent = "Broken off.";
   }
 
@@ -42,20 +42,20 @@ export class Arm {
     this.element.setAttribute("aria-busy", "true");
     this.lane.enter("queue", 0);
     this.progress = undefined;
-    const tick = setInterval(() => record.account ?? this.lane.moveTo(performance.now() - begun, this.progress), 100);
+    const tick = setInterval(() => record.report ?? this.lane.moveTo(performance.now() - begun, this.progress), 100);
     try {
       const body = { messages, ...STREAM, ...options };
       for await (const chunk of events("/v1/chat/completions", { method: "POST", body, signal, id: record.id })) {
         this.#take(chunk, performance.now() - begun);
       }
-      if (!record.account) throw new BrokenOff("the server closed the connection.");
+      if (!record.report) throw new BrokenOff("the server closed the connection.");
       record.state = "done";
     } catch (error) {
       record.state = error.name === "AbortError" ? "stopped" : "broken";
       throw error;
     } finally {
       clearInterval(tick);
-      if (!record.account) this.facts.textContent = record.state === "stopped" ? "Stopped." : "Broken off.";
+      if (!record.report) this.facts.textContent = record.state === "stopped" ? "Stopped." : "Broken off.";
       this.element.removeAttribute("aria-busy");
       this.#draw();
     }
@@ -71,10 +71,10 @@ export class Arm {
     if (content || thought) this.#add(content ?? "", thought ?? "", ms);
     record.cut ||= choice?.finish_reason === "length";
     if (chunk.specprefill) {
-      record.account = chunk.specprefill;
+      record.report = chunk.specprefill;
       record.tokens = chunk.usage?.completion_tokens ?? record.tokens;
-      this.#account();
-      this.told();
+      this.#report();
+      this.changed();
     }
     if (chunk.engine_error) throw new BrokenOff(chunk.engine_error.message);
   }
@@ -98,7 +98,7 @@ export class Arm {
     const { record } = this;
     if (record.first === null) {
       record.first = ms;
-      this.told();
+      this.changed();
     }
     record.text += content;
     record.thought += thought;
@@ -129,24 +129,24 @@ export class Arm {
     this.thinking.hidden = !this.record.thought;
   }
 
-  #account() {
-    const { account, mode, tokens, cut, first } = this.record;
-    const sparse = account.mode === "sparse";
-    this.record.known = account.cached_tokens / account.kept_tokens;
+  #report() {
+    const { report, mode, tokens, cut, first } = this.record;
+    const sparse = report.mode === "sparse";
+    this.record.known = report.cached_tokens / report.kept_tokens;
     this.title.textContent = this.lane.name.textContent = sparse ? "Selective reading" : "Full reading";
-    this.lane.finish(account, first ?? account.timings.queue_ms + account.timings.ttft_ms);
+    this.lane.finish(report, first ?? report.timings.queue_ms + report.timings.ttft_ms);
     const read = sparse
-      ? `${wordsOf(account).reader} read ${count(account.kept_tokens)} of ${count(account.prompt_tokens)} tokens (${percent(account.kept_tokens / account.prompt_tokens)})`
-      : `The model read all ${count(account.prompt_tokens)} tokens`;
-    const known = account.cached_tokens
-      ? `, ${count(account.cached_tokens)} of them earlier` : "";
+      ? `${wordsOf(report).reader} read ${count(report.kept_tokens)} of ${count(report.prompt_tokens)} tokens (${percent(report.kept_tokens / report.prompt_tokens)})`
+      : `The model read all ${count(report.prompt_tokens)} tokens`;
+    const known = report.cached_tokens
+      ? `, ${count(report.cached_tokens)} of them earlier` : "";
     const answered = ` ${count(tokens)} ${tokens === 1 ? "token" : "tokens"} answered${cut ? ", cut off there" : ""}`;
-    const rate = account.timings.decode_ms > 0 && tokens > 1
-      ? `, ${seconds(account.timings.decode_ms / (tokens - 1))} each` : "";
+    const rate = report.timings.decode_ms > 0 && tokens > 1
+      ? `, ${seconds(report.timings.decode_ms / (tokens - 1))} each` : "";
     this.facts.textContent = `${read}${known}.${answered}${rate}.`;
-    this.miss.textContent = missOf(account);
-    this.miss.hidden = !account.cache;
+    this.miss.textContent = missOf(report);
+    this.miss.hidden = !report.cache;
     this.why.hidden = sparse || mode === "full";
-    this.why.textContent = sparse ? "" : `Why everything was read: ${account.reason}.`;
+    this.why.textContent = sparse ? "" : `Why everything was read: ${report.reason}.`;
   }
 }

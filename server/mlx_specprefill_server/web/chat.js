@@ -171,7 +171,7 @@ export class Chat {
   showMap(turn) {
     for (const other of this.turns) other.map.setAttribute("aria-pressed", String(other === turn));
     const { explanation, arms, question } = turn.record;
-    if (explanation?.chunks) this.map.show(explanation, arms[0].account, question);
+    if (explanation?.chunks) this.map.show(explanation, arms[0].report, question);
     else this.map.clear(explanation?.message ?? "Nothing is known of what was read for this answer.");
   }
 
@@ -214,7 +214,7 @@ export class Chat {
   /** Tokens of the conversation so far, as the server counted them last. */
   #count() {
     const last = this.conversation.turns.at(-1)?.arms[0];
-    this.documents.before = last?.account ? last.account.prompt_tokens + last.tokens : 0;
+    this.documents.before = last?.report ? last.report.prompt_tokens + last.tokens : 0;
     this.documents.show();
     this.#changed();
   }
@@ -354,7 +354,7 @@ export class Chat {
   /** Shows what full reading thinks of a selective answer, when the server knows it. */
   async #verify(turn) {
     const [one] = turn.record.arms;
-    if (one.account?.mode !== "sparse" || one.state !== "done" || one.verdict !== undefined) return;
+    if (one.report?.mode !== "sparse" || one.state !== "done" || one.verdict !== undefined) return;
     const shown = () => this.turns.includes(turn) && turn.record.arms[0] === one;
     const verdict = await verdictOn(one.id, shown);
     if (!shown()) return;

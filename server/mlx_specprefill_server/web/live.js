@@ -200,9 +200,9 @@ function renderVerdicts(words) {
   find("verdict-count").textContent = `Of the last ${count(words.length)} selective answers, ${count(same)} were the same after full reading.`;
 }
 
-function recentCells({ ended, finish, completion_tokens: tokens, specprefill: account }, now) {
-  if (!account) return [ago(ended, now), "–", "–", "–", "–", "–", "–", finish, "–"];
-  const { mode, prompt_tokens: prompt, kept_tokens: kept, cached_tokens: cached, timings, reason } = account;
+function recentCells({ ended, finish, completion_tokens: tokens, specprefill: report }, now) {
+  if (!report) return [ago(ended, now), "–", "–", "–", "–", "–", "–", finish, "–"];
+  const { mode, prompt_tokens: prompt, kept_tokens: kept, cached_tokens: cached, timings, reason } = report;
   return [ago(ended, now), mode === "sparse" ? "selective" : "full", count(prompt), count(kept), count(cached),
     seconds(timings.queue_ms + timings.ttft_ms), count(tokens), finish, reason];
 }

@@ -35,9 +35,9 @@ export class TextMap {
     this.clear();
   }
 
-  /** An explanation of the server's, and the account of the answer; null: nothing has been answered. */
-  show(explanation, account, title) {
-    Object.assign(this, { explanation, account, chunks: explanation.chunks, current: -1 });
+  /** An explanation of the server's, and the report of the answer; null: nothing has been answered. */
+  show(explanation, report, title) {
+    Object.assign(this, { explanation, report, chunks: explanation.chunks, current: -1 });
     const pieces = document.createDocumentFragment();
     this.spans = this.chunks.map((chunk, index) => {
       const span = element("span", { id: `chunk-${index}`, textContent: chunk.text });
@@ -51,7 +51,7 @@ export class TextMap {
     this.list.scrollTop = 0;
     this.list.removeAttribute("aria-activedescendant");
     find("map-body").hidden = false;
-    find("map-title").textContent = account ? "What was read" : "What would be read";
+    find("map-title").textContent = report ? "What was read" : "What would be read";
     find("map-question").textContent = title;
     clearTimeout(this.playing);
     this.#suppose(null);
@@ -62,7 +62,7 @@ export class TextMap {
 
   clear(text = EMPTY) {
     this.chunks = this.spans = this.states = [];
-    this.account = this.explanation = null;
+    this.report = this.explanation = null;
     this.list.replaceChildren();
     this.minimap.set([], []);
     find("map-body").hidden = true;
@@ -80,9 +80,9 @@ export class TextMap {
     this.share = share;
     const sizes = this.chunks.map(({ start, end }) => end - start);
     if (share !== null) this.read = whatIf(this.explanation, share);
-    else if (!this.account) this.read = this.chunks.map((chunk) => chunk.kept_tokens);
-    else if (this.account.mode === "full") this.read = sizes;
-    else this.read = readTokens(this.chunks, this.account.kept_spans);
+    else if (!this.report) this.read = this.chunks.map((chunk) => chunk.kept_tokens);
+    else if (this.report.mode === "full") this.read = sizes;
+    else this.read = readTokens(this.chunks, this.report.kept_spans);
     this.states = this.chunks.map((chunk, index) =>
       this.read[index] < sizes[index] ? "dropped" : chunk.forced ? "always" : "kept");
     this.spans.forEach((span, index) => {
@@ -92,7 +92,7 @@ export class TextMap {
     const read = this.read.reduce((sum, tokens) => sum + tokens, 0);
     const all = this.chunks.at(-1)?.end ?? 0;
     find("as-read").hidden = share === null;
-    find("steps").hidden = share === null && this.account?.mode === "full"; // nothing was chosen then
+    find("steps").hidden = share === null && this.report?.mode === "full"; // nothing was chosen then
     if (share === null) find("what-if").value = Math.max(5, Math.min(100, Math.round((100 * read) / all)));
     find("what-if-value").textContent = `${find("what-if").value} %`;
     find("map-facts").textContent = this.#facts(read, all);
@@ -103,10 +103,10 @@ export class TextMap {
 
   #facts(read, all) {
     const share = `${count(read)} of ${count(all)} tokens (${percent(read / all)})`;
-    const { reader } = this.account ? wordsOf(this.account) : server.words;
+    const { reader } = this.report ? wordsOf(this.report) : server.words;
     if (this.share !== null) return `With ${this.share} % kept: ${reader[0].toLowerCase()}${reader.slice(1)} would read ${share}.`;
-    if (!this.account) return `${reader} would read ${share}.`;
-    if (this.account.mode === "full") return `The model read all ${count(all)} tokens.`;
+    if (!this.report) return `${reader} would read ${share}.`;
+    if (this.report.mode === "full") return `The model read all ${count(all)} tokens.`;
     return `${reader} read ${share}.`;
   }
 
@@ -230,10 +230,10 @@ export class TextMap {
     const sentence = shared ? " It has the score of its whole line or sentence." : "";
     const said = (head, text) => [element("strong", { textContent: head }), ` ${text}`];
     if (this.states[index] === "always") return said("Always kept:", `${rules}.`);
-    if (this.share === null && this.account?.mode === "full") return said("Read, like everything.", place);
+    if (this.share === null && this.report?.mode === "full") return said("Read, like everything.", place);
     if (this.states[index] === "dropped") {
       const part = this.read[index] ? ` ${this.read[index]} tokens of it are always kept: ${rules}.` : "";
-      return said(this.account || this.share !== null ? "Not read." : "Would not be read.", `${place}${sentence}${part}`);
+      return said(this.report || this.share !== null ? "Not read." : "Would not be read.", `${place}${sentence}${part}`);
     }
     if (this.share === null && !chunk.kept) return said("Read for an earlier question.", place);
     return said("Read for its score.", `${place}${sentence}`);

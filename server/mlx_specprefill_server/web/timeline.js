@@ -108,9 +108,9 @@ class Lane {
     this.timeline.draw();
   }
 
-  /** The account's own times; what the first word took beyond them was waiting. */
-  finish(account, first) {
-    const { timings: times } = account;
+  /** The report's own times; what the first word took beyond them was waiting. */
+  finish(report, first) {
+    const { timings: times } = report;
     const { draft_ms: draft, select_ms: select, prefill_ms: prefill, decode_ms: decode } = times;
     const spent = { queue: Math.max(0, first - draft - select - prefill), draft, select, prefill, decode };
     let at = 0;
@@ -119,7 +119,7 @@ class Lane {
     this.expected = 0;
     const shown = Object.entries(spent).filter(([stage, ms]) => ms > 0 && (stage !== "queue" || ms > 0.02 * at));
     this.legend.replaceChildren(...shown.map(([stage, ms]) => element("span", { className: stage },
-      element("i", { className: `swatch ${stage}` }), `${this.#named(stage, wordsOf(account))} ${seconds(ms)}`)));
+      element("i", { className: `swatch ${stage}` }), `${this.#named(stage, wordsOf(report))} ${seconds(ms)}`)));
     this.timeline.draw();
   }
 

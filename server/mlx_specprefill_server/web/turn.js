@@ -85,15 +85,15 @@ export class Turn {
   /** Without a document, and not read selectively: there is nothing to explain. */
   get plain() {
     const [one, other] = this.record.arms;
-    return this.bare && !other && one.mode === "auto" && one.account?.mode !== "sparse";
+    return this.bare && !other && one.mode === "auto" && one.report?.mode !== "sparse";
   }
 
   /** The answers are there, or will not come. */
   finish() {
     const [one, other] = this.record.arms;
     this.foot.hidden = false;
-    if (one.account && one.account.mode === "sparse" && !other && one.account.predicted && this.timeline.lanes.length === 1) {
-      this.timeline.predict("Full reading", one.account.predicted.full_ms);
+    if (one.report && one.report.mode === "sparse" && !other && one.report.predicted && this.timeline.lanes.length === 1) {
+      this.timeline.predict("Full reading", one.report.predicted.full_ms);
     }
     this.timeline.draw();
     this.#tell();
@@ -116,25 +116,25 @@ function button(text, act) {
 }
 
 /** The result in a sentence or three. */
-function headlineOf({ account, first, known, text, state }, other, documents) {
-  if (!account || first === null) return [];
+function headlineOf({ report, first, known, text, state }, other, documents) {
+  if (!report || first === null) return [];
   const what = documents ? "document" : "text";
   const strong = (ms) => element("strong", { className: "figure", textContent: seconds(ms) });
   const parts = ["First word after ", strong(first)];
-  const sparse = account.mode === "sparse";
-  if (hasWaited(account, first)) parts.push(", ", strong(account.timings.queue_ms), " of it in the queue");
-  else if (other?.first && fairly(known, other.known) && !hasWaited(other.account, other.first)) parts.push(first < other.first ? " instead of " : "; full reading: ", strong(other.first));
-  else if (!other && sparse && account.predicted?.full_ms > first) parts.push(" instead of about ", strong(account.predicted.full_ms));
+  const sparse = report.mode === "sparse";
+  if (hasWaited(report, first)) parts.push(", ", strong(report.timings.queue_ms), " of it in the queue");
+  else if (other?.first && fairly(known, other.known) && !hasWaited(other.report, other.first)) parts.push(first < other.first ? " instead of " : "; full reading: ", strong(other.first));
+  else if (!other && sparse && report.predicted?.full_ms > first) parts.push(" instead of about ", strong(report.predicted.full_ms));
   parts.push(". ");
-  if (sparse) parts.push(`${percent(1 - account.kept_tokens / account.prompt_tokens)} of the ${what} was not read. `);
+  if (sparse) parts.push(`${percent(1 - report.kept_tokens / report.prompt_tokens)} of the ${what} was not read. `);
   else if (!other) parts.push(`All of the ${what} was read. `);
-  if (known >= WORTH_SAYING) parts.push(`Already read: ${count(account.cached_tokens)} of ${count(account.kept_tokens)} tokens. `);
+  if (known >= WORTH_SAYING) parts.push(`Already read: ${count(report.cached_tokens)} of ${count(report.kept_tokens)} tokens. `);
   if (other?.state === "done" && state === "done") parts.push(comparison(text.trim(), other.text.trim()));
   return parts;
 }
 
 /** Whether much of the time to the first word was spent in the queue, as far as that is known. */
-const hasWaited = (account, first) => account?.timings.queue_ms > Math.max(NOTICED_MS, WORTH_SAYING * first);
+const hasWaited = (report, first) => report?.timings.queue_ms > Math.max(NOTICED_MS, WORTH_SAYING * first);
 
 /** Whether times can be compared: the cache held about the same share for both. */
 const fairly = (one, other) => Math.abs(one - other) < WORTH_SAYING;

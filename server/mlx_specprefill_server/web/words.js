@@ -24,7 +24,7 @@ export const ONE_MODEL = {
 export const server = { words: TWO_MODELS }; // those of the server that is asked
 
 /** Those of an answer that is there. */
-export const wordsOf = (account) => (account.scorer ? (account.scorer === "self" ? ONE_MODEL : TWO_MODELS) : server.words);
+export const wordsOf = (report) => (report.scorer ? (report.scorer === "self" ? ONE_MODEL : TWO_MODELS) : server.words);
 
 const PLACES = {
   system: "the system message", tools: "the list of tools", user: "a question", assistant: "an answer", tool: "a tool's result",

@@ -15,27 +15,31 @@ from mlx_specprefill import (
     Scope,
     SpecPrefillOptions,
     SpeculationName,
-    keep_pct,
 )
 
+from . import field_values
 from .constrained.output_format import OutputFormat
 from .constrained.tool_choice import ToolChoice
 from .errors import ApiError, refusal
 from .generation.reader import Vocabulary
 from .prompt.conversation import Conversation
 
-INT64 = 2**63
-
 Share = Annotated[float, Field(gt=0, le=1)]
+KeptShare = Annotated[Fraction, PlainValidator(field_values.keep, json_schema_input_type=Share)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 
 KINDS = {"enabled": True, "adaptive": True, "disabled": False}
 
 UNLIMITED = -1  # tokens, as llama.cpp's clients write "no limit"
-MAX_STOPS = 64
 MAX_STOP_IDS = 1024
-MAX_BAD_WORDS = 256
-LONGEST_BAD_WORD = 200  # characters; each token of an answer is compared with all of them
+
+Whole = Annotated[int, BeforeValidator(field_values.whole), Field(ge=-field_values.INT64, lt=field_values.INT64)]
+TokenIds = Annotated[list[Whole], Field(fail_fast=True)]
+Texts = Annotated[dict[str, str], PlainValidator(field_values.texts, json_schema_input_type=dict[str, str])]
+Budget = Annotated[Whole, Field(ge=0)]
+MaxTokens = Annotated[Whole, Field(ge=UNLIMITED)]
+StopStrings = Annotated[tuple[str, ...], BeforeValidator(field_values.stops, json_schema_input_type=list[str])]
+OneOrMoreStops = Annotated[StopStrings, BeforeValidator(field_values.listed, json_schema_input_type=str | list[str])]
 
 NO_PENALTY = "not supported; use repetition_penalty, presence_penalty or frequency_penalty"
 NO_GUIDED = "not supported; use structured_outputs, its name in vLLM today, or response_format"
@@ -56,46 +60,21 @@ REFUSED: Refused = {
 }
 
 
-def _whole(value: Any) -> Any:
-    """Return 16 for 16.0, which some clients write."""
-    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < INT64 else value
-
-
-def _no_nulls(body: Any) -> Any:
-    return {name: value for name, value in body.items() if value is not None} if isinstance(body, dict) else body
-
-
-def _keep(value: Any) -> Fraction:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError("must be a number in (0, 1]")
-    return keep_pct(value)
-
-
-def _texts(value: Any) -> dict[str, str]:
-    """Check a list of texts. pydantic alone would make an error for each wrong member."""
-    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-        raise ValueError("must be an object whose values are strings")
-    return value
-
-
-Whole = Annotated[int, BeforeValidator(_whole), Field(ge=-INT64, lt=INT64)]
-TokenIds = Annotated[list[Whole], Field(fail_fast=True)]
-Texts = Annotated[dict[str, str], PlainValidator(_texts, json_schema_input_type=dict[str, str])]
-
-
 class Body(BaseModel):
     """A body with strict types (no "1" for 1). Unknown fields are ignored, and null means the default."""
 
     model_config = ConfigDict(extra="ignore", strict=True, frozen=True, protected_namespaces=())
 
-    _drop_nulls = model_validator(mode="before")(_no_nulls)
+    _drop_nulls = model_validator(mode="before")(field_values.no_nulls)
 
 
 class SpecPrefillFields(Body):
     """Fields for prefill, caching and speculative decoding, the same on every endpoint that generates."""
 
     specprefill: bool | None = None
-    specprefill_keep_pct: Annotated[Fraction, PlainValidator(_keep, json_schema_input_type=Share)] | None = None
+    specprefill_keep_pct: (
+        Annotated[Fraction, PlainValidator(field_values.keep, json_schema_input_type=Share)] | None
+    ) = None
     specprefill_return_spans: bool = False
     specprefill_rule: RuleName | None = None
     specprefill_scope: Scope | None = None
@@ -123,9 +102,6 @@ class SpecPrefillFields(Body):
             speculative=self.speculative,
             scope=self.specprefill_scope,
         )
-
-
-Budget = Annotated[Whole, Field(ge=0)]
 
 
 class Reasoning(Body):
@@ -167,46 +143,6 @@ class ThinkingFields(Body):
         return kwargs if enabled is None else {"enable_thinking": enabled, **kwargs}
 
 
-MaxTokens = Annotated[Whole, Field(ge=UNLIMITED)]
-
-
-def _logit_bias(value: Any) -> dict[int, float]:
-    if not isinstance(value, dict):
-        raise ValueError("must be an object of token ids and numbers")
-    for token, bias in value.items():
-        if not (token.isascii() and token.isdigit() and len(token) < 10):
-            raise ValueError(f"{token!r:.40} is not a token id")
-        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
-            raise ValueError(f"the bias of token {token} must be a number from -100 to 100")
-    return {int(token): float(bias) for token, bias in value.items()}
-
-
-def _words(value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list | tuple) or not all(isinstance(word, str) and word.strip() for word in value):
-        raise ValueError("must be an array of texts that are not blank")
-    if len(value) > MAX_BAD_WORDS:
-        raise ValueError(f"at most {MAX_BAD_WORDS} are supported")
-    if any(len(word) > LONGEST_BAD_WORD for word in value):
-        raise ValueError(f"each must have at most {LONGEST_BAD_WORD} characters")
-    return tuple(value)
-
-
-def _stops(value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list | tuple) or not all(isinstance(stop, str) and stop for stop in value):
-        raise ValueError("must be an array of non-empty strings")
-    if len(value) > MAX_STOPS:
-        raise ValueError(f"at most {MAX_STOPS} stop strings are supported")
-    return tuple(value)
-
-
-def _listed(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
-StopStrings = Annotated[tuple[str, ...], BeforeValidator(_stops, json_schema_input_type=list[str])]
-OneOrMoreStops = Annotated[StopStrings, BeforeValidator(_listed, json_schema_input_type=str | list[str])]
-
-
 class SamplingFields(Body):
     """Fields of sampling and of the tokens that end an answer."""
 
@@ -221,11 +157,11 @@ class SamplingFields(Body):
     repeat_penalty: Annotated[Number, Field(ge=0.01, le=10)] | None = None  # llama.cpp's and Ollama's name for it
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
-    logit_bias: Annotated[dict[int, float], BeforeValidator(_logit_bias, json_schema_input_type=dict[str, float])] = (
-        Field(default_factory=dict)
-    )
+    logit_bias: Annotated[
+        dict[int, float], BeforeValidator(field_values.logit_bias, json_schema_input_type=dict[str, float])
+    ] = Field(default_factory=dict)
     seed: Whole | None = None
-    bad_words: Annotated[tuple[str, ...], BeforeValidator(_words, json_schema_input_type=list[str])] = ()
+    bad_words: Annotated[tuple[str, ...], BeforeValidator(field_values.words, json_schema_input_type=list[str])] = ()
     allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
     stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOP_IDS)] = Field(default_factory=list)
     include_stop_str_in_output: bool = False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from difflib import get_close_matches
@@ -26,6 +25,8 @@ from mlx_specprefill import (
     WiredLimit,
     keep_pct,
 )
+
+from . import setting_values
 
 ENV_PREFIX = "MLX_SPECPREFILL_"
 ENGINE = EngineConfig()  # the source of the engine's defaults
@@ -52,8 +53,10 @@ ToolParser = Literal[
 ]
 ReasoningParser = Literal["think", "mistral", "gemma", "seed", "command", "native"]
 
-UNITS = ("", "k", "m", "g", "t")
-SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", re.IGNORECASE)
+
+Size = Annotated[int, BeforeValidator(setting_values.size), Field(ge=0)]
+Keys = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(setting_values.keys)]
+Texts = Annotated[tuple[str, ...], NoDecode, BeforeValidator(setting_values.split_list)]
 
 NOT_SETTINGS = ["BLAS", "CONTROL", "LAUNCHED", "RANK_KEY"]  # read by the library before the settings exist
 _FLAGS = {
@@ -62,37 +65,6 @@ _FLAGS = {
     "api_keys": "--api-key",
 }
 SECRETS = ("admin_keys", "api_keys")
-
-
-def _split_list(value: Any) -> Any:
-    """Return two entries for `a,b` from the environment."""
-    if isinstance(value, str):
-        return tuple(part.strip() for part in value.split(",") if part.strip())
-    return value
-
-
-def _keys(value: Any) -> Any:
-    """Return the keys of a list or of `a,b`. An empty one would let everybody in: it comes from an unset variable."""
-    keys = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
-    texts = [key.get_secret_value() if isinstance(key, SecretStr) else key for key in keys]
-    if not all(isinstance(text, str) and text.strip() for text in texts):
-        raise ValueError("an API key must not be empty; is the variable set that it was taken from?")
-    return tuple(keys)
-
-
-def _size(value: Any) -> Any:
-    """Return the bytes of `512MB`, `1.5 GiB`, `2g` or a number. KB is 1024 bytes like KiB: memory sizes are meant."""
-    if not isinstance(value, str):
-        return value
-    parts = SIZE.fullmatch(value)
-    if parts is None:
-        raise ValueError(f"a size such as 512MB or 2GB is expected, got {value!r}")
-    return int(Fraction(parts[1]) * 1024 ** UNITS.index(parts[2].lower()))
-
-
-Size = Annotated[int, BeforeValidator(_size), Field(ge=0)]
-Keys = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_keys)]
-Texts = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_list)]
 
 
 class Settings(BaseSettings):
@@ -198,7 +170,7 @@ class Settings(BaseSettings):
         gt=0,
         description="Milliseconds by which a prefill may delay a running answer.",
     )
-    memory_limit: Annotated[int | None, BeforeValidator(_size)] = Field(
+    memory_limit: Annotated[int | None, BeforeValidator(setting_values.size)] = Field(
         default=None,
         gt=0,
         description="Memory for weights, requests and caches, like 48GB. Default: the recommendation of the device.",

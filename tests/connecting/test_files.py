@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
-from mlx_specprefill_server.agent_setup import ConfigurationError, Values, edit
+from mlx_specprefill_server.config_files import ConfigurationError, Values, edit
 
 JSON = """\
 {

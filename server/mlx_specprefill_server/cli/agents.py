@@ -9,7 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ..agent_setup import AGENTS, ConfigurationError, RunningServer, Setup, any_other, edit, write
+from ..agent_setup import AGENTS, RunningServer, Setup, any_other
+from ..config_files import ConfigurationError, edit, write
 from .common import OptionError, ask_server, one_line_errors, read_text
 from .options import ApiKey, Url
 

@@ -34,6 +34,8 @@ from ..settings import Settings
 
 ModelState = Literal["unloaded", "loading", "loaded", "unloading", "failed"]
 
+Tell = Callable[["LoadProgress"], None]
+
 RETRY_AFTER_S = "5"
 FOLDERS = re.compile(r"(?<![\w.])~?/(?:[^\s/:,'\"]+/)*(?=[^\s/:,'\"])")  # the folders of an absolute path
 
@@ -106,9 +108,6 @@ class Entry:
             return 0
         memory = self.service.engine.stats().memory
         return memory.target_weights + memory.draft_weights
-
-
-Tell = Callable[[LoadProgress], None]
 
 
 class NoRoomError(ApiError):

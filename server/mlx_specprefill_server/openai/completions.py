@@ -54,6 +54,7 @@ FILL_IN_THE_MIDDLE = (
 
 Logprobs = dict[str, list[Any]]
 Scores = tuple[tuple[Logprob, tuple[Logprob, ...]], ...]
+Addition = tuple["_Choice", str, Logprobs | None, tuple[int, ...]]  # new text, its logprobs, its token ids
 
 Prompts = str | list[str] | list[int] | list[list[int]]
 
@@ -173,9 +174,6 @@ class _Choice:
     logprobs: Logprobs = field(default_factory=dict)
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
-
-
-Addition = tuple[_Choice, str, Logprobs | None, tuple[int, ...]]  # new text, its logprobs, its token ids
 
 
 class CompletionAnswer:

@@ -1,0 +1,38 @@
+"""Values of settings as people write them: sizes such as 512MB, lists with commas, keys that must not be empty."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from typing import Any
+
+from pydantic import SecretStr
+
+UNITS = ("", "k", "m", "g", "t")
+SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", re.IGNORECASE)
+
+
+def split_list(value: Any) -> Any:
+    """Return two entries for `a,b` from the environment."""
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    return value
+
+
+def keys(value: Any) -> Any:
+    """Return the keys of a list or of `a,b`. An empty one would let everybody in: it comes from an unset variable."""
+    given = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+    texts = [key.get_secret_value() if isinstance(key, SecretStr) else key for key in given]
+    if not all(isinstance(text, str) and text.strip() for text in texts):
+        raise ValueError("an API key must not be empty; is the variable set that it was taken from?")
+    return tuple(given)
+
+
+def size(value: Any) -> Any:
+    """Return the bytes of `512MB`, `1.5 GiB`, `2g` or a number. KB is 1024 bytes like KiB: memory sizes are meant."""
+    if not isinstance(value, str):
+        return value
+    parts = SIZE.fullmatch(value)
+    if parts is None:
+        raise ValueError(f"a size such as 512MB or 2GB is expected, got {value!r}")
+    return int(Fraction(parts[1]) * 1024 ** UNITS.index(parts[2].lower()))

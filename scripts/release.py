@@ -5,7 +5,7 @@
     scripts/release.py wheels                has every dependency a wheel for macOS 14 on arm64? uv asks the index
     scripts/release.py notes 0.1.0           that section, as the release's text
 
-A release: give the changelog's "Unreleased" section its version and date, set `__version__`, commit, tag, push the tag.
+A release: give the changelog's newest section its date, set `__version__`, commit, tag, push the tag.
 """
 
 from __future__ import annotations

@@ -22,8 +22,9 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "server")]
 
-from mlx_specprefill_server.agent_setup import AGENTS, RunningServer, edit  # noqa: E402
+from mlx_specprefill_server.agent_setup import AGENTS, RunningServer  # noqa: E402
 from mlx_specprefill_server.cli import app  # noqa: E402
+from mlx_specprefill_server.config_files import edit  # noqa: E402
 from mlx_specprefill_server.settings import Settings, default_text  # noqa: E402
 
 FOLDER = ROOT / "docs" / "reference"

@@ -14,7 +14,8 @@ from mlx_specprefill import EngineClosedError, RequestHandle
 from .access_log import current_deadline
 from .generation.event_loop import ThreadsafeCalls
 from .generation.generation import Generation
-from .monitoring.answers import NewestAnswers, RunningRequest, Verdicts
+from .monitoring.answers import NewestAnswers, RunningRequest
+from .monitoring.verdicts import Verdicts
 from .settings import Settings
 
 CONVERTERS = 2  # threads; they compete with the event loop for the interpreter

@@ -18,8 +18,9 @@ from .auth import Identity
 from .fields import SamplingFields
 from .generation.generation import AnswerResult, AnswerSpec, Generation
 from .generation.reader import Mark, Vocabulary
-from .monitoring.answers import AnswerVerdict, RunningRequest, recent_answer
+from .monitoring.answers import RunningRequest, recent_answer
 from .monitoring.metrics import Metrics
+from .monitoring.verdicts import AnswerVerdict
 from .pairs import short_name
 from .parsers.formats import detect
 from .prompt.prompt import PromptBuilder

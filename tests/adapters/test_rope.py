@@ -65,8 +65,13 @@ def keys(batch: int, width: int = DIMS, dtype: mx.Dtype = mx.float32) -> mx.arra
     return mx.array(rng.standard_normal((batch, LENGTH, 3, width))).astype(dtype).transpose(0, 2, 1, 3)
 
 
+def unwrapped() -> Any:
+    wrapper: Any = mx.fast.rope
+    return wrapper.__wrapped__
+
+
 def same_bits(a: mx.array, b: mx.array) -> bool:
-    return a.dtype == b.dtype and mx.array_equal(a, b)
+    return a.dtype == b.dtype and bool(mx.array_equal(a, b))
 
 
 def test_the_list_holds_every_rope_class_of_rope_utils() -> None:
@@ -120,7 +125,7 @@ def test_far_positions() -> None:
 def test_ordinary_offsets_pass_through_untouched(offset: Any) -> None:
     x = keys(2)
     offset = mx.array(offset) if isinstance(offset, np.ndarray) else offset
-    inner = mx.fast.rope.__wrapped__
+    inner = unwrapped()
     arguments = plain(offset)
     assert same_bits(mx.fast.rope(x, DIMS, **arguments), inner(x, DIMS, **arguments))
 
@@ -132,12 +137,12 @@ def test_too_few_or_too_many_positions_are_an_error() -> None:
 
 def test_the_wrapper_is_installed_once() -> None:
     assert isinstance(mx.fast.rope, PositionMappedRoPE)
-    assert mx.fast.rope.rope is mx.fast.rope.__wrapped__
-    assert not isinstance(mx.fast.rope.__wrapped__, PositionMappedRoPE)
+    assert mx.fast.rope.rope is unwrapped()
+    assert not isinstance(unwrapped(), PositionMappedRoPE)
 
 
 def test_a_shift_without_the_wrapper_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mx.fast, "rope", mx.fast.rope.__wrapped__)
+    monkeypatch.setattr(mx.fast, "rope", unwrapped())
     with pytest.raises(RuntimeError, match="not wrapped"), adjust_offsets([5]):
         pass
 
@@ -156,7 +161,8 @@ def test_dynamic_ntk_takes_its_base_from_the_last_position(limit: int) -> None:
 def test_dynamic_ntk_is_inert_for_integers() -> None:
     rope = rope_utils.DynamicNTKScalingRoPE(DIMS, 64, True, 10000.0, 2.0)
     x = keys(1)
-    assert same_bits(rope(x, offset=33), type(rope).__call__.__wrapped__(rope, x, 33))
+    call: Any = type(rope).__call__
+    assert same_bits(rope(x, offset=33), call.__wrapped__(rope, x, 33))
 
 
 def test_internlm3_builds_its_rope_elsewhere() -> None:
@@ -182,7 +188,7 @@ def test_shifts_per_row_equal_ordinary_offsets(name: str, offset: Any) -> None:
 def test_a_single_shift_keeps_an_integer_offset() -> None:
     x, rope = keys(1), nn.RoPE(DIMS)
     with adjust_offsets([57]):
-        assert same_bits(rope(x, offset=3), mx.fast.rope.__wrapped__(x, DIMS, **plain(offset=60)))
+        assert same_bits(rope(x, offset=3), unwrapped()(x, DIMS, **plain(offset=60)))
 
 
 def plain(offset: Any) -> dict[str, Any]:

@@ -85,14 +85,14 @@ def reads_old_names(name: str) -> bool:
     )
 
 
-@pytest.mark.parametrize("name", filter(reads_old_names, NAMES))
+@pytest.mark.parametrize("name", [name for name in NAMES if reads_old_names(name)])
 def test_the_base_is_the_same_under_both_names(name: str) -> None:
     given = with_old_rope_names(saved_by_transformers_5(old(name)))
     assert bool(mx.array_equal(logits(name, old(name)), logits(name, given), equal_nan=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", filter(reads_old_names, NAMES))
+@pytest.mark.parametrize("name", [name for name in NAMES if reads_old_names(name)])
 @pytest.mark.extended
 def test_scaled_positions_are_the_same_under_both_names(name: str, kind: str) -> None:
     stated = old(name, type=kind, rope_type=kind, **KINDS[kind])

@@ -154,7 +154,7 @@ def test_cleared_caches_hold_no_arrays() -> None:
 
 
 def test_what_lasts_goes_last_however_long_it_is_idle_up_to_half_of_the_limit() -> None:
-    budget, gone = ByteBudget(10), []
+    budget, gone = ByteBudget(10), list[Evictable]()
     pinned = [Kept(budget, gone) for _ in range(5)]
     for entry in pinned:
         budget.add(entry)

@@ -9,7 +9,7 @@ import pytest
 
 from mlx_specprefill import SettingsError
 from mlx_specprefill.distributed.link import RankInfo, rank_info
-from mlx_specprefill_server.cli.run_server import without
+from mlx_specprefill_server.cli.ranks import without
 
 
 def found(**environ: str) -> RankInfo:

@@ -67,7 +67,7 @@ def test_rows_without_a_length_always_share_a_forward() -> None:
 
 
 def test_a_long_row_is_kept_from_short_ones_and_short_ones_share_a_forward() -> None:
-    sizes = [(6000,), *[(20,)] * 15]
+    sizes: list[Size] = [(6000,), *[(20,)] * 15]
     assert group_rows(sizes, 5000, math.inf) == [list(range(1, 16)), [0]]
     assert len(group_rows(sizes, 100_000, math.inf)) == 1  # the weights are more than the padding
     assert len(group_rows(sizes, 100_000, 0.5 * true(sizes))) == 2

@@ -53,7 +53,7 @@ def right_answers() -> list[str]:
 
 
 def right_with_headings() -> list[str]:
-    """Of the questions about code that are right in full, those that are right since lines below a heading are kept."""
+    """The questions about code that are right in full, and those of them right since lines below a heading are kept."""
     page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     said = re.search(r"\*\*(\d+) instead of (\d+) of\s+the (\d+) questions", page)
     assert said is not None

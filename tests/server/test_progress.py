@@ -114,7 +114,7 @@ def test_the_time_begins_with_the_prefill_and_not_in_the_queue() -> None:
 
 
 def test_nothing_is_told_before_the_share_of_the_cache_is_known() -> None:
-    reporter = ProgressReporter(asked=True)
+    reporter = ProgressReporter(wanted=True)
     assert reporter.report(Progress("prefill", 5, 10)) is None
     report = reporter.report(Progress("prefill", 5, 10, 2))
     assert report is not None

@@ -170,7 +170,7 @@ def accepted(client: TestClient, path: str, cases: list[tuple[str, Any]]) -> lis
 
 def names_field(answer: Any, name: str) -> bool:
     error = answer.json().get("error", {})
-    return answer.status_code == 400 and error.get("param", name) == name and error["message"].startswith(name)
+    return answer.status_code == 400 and error.get("param", name).startswith(name) and error["message"].startswith(name)
 
 
 def test_what_is_not_done_is_refused_by_name(client: TestClient, engine: FakeEngine) -> None:

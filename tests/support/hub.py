@@ -113,7 +113,7 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *arguments: Any) -> None:
         """Silent."""
 
-    def answer(self, status: int, body: bytes = b"", **headers: str) -> None:
+    def answer(self, status: int, body: bytes = b"", /, **headers: str) -> None:
         self.send_response(status)
         for name, value in {"Content-Length": str(len(body)), **headers}.items():
             self.send_header(name.replace("_", "-"), value)

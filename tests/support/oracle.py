@@ -186,8 +186,8 @@ def make_case(vocab: int, keep: float = 0.4, length: int = PROMPT_LEN, decoded: 
     """Single tokens and runs, with gaps shorter and longer than a window."""
     rng = np.random.default_rng(seed)
     score = np.repeat(rng.random(length // 4 + 1), 4)[:length] + 0.5 * rng.random(length)
-    kept = np.argsort(-score)[: max(1, round(keep * length) - 1)]
-    kept = np.union1d(kept, [length - 1]).astype(np.int32)
+    best = np.argsort(-score)[: max(1, round(keep * length) - 1)]
+    kept = np.union1d(best, [length - 1]).astype(np.int32)
     prompt = rng.integers(0, vocab, length).astype(np.int32)
     return Case(prompt, kept, rng.integers(0, vocab, decoded).astype(np.int32))
 

@@ -234,7 +234,7 @@ class _Vocabulary:
         base = Tokenizer.from_file(str(BASE / "tokenizer.json"))
         self._file = json.loads(base.to_str())
         self.size = base.get_vocab_size()
-        self.end = base.token_to_id("<|im_end|>")
+        self.end: int = base.get_vocab()["<|im_end|>"]
         self._uses: dict[str, int] = {}
         self._starts: list[str] = []
         self._bytes = _byte_alphabet()

@@ -50,7 +50,7 @@ def read_in_full(
     model: nn.Module, prompt: Sequence[int], answer: Sequence[int], kv_bits: int | None = None
 ) -> FullReading:
     cache = make_prompt_cache(model)
-    model(mx.array(prompt)[None, :-1], cache=cache)
+    model(mx.array(list(prompt))[None, :-1], cache=cache)
     mx.eval([part.state for part in cache])
     quantize = partial(maybe_quantize_kv_cache, cache, 0, 32, kv_bits)  # the demo models have heads of 32
     rows, fed = [], [prompt[-1], *answer[:-1]]

@@ -30,12 +30,13 @@ def feed(model: nn.Module, cache: list[Any], tokens: Sequence[int], step: int = 
 
 def decode(model: nn.Module, cache: list[Any], logits: mx.array, count: int) -> tuple[list[int], list[mx.array]]:
     """Greedy tokens and the logits each came from; the last token is not fed."""
-    tokens, rows = [], []
+    tokens: list[int] = []
+    rows: list[mx.array] = []
     for _ in range(count):
         if tokens:
             logits = feed(model, cache, tokens[-1:])
         rows.append(logits)
-        tokens.append(int(mx.argmax(logits).item()))
+        tokens.append(int(np.array(mx.argmax(logits))))
     return tokens, rows
 
 

@@ -14,6 +14,7 @@ FUNCTION_GEMMA = ("<start_function_call>", "<end_function_call>", "<escape>")
 
 GRANITE, END_GRANITE = "<|tool_call|>", "<|/tool_call|>"  # Phi-4's has an end
 COMMAND, END_COMMAND = "<|START_ACTION|>", "<|END_ACTION|>"
+LFM2, END_LFM2 = "<|tool_call_start|>", "<|tool_call_end|>"
 
 CALL, END_CALL = "<tool_call>", "</tool_call>"
 KEY, END_KEY, VALUE, END_VALUE = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"

@@ -49,6 +49,7 @@ ToolParser = Literal[
     "dsml",
     "granite",
     "command",
+    "lfm2",
     "native",
 ]
 ReasoningParser = Literal["think", "mistral", "gemma", "seed", "command", "native"]

@@ -8,12 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.tool_parsers import pythonic
-
-from mlx_specprefill_server.parsers.formats import Format, ToolParser, detect
-
-from .fakes import byte_tokenizer
+from mlx_specprefill_server.parsers.formats import Format, ToolParser
 
 
 class Number(str):
@@ -75,19 +70,13 @@ class Notation:
     ends: tuple[str, ...] = ('"',)
     prompt: str = ""
 
-    @property
-    def is_forced(self) -> bool:
-        return self.format.tools != "native"
-
 
 def _of(parser: ToolParser, write: Callable[[Mapping[str, Any]], str], *ends: str) -> Notation:
     return Notation(Format(parser, None), write, ends or ('"',))
 
 
-def _native(module: Any, write: Callable[[Mapping[str, Any]], str]) -> Notation:
-    marks = {"tool_call_start": module.tool_call_start, "tool_call_end": module.tool_call_end}
-    wrapper = TokenizerWrapper(byte_tokenizer()._tokenizer, tool_parser=module.parse_tool_call, **marks)
-    return Notation(detect(wrapper), write)
+def keywords(given: Mapping[str, Any]) -> str:
+    return f"<|tool_call_start|>[f({', '.join(f'{name}={as_json(v)}' for name, v in given.items())})]<|tool_call_end|>"
 
 
 GEMMA, OLD_GEMMA = gemma('<|"|>'), gemma("<escape>")
@@ -176,13 +165,8 @@ NOTATIONS = {
             f"{as_json(given)}<|tool_call_end|><|tool_calls_section_end|>"
         ),
     ),
-    "lfm2": _native(
-        pythonic,
-        lambda given: (
-            f"<|tool_call_start|>[f({', '.join(f'{name}={as_json(v)}' for name, v in given.items())})]<|tool_call_end|>"
-        ),
-    ),
+    "lfm2": _of("lfm2", keywords),
 }
 # Their grammars are written for tokenizers with other markers than the tests' one.
-FORCED = [name for name, notation in NOTATIONS.items() if notation.is_forced and name not in ("llama", "mistral-args",
-          "functiongemma", "deepseek-v3", "functionary")]  # fmt: skip
+FORCED = [name for name in NOTATIONS if name not in ("llama", "mistral-args", "functiongemma", "deepseek-v3",
+          "functionary")]  # fmt: skip

@@ -67,7 +67,7 @@ def walk(tools: list[dict[str, Any]], tool_format: str, seed: int) -> str:
     raise AssertionError("the text does not end")
 
 
-@pytest.mark.parametrize("tool_format", ["hermes", "xml", "harmony", "mistral", "gemma", "glm"])
+@pytest.mark.parametrize("tool_format", ["hermes", "xml", "harmony", "mistral", "gemma", "glm", "lfm2"])
 @settings(max_examples=12)
 @given(properties=PROPERTIES, required=st.integers(0, 4), seed=st.integers(0, 999))
 def test_forced_calls_are_read_as_calls(
@@ -84,7 +84,7 @@ def test_forced_calls_are_read_as_calls(
     assert_arguments(events, tools)
 
 
-@pytest.mark.parametrize("tool_format", ["hermes", "xml", "mistral", "gemma", "glm"])
+@pytest.mark.parametrize("tool_format", ["hermes", "xml", "mistral", "gemma", "glm", "lfm2"])
 def test_calls_come_to_an_end_though_the_model_never_ends_them(tool_format: ToolParser) -> None:
     """The longest way through the grammar: whoever likes calls and white space gets no more of them than this."""
     tools = [tool("one", {"flag": {"type": "boolean"}}, 1)]

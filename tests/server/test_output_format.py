@@ -356,7 +356,14 @@ def test_calls_or_the_asked_output() -> None:
     assert not accepts(either, "No.")
     none = constraint_of(output, TOOLS, "none", "hermes", special=SPECIAL)
     assert not accepts(none, NOTATIONS[0][2])
-    assert accepts(constraint_of(output, TOOLS, "auto", "native"), "{}")
+
+
+@pytest.mark.parametrize("tool_format", ["native", None])
+def test_a_format_leaves_no_room_for_calls_that_have_no_grammar_and_says_so(tool_format: str | None) -> None:
+    warnings: list[str] = []
+    alone = constraint_of(OutputFormat("json_object"), TOOLS, "auto", tool_format, warnings=warnings)
+    assert accepts(alone, "{}")
+    assert warnings == ["tools: calls in this model's notation can't be made beside a format"]
 
 
 def test_harmony_answers_in_its_final_channel() -> None:

@@ -110,7 +110,7 @@ def test_a_value_can_be_written_where_the_call_is_forced(name: str, schema: Any,
 
 def test_calls_are_refused_where_they_can_not_be_forced() -> None:
     with pytest.raises(InvalidRequestError, match="can't be forced"):
-        constraint_of(None, tools({}), "required", NOTATIONS["lfm2"].format.tools, special=SPECIAL)
+        constraint_of(None, tools({}), "required", "native", special=SPECIAL)
 
 
 def test_the_table_is_as_long_as_it_says() -> None:

@@ -91,7 +91,10 @@ def constraint_of(
         return Constraint(output.value, output.field, reasoning_end)
     field = "tools" if output is None or forced else output.field
     lark = Lark(special or {}, field)
-    possible = forced or (tools if tool_choice == "auto" and has_grammar(tool_format) else ())
+    possible = forced or (tools if tool_choice == "auto" else ())
+    if possible and not (forced or has_grammar(tool_format)):
+        lark.ignore("tools: calls in this model's notation can't be made beside a format", False, "tools")
+        possible = ()
     rules = [calls_rule(lark, possible, tool_format, parallel and isinstance(tool_choice, str))] if possible else []
     if output is not None and not forced:
         rules.append(_body(lark, output, tool_format))

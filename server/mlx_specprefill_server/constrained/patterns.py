@@ -12,7 +12,8 @@ _PIECES = re.compile(r"\\.|\[\^?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
 _ESCAPES = re.compile(r"\\.", re.DOTALL)
 _CLASSES = {r"\d": "0-9", r"\w": "A-Za-z0-9_"}  # ASCII in JSON schemas (ECMA-262), Unicode in the grammar library
 _LABEL = "[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
-_DATE = "[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])"  # a grammar can't count the days of February
+_DAY = "0[1-9]|1[0-9]|2[0-8]"  # of any month: a grammar can't count those of February
+_DATE = f"[0-9]{{4}}-((0[1-9]|1[0-2])-({_DAY})|(0[13-9]|1[0-2])-(29|30)|(0[13578]|1[02])-31)"
 _TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,6})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
 _BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 # Narrower than the standards where that is simpler. Source: RFC 3339, 5321, 1123, 2673, 4122, 3986.

@@ -15,12 +15,14 @@ from ..notations import (
     END_CALL,
     END_COMMAND,
     END_KEY,
+    END_LFM2,
     END_VALUE,
     FUNCTION_GEMMA,
     GEMMA_4,
     GRANITE,
     KEY,
     KIMI,
+    LFM2,
     MINIMAX,
     MISTRAL_ARGUMENTS,
     MISTRAL_TAG,
@@ -33,7 +35,7 @@ from ..notations import (
 )
 from ..schemas import Schema, items_of, mapping_of
 from .lark import Lark
-from .unquoted import ForcedTool, Gemma, Unquoted
+from .unquoted import ForcedTool, Gemma, Keywords, Unquoted
 
 Tool = Mapping[str, Any]  # in the form of chat completions
 
@@ -164,12 +166,12 @@ def _enforceable(lark: Lark, tool: Tool) -> ForcedTool:
         raise refusal("tools", f"{name!r:.40} can't be forced: letters, digits and _-.:/ only")
     strict = function.get("strict") is True
     schema = lark.enforceable(mapping_of(function.get("parameters")), strict, "tools", f"{name}: ")
-    return ForcedTool(name, schema, strict)
+    return ForcedTool(name, _without_extra_members(schema), strict)
 
 
 def _arguments(lark: Lark, tool: ForcedTool) -> str:
     """Return the schema of the arguments, which are an object whatever else the schema says."""
-    return lark.enforced_json(_without_extra_members({"type": "object", **tool.schema}))
+    return lark.enforced_json({"type": "object", **tool.schema})
 
 
 def _without_extra_members(schema: Schema) -> Schema:
@@ -302,6 +304,11 @@ def _gemma(lark: Lark, tool: ForcedTool) -> str:
     return f"{lark.literal(f'{begin}call:{tool.name}')} {Gemma(lark, tool, quote).arguments()} {lark.literal(end)}"
 
 
+def _lfm2(lark: Lark, tool: ForcedTool) -> str:
+    """<|tool_call_start|>[f(x=1, y="text")]<|tool_call_end|>"""
+    return f"{lark.literal(f'{tool.name}(')} {Keywords(lark, tool).arguments()} {lark.literal(')')}"
+
+
 class _Notation(NamedTuple):
     """The rule of a call, and the text between two calls, before the first and behind the last."""
 
@@ -323,6 +330,7 @@ _NOTATIONS: Mapping[str | None, _Notation] = {
     "glm": _Notation(_glm, "\n"),
     "granite": _Notation(_granite, ", ", f"{GRANITE}[", "]"),
     "command": _Notation(_command, ",\n", f"{COMMAND}[\n", f"\n]{END_COMMAND}"),
+    "lfm2": _Notation(_lfm2, ", ", f"{LFM2}[", f"]{END_LFM2}"),
     "deepseek": _Notation(_deepseek, "", DEEPSEEK.section, DEEPSEEK.end_section),
     "kimi": _Notation(_kimi, "", KIMI.section, KIMI.end_section),
 }

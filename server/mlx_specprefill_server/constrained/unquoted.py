@@ -1,6 +1,6 @@
-"""Grammars of arguments in notations that write texts without JSON's quotes and escapes: between tags, and Gemma's.
+"""Grammars of arguments that are no JSON object: texts without quotes between tags, Gemma's, and LFM2's keywords.
 
-Both ask `schemas` what may stand in a place, as the parsers do: what the grammar takes for text is read as text.
+They ask `schemas` what may stand in a place, as the parsers do: what the grammar takes for text is read as text.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ class Unquoted:
     def __init__(self, lark: Lark, tool: ForcedTool, kinds: Sequence[str] = ()) -> None:
         self.lark = lark
         self._before_text, self._before_json = map(lark.literal, kinds or ("", ""))
+        self._has_kinds = bool(kinds)
         self._tool = tool
         self._root = tool.schema
         self._resolver = Resolver(tool.schema)
@@ -101,7 +102,8 @@ class Unquoted:
     def _value(self, schema: Schema, end: str, path: tuple[str, ...]) -> str:
         """Return the rule of a value and the literal `end`: text as it is, every other type as JSON.
 
-        The parser takes for text whatever stands where free text may: other types are then not written, but null.
+        Where no `kinds` tell, the parser takes for text whatever stands where free text may: other types are then
+        not written, but null.
         """
         found = self._resolver.ways(schema)
         key = _key(found)
@@ -115,7 +117,7 @@ class Unquoted:
             return f"{self._before_json} {self._json(schema)} {self.lark.literal(end)}"
         rules = [f"{self._before_text} {self.text(way, end, path)}" for way in texts]
         known = self._resolver.place(schema)
-        if known.texts is not None:
+        if known.texts is not None or self._has_kinds:
             rules += [
                 f"{self._before_json} {rule} {self.lark.literal(end)}" for way in found for rule in self._untexted(way)
             ]
@@ -147,6 +149,21 @@ class Unquoted:
                 patterns.append(pattern)
         return self.lark.limited_text(patterns, end) if patterns else self.lark.free_text(end)
 
+    def listed_pairs(self, needed: Sequence[str], optional: Sequence[str], separator: str) -> str:
+        """Return the rule of required members, then optional ones, with separators between."""
+        between = self.lark.literal(separator)
+        if needed:
+            return " ".join([f" {between} ".join(needed), *(f"({between} {pair})?" for pair in optional)])
+        return f"{self._some_of(optional, between)}?" if optional else '""'
+
+    def _some_of(self, pairs: Sequence[str], between: str) -> str:
+        """Return the rule of one or more of the pairs, in their order. Halves keep it flat."""
+        if len(pairs) == 1:
+            return pairs[0]
+        middle = len(pairs) // 2
+        first, second = self._some_of(pairs[:middle], between), self._some_of(pairs[middle:], between)
+        return self.lark.rule("some", f"{first} ({between} {second})? | {second}")
+
     def _check_count(self, way: Together, path: tuple[str, ...]) -> None:
         least = max((schema.get("minProperties", 0) for schema in way), default=0)
         if least > len(required(way)):
@@ -163,6 +180,22 @@ class Unquoted:
 
     def _choice(self, kind: str, rules: Sequence[str]) -> str:
         return rules[0] if len(rules) == 1 else self.lark.rule(kind, " | ".join(rules))
+
+
+class Keywords(Unquoted):
+    """Rules of arguments as in Python, with JSON behind each name: x=1, y="text"."""
+
+    def arguments(self) -> str:
+        """Return the rule of all arguments."""
+        return self._choice("arguments", list(dict.fromkeys(map(self._keywords, self.objects(self._root)))))
+
+    def _keywords(self, way: Together) -> str:
+        self._check_count(way, ())
+        needed = required(way)
+        pairs: dict[bool, list[str]] = {True: [], False: []}
+        for name, schema in self.fields(way).items():
+            pairs[name in needed].append(f"{self.lark.literal(f'{name}=')} {self._json(schema)}")
+        return self.lark.rule("keywords", self.listed_pairs(pairs[True], pairs[False], ", "))
 
 
 class Gemma(Unquoted):
@@ -194,18 +227,7 @@ class Gemma(Unquoted):
             pairs[name in needed].append(self.lark.rule("pair", f"{self._key(name)} {value}"))
         if not any(pairs.values()):
             return self._map(way, path)
-        if pairs[True]:
-            body = " ".join([' "," '.join(pairs[True]), *(f'("," {pair})?' for pair in pairs[False])])
-        else:
-            body = f"{self._some_of(pairs[False])}?"
-        return self.lark.rule("object", f'"{{" {body} "}}"')
-
-    def _some_of(self, pairs: Sequence[str]) -> str:
-        """Return the rule of one or more of the pairs, in their order, with commas between. Halves keep it flat."""
-        if len(pairs) == 1:
-            return pairs[0]
-        first, second = (self._some_of(half) for half in (pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :]))
-        return self.lark.rule("some", f'{first} ("," {second})? | {second}')
+        return self.lark.rule("object", f'"{{" {self.listed_pairs(pairs[True], pairs[False], ",")} "}}"')
 
     def _key(self, name: str) -> str:
         plain = _PLAIN_KEY.fullmatch(name)

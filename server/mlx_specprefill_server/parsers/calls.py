@@ -48,13 +48,13 @@ def capture(reading: Reading[None]) -> Reading[str]:
     return "".join(texts)
 
 
-def until(cursor: Cursor, ends: str, never: str = "") -> Reading[str]:
-    """Read a name up to one of the characters `ends`, which is not read.
+def until(cursor: Cursor, ends: str, never: str = "", longest: int = LONGEST_NAME) -> Reading[str]:
+    """Read a name, or another short text, up to one of the characters `ends`, which is not read.
 
     Raises:
         MalformedError: one of `never` comes before, or none of `ends`.
     """
-    for length in range(LONGEST_NAME):
+    for length in range(longest):
         text = yield from peek(cursor, length + 1)
         if len(text) <= length or text[length] in never:
             break

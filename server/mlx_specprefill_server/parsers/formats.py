@@ -19,6 +19,7 @@ from ..notations import (
     GEMMA_4,
     GRANITE,
     KIMI,
+    LFM2,
     MINIMAX,
     MISTRAL_TAG,
     SEED,
@@ -41,7 +42,6 @@ from .json_calls import (
     read_python_tag,
 )
 from .marked_calls import marked_reader
-from .python_calls import START as PYTHON_START
 from .python_calls import read_python_calls
 from .tag_calls import read_functions, read_glm_body, tag_reader
 from .tagged import Bare, TaggedText
@@ -96,7 +96,7 @@ def _check_native_call(call: Any, tools: Tools) -> tuple[str, dict[str, Any]]:
     return tools.name(name), arguments
 
 
-READERS: Mapping[ToolParser | None, Mapping[str, CallReader]] = {
+READERS: Mapping[ToolParser, Mapping[str, CallReader]] = {
     "mistral": {MISTRAL_TAG: read_mistral_tag},
     "gemma": {mark[0]: gemma_reader(*mark) for mark in (GEMMA_4, FUNCTION_GEMMA)},
     "minimax": {MINIMAX.call: tag_reader(MINIMAX)},
@@ -106,12 +106,10 @@ READERS: Mapping[ToolParser | None, Mapping[str, CallReader]] = {
     "deepseek": dict.fromkeys((DEEPSEEK.section, DEEPSEEK.call), marked_reader(DEEPSEEK)),
     "granite": {GRANITE: read_granite},
     "command": {COMMAND: read_command},
+    "lfm2": {LFM2: read_python_calls},
 }
-# Own readers of formats that mlx-lm has, too, by its opening mark. Its parsers change values.
-NATIVE: Mapping[str, Mapping[str, CallReader]] = {
-    KIMI.section: READERS["kimi"],
-    PYTHON_START: {PYTHON_START: read_python_calls},
-}
+# The own readers of formats that mlx-lm has, too, by its opening mark. Its parsers change values.
+OWN: Mapping[str, ToolParser] = {CALL: "hermes"} | {mark: name for name in READERS for mark in READERS[name]}
 
 # Calls without a tag.
 BARE, BARE_GEMMA = Bare(read_bare, "{", '{"name"'), Bare(read_bare_gemma, GEMMA_CALL, "")
@@ -212,8 +210,6 @@ class Format:
             return dict(READERS[self.tools]), BARE_GEMMA if self.tools == "gemma" else None
         if self.tools == "native":
             wrapper = self.tokenizer
-            if wrapper.tool_call_start in NATIVE:
-                return dict(NATIVE[wrapper.tool_call_start]), None
             read = native_reader(wrapper.tool_call_start, wrapper.tool_call_end or "", wrapper.tool_parser, tools)
             return {wrapper.tool_call_start: read}, None
         openers: dict[str, CallReader] = {CALL: _read_tool_call, XML.function: read_functions}
@@ -235,7 +231,7 @@ def detect(tokenizer: Any, tools: ToolParser | None = None, reasoning: Reasoning
     template = str(getattr(tokenizer, "chat_template", "") or "")
     think = reasoning_tags(tokenizer) if reasoning in (None, "native") else THINK_TAGS[reasoning]
     think_end = tuple(tokenizer.encode(think[1], add_special_tokens=False)) if think else ()
-    calls = tools or _tools(tokenizer, template)
+    calls = _native(tokenizer) if tools == "native" else tools or _tools(tokenizer, template)
     ends = ANSWER_ENDS if calls == "harmony" else ()
     known = tokenizer.get_added_vocab()
     known_ends = frozenset(known[end] for end in ends if end in known)
@@ -255,8 +251,13 @@ def _tools(tokenizer: Any, template: str) -> ToolParser | None:
     for name, marks in MARKS:
         if all(mark in template for mark in marks):
             return name
+    return _native(tokenizer)
+
+
+def _native(tokenizer: Any) -> ToolParser | None:
+    """Return the format of the parser that mlx-lm chose, None if it has none."""
     if tokenizer.has_tool_calling and tokenizer.tool_parser is not None:
-        return "native"
+        return OWN.get(tokenizer.tool_call_start, "native")
     return None
 
 

@@ -18,6 +18,7 @@ from .base import Cursor, MalformedError, Reading, overlap, peek, skip, spaces, 
 from .calls import expect, until
 
 DEEPEST = 400  # readers of JSON have limits, too: Python's lies near 1000
+LONGEST_WORD = 4096  # characters of a number, or of a text without marks, in Gemma's notation
 CLOSING = {"{": "}", "[": "]"}
 NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
 WORD = re.compile(r"[A-Za-z0-9+.-]*")
@@ -98,7 +99,7 @@ class JsonReader:
         elif (yield from peek(self._cursor, 1)) in QUOTES:
             yield from self._string(live=True)
         elif self._quote:
-            word = (yield from until(self._cursor, ",}]", never="{[<")).strip()
+            word = (yield from until(self._cursor, ",}]", "{[<", LONGEST_WORD)).strip()
             number = NUMBER.fullmatch(word)
             yield from self._say(word if number else WORDS.get(word) or orjson.dumps(word).decode())
         else:

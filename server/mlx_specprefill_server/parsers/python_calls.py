@@ -7,17 +7,17 @@ from collections.abc import Iterable
 import orjson
 
 from ..deltas import CallDelta
+from ..notations import END_LFM2, LFM2
 from .base import Cursor, MalformedError, Reading, Tools, skip, spaces, starts_with
 from .calls import call, declared, expect, until
 from .json_text import JsonReader
 
-START, END = "<|tool_call_start|>", "<|tool_call_end|>"
 NOT_IN_NAMES = "()[]{}\"',\n"
 
 
 def read_python_calls(cursor: Cursor, tools: Tools) -> Reading[None]:
     """Read a list of calls."""
-    yield from expect(cursor, START)
+    yield from expect(cursor, LFM2)
     yield from spaces(cursor)
     yield from skip(cursor, "[")
     while True:
@@ -29,7 +29,7 @@ def read_python_calls(cursor: Cursor, tools: Tools) -> Reading[None]:
             break
     yield from skip(cursor, "]")
     yield from spaces(cursor)
-    yield from skip(cursor, END)
+    yield from skip(cursor, END_LFM2)
 
 
 def _arguments(cursor: Cursor, known: Iterable[str]) -> Reading[None]:

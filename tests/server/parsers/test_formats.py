@@ -7,7 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.tool_parsers import function_gemma, gemma4, glm47, json_tools, mistral, qwen3_coder
+from mlx_lm.tool_parsers import (
+    function_gemma,
+    gemma4,
+    glm47,
+    json_tools,
+    kimi_k2,
+    longcat,
+    minimax_m2,
+    mistral,
+    pythonic,
+    qwen3_coder,
+)
 
 from mlx_specprefill_server.parsers.base import find_first
 from mlx_specprefill_server.parsers.formats import ToolParser, detect
@@ -382,9 +393,9 @@ def test_nested_braces_which_mlx_lms_function_gemma_gets_wrong() -> None:
 # --- formats that are read whole, by mlx-lm --------------------------------------------------------------------------
 
 
-def native_tokenizer() -> TokenizerWrapper:
-    tags = {"tool_call_start": "<longcat_tool_call>", "tool_call_end": "</longcat_tool_call>"}
-    return TokenizerWrapper(byte_tokenizer()._tokenizer, tool_parser=json_tools.parse_tool_call, **tags)
+def native_tokenizer(module: Any = longcat) -> TokenizerWrapper:
+    tags = {"tool_call_start": module.tool_call_start, "tool_call_end": module.tool_call_end}
+    return TokenizerWrapper(byte_tokenizer()._tokenizer, tool_parser=module.parse_tool_call, **tags)
 
 
 def native(text: str, complete: bool = True) -> Read:
@@ -440,8 +451,26 @@ def test_formats_can_be_set_by_hand() -> None:
     assert (fmt.tools, fmt.think) == ("xml", ("[THINK]", "[/THINK]"))
 
 
-def test_formats_that_only_mlx_lm_knows() -> None:
-    assert detect(native_tokenizer()).tools == "native"
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [
+        (longcat, "native"),
+        (pythonic, "lfm2"),
+        (kimi_k2, "kimi"),
+        (minimax_m2, "minimax"),
+        (gemma4, "gemma"),
+        (function_gemma, "gemma"),
+        (mistral, "mistral"),
+        (qwen3_coder, "hermes"),
+    ],
+)
+def test_formats_that_mlx_lm_has_chosen_are_read_by_the_own_parser_if_there_is_one(module: Any, expected: str) -> None:
+    assert detect(native_tokenizer(module)).tools == expected
+    assert detect(native_tokenizer(module), "native").tools == expected
+
+
+def test_a_model_that_mlx_lm_has_no_parser_for_has_no_native_format() -> None:
+    assert detect(byte_tokenizer(), "native").tools is None
 
 
 @given(st.lists(st.sampled_from(MARKED), max_size=4, unique=True), st.text(alphabet="<tol_ca>[TOOL] é", max_size=30))

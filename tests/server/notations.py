@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import pytest
 
 from mlx_specprefill_server.parsers.formats import Format, ToolParser
 
@@ -170,3 +172,13 @@ NOTATIONS = {
 # Their grammars are written for tokenizers with other markers than the tests' one.
 FORCED = [name for name in NOTATIONS if name not in ("llama", "mistral-args", "functiongemma", "deepseek-v3",
           "functionary")]  # fmt: skip
+EVERY = 5  # in every run, each case is tried in a fifth of the notations
+
+
+def in_all(count: int, names: Sequence[str], *marks: pytest.MarkDecorator) -> list[Any]:
+    """Every case, by its number, in every notation: with `marks` off a diagonal that has all cases and notations."""
+    return [
+        pytest.param(case, name, marks=() if (case + at) % EVERY == 0 else marks)
+        for case in range(count)
+        for at, name in enumerate(names)
+    ]

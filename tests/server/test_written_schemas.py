@@ -14,12 +14,13 @@ from mlx_specprefill import Constraint
 from mlx_specprefill.constraints import LLGuidanceState
 from mlx_specprefill_server.constrained.output_format import constraint_of
 
-from .notations import FORCED, NOTATIONS, Notation
+from .notations import FORCED, NOTATIONS, Notation, in_all
 from .parsers.reading import collected
 from .test_output_format import GRAMMARS, SPECIAL, STOP, TOKENIZER
 from .tool_schemas import schemas
 
 SCHEMAS = schemas()
+
 SEEDS = 1
 LONGEST = 2000
 MANY = 150  # tokens; where as many are permitted, text is free
@@ -78,9 +79,8 @@ def faults(schema: dict[str, Any], value: Any) -> list[str]:
     return [error.validator for error in validator.iter_errors(value)]
 
 
-@pytest.mark.parametrize("name", FORCED)
-@pytest.mark.parametrize("number", range(len(SCHEMAS)))
-def test_forced_arguments_match_the_schema(name: str, number: int) -> None:
+@pytest.mark.parametrize(("number", "name"), in_all(len(SCHEMAS), FORCED, pytest.mark.nightly))
+def test_forced_arguments_match_the_schema(number: int, name: str) -> None:
     """A keyword that they do not follow is named in the warnings."""
     notation, schema, warnings = NOTATIONS[name], SCHEMAS[number], list[str]()
     tools = [tool(schema)]
@@ -94,9 +94,8 @@ def test_forced_arguments_match_the_schema(name: str, number: int) -> None:
         assert not unnamed, (text, arguments)
 
 
-@pytest.mark.parametrize("name", NOTATIONS)
-@pytest.mark.parametrize("number", range(len(SCHEMAS)))
-def test_what_a_model_writes_has_the_types_of_the_schema(name: str, number: int) -> None:
+@pytest.mark.parametrize(("number", "name"), in_all(len(SCHEMAS), list(NOTATIONS), pytest.mark.nightly))
+def test_what_a_model_writes_has_the_types_of_the_schema(number: int, name: str) -> None:
     """A valid object, written in the notation, is valid when it has been read."""
     notation, schema = NOTATIONS[name], SCHEMAS[number]
     constraint = constraint_of(None, [tool(schema)], "required", "hermes", parallel=False, special=SPECIAL)

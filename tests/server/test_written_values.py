@@ -10,7 +10,7 @@ import pytest
 from mlx_specprefill import InvalidRequestError
 from mlx_specprefill_server.constrained.output_format import constraint_of
 
-from .notations import FORCED, NOTATIONS, Notation, as_json, exactly
+from .notations import FORCED, NOTATIONS, Notation, as_json, exactly, in_all
 from .parsers.reading import collected
 from .test_output_format import SPECIAL, verdict
 
@@ -73,6 +73,13 @@ VALUES: list[tuple[Any, str]] = [
     ({"type": "string", "pattern": "^[a-z]+-[0-9]{2}$", "maxLength": 9}, '"abc-12"'),
     ({"type": "string", "format": "uuid"}, '"6f9619ff-8b86-4011-b42d-00c04fc964ff"'),
     ({"type": "string", "format": "date-time"}, '"2026-11-26T18:00:00Z"'),
+    ({"type": "string", "format": "date"}, '"2026-01-31"'),
+    ({"type": "string", "format": "date"}, '"2026-04-30"'),
+    ({"enum": ["a/b\nc", "d"], "minLength": 2}, '"a/b\\nc"'),
+    ({"enum": ["on", "off", True]}, "true"),
+    ({"type": "integer"}, "1" + "0" * 400),
+    ({"const": "null"}, '"null"'),
+    (TEXT, '"x)], g(y=\'2\')"'),
 ]  # fmt: skip
 
 
@@ -89,9 +96,9 @@ def arguments(notation: Notation, text: str, schema: Any, cuts: list[int]) -> li
     return [exactly(written) for _, written in out.calls]
 
 
-@pytest.mark.parametrize("name", NOTATIONS)
-@pytest.mark.parametrize(("schema", "written"), VALUES)
-def test_a_value_arrives_as_it_was_written(name: str, schema: Any, written: str) -> None:
+@pytest.mark.parametrize(("case", "name"), in_all(len(VALUES), list(NOTATIONS), pytest.mark.extended))
+def test_a_value_arrives_as_it_was_written(case: int, name: str) -> None:
+    schema, written = VALUES[case]
     notation, value = NOTATIONS[name], exactly(written)
     text = notation.write({"v": value})
     rng = random.Random(written)
@@ -100,9 +107,9 @@ def test_a_value_arrives_as_it_was_written(name: str, schema: Any, written: str)
         assert arguments(notation, text, schema, cuts) == [{"v": value}]
 
 
-@pytest.mark.parametrize("name", FORCED)
-@pytest.mark.parametrize(("schema", "written"), VALUES)
-def test_a_value_can_be_written_where_the_call_is_forced(name: str, schema: Any, written: str) -> None:
+@pytest.mark.parametrize(("case", "name"), in_all(len(VALUES), FORCED, pytest.mark.extended))
+def test_a_value_can_be_written_where_the_call_is_forced(case: int, name: str) -> None:
+    schema, written = VALUES[case]
     notation = NOTATIONS[name]
     constraint = constraint_of(None, tools(schema), "required", notation.format.tools, special=SPECIAL)
     assert verdict(constraint, notation.write({"v": exactly(written)})) == "whole"
@@ -117,3 +124,31 @@ def test_the_table_is_as_long_as_it_says() -> None:
     assert len(VALUES) >= 40
     assert len(NOTATIONS) >= 16
     assert all(as_json(exactly(written)) == written for _, written in VALUES)
+
+
+@pytest.mark.parametrize("name", FORCED)
+def test_limits_hold_for_listed_texts_too(name: str) -> None:
+    schema = {"enum": ["aa", "b"], "minLength": 2}
+    constraint = constraint_of(None, tools(schema), "required", NOTATIONS[name].format.tools, special=SPECIAL)
+    assert verdict(constraint, NOTATIONS[name].write({"v": "aa"})) == "whole"
+    assert verdict(constraint, NOTATIONS[name].write({"v": "b"})).startswith("wrong")
+
+
+@pytest.mark.parametrize("date", ["2026-04-31", "2026-02-30", "2026-13-01", "2026-00-10", "2026-01-00"])
+def test_days_that_no_month_has_can_not_be_written(date: str) -> None:
+    schema = {"type": "string", "format": "date"}
+    constraint = constraint_of(None, tools(schema), "required", "xml", special=SPECIAL)
+    assert verdict(constraint, NOTATIONS["xml"].write({"v": date})).startswith("wrong")
+
+
+@pytest.mark.parametrize("value", ['[{"a": 1}]', "5", '"text"'])
+def test_marks_that_tell_text_from_json_leave_both_where_the_schema_does(value: str) -> None:
+    constraint = constraint_of(None, tools({}), "required", "dsml", special=SPECIAL)
+    assert verdict(constraint, NOTATIONS["dsml"].write({"v": exactly(value)})) == "whole"
+
+
+@pytest.mark.parametrize("name", FORCED)
+def test_parameters_that_are_no_object_are_refused(name: str) -> None:
+    made = [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]
+    with pytest.raises(InvalidRequestError, match="f: no arguments match"):
+        constraint_of(None, made, "required", NOTATIONS[name].format.tools, special=SPECIAL)

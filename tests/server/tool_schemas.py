@@ -167,6 +167,10 @@ AGENTS: list[dict[str, Any]] = [
      "anyOf": [{"required": ["a"]}, {"required": ["b"]}], "additionalProperties": False},
     {"type": "object", "properties": {"kind": {"oneOf": [{"const": "a"}, {"const": "b"}]},
      "n": {"oneOf": [INTEGER, NULL]}}, "required": ["kind", "n"]},
+    {"type": ["object", "null"], "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False},
+    {"type": "object", "properties": {"c": BOOLEAN}, "required": ["c"],
+     "anyOf": [{"properties": {"a": INTEGER}, "required": ["a"]}, {"properties": {"b": STRING}, "required": ["b"]}]},
+    {"allOf": [{"anyOf": [CREATE, DROP]}]},
 ]  # fmt: skip
 
 

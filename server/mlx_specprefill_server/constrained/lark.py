@@ -141,7 +141,8 @@ class Lark:
         all_of = " & ".join(map(terminal, patterns))
         if end in self.special:
             return self.rule("text", f"{self.rule('TEXT', all_of)} {self.literal(end)}")
-        body = f"({all_of} & ~/(?s:.)*{_escaped(end.strip())}(?s:.)*/) {_quote(end)}"
+        holds_end = terminal(f"(?s:.)*{escaped(end.strip())}(?s:.)*")
+        body = f"({all_of} & ~{holds_end}) {_quote(end)}"
         return self.rule("text", self.rule("TEXT", body), "[lazy]")
 
     def analysis(self) -> str:
@@ -172,8 +173,9 @@ def terminal(pattern: str) -> str:
     return f"/(?:{body})/"
 
 
-def _escaped(text: str) -> str:
-    return re.escape(text).replace("/", r"\/")
+def escaped(text: str) -> str:
+    """Return a regular expression of exactly this text."""
+    return re.escape(text).replace("\\\n", r"\n")
 
 
 def _quote(text: str) -> str:

@@ -170,8 +170,9 @@ def _enforceable(lark: Lark, tool: Tool) -> ForcedTool:
 
 
 def _arguments(lark: Lark, tool: ForcedTool) -> str:
-    """Return the schema of the arguments, which are an object whatever else the schema says."""
-    return lark.enforced_json({"type": "object", **tool.schema})
+    """Return the rule of the arguments, which are an object whatever else the schema allows."""
+    Unquoted(lark, tool).objects(tool.schema)
+    return lark.enforced_json({**tool.schema, "type": "object"})
 
 
 def _without_extra_members(schema: Schema) -> Schema:

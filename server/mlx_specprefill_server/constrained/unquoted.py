@@ -23,7 +23,7 @@ from ..schemas import (
     required,
     types_of,
 )
-from .lark import Lark, terminal
+from .lark import Lark, escaped, terminal
 from .patterns import limits
 
 SCALARS = frozenset({"number", "integer", "boolean", "null"})
@@ -137,11 +137,13 @@ class Unquoted:
 
     def text(self, way: Together, end: str, path: tuple[str, ...]) -> str:
         """Return the rule of a text and the literal `end`: one of an enumeration, or free within its limits."""
-        if (values := listed(way)) is not None:
-            texts = [value for value in values if isinstance(value, str)]
+        words = [limit for schema in way for limit in limits(schema)]
+        values = listed(way)
+        texts = [value for value in values or () if isinstance(value, str)]
+        if values is not None and not words:
             return f"{self.lark.any_of(texts)} {self.lark.literal(end)}"
-        patterns: list[str] = []
-        for word, pattern in (limit for schema in way for limit in limits(schema)):
+        patterns = [] if values is None else ["|".join(map(escaped, texts))]
+        for word, pattern in words:
             together = " & ".join(map(terminal, [*patterns, pattern or ""]))
             if pattern is None or self.lark.objection(f"start: TEXT\nTEXT: {together}"):
                 self._ignore(word, path)

@@ -175,7 +175,7 @@ def _arguments(lark: Lark, tool: ForcedTool) -> str:
     return lark.enforced_json({**tool.schema, "type": "object"})
 
 
-def _without_extra_members(schema: Schema) -> Schema:
+def _without_extra_members(schema: Schema) -> dict[str, Any]:
     """Return the schema without undescribed members. A tool can't use them, and a model may write them without end.
 
     JSON schema allows them by default. Schemas composed of others stay unchanged.

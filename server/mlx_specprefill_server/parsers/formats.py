@@ -109,7 +109,7 @@ READERS: Mapping[ToolParser, Mapping[str, CallReader]] = {
     "lfm2": {LFM2: read_python_calls},
 }
 # The own readers of formats that mlx-lm has, too, by its opening mark. Its parsers change values.
-OWN: Mapping[str, ToolParser] = {CALL: "hermes"} | {mark: name for name in READERS for mark in READERS[name]}
+OWN: dict[str, ToolParser] = {CALL: "hermes", **{mark: name for name in READERS for mark in READERS[name]}}
 
 # Calls without a tag.
 BARE, BARE_GEMMA = Bare(read_bare, "{", '{"name"'), Bare(read_bare_gemma, GEMMA_CALL, "")
@@ -206,7 +206,7 @@ class Format:
         return Parser(TaggedText(known, self.think, thinking, openers, bare, begun=begun, again=again, around=around))
 
     def _readers(self, tools: list[Any]) -> tuple[dict[str, CallReader], Bare | None]:
-        if self.tools in READERS:
+        if self.tools is not None and self.tools in READERS:
             return dict(READERS[self.tools]), BARE_GEMMA if self.tools == "gemma" else None
         if self.tools == "native":
             wrapper = self.tokenizer

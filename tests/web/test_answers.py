@@ -336,8 +336,9 @@ def test_escape_stops_and_what_was_said_stays(page: Page, live: Any, engine: Fak
     page.find("#question").send_keys("Hello", Keys.ENTER)
     page.until(lambda: page.all(".answer") and page.find(".answer").text == "The beginning")
     page.find("#question").send_keys(Keys.ESCAPE)
-    page.until(lambda: page.find("#notice").text == "Stopped.")
+    page.until(lambda: "Stopped." in page.find(".turn").text)
     release.set()
     assert page.find(".answer").text == "The beginning"
+    assert page.find("body").text.count("Stopped.") == 1
     page.find("#question").send_keys("a", Keys.SHIFT, Keys.ENTER, Keys.NULL, "b")
     assert page.find("#question").get_property("value") == "a\nb"

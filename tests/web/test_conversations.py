@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 from selenium.webdriver.common.keys import Keys
 
 from ..server.fakes import FakeEngine
@@ -52,7 +54,102 @@ def test_an_answer_that_was_coming_when_the_page_was_left(page: Page, live: Any,
     page.reload()
     release.set()
     assert page.find(".question").text == "Hello"
+    assert page.find(".answer").text == "The beginning"
     assert "Broken off" in page.find(".turn").text
+    page.driver.refresh()  # it is kept from then on
+    page.ready()
+    assert page.find(".answer").text == "The beginning"
+
+
+class Tabs:
+    """Two tabs of one browser, with the same conversation open in both."""
+
+    def __init__(self, page: Page, base: str) -> None:
+        self.page, self._names = page, [page.driver.current_window_handle]
+        page.until(lambda: page.find("#chat").get_attribute("data-kept") == "yes")
+        page.driver.switch_to.new_window("tab")
+        self._names.append(page.driver.current_window_handle)
+        page.driver.get(base)
+        page.ready()
+
+    def to(self, index: int) -> None:
+        self.page.driver.switch_to.window(self._names[index])
+
+    def close(self) -> None:
+        self.to(1)
+        self.page.driver.close()
+        self.to(0)
+
+    def questions(self) -> list[str]:
+        return [question.text for question in self.page.all(".question")]
+
+
+@pytest.fixture
+def tabs(page: Page, live: Any, engine: FakeEngine) -> Iterator[Tabs]:
+    base, _ = live()
+    page.open(base)
+    page.ask("First")
+    opened = Tabs(page, base)
+    yield opened
+    opened.close()
+
+
+def test_what_is_asked_in_two_tabs_is_all_kept(page: Page, tabs: Tabs, engine: FakeEngine) -> None:
+    assert tabs.questions() == ["First"]
+    page.ask("Second, in the other tab")
+    page.reload()
+    tabs.to(0)
+    page.until(lambda: tabs.questions() == ["First", "Second, in the other tab"])
+    page.ask("Third")
+    page.reload()
+    assert tabs.questions() == ["First", "Second, in the other tab", "Third"]
+    assert "Second, in the other tab" in engine.pair.tokenizer.decode(engine.requests[-1].prompt.tolist())
+
+
+def test_both_of_two_questions_at_once_stay(page: Page, tabs: Tabs, engine: FakeEngine) -> None:
+    release = threading.Event()
+    engine.script = lambda request: [*engine.tokens("Begun", end=False), release, *engine.tokens(" and ended")]
+    for tab, question in enumerate(["In the first tab", "In the second tab"]):
+        tabs.to(tab)
+        page.find("#question").send_keys(question)
+        page.find("#send").click()
+        page.until(lambda asked=question: tabs.questions()[-1] == asked)  # the engine takes one at a time
+    release.set()
+    for tab in (0, 1):
+        tabs.to(tab)
+        page.until(lambda: [one.text for one in page.all(".answer")[1:]] == ["Begun and ended"] * 2)
+        page.reload()
+        assert tabs.questions() == ["First", "In the first tab", "In the second tab"]
+
+
+def test_another_tab_says_that_an_answer_is_coming(page: Page, tabs: Tabs, engine: FakeEngine) -> None:
+    release = threading.Event()
+    engine.script = lambda request: [*engine.tokens("Begun", end=False), release, *engine.tokens(" and ended")]
+    page.find("#question").send_keys("Second")
+    page.find("#send").click()
+    tabs.to(0)
+    page.until(lambda: tabs.questions() == ["First", "Second"])
+    page.until(lambda: page.all(".answer")[-1].text == "Begun")
+    assert "Being answered in another tab" in page.all(".turn")[-1].text
+    assert "Broken off" not in page.find("#turns").text
+    release.set()
+    page.until(lambda: page.all(".answer")[-1].text == "Begun and ended")
+    assert "another tab" not in page.all(".turn")[-1].text
+
+
+def test_what_one_tab_took_away_no_other_brings_back(page: Page, tabs: Tabs, engine: FakeEngine) -> None:
+    page.ask("Second")
+    page.until(lambda: page.find("#chat").get_attribute("data-kept") == "yes")
+    page.run("[...document.querySelectorAll('.turn-actions')][0].lastChild.click()")  # edits the first question
+    page.find("#edited").clear()
+    page.find("#edited").send_keys("Changed")
+    page.find("#edited").send_keys(Keys.ENTER)
+    page.until(lambda: tabs.questions() == ["Changed"] and page.find("#chat").get_attribute("data-kept") == "yes")
+    tabs.to(0)
+    page.until(lambda: tabs.questions() == ["Changed"])
+    page.ask("Third")
+    page.reload()
+    assert tabs.questions() == ["Changed", "Third"]
 
 
 def test_a_new_conversation_begins_with_nothing_of_the_old_one(page: Page, live: Any, engine: FakeEngine) -> None:

@@ -178,3 +178,39 @@ def test_a_long_paste_becomes_a_document(page: Page, live: Any, engine: FakeEngi
     assert "of 100,000 tokens" in page.find("#room").text
     page.ask("What?")
     assert "a long one. a long one." in heard(engine)
+
+
+def test_a_document_is_shown_before_anything_is_asked(page: Page, live: Any) -> None:
+    base, _ = live()
+    page.open(base)
+    assert "Sandholm" in page.find("#sample-text").text
+    page.drop("Line by line. " * 200, "mine.txt")
+    assert page.find("#sample-title").text == "mine.txt"
+    assert page.find("#sample-text").text.startswith("Line by line.")
+    assert page.find("#sample-text").is_displayed()
+    assert not page.find("#map").is_displayed()
+    page.ask("What is it?")
+    assert page.find("#map").is_displayed()
+    assert not page.find("#sample-text").is_displayed()
+
+
+def test_a_file_that_is_dropped_twice_is_one(page: Page, live: Any) -> None:
+    base, _ = live()
+    page.open(base)
+    page.drop("The text.", "mine.txt")
+    page.drop("The text.", "mine.txt")
+    assert page.find("#notice").text == "mine.txt is here already."
+    page.drop("Another text.", "mine.txt")
+    assert len(page.all("#documents .chip")) == 2
+
+
+def test_a_file_is_caught_wherever_it_is_dropped(page: Page, live: Any) -> None:
+    base, _ = live()
+    page.open(base)
+    page.run(
+        "const files = new DataTransfer(); files.items.add(new File(['The text.'], 'mine.txt'));"
+        "window.caught = !document.querySelector('header').dispatchEvent("
+        "  new DragEvent('drop', {dataTransfer: files, bubbles: true, cancelable: true}))"
+    )
+    assert page.run("return window.caught"), "the browser would open the file"
+    page.until(lambda: len(page.all("#documents .chip")) == 1)

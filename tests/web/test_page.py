@@ -143,7 +143,7 @@ def test_one_model_is_not_called_two(page: Page, live: Any, engine: FakeEngine, 
     engine.script = lambda request: [Progress("draft", 3, 12), release, *engine.tokens("Hello")]
     base, _ = live()
     page.open(base)
-    assert page.find("#models").text == "Model demo/target, without a small one, window of 100,000 tokens"
+    assert page.find("#models").text == "Model demo/target, its first layers choose what the others read, window of 100,000 tokens"
     assert page.find("#intro").text.startswith("The model's first layers read all of it")
     page.set("#mode", "sparse")
     page.find("#question").send_keys("Hello", Keys.ENTER)
@@ -415,7 +415,7 @@ def test_what_is_on_its_way_is_fit_for_screen_readers(page: Page, live: Any, eng
     page.until(lambda: page.all(".answer") and page.find(".answer").text == "The beginning")
     found["streaming"] = complaints(page)
     page.find("#stop").click()
-    page.until(lambda: page.find("#notice").text == "Stopped.")
+    page.until(lambda: "Stopped." in page.find("#turns").text)
     release.set()
     found["stopped"] = complaints(page)
     assert all(found == [] for found in found.values()), found
@@ -572,7 +572,7 @@ def test_the_focus_is_not_lost_when_an_answer_is_stopped(page: Page, live: Any, 
     page.find("#send").click()
     page.until(lambda: page.all(".answer") and page.find(".answer").text == "The beginning")
     page.find("#stop").click()
-    page.until(lambda: page.find("#notice").text == "Stopped.")
+    page.until(lambda: "Stopped." in page.find("#turns").text)
     assert page.driver.switch_to.active_element.get_attribute("id") == "question"
     release.set()
 

@@ -7,10 +7,12 @@ import { count, find } from "./format.js";
 import { LivePanel } from "./live.js";
 import { TextMap } from "./map.js";
 import { Models } from "./models.js";
-import { sampleText } from "./sample.js";
+import { DEFAULTS } from "./settings.js";
 import { ONE_MODEL, server, TWO_MODELS } from "./words.js";
 
 const THEMES = ["auto", "light", "dark"];
+const DEMO = "This one is tiny: it finds facts in a text, and can do nothing else.";
+const DEMO_LENGTH = 64; // tokens: it comes to no end
 
 const map = new TextMap();
 const live = new LivePanel();
@@ -61,10 +63,12 @@ async function showModel() {
   }
   try {
     const { model, draft, staged, context_length: room } = await json("/v1/specprefill/stats");
-    const who = staged ? `Model ${model}, without a small one` : `Large model ${model}, ${draft ? `small model ${draft}` : "no small model"}`;
+    const who = staged ? `Model ${model}, its first layers choose what the others read` : `Large model ${model}, ${draft ? `small model ${draft}` : "no small model"}`;
     find("models").textContent = `${who}, window of ${count(room)} tokens`;
     server.words = staged ? ONE_MODEL : TWO_MODELS;
-    find("intro").textContent = server.words.intro;
+    const demo = /^demo(-|$)/.test(model);
+    find("intro").textContent = demo ? `${server.words.intro} ${DEMO}` : server.words.intro;
+    chat.settings.usual = demo ? DEMO_LENGTH : DEFAULTS.length;
     chat.documents.window = room;
     chat.documents.show();
   } catch (error) {
@@ -89,7 +93,6 @@ addEventListener("hashchange", showView);
 showTheme();
 showView();
 
-find("sample-text").textContent = await sampleText();
 await chat.restore();
 await showModels();
 document.documentElement.dataset.ready = "yes";

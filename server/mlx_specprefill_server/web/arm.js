@@ -9,6 +9,8 @@ import { missOf, wordsOf } from "./words.js";
 export const TITLES = { auto: "Selective reading", sparse: "Selective reading", full: "Full reading" };
 const STREAM = { stream: true, stream_options: { include_usage: true }, return_progress: true };
 
+const ENDS = { running: "Being answered in another tab…", stopped: "Stopped.", broken: "Broken off." }; // without a report
+
 export class BrokenOff extends Error {}
 
 /** A new record; `mode` is what was asked for, the report says what was done. */
@@ -33,13 +35,14 @@ export class Arm {
     this.element.setAttribute("aria-live", "polite"); // read out when it is no longer busy
     this.show();
     if (record.report) this.#report();
-    else if (record.state !== "running") this.facts.textContent = "Broken off.";
+    else this.facts.textContent = ENDS[record.state] ?? "";
   }
 
   async run(messages, options, signal) {
     const begun = performance.now();
     const { record } = this;
     this.element.setAttribute("aria-busy", "true");
+    this.facts.textContent = "";
     this.lane.enter("queue", 0);
     this.progress = undefined;
     const tick = setInterval(() => record.report ?? this.lane.moveTo(performance.now() - begun, this.progress), 100);
@@ -55,7 +58,7 @@ export class Arm {
       throw error;
     } finally {
       clearInterval(tick);
-      if (!record.report) this.facts.textContent = record.state === "stopped" ? "Stopped." : "Broken off.";
+      if (!record.report) this.facts.textContent = ENDS[record.state];
       this.element.removeAttribute("aria-busy");
       this.#draw();
     }
@@ -144,9 +147,11 @@ export class Arm {
     const rate = report.timings.decode_ms > 0 && tokens > 1
       ? `, ${seconds(report.timings.decode_ms / (tokens - 1))} each` : "";
     this.facts.textContent = `${read}${known}.${answered}${rate}.`;
-    this.miss.textContent = missOf(report);
-    this.miss.hidden = !report.cache;
+    this.miss.textContent = missOf(account);
+    this.miss.hidden = !account.cache;
+    const nothing = report.prompt_tokens - account.cached_tokens <= 1; // the last token is always read
     this.why.hidden = sparse || mode === "full";
-    this.why.textContent = sparse ? "" : `Why everything was read: ${report.reason}.`;
+    this.why.classList.toggle("faint", nothing);
+    this.why.textContent = sparse ? "" : nothing ? "Nothing new to read." : `Why everything was read: ${report.reason}.`;
   }
 }

@@ -7,13 +7,16 @@ import { find, newId } from "./format.js";
 import { isSample, SAMPLE, sampleText } from "./sample.js";
 import { Settings } from "./settings.js";
 import * as store from "./store.js";
-import { messagesOf, Turn } from "./turn.js";
+import { breakOff, isAnsweredElsewhere, messagesOf, newTurn, Turn } from "./turn.js";
 import { agreed, GOES_ON, goingOn, nextWords, verdictOn } from "./verdict.js";
 
 const SAVE_MS = 500; // after the last change
+const BEAT_MS = 2000; // between two writings of an answer that is coming
 const OPEN = "conversation"; // the one that this tab shows
+const LEFT = "left"; // the answer that was coming when this tab was left
 
-const fresh = () => ({ id: newId(), title: "", updated: Date.now(), turns: [],
+/** `gone`: ids of turns that were taken away, which no other tab brings back. */
+const fresh = () => ({ id: newId(), title: "", updated: Date.now(), turns: [], gone: [],
   settings: {}, draft: { question: "", documents: [] } });
 
 export class Chat {
@@ -22,6 +25,8 @@ export class Chat {
     this.map = map;
     this.shelved = shelved;
     this.running = null;
+    this.answering = null; // the record of the turn whose answer is coming
+    this.touched = new Set(); // records that have changed since they were kept
     this.conversation = fresh();
     this.turns = [];
     this.settings = new Settings(() => this.#changed());
@@ -42,9 +47,36 @@ export class Chat {
     find("sample-question").textContent = SAMPLE.question;
     find("sample").addEventListener("click", () => !this.running && this.#run((signal) => this.#askSample(signal)));
     find("edit-dialog").addEventListener("close", () => this.#edited());
+    find("edited").addEventListener("keydown", (event) => {
+      if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+      event.preventDefault();
+      find("edit-dialog").querySelector("[value=use]").click();
+    });
     addEventListener("focusin", ({ target }) => this.#closePopovers(target));
     this.#followAnswer();
-    addEventListener("pagehide", () => this.#save());
+    addEventListener("pagehide", () => this.#leftBehind());
+    store.onWritten(async (id) => {
+      this.shelved();
+      if (id === this.conversation.id && !this.running) this.#absorb(await store.load(id));
+    });
+  }
+
+  /** Keeps what the page shows. Only what is written at once is sure to be: the words of the answer that is coming. */
+  #leftBehind() {
+    const { answering, conversation: { id } } = this;
+    if (answering) sessionStorage.setItem(LEFT, JSON.stringify({ id, turn: answering.id, arms: answering.arms }));
+    this.#save();
+  }
+
+  /** Gives the answer that was coming when the page was left the words that it had. */
+  #pickUp(conversation) {
+    const { id, turn, arms } = JSON.parse(sessionStorage.getItem(LEFT) ?? "{}");
+    sessionStorage.removeItem(LEFT);
+    const record = conversation.id === id && conversation.turns.find((one) => one.id === turn);
+    if (!record) return;
+    record.arms = arms;
+    breakOff(record);
+    this.touched.add(record);
   }
 
   /** Closes what the focus has left, unless it went to the button that opens it. */
@@ -80,7 +112,10 @@ export class Chat {
   /** Show the conversation that this tab showed last, or an empty one. */
   async restore() {
     const id = sessionStorage.getItem(OPEN) ?? (await store.listed())[0]?.id;
-    this.show((id && await store.load(id)) || fresh());
+    const conversation = (id && await store.load(id)) || fresh();
+    this.#pickUp(conversation);
+    this.sample = await sampleText();
+    this.show(conversation);
   }
 
   /** The sample, read in both ways. What is in the composer stays there. */
@@ -144,12 +179,12 @@ export class Chat {
   show(conversation) {
     this.conversation = conversation;
     sessionStorage.setItem(OPEN, conversation.id);
-    for (const turn of conversation.turns) {
-      for (const arm of turn.arms) if (arm.state === "running") arm.state = "broken"; // the page was left meanwhile
-    }
-    this.turns = conversation.turns.map((record) => this.#turn(record));
-    find("turns").replaceChildren(...this.turns.map((turn) => turn.element));
-    for (const turn of this.turns) this.#verify(turn);
+    conversation.gone ??= [];
+    conversation.turns.forEach((record, index) => { // one of an earlier version has none of these
+      Object.assign(record, { id: String(index), version: 0, asked: index, alive: 0, ...record });
+    });
+    this.turns = [];
+    this.#lay();
     this.settings.set(conversation.settings);
     find("question").value = conversation.draft.question;
     this.documents.set(conversation.draft.documents);
@@ -160,6 +195,34 @@ export class Chat {
     this.documents.measure();
     this.tell("");
     this.shelved();
+  }
+
+  /** Shows the turns of the conversation; what is shown already stays as it is. */
+  #lay() {
+    clearTimeout(this.watch);
+    const before = new Map(this.turns.map((turn) => [turn.record, turn]));
+    const { turns } = this.conversation;
+    for (const record of turns) if (record !== this.answering && !isAnsweredElsewhere(record)) breakOff(record);
+    if (turns.some((record) => record !== this.answering && isAnsweredElsewhere(record))) {
+      this.watch = setTimeout(() => this.#absorb(this.conversation, true), BEAT_MS);
+    }
+    this.turns = turns.map((record) => before.get(record) ?? this.#turn(record));
+    find("turns").replaceChildren(...this.turns.map((turn) => turn.element));
+    for (const turn of this.turns) if (!before.has(turn.record)) this.#verify(turn);
+  }
+
+  /** Takes up what another tab has written of this conversation; nothing while an answer is coming. */
+  #absorb(both, again = false) {
+    if (this.running || both?.id !== this.conversation.id) return;
+    const { conversation } = this;
+    const { turns, gone } = store.merged(both, conversation);
+    const same = turns.length === conversation.turns.length && turns.every((record, index) => record === conversation.turns[index]);
+    Object.assign(conversation, { gone, title: conversation.title || both.title, turns });
+    if (same && !again) return;
+    if (again) this.turns = this.turns.filter(({ record }) => record.arms.every(({ state }) => state !== "running"));
+    this.#lay();
+    this.#recount();
+    this.#refresh();
   }
 
   #turn(record) {
@@ -181,6 +244,13 @@ export class Chat {
   }
 
   #changed() {
+    this.#refresh();
+    find("chat").dataset.kept = "no";
+    clearTimeout(this.timer);
+    this.timer = setTimeout(() => this.#save(), SAVE_MS);
+  }
+
+  #refresh() {
     const { conversation } = this;
     Object.assign(conversation, { settings: this.settings.get(), draft: this.#draft() });
     const busy = Boolean(this.running);
@@ -190,11 +260,19 @@ export class Chat {
     const bare = !conversation.draft.documents.length && this.turns.every((turn) => turn.plain) && find("map-body").hidden;
     find("chat").dataset.empty = bare && !this.turns.length ? "yes" : "no";
     find("chat").dataset.bare = bare && this.turns.length ? "yes" : "no";
-    find("chat").dataset.kept = "no";
+    this.#preview();
     find("question").style.height = "auto";
     find("question").style.height = `${find("question").scrollHeight + 2}px`; // with its border
-    clearTimeout(this.timer);
-    this.timer = setTimeout(() => this.#save(), SAVE_MS);
+  }
+
+  /** Beside an empty conversation: the document that will be asked about, or the sample. */
+  #preview() {
+    const [one] = this.conversation.draft.documents;
+    find("chat").dataset.preview = !this.turns.length && find("map-body").hidden ? "yes" : "no";
+    find("sample-title").textContent = one?.name ?? SAMPLE.name;
+    find("sample-hint").textContent = `Ask${one ? "" : " the sample"}, and the parts that were read light up here.`;
+    const text = one?.text ?? this.sample;
+    if (find("sample-text").textContent !== text) find("sample-text").textContent = text;
   }
 
   async #save() {
@@ -202,21 +280,28 @@ export class Chat {
     const { conversation } = this;
     if (this.#untouched()) return;
     conversation.title ||= conversation.turns[0]?.question.slice(0, 60) ?? "";
+    for (const record of this.touched) record.version += 1;
+    this.touched.clear();
+    this.timer = null;
     try {
-      await store.save(conversation);
-      find("chat").dataset.kept = "yes";
+      this.#absorb(await store.save(conversation));
+      if (this.timer === null) find("chat").dataset.kept = "yes"; // nothing has changed meanwhile
     } catch (error) {
       this.tell(`This conversation can't be kept in the browser: ${error.message}`);
     }
-    this.shelved();
+    if (!this.running) this.shelved();
+  }
+
+  #count() {
+    this.#recount();
+    this.#changed();
   }
 
   /** Tokens of the conversation so far, as the server counted them last. */
-  #count() {
+  #recount() {
     const last = this.conversation.turns.at(-1)?.arms[0];
     this.documents.before = last?.report ? last.report.prompt_tokens + last.tokens : 0;
     this.documents.show();
-    this.#changed();
   }
 
   #may() {
@@ -238,7 +323,7 @@ export class Chat {
     try {
       await work(this.running.signal);
     } catch (error) {
-      this.tell(describe(error));
+      this.tell(error.name === "AbortError" && this.#saysStopped() ? "" : describe(error));
     } finally {
       const focused = document.activeElement;
       this.running = null;
@@ -246,6 +331,11 @@ export class Chat {
       this.#follow();
       if (focused === find("stop") || focused === document.body) find("question").focus({ preventScroll: true });
     }
+  }
+
+  /** Whether the last answer itself says that it was stopped. */
+  #saysStopped() {
+    return this.conversation.turns.at(-1)?.arms.some(({ state, report }) => state === "stopped" && !report);
   }
 
   /** The sample is there to show selective reading, also where it would save little. */
@@ -265,9 +355,10 @@ export class Chat {
 
   async #askOne(asked, signal) {
     const { conversation } = this;
-    const record = { ...asked, arms: this.#newArms(asked), explanation: null };
+    const record = newTurn(asked, this.#newArms(asked));
     const turn = this.#turn(record);
     conversation.turns.push(record);
+    this.touched.add(record);
     conversation.updated = Date.now();
     this.turns.push(turn);
     find("turns").append(turn.element);
@@ -282,7 +373,8 @@ export class Chat {
 
   /** Nothing has come of it: the question and its documents go back into the composer. */
   #takeBack(turn) {
-    const { question, documents } = turn.record;
+    const { question, documents, id } = turn.record;
+    this.conversation.gone.push(id);
     this.conversation.turns = this.conversation.turns.filter((other) => other !== turn.record);
     this.turns = this.turns.filter((other) => other !== turn);
     turn.element.remove();
@@ -317,7 +409,7 @@ export class Chat {
     }
     const index = this.turns.indexOf(turn);
     for (const later of this.turns.splice(index + 1)) later.element.remove();
-    this.conversation.turns.splice(index + 1);
+    this.conversation.gone.push(...this.conversation.turns.splice(index + 1).map(({ id }) => id));
     turn.reset(question, arms);
     await this.#run((signal) => this.#answer(turn, signal));
   }
@@ -329,6 +421,8 @@ export class Chat {
     const [one, other] = turn.arms;
     const most = isSample(record) ? SAMPLE.length : Infinity;
     const { mode, text: begun } = record.arms[0];
+    this.answering = record;
+    const beat = setInterval(() => this.#keepAlive(record), BEAT_MS);
     try {
       other?.lane.note("waits for the end of the first answer");
       if (!turn.plain) one.progressed = (text) => this.map.clear(`On its way: ${text}`);
@@ -340,9 +434,19 @@ export class Chat {
     } finally {
       if (!turn.plain && !record.explanation) this.map.clear();
       for (const arm of record.arms) if (arm.state === "running") arm.state = "stopped";
+      clearInterval(beat);
+      this.answering = null;
+      this.touched.add(record);
       turn.finish();
       this.#verify(turn);
     }
+  }
+
+  /** Writes an answer that is coming, so that other tabs show it. */
+  #keepAlive(record) {
+    record.alive = Date.now();
+    this.touched.add(record);
+    this.#save();
   }
 
   /** The messages up to and with a turn's question. */
@@ -364,6 +468,7 @@ export class Chat {
     if (begun !== null && !this.running) verdict.words = await nextWords(this.#messages(turn.record), begun).catch(() => "");
     if (!shown()) return;
     turn.tellVerdict();
+    this.touched.add(turn.record);
     this.#changed();
   }
 

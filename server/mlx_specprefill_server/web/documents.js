@@ -40,18 +40,19 @@ export class Documents {
     find("shorten").addEventListener("click", () => this.#shorten());
     find("question").addEventListener("paste", (event) => this.#paste(event));
     find("question").addEventListener("input", () => this.#typed());
-    this.#drops(find("ask"));
+    this.#drops(document, find("ask"));
   }
 
-  #drops(place) {
+  /** Files are caught wherever they are dropped; `place` shows that they would be. */
+  #drops(page, place) {
     for (const name of ["dragenter", "dragover"]) {
-      place.addEventListener(name, (event) => {
+      page.addEventListener(name, (event) => {
         event.preventDefault();
         place.dataset.over = "yes";
       });
     }
-    for (const name of ["dragleave", "drop"]) place.addEventListener(name, () => delete place.dataset.over);
-    place.addEventListener("drop", (event) => {
+    for (const name of ["dragleave", "drop"]) page.addEventListener(name, () => delete place.dataset.over);
+    page.addEventListener("drop", (event) => {
       event.preventDefault();
       this.take(event.dataTransfer.files);
     });
@@ -73,25 +74,28 @@ export class Documents {
 
   /** Files, one after the other; those that are no text are named. */
   async take(files) {
-    const refused = [];
+    const left = [];
     await this.begins();
     for (const file of files) {
       this.tell(`Reading ${file.name} …`);
       try {
-        this.add(file.name, await textOf(file));
+        if (!this.add(file.name, await textOf(file))) left.push(`${file.name} is here already.`);
       } catch (error) {
         if (!(error instanceof UnreadableError)) throw error;
-        refused.push(error.message);
+        left.push(error.message);
       }
     }
-    this.tell(refused.join(" "));
+    this.tell(left.join(" "));
   }
 
+  /** Whether it was not there yet, under the same name. */
   add(name, text) {
+    find("question").focus({ preventScroll: true });
+    if (this.list.some((one) => one.name === name && one.text === text)) return false;
     const added = { name, text, tokens: null };
     this.list.push(added);
     this.#recount(added);
-    find("question").focus({ preventScroll: true });
+    return true;
   }
 
   set(list) {

@@ -16,6 +16,7 @@ export class Settings {
         changed();
       });
     }
+    this.usual = DEFAULTS.length; // of an answer whose length nobody has chosen
     this.set(DEFAULTS);
   }
 
@@ -51,7 +52,8 @@ export class Settings {
   /** Fields of an answer of `most` tokens, or fewer. */
   answering(mode, most) {
     const { temperature, length } = this.get();
-    const fields = { ...this.reading(mode), max_tokens: Math.min(length, most), specprefill_return_spans: true };
+    const longest = length === DEFAULTS.length ? this.usual : length;
+    const fields = { ...this.reading(mode), max_tokens: Math.min(longest, most), specprefill_return_spans: true };
     if (temperature !== "") fields.temperature = Number(temperature);
     return fields;
   }

@@ -4,6 +4,8 @@ const NAME = "mlx-specprefill";
 const LIST = "list"; // {id, title, updated, questions}
 const WHOLE = "whole"; // {id, …}
 
+const others = new BroadcastChannel(NAME); // tabs
+
 let opened = null;
 
 function database() {
@@ -37,14 +39,35 @@ export async function listed() {
 /** undefined: there is none. */
 export const load = (id) => transaction("readonly", (_, whole) => whole.get(id)).catch(() => undefined);
 
-export function save(conversation) {
-  const { id, title, updated, turns } = conversation;
-  const questions = turns.map(({ question }) => question).join("\n");
-  return transaction("readwrite", (list, whole) => {
-    list.put({ id, title, updated, questions });
-    whole.put(conversation);
+/** Writes a conversation beside what another tab has written of it; returns both together. */
+export async function save(conversation) {
+  let both;
+  await transaction("readwrite", (list, whole) => {
+    whole.get(conversation.id).onsuccess = ({ target }) => {
+      both = merged(target.result, conversation);
+      const { id, title, updated, turns } = both;
+      list.put({ id, title, updated, questions: turns.map(({ question }) => question).join("\n") });
+      whole.put(both);
+    };
   });
+  others.postMessage(conversation.id);
+  return both;
 }
+
+/** The turns of both, each in its newer version, in the order in which they were asked. */
+export function merged(kept, own) {
+  if (!kept) return own;
+  const gone = [...new Set([...kept.gone ?? [], ...own.gone])];
+  const turns = new Map(own.turns.map((turn) => [turn.id, turn]));
+  for (const turn of kept.turns) {
+    if (turn.id && !(turns.get(turn.id)?.version >= turn.version)) turns.set(turn.id, turn);
+  }
+  const sorted = [...turns.values()].filter(({ id }) => !gone.includes(id)).sort((one, other) => one.asked - other.asked);
+  return { ...own, gone, turns: sorted, updated: Math.max(own.updated, kept.updated) };
+}
+
+/** Calls back with the id of a conversation that another tab has written. */
+export const onWritten = (act) => others.addEventListener("message", ({ data }) => act(data));
 
 export function remove(id) {
   return transaction("readwrite", (list, whole) => {

@@ -2,7 +2,7 @@
 
 import { Arm } from "./arm.js";
 import { chip } from "./documents.js";
-import { count, element, percent, seconds } from "./format.js";
+import { count, element, newId, percent, seconds } from "./format.js";
 import { copyText } from "./markdown.js";
 import { Timeline } from "./timeline.js";
 import { verdictLine } from "./verdict.js";
@@ -27,6 +27,23 @@ export function messagesOf(turns, system) {
 
 const WORTH_SAYING = 0.1; // of a whole: the template's first words are always known already
 const NOTICED_MS = 100;
+
+const ALIVE_MS = 6000; // without a sign of life, an answer that was coming in another tab has broken off
+
+/** A new record of a question. `version` grows with each change that is kept; `alive`: when its answer last grew. */
+export const newTurn = (asked, arms) =>
+  ({ ...asked, id: newId(), version: 0, asked: Date.now(), alive: Date.now(), arms, explanation: null });
+
+/** Whether some of its answers are still to come. */
+const isRunning = ({ arms }) => arms.some(({ state }) => state === "running");
+
+/** Whether it is being answered in another tab; given that it is not in this one. */
+export const isAnsweredElsewhere = (record) => isRunning(record) && Date.now() - record.alive < ALIVE_MS;
+
+/** Ends what nobody answers any more: the page was left meanwhile. */
+export function breakOff(record) {
+  for (const arm of record.arms) if (arm.state === "running") arm.state = "broken";
+}
 
 export class Turn {
   /** `actions`: what the buttons do: map, again, edit, goOn, each with the turn; `bare`: the conversation has no document. */
@@ -54,7 +71,7 @@ export class Turn {
         ...(documents.length ? [element("ul", { className: "chips" }, ...documents.map((one) => chip(one)))] : [])),
       this.headline, this.timelines, this.answers, this.verdict, this.foot);
     this.#arms();
-    if (record.arms.every(({ state }) => state !== "running")) this.finish();
+    if (!isRunning(record)) this.finish();
   }
 
   #arms() {

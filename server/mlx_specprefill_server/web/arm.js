@@ -147,9 +147,9 @@ export class Arm {
     const rate = report.timings.decode_ms > 0 && tokens > 1
       ? `, ${seconds(report.timings.decode_ms / (tokens - 1))} each` : "";
     this.facts.textContent = `${read}${known}.${answered}${rate}.`;
-    this.miss.textContent = missOf(account);
-    this.miss.hidden = !account.cache;
-    const nothing = report.prompt_tokens - account.cached_tokens <= 1; // the last token is always read
+    this.miss.textContent = missOf(report);
+    this.miss.hidden = !report.cache;
+    const nothing = report.prompt_tokens - report.cached_tokens <= 1; // the last token is always read
     this.why.hidden = sparse || mode === "full";
     this.why.classList.toggle("faint", nothing);
     this.why.textContent = sparse ? "" : nothing ? "Nothing new to read." : `Why everything was read: ${report.reason}.`;

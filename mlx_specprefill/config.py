@@ -1,4 +1,4 @@
-"""Frozen configuration of scoring, selection, policy and engine. Every default is the documented one."""
+"""The library's settings and defaults: scoring, selection, when to go sparse, drafting, batch, memory, caches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grammars of answers: compiled once, then one mask over the vocabulary per token.
+"""Grammars, reasoning budgets and least lengths of answers: which tokens of the vocabulary may come next.
 
 llguidance keeps the grammar's state on the CPU and returns the permitted tokens. The code that chooses the token
 applies the mask to the logits. Nothing here touches an array of MLX or needs a particular device.

@@ -1,4 +1,4 @@
-"""The exception tree.
+"""The exceptions, as a tree; and MLX's messages that mean that the device has failed.
 
 SpecPrefillError
 ├── InvalidRequestError        the request itself is wrong (HTTP 400); `.field` names the offending field

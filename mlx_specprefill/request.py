@@ -1,4 +1,4 @@
-"""The types that cross the thread boundary: the frozen request, and the frozen events.
+"""The frozen request: prompt, sampling, grammar, options of sparse prefill, cache label, and the messages' places.
 
 The engine is token-only. The caller that renders the chat template adds the messages' ranges (`PromptSpan`), so that
 the engine can keep the template's structure without knowing any template.
@@ -6,28 +6,23 @@ the engine can keep the template's structure without knowing any template.
 
 from __future__ import annotations
 
-import math
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import takewhile
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from .config import RuleName, Scope, SpecPrefillPolicy, SpeculationConfig, SpeculationName
+from .config import RuleName, Scope, SpeculationConfig, SpeculationName
 from .errors import InvalidRequestError
 
-Mode = Literal["sparse", "full"]
-# The draft; a draft with another tokenizer; the target's own first layers; the request's own scores.
-ScorerKind = Literal["draft", "mapped-draft", "self", "request"]
-Stage = Literal["queued", "draft", "select", "prefill", "decode"]
-FinishReason = Literal["stop", "length", "cancelled"]
 SpanKind = Literal["system", "tools", "user", "assistant", "tool", "other"]
 _LABEL_PART = re.compile(r"[\w-]{0,64}", re.ASCII)
+TokenIds = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +142,25 @@ class ReasoningBudget:
     opened: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class PromptSpan:
+    """One rendered message: prompt indices of the whole message and of its content, both [start, end).
+
+    `start..content_start` is the role header, `content_end..end` the end-of-turn marker. Tool definitions that the
+    template puts into the system message belong to it, or form a span of kind "tools".
+    """
+
+    kind: SpanKind
+    start: int
+    content_start: int
+    content_end: int
+    end: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start <= self.content_start <= self.content_end <= self.end:
+            raise ValueError(f"span bounds must be ordered: {self}")
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerationRequest:
     """One prompt to continue.
@@ -204,190 +218,6 @@ class GenerationRequest:
         return len(self.prompt) - 1
 
 
-@dataclass(frozen=True, slots=True)
-class Timings:
-    """Milliseconds of wall time per stage; ttft_ms runs from the engine's start on the request to its first token."""
-
-    queue_ms: float = 0.0
-    draft_ms: float = 0.0  # draft prefill + look-ahead + scoring
-    select_ms: float = 0.0
-    prefill_ms: float = 0.0  # target prefill up to the first token
-    ttft_ms: float = 0.0
-    decode_ms: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """Time to first token of both ways to prefill one prompt, milliseconds."""
-
-    full_ms: float
-    sparse_ms: float
-
-    @property
-    def saving_ms(self) -> float:
-        return self.full_ms - self.sparse_ms
-
-    def pays(self, policy: SpecPrefillPolicy) -> bool:
-        """Return whether the predicted saving exceeds both margins of the policy."""
-        enough = self.saving_ms >= policy.min_saving_ms
-        return enough and self.saving_ms >= float(policy.min_saving_share) * self.full_ms
-
-
-@dataclass(frozen=True, slots=True)
-class SpeculationReport:
-    """The drafting of the answer, with its reason.
-
-    Attributes:
-        strategy: "autoregressive", or the name of the one that ran.
-        acceptance_rate: accepted share of the proposed tokens that were judged; of the level below: `inner_...`.
-        tokens_per_step: of the answer, per forward of the target on its whole cache.
-    """
-
-    strategy: str
-    reason: str
-    acceptance_rate: float | None = None
-    inner_acceptance_rate: float | None = None
-    tokens_per_step: float | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        rates = ("acceptance_rate", "inner_acceptance_rate", "tokens_per_step")
-        shown = {name: None if (value := getattr(self, name)) is None else round(value, 4) for name in rates}
-        return {"strategy": self.strategy, "reason": self.reason, **shown}
-
-
-def _rounded(times: Timings | Prediction) -> dict[str, float]:
-    return {name: round(ms, 3) for name, ms in asdict(times).items()}
-
-
-MissKind = Literal["time", "counter", "tool_order", "reasoning", "edited", "template", "other"]
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixMiss:
-    """The place from which a prompt is read again although the cache holds what follows, behind another text.
-
-    Attributes:
-        token: index of the prompt's first token that differs from the cached prompt.
-        message: index among the request's spans of the one that holds it, and `role`: its kind; None: none does.
-        read_tokens: tokens behind the place that the cached prompt has, too.
-        before: up to 40 characters that both have in front of the difference.
-        was, now: the cached prompt's and this prompt's text there, whole words, up to 40 characters. `was` is None
-            unless the cached prompt is an earlier turn of the same conversation: it may be another person's.
-    """
-
-    kind: MissKind
-    token: int
-    message: int | None
-    role: SpanKind | None
-    read_tokens: int
-    before: str
-    was: str | None
-    now: str
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillReport:
-    """The prefill of the prompt, with its reason."""
-
-    mode: Mode
-    reason: str
-    prompt_tokens: int
-    kept_tokens: int
-    cached_tokens: int = 0
-    kept_share: float | None = None  # of the prompt's tokens, forced ones included; None in full mode
-    scorer: ScorerKind | None = None  # None in full mode
-    recalled_tokens: int = 0  # tokens dropped by an earlier turn and read for this one
-    timings: Timings = field(default_factory=Timings)
-    predicted: Prediction | None = None  # before the prefill; None without measurements
-    kept_spans: tuple[tuple[int, int], ...] | None = None
-    speculation: SpeculationReport | None = None  # None: not requested
-    scoring: str | None = None  # rule and input of the scorer
-    scope: Scope | None = None  # the text that competed; None in full mode
-    draft_tokens: int = 0  # uncached tokens of the prompt, in the draft's tokenizer
-    miss: PrefixMiss | None = None  # None: nothing that the cache holds was read again
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON object that clients get next to `usage`."""
-        counts = ("prompt_tokens", "kept_tokens", "cached_tokens", "recalled_tokens", "draft_tokens", "kept_share")
-        words = ("mode", "reason", *counts, "scorer", "scoring", "scope")
-        report: dict[str, Any] = {name: getattr(self, name) for name in words}
-        report["keep_pct"] = self.kept_share
-        report["timings"] = _rounded(self.timings)
-        if self.predicted is not None:
-            report["predicted"] = _rounded(self.predicted)
-        if self.speculation is not None:
-            report["speculation"] = self.speculation.to_dict()
-        if self.miss is not None:
-            report["cache"] = {"miss": asdict(self.miss)}
-        if self.kept_spans is not None:
-            report["kept_spans"] = [list(span) for span in self.kept_spans]
-        return report
-
-
-@dataclass(frozen=True, slots=True)
-class Logprob:
-    """Natural-log probability of one token under the target's unmodified distribution."""
-
-    token: int
-    logprob: float
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Work done inside a stage, in tokens (`done` of `total`).
-
-    Attributes:
-        cached: prompt tokens that the target need not read, besides those `total`; None while that is not known.
-    """
-
-    stage: Stage
-    done: int
-    total: int
-    cached: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PromptLogprobs:
-    """Entry i belongs to prompt token i+1: (its own logprob, the best alternatives). M-1 entries."""
-
-    entries: tuple[tuple[Logprob, tuple[Logprob, ...]], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
-    """One generated token. `logprob` and `top_logprobs` are set if the request asked for them.
-
-    `logprob` is also set if the answer will be verified.
-    """
-
-    token: int
-    logprob: float | None = None
-    top_logprobs: tuple[Logprob, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """The last event of a request that did not fail."""
-
-    reason: FinishReason
-    completion_tokens: int
-    report: PrefillReport
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """The last event of a request that failed. The engine goes on with the next one."""
-
-    error: Exception
-    report: PrefillReport | None = None
-
-
-Event = Progress | PromptLogprobs | TokenEvent | Finished | Failed
-
-
-TokenIds = npt.NDArray[np.int32]
-
-
 def as_token_ids(ids: Sequence[int] | TokenIds) -> TokenIds:
     """Return token ids as one read-only int32 array (M,). An int32 array is not copied.
 
@@ -407,99 +237,3 @@ def as_token_ids(ids: Sequence[int] | TokenIds) -> TokenIds:
 def concat_tokens(prompt: TokenIds, answer: Sequence[int]) -> TokenIds:
     """Return the prompt's token ids followed by those of its answer."""
     return np.concatenate([prompt, np.asarray(answer, dtype=np.int32)])
-
-
-@dataclass(frozen=True, slots=True)
-class PromptSpan:
-    """One rendered message: prompt indices of the whole message and of its content, both [start, end).
-
-    `start..content_start` is the role header, `content_end..end` the end-of-turn marker. Tool definitions that the
-    template puts into the system message belong to it, or form a span of kind "tools".
-    """
-
-    kind: SpanKind
-    start: int
-    content_start: int
-    content_end: int
-    end: int
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.start <= self.content_start <= self.content_end <= self.end:
-            raise ValueError(f"span bounds must be ordered: {self}")
-
-
-_Z = 1.96  # standard errors of a 95 % interval
-_Floats = npt.NDArray[np.float32]
-_Ints = npt.NDArray[np.int32]
-_Bools = npt.NDArray[np.bool_]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Verdict:
-    """A comparison of an answer of T tokens with full reading. All arrays are (T,); empty without a comparison.
-
-    Attributes:
-        reason: why there is no comparison; empty with one.
-        tokens: int32, those of the answer.
-        is_sampled: the tokens were drawn, not the likeliest ones.
-        agrees: bool. The token is full reading's own choice; of a sampled answer, full reading could have drawn it.
-        counted: bool. A grammar or budget did not decide on the token: more than one was allowed, and full reading's
-            favourite was among them.
-        own: int32, full reading's own choices under the request's penalties and grammar.
-        full, own_full: natural-log probabilities under full reading, of the tokens and of `own`, before temperature,
-            penalties and filters.
-        sparse: those of the tokens under sparse reading.
-    """
-
-    reason: str = ""
-    is_sampled: bool = False
-    tokens: _Ints = field(default_factory=lambda: np.zeros(0, np.int32))
-    agrees: _Bools = field(default_factory=lambda: np.zeros(0, np.bool_))
-    counted: _Bools = field(default_factory=lambda: np.zeros(0, np.bool_))
-    own: _Ints = field(default_factory=lambda: np.zeros(0, np.int32))
-    full: _Floats = field(default_factory=lambda: np.zeros(0, np.float32))
-    own_full: _Floats = field(default_factory=lambda: np.zeros(0, np.float32))
-    sparse: _Floats = field(default_factory=lambda: np.zeros(0, np.float32))
-
-    def of_first(self, count: int) -> Verdict:
-        """Return the verdict on the answer's first `count` tokens: what follows a stop string is no part of it."""
-        names = ("tokens", "agrees", "counted", "own", "full", "own_full", "sparse")
-        return replace(self, **{name: getattr(self, name)[:count] for name in names})
-
-    @property
-    def word(self) -> Literal["same", "differs", "unknown"]:
-        if self.why_unknown:
-            return "unknown"
-        if self.first is not None:
-            return "differs"
-        low, high = self.interval
-        return "same" if not self.is_sampled or low <= 0 <= high else "differs"
-
-    @property
-    def why_unknown(self) -> str:
-        return self.reason or ("" if self.counted.any() else "no token was the model's own choice")
-
-    @property
-    def first(self) -> int | None:
-        """Return the first counted token on which they disagree."""
-        found = np.flatnonzero(self.counted & ~self.agrees)
-        return int(found[0]) if found.size else None
-
-    @property
-    def nll_full(self) -> float:
-        """Return the mean negative log-likelihood of the counted tokens under full reading, nats per token."""
-        return -float(self.full[self.counted].mean())
-
-    @property
-    def nll_sparse(self) -> float:
-        """Return the same under sparse reading."""
-        return -float(self.sparse[self.counted].mean())
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        """Return the 95 % interval of the counted tokens' mean log-ratio, full to sparse. One token has no bounds."""
-        ratios = self.full[self.counted].astype(np.float64) - self.sparse[self.counted]
-        if ratios.size < 2:
-            return -math.inf, math.inf
-        half = _Z * float(ratios.std(ddof=1)) / math.sqrt(ratios.size)
-        return float(ratios.mean()) - half, float(ratios.mean()) + half

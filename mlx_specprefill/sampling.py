@@ -1,4 +1,7 @@
-"""Chooses tokens from logits. Every sampler has its own key: a seed gives the same text beside any other request."""
+"""Chooses tokens from logits: temperature, filters, penalties, biases, seeds, log-probabilities.
+
+Every sampler has its own key: a seed gives the same text beside any other request.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ import numpy as np
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc, make_logits_processors
 
 from .errors import InvalidRequestError
-from .request import GenerationRequest, Logprob, SamplingParams, TokenEvent
+from .events import Logprob, TokenEvent
+from .request import GenerationRequest, SamplingParams
 
 Sampler = Callable[[mx.array], mx.array]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
@@ -34,6 +38,7 @@ _HIGHEST_XTC = 0.5  # two tokens can't both be above it
 _LONGEST_BAD_WORD = 1024  # tokens; every generated token is compared with all of them, at the length of the longest
 # Tokens of a forward whose logits are all read: each row has the size of the vocabulary.
 LOGITS_ROWS = 128
+_ANY, _NONE = -1, -2  # no token has these ids
 
 _ANY, _NONE = -1, -2  # no token has these ids
 

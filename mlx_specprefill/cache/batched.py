@@ -28,6 +28,13 @@ from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache, _BaseCache
 
 from .positioned import Positioned, PositionedKVCache, PositionedRotatingKVCache, Positions, Runs
 
+_Part = tuple[Sequence[mx.array], int]  # stored arrays of B rows, each (B, H, S, ...), and B; empty: no tokens
+_STEP = 256  # slots added at a time, averaged over layers, as in mlx-lm
+# Idle bytes of one batch, all layers, that are accepted to save copies. That is a few rows of small models, whose
+# forwards are faster than a copy of their caches. It is less than a row of large models, whose copies are cheap next to
+# a forward.
+_IDLE_BYTES = 512 << 20
+
 
 @dataclass(eq=False)
 class BatchRow:
@@ -62,9 +69,6 @@ def last_tokens(cache: Any, count: int) -> list[mx.array]:
     return [array[..., -count:, :] for array in arrays]
 
 
-_Part = tuple[Sequence[mx.array], int]  # stored arrays of B rows, each (B, H, S, ...), and B; empty: no tokens
-
-
 def stack_rows(parts: Sequence[_Part], spare: int, size: int, room: int) -> list[mx.array]:
     """Stack arrays (B_i, H, S_i, D) into (sum of B_i + spare, H, size + room, D), aligned so that all end at slot
     `size`.
@@ -78,13 +82,6 @@ def stack_rows(parts: Sequence[_Part], spare: int, size: int, room: int) -> list
             target[at : at + count, :, size - part.shape[2] : size] = part
         at += count
     return made
-
-
-_STEP = 256  # slots added at a time, averaged over layers, as in mlx-lm
-# Idle bytes of one batch, all layers, that are accepted to save copies. That is a few rows of small models, whose
-# forwards are faster than a copy of their caches. It is less than a row of large models, whose copies are cheap next to
-# a forward.
-_IDLE_BYTES = 512 << 20
 
 
 class PositionedBatch(_BaseCache):  # type: ignore[misc]

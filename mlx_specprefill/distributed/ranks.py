@@ -20,6 +20,7 @@ from ..errors import LoadError
 from .link import Link, RankInfo, rank_info
 
 T = TypeVar("T")
+_PACKAGES = ("mlx-specprefill", "mlx", "mlx-lm")
 
 _PACKAGES = ("mlx-specprefill", "mlx", "mlx-lm")
 

@@ -1,4 +1,4 @@
-"""Prefix caches of target and draft in one byte budget."""
+"""What is looked up and stored of a request, for target and draft; what is forgotten, and when it has left the disk."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ from mlx_lm.models.cache import make_prompt_cache
 from ..cache.budget import ByteBudget
 from ..cache.positioned import leaves, make_positioned_cache
 from ..cache.prefix.disk import DiskTier
-from ..cache.prefix.nodes import Arrays, CacheEntry, CacheHit, model_identity
+from ..cache.prefix.identity import model_identity
+from ..cache.prefix.layout import Arrays
+from ..cache.prefix.nodes import CacheEntry, CacheHit
 from ..cache.prefix.stored import StoredPrefixCache
 from ..cache.prefix.tree import PrefixCache, Restoring
 from ..config import EngineConfig
 from ..errors import RequestCancelled, SettingsError, SparseUnsupportedError
+from ..events import PrefixMiss, Progress, Stage, noop
 from ..loading import ModelPair
-from ..request import CacheLabel, GenerationRequest, PrefixMiss, Progress, Stage, TokenIds
+from ..request import CacheLabel, GenerationRequest, TokenIds
 from ..specprefill.sparse_prefill import HiddenStates
 from .misses import WORTH_TELLING, Decode, explain_miss
 
@@ -32,10 +35,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Lookup = Generator[Progress, None, CacheHit | None]
 _NOT_FOUND = "prefix look-up failed; the prompt is read from its start"
-
-
-def noop(*_: object) -> None:
-    """Do nothing, as a callback that nobody wants."""
 
 
 def empty_cache(model: nn.Module) -> list[Any]:

@@ -11,11 +11,10 @@ mask made, while the forward runs.
 
 from __future__ import annotations
 
-import logging
 import math
 import statistics
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,10 +25,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from ..adapters.probe import probe_quantized
 from ..adapters.registry import adapter_for, architecture_of
 from ..adapters.rope import adjust_offsets
-from ..cache.positioned import quantize_kv
 from ..cache.rows import (
     batch_key,
     extend_batch,
@@ -42,22 +39,13 @@ from ..cache.rows import (
     padding_bytes,
     row_bytes,
 )
-from ..config import EngineConfig
 from ..constraints import GrammarState, Mask, stack_masks
 from ..distributed.ranks import Ranks, broadcast
-from ..errors import InvalidRequestError, SparseUnsupportedError
-from ..loading import ModelPair
-from ..request import TokenEvent
-from ..sampling import LogitsProcessor, Sampler, choose, greedy, make_sampler, processors_of, token_event
-from ..speculative.proposers import Proposer
-from ..speculative.row import Limits, SpeculativeRow
-from ..speculative.verification import TokenSampler
-from .caches import empty_cache
+from ..errors import InvalidRequestError
+from ..events import TokenEvent
+from ..sampling import LogitsProcessor, Sampler, choose, greedy, token_event
+from .footprint import cache_bytes, read_bytes
 from .grouping import padding, regroup
-from .memory import cache_bytes
-from .scheduler import read_bytes
-from .sequence import Sequence, log_failure
-from .speculation import AnswerDrafter
 
 # Seconds of a step for copying caches when rows join or leave. Copying all at once took half a second where a step
 # takes 60 ms (a dozen rows, the longest 6 000 tokens, 2 cores).
@@ -493,172 +481,3 @@ class DecodeBatch:
         for group in groups:
             group.lot = statistics.mode(row.lot for row in group.rows)
         return padding(sizes, planned)
-
-
-log = logging.getLogger(__name__)
-Outcome = tuple[int, TokenEvent | Exception]  # of the row with this uid; after an error it is removed
-
-
-class _Drafted(NamedTuple):
-    """A sequence whose row decodes with proposals, beside the batch."""
-
-    sequence: Sequence
-    drafting: AnswerDrafter
-    row: SpeculativeRow
-
-
-class Rows:
-    """Sequences between their prefill and their last token.
-
-    Attributes:
-        room: see `DecodeBatch`.
-    """
-
-    def __init__(self, pair: ModelPair, config: EngineConfig) -> None:
-        self._pair = pair
-        self._kv_bits = config.kv_bits
-        self.room: Callable[[int], int | None] = lambda own: None
-        self._batch = self._make_batch()
-        self._drafted: dict[int, _Drafted] = {}
-
-    def __len__(self) -> int:
-        return len(self._batch) + len(self._drafted)
-
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes of all rows' caches. In a forward every row takes as much as the longest."""
-        drafted = (drafted.row.cache for drafted in self._drafted.values())
-        return sum(cache_bytes(cache) for cache in (*self._batch.caches, *drafted))
-
-    @property
-    def padding(self) -> int:
-        """Return the bytes of these caches beside the rows' tokens and their room to grow. From any thread."""
-        return self._batch.padding
-
-    def add(self, sequence: Sequence, logits: mx.array) -> TokenEvent:
-        """Start decoding a prefilled sequence; return its first token, chosen from `logits` (1, V)."""
-        sequence.cache, sequence.shift = self.quantize(sequence.cache, sequence.shift)
-        drafting = sequence.drafting
-        if drafting is not None and drafting.proposer is not None:
-            return self._add_drafted(sequence, drafting, drafting.proposer, logits)
-        self._add_plain(sequence, logits)
-        try:
-            return self._batch.first_token()
-        except Exception:  # else the next step would fail again
-            self._batch.remove(sequence.uid)
-            raise
-
-    def step(self) -> Iterator[Outcome]:
-        """Yield one token of every plain row, then one verification of a drafted row. Rows may leave in between."""
-        yield from self._step_batch()
-        yield from self._step_drafted()
-
-    def remove(self, uid: int) -> Removed:
-        """Remove a row; return its cache and the generated tokens in it."""
-        if uid not in self._drafted:
-            return self._batch.remove(uid)
-        row = self._drafted.pop(uid).row
-        return Removed(row.cache, tuple(row.tokens))
-
-    def clear(self) -> None:
-        """Remove all rows, whatever their state."""
-        self._batch = self._make_batch()
-        self._drafted.clear()
-
-    def plan_anew(self) -> None:
-        """Decide anew which rows share a forward: they have less room."""
-        self._batch.plan_anew()
-
-    def _make_batch(self) -> DecodeBatch:
-        return DecodeBatch(self._pair.target, self._pair.ranks, lambda own: self.room(own))
-
-    def _add_drafted(
-        self, sequence: Sequence, drafting: AnswerDrafter, proposer: Proposer, logits: mx.array
-    ) -> TokenEvent:
-        request, V = sequence.request, logits.shape[-1]
-        stops, processors = request.stop_token_ids, processors_of(request)
-        drafting.row = SpeculativeRow(
-            self._pair.target,
-            sequence.cache,
-            logits,
-            proposer,
-            TokenSampler(request.sampling, V, processors, sequence.grammar, stops),
-            Limits(request.max_tokens, stops),
-            logprobs=sequence.logprobs,
-            shift=sequence.shift,
-        )
-        sequence.cache = []  # the row owns it now
-        self._drafted[sequence.uid] = _Drafted(sequence, drafting, drafting.row)
-        return drafting.row.first
-
-    def _add_plain(self, sequence: Sequence, logits: mx.array) -> None:
-        request = sequence.request
-        self._batch.add(
-            DecodeRow(
-                uid=sequence.uid,
-                cache=sequence.cache,
-                logits=logits,
-                sampler=make_sampler(request.sampling, self._pair.vocab_size),
-                processors=processors_of(request),
-                logprobs=sequence.logprobs,
-                shift=sequence.shift,
-                grammar=sequence.grammar,
-                generated=tuple(sequence.tokens),
-            )
-        )
-        sequence.cache = []  # the batch owns it now
-
-    def quantize(self, cache: list[Any], shift: int = 0) -> tuple[list[Any], int]:
-        """Return a prefilled cache as answers read it, and the shift that it can't carry itself."""
-        if self._kv_bits is None or not self._reads_quantized:
-            return cache, shift
-        try:
-            return quantize_kv(cache, self._kv_bits)
-        except SparseUnsupportedError as error:
-            log.warning("the KV cache of a request stays unquantised: %s", error)
-            return cache, shift
-
-    @cached_property
-    def _reads_quantized(self) -> bool:
-        """Return whether the target can read quantised caches. Checked and logged with the first row."""
-        target = self._pair.target
-        reason = probe_quantized(target, empty_cache(target), self._kv_bits or 8)
-        if reason is not None:
-            log.warning("the KV cache stays unquantised: %s", reason)
-        return reason is None
-
-    def _step_batch(self) -> list[Outcome]:
-        """Step the batch. A failing forward fails its rows; the next ones start with an empty batch."""
-        if not len(self._batch):
-            return []
-        try:
-            return list(self._batch.step())
-        except RowFailed as failed:
-            log_failure(log, "a row failed", failed.__cause__)
-            self._batch.remove(failed.uid)
-            cause = failed.__cause__
-            return [(failed.uid, cause if isinstance(cause, Exception) else failed)]
-        except Exception as error:
-            log.exception("decode step failed")
-            lost = self._batch.uids
-            self._batch = self._make_batch()
-            return [(uid, error) for uid in lost]
-
-    def _step_drafted(self) -> Iterator[Outcome]:
-        """Step the first drafted row. Beside other rows it joins the batch, and the next one is first."""
-        if not self._drafted:
-            return
-        uid, (sequence, drafting, row) = next(iter(self._drafted.items()))
-        try:
-            events, leaving = drafting.step(row, alone=len(self) == 1)
-        except Exception as error:  # noqa: BLE001 - one row must not end the others
-            log_failure(log, "a speculative row failed", error)
-            del self._drafted[uid]
-            yield uid, error
-            return
-        yield from ((uid, event) for event in events)
-        if leaving is not None and uid in self._drafted:
-            del self._drafted[uid]
-            drafting.leave(leaving)
-            sequence.cache = row.cache
-            self._add_plain(sequence, row.logits)

@@ -1,269 +1,64 @@
-"""Idle time: the draft reads what it has not read of a conversation, and the target what it saw in part."""
+"""Reads the prompt of a sparse turn in full, into the exact cache, behind what is dense already."""
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Callable, Generator
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Generator
 
+import mlx.core as mx
 import numpy as np
-import psutil
 
-from ..errors import RequestCancelled
-from ..request import GenerationRequest, Progress, PromptLogprobs, SpecPrefillOptions, TokenIds, Verdict, concat_tokens
-from .memory import Memory
+from ..cache.positioned import can_cut
+from ..events import Progress, PromptLogprobs
+from ..request import GenerationRequest
+from ..specprefill.plan import READ_ALL
+from ..specprefill.sparse_prefill import HiddenStates, UpperLayersModel, prefill
 from .prefill import Prefiller
-from .sequence import Job, RequestHandle, Sequence
-from .verify import Guide, Quantize, verify
-
-log = logging.getLogger(__name__)
-_LIMIT = 8  # turns
-_EVERY = 20  # answers to be verified of which one need not wait for idle time, if the policy says so
-_OVERTAKEN = "later turns came before there was time to read the prompt in full"
-_FORGOTTEN = "the prompt was deleted before it was read in full"
+from .sequence import Sequence
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class IdleTurn:
-    """A turn after which something is left to read.
+def densify(
+    prefiller: Prefiller, request: GenerationRequest, selection_key: str | None
+) -> Generator[Progress | PromptLogprobs, None, tuple[Sequence, mx.array]]:
+    """Prefill the prompt into the exact cache. May be interrupted at every chunk; cancelled, it keeps them.
 
-    Attributes:
-        request: the answered one; `answer`: the tokens that came back.
-        handle: of the request; says whether the conversation is expected to go on.
-        selection_key: `Sequence.selection_key`, by which its sparse prefix is found.
-        sparse_logprobs: of the answer's tokens, if it is to be verified.
-        dense: the target saw it in part, and is to read the rest.
-        drafts: the draft is to read it first.
+    Args:
+        selection_key: `Sequence.selection_key` of the sparse turn with this text.
+
+    Returns:
+        The sequence with its cache, and the logits of the last token, (1, V).
     """
-
-    request: GenerationRequest
-    answer: tuple[int, ...]
-    handle: RequestHandle
-    selection_key: str | None = None
-    sparse_logprobs: tuple[float, ...] = ()
-    dense: bool = True
-    drafts: bool = False
-
-    @property
-    def tokens(self) -> TokenIds:
-        return concat_tokens(self.request.prompt, self.answer)
-
-    @property
-    def is_to_verify(self) -> bool:
-        return bool(self.sparse_logprobs)
-
-    def follows(self, other: IdleTurn) -> bool:
-        """Return whether this is the same turn, or a later one of the same conversation."""
-        mine, others = self.request, other.request
-        return mine.label == others.label and np.array_equal(mine.prompt[: len(others.prompt)], others.prompt)
-
-    def tell(self, verdict: Verdict) -> None:
-        """Report the verdict, if one is wanted."""
-        if self.is_to_verify:
-            self.handle.on_verdict(verdict)
+    sequence = Sequence(-1, request, READ_ALL)
+    yield from prefiller.resume(sequence, again=True)
+    yield from _densify_upper_layers(prefiller, sequence, selection_key)
+    logits = yield from prefiller.read_all(sequence)
+    sequence.store()
+    if prefiller.is_stateful:  # the next turn begins with all of it: the sparse turn has a state at its end
+        sequence.keep_prompt(prefiller.caches, len(request.prompt))
+    return sequence, logits
 
 
-class BackgroundQueue:
-    """Turns whose answers called a tool come first, newest first among equals; the last in order go when it is full.
+def _densify_upper_layers(
+    prefiller: Prefiller, sequence: Sequence, selection_key: str | None
+) -> Generator[Progress, None, None]:
+    """Run the upper layers over all tokens that the lower layers have read. No-op for turns that are not staged.
 
-    A turn stays in the queue until it is removed, also while it is being made dense.
+    The sequence's cache and the exact cache then hold the text. Cancelled, nothing is kept.
     """
-
-    def __init__(self, is_expecting: Callable[[IdleTurn], bool]) -> None:
-        """Args:
-        is_expecting: returns whether a turn's answer called a tool, so that the next turn is certain to come.
-        """
-        self.is_expecting = is_expecting
-        self._turns: list[IdleTurn] = []  # newest first
-
-    def __len__(self) -> int:
-        return len(self._turns)
-
-    def __contains__(self, turn: IdleTurn) -> bool:
-        return turn in self._turns
-
-    def add(self, turn: IdleTurn) -> list[IdleTurn]:
-        """Add the newest turn, which replaces earlier turns of its conversation. Return the turns that have to go."""
-        gone = [old for old in self._turns if turn.follows(old)]
-        self._turns = [turn, *(old for old in self._turns if old not in gone)]
-        if len(self._turns) > _LIMIT:
-            gone.append(sorted(self._turns, key=self._order)[-1])
-            self.discard(gone[-1])
-        return gone
-
-    def all(self) -> tuple[IdleTurn, ...]:
-        return tuple(self._turns)
-
-    def first(self) -> IdleTurn | None:
-        return min(self._turns, key=self._order, default=None)
-
-    def discard(self, turn: IdleTurn) -> None:
-        """Nothing more is to be done for it; no effect when it has been replaced."""
-        if turn in self._turns:
-            self._turns.remove(turn)
-
-    def replace(self, turn: IdleTurn, other: IdleTurn) -> None:
-        """Put another one in a turn's place; no effect when it has been replaced."""
-        self._turns = [other if old is turn else old for old in self._turns]
-
-    def _order(self, turn: IdleTurn) -> bool:
-        return not self.is_expecting(turn)
-
-
-_LOOK_EVERY_S = 30.0
-
-
-class Battery:
-    """Reports whether the machine runs on battery. Reads the sensors at most every 30 s."""
-
-    def __init__(self) -> None:
-        self._next_look = 0.0  # by the monotonic clock
-        self._is_in_use = False
-
-    @property
-    def is_in_use(self) -> bool:
-        """Return whether the machine runs on battery. False without a battery or where the state is unknown."""
-        now = time.monotonic()
-        if now >= self._next_look:
-            self._next_look = now + _LOOK_EVERY_S
-            found = psutil.sensors_battery()
-            self._is_in_use = found is not None and found.power_plugged is False
-        return self._is_in_use
-
-
-class BackgroundPrefill:
-    """Reads what is left of one turn after another, the first of the queue at any time.
-
-    Memory is reserved for it as for a request, but nothing is evicted: a turn for which there is none is left as it is.
-
-    Attributes:
-        turns: still to be read.
-        count, tokens: turns that were made dense, and their tokens.
-    """
-
-    def __init__(self, prefiller: Prefiller, memory: Memory, guide: Guide, quantize: Quantize) -> None:
-        """Args:
-        guide: makes a request's grammar.
-        quantize: `Rows.quantize`.
-        """
-        self._prefiller = prefiller
-        self._memory = memory
-        self._guide = guide
-        self._quantize = quantize
-        self._now: tuple[IdleTurn, RequestHandle] | None = None
-        self.turns = BackgroundQueue(self._is_expecting)
-        self.count = self.tokens = 0
-        pair, policy = prefiller.pair, prefiller.config.policy
-        self._densifies = policy.densify
-        self._samples = policy.verify_busy
-        self._to_verify = 0  # answers so far
-        # A draft with another tokenizer has other tokens; on several ranks, one alone may have the draft.
-        alone = pair.mapping is None and pair.ranks is None
-        self._draft = pair.draft if policy.densify and policy.enabled and alone else None
-
-    @property
-    def drafts_first(self) -> bool:
-        """Return whether the draft reads next."""
-        turn = None if self._draft is None else self.turns.first()
-        return turn is not None and turn.drafts
-
-    def follow(self, sequence: Sequence, handle: RequestHandle) -> IdleTurn | None:
-        """Queue a turn that was answered, if something is left to read. Return the turn if it is not for idle time."""
-        request = sequence.request
-        dense = self._densifies and sequence.is_sparse
-        drafts = self._draft is not None and (request.pin_system_prefix or request.specprefill.enabled is not False)
-        if not (dense or drafts):
-            return None
-        known = tuple(sequence.sparse_logprobs) if dense else ()
-        turn = IdleTurn(request, tuple(sequence.tokens), handle, sequence.selection_key, known, dense, drafts)
-        if self._is_forgotten(turn):
-            self._give_up(turn, _FORGOTTEN)
-            return None
-        if self._draw(turn):
-            return replace(turn, drafts=False)
-        for old in self.turns.add(turn):
-            if self._now is None or self._now[0] is not old:
-                old.tell(Verdict(_OVERTAKEN))
-        return None
-
-    def _draw(self, turn: IdleTurn) -> bool:
-        """Count a turn; return whether its answer is verified even if the machine is never idle."""
-        self._to_verify += turn.is_to_verify
-        return self._samples and turn.is_to_verify and self._to_verify % _EVERY == 0
-
-    def make_job(self, turn: IdleTurn, uid: int) -> Job:
-        """Return the job of a turn that does not wait for idle time."""
-        need = self._memory.need_idle(len(turn.tokens), dense=True)
-        return Job(uid, self._steps(turn), need, on_end=partial(self._finish, turn), rereads=turn.request)
-
-    def _is_expecting(self, turn: IdleTurn) -> bool:
-        return turn.handle.expecting
-
-    def _is_forgotten(self, turn: IdleTurn) -> bool:
-        return not self._prefiller.caches.keeps(turn.request)
-
-    def forget(self) -> None:
-        """Give up the turns of prompts that are not to be kept any more."""
-        for turn in self.turns.all():
-            if self._is_forgotten(turn):
-                self._give_up(turn, _FORGOTTEN)
-
-    def close(self) -> None:
-        """Report that the turns in the queue will not be verified."""
-        while (turn := self.turns.first()) is not None:
-            self._give_up(turn, "the server stopped")
-
-    def _give_up(self, turn: IdleTurn, reason: str) -> None:
-        self.turns.discard(turn)
-        turn.tell(Verdict(reason))
-
-    def job(self, uid: int) -> Job | None:
-        """The next turn's job under this uid; None while there is one. One that is outranked gives way."""
-        turn = self.turns.first()
-        if turn is None:
-            return None
-        if self._now is not None:
-            now = self._now[0]
-            if self._is_expecting(turn) and not self._is_expecting(now):
-                self._now[1].cancel()  # its finished steps stay in the cache, and its turn in the queue
-            return None
-        need = self._memory.need_idle(len(turn.tokens), not turn.drafts)
-        if not self._memory.reserve_free(uid, need):
-            log.info("no memory to read %d tokens in idle time", len(turn.tokens))
-            self._give_up(turn, "there was no memory to read the prompt in full")
-            return None
-        on_end = partial(self._finish, turn)
-        job = Job(uid, self._steps(turn), need, on_end=on_end, background=True, rereads=turn.request)
-        self._now = turn, job.handle
-        return job
-
-    def _steps(self, turn: IdleTurn) -> Generator[Progress | PromptLogprobs, None, Verdict | None]:
-        """Read what is left of the turn. Return the verdict if one is wanted."""
-        request = replace(turn.request, specprefill=SpecPrefillOptions(), prompt_logprobs=None)
-        if not turn.drafts and turn.is_to_verify:
-            parts = turn.selection_key, turn.answer, turn.sparse_logprobs, self._guide, self._quantize
-            return (yield from verify(self._prefiller, request, *parts))
-        text = replace(request, prompt=turn.tokens)
-        if turn.drafts and self._draft is not None:
-            yield from self._prefiller.read_with_draft(self._draft, text)
-        else:
-            yield from self._prefiller.dense(text, turn.selection_key)
-        return None
-
-    def _finish(self, turn: IdleTurn, result: Verdict | Exception | None) -> None:
-        if self._now is not None and self._now[0] is turn:
-            self._now = None
-        if isinstance(result, RequestCancelled) or (turn.drafts and turn.dense):
-            if turn not in self.turns:
-                turn.tell(Verdict(_FORGOTTEN if self._is_forgotten(turn) else _OVERTAKEN))
-            elif not isinstance(result, RequestCancelled):
-                self.turns.replace(turn, replace(turn, drafts=False))
-            return
-        self.turns.discard(turn)
-        if turn.dense and not isinstance(result, Exception):
-            self.tokens += len(turn.tokens)
-            self.count += 1  # last: who sees it in another thread finds the tokens too
-        failed = f"full reading failed: {type(result).__name__}"
-        turn.tell(result if isinstance(result, Verdict) else Verdict(failed))
+    model, request, S = prefiller.pair.stages, sequence.request, sequence.cached
+    if model is None or selection_key is None or not can_cut(sequence.cache):
+        return  # windows and states need checkpoints
+    turn = yield from prefiller.caches.target_prefix(request.prompt, request.label, True, selection_key)
+    if turn is None or turn.held is None:
+        return
+    hidden = HiddenStates(S, S, turn.hidden)
+    lower = yield from prefiller.caches.draft_prefix(request.prompt[: hidden.end + 1], request.label)
+    if lower is None or not hidden.covers(np.arange(S, lower.length, dtype=np.int32)) or lower.length <= S:
+        return
+    indices = np.arange(S, lower.length, dtype=np.int32)
+    _, upper = model.split(sequence.cache)
+    yield Progress("prefill", 0, lower.length - S, cached=S)
+    text, states = request.prompt[S : lower.length], hidden.of(indices)
+    upper_model = UpperLayersModel(model.upper, states)
+    yield from prefill(upper_model, upper, text, indices - S, prefiller.step, S)
+    sequence.cache, sequence.cached = model.join(lower.cache, upper), lower.length
+    sequence.keep_prompt(prefiller.caches, lower.length)

@@ -1,6 +1,6 @@
-"""The public interface of the engine: callers on any thread, one MLX thread.
+"""The engine's calls, from any thread: check and submit requests, inspect, replay, list and drop prefixes, health.
 
-Calls go through an inbox (`sequence.py`) to the engine's loop (`loop.py`) on that thread (`mlx_thread.py`), which
+Calls go through an inbox (`inbox.py`) to the engine's loop (`loop.py`) on that thread (`mlx_thread.py`), which
 answers through one callback per request.
 """
 
@@ -21,22 +21,30 @@ from ..cache.prefix.nodes import CacheEntry
 from ..config import EngineConfig
 from ..constraints import Grammars, GrammarState, ReasoningBudgetState
 from ..errors import ContextLengthError, DeviceError, EngineClosedError, EngineError, InvalidRequestError
+from ..events import Event, Failed, Finished, OnEvent, Prediction, Progress, noop
 from ..loading import ModelPair
-from ..request import Constraint, Event, Failed, Finished, GenerationRequest, Prediction, Progress, Verdict
+from ..request import Constraint, GenerationRequest
 from ..sampling import LOGITS_ROWS, check_sampling
 from ..specprefill.plan import PrefillPlan
-from .caches import EngineCaches, Erasure, noop
-from .decode_batch import Rows
-from .densify import BackgroundPrefill
+from ..verdict import Verdict
+from .background import BackgroundPrefill
+from .caches import EngineCaches, Erasure
+from .chunks import ChunkSizer
+from .costs import CostModel
+from .device_errors import DeviceErrors
+from .footprint import weights_by_array
+from .inbox import Inbox, Results
 from .inspection import Inspection, Replay, inspect_prompt, replay_continuation
-from .loop import DeviceErrors, EngineCore, Inbox, Results
-from .machine import wire
-from .memory import Memory, MemoryUse, check_limit, weights_by_array
+from .job import AnswerJob, Job, RequestHandle, TaskSpec
+from .loop import EngineCore
+from .memory import Memory, MemoryUse, check_limit
 from .mlx_thread import MLXThread
 from .prefill import Prefiller
-from .scheduler import ChunkSizer, CostModel, Scheduler
-from .sequence import AnswerJob, Job, OnEvent, RequestHandle, Sequence, TaskSpec
+from .rows import Rows
+from .scheduler import Scheduler
+from .sequence import Sequence
 from .speculation import AnswerDrafter, Speculator
+from .wired import wire
 
 _ERASING_S = 0.01  # between two looks whether the disk has forgotten
 _PATIENCE = 4  # times `target_itl_ms`: how long a prefill may wait while others are served

@@ -1,4 +1,4 @@
-"""Decides which rows share a forward of a decode step. Integers only: no arrays, clocks, threads.
+"""Decides which rows share a forward of a decode step, so that padding costs little. Integers only.
 
 Such a step is bound by what it reads: the weights once per forward, and the caches, in which every row of a forward is
 as long as the longest. So rows share a forward if it pads them by fewer bytes than another forward would read.

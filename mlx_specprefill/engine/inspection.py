@@ -12,11 +12,14 @@ import numpy.typing as npt
 
 from ..adapters.capture import HeadCapture
 from ..adapters.rope import adjust_offsets
-from ..request import GenerationRequest, Mode, Prediction, PrefillReport, Progress, PromptLogprobs, concat_tokens
+from ..events import Mode, Prediction, PrefillReport, Progress, PromptLogprobs
+from ..request import GenerationRequest, concat_tokens
 from ..sampling import LOGITS_ROWS, log_softmax
 from ..specprefill.selector import kept_spans
 from .prefill import Prefiller
 from .sequence import Sequence
+
+Floats = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +97,6 @@ def inspect_prompt(prefiller: Prefiller, request: GenerationRequest) -> Generato
         kept_spans=kept_spans(selection.kept),
         predicted=plan.predicted,
     )
-
-
-Floats = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,286 +1,44 @@
-"""The engine's inbox, and its loop on the MLX thread, which creates and frees every array.
+"""The engine's loop on the MLX thread: what a step does, which requests wait for memory, and how jobs end.
 
-Each tick is one decode step of all running answers, then one slice of one prefill, or short ones that take no longer
-together (`scheduler.py` says whose).
-An error of one request never ends the loop.
+Each step is one decode step of all running answers, then prefill chunks: one, or short ones that take no longer
+together. An error of one request never ends the loop.
 """
 
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
-from itertools import count
-from typing import Any, TypeVar
 
 import mlx.core as mx
 
 from ..config import EngineConfig
-from ..errors import DeviceError, DeviceErrorKind, EngineClosedError, RequestCancelled, device_error
-from ..request import Event, Finished, FinishReason, TokenEvent, concat_tokens
+from ..errors import DeviceError, EngineClosedError, RequestCancelled
+from ..events import Event, Finished, FinishReason, TokenEvent
+from ..request import concat_tokens
+from .background import BackgroundPrefill
+from .battery import Battery
 from .caches import EngineCaches, Erasure
-from .decode_batch import Rows
-from .densify import BackgroundPrefill, Battery
+from .chunks import ChunkSizer
+from .costs import CostModel
+from .device_errors import DeviceErrors
+from .failures import log_failure, strip_traceback
+from .inbox import Call, Inbox
+from .job import AnswerJob, Job, RequestHandle
 from .memory import ANSWER_TOKENS, Memory
-from .scheduler import ChunkSizer, CostModel, Scheduler
-from .sequence import AnswerJob, Job, RequestHandle, Sequence, log_failure, strip_traceback
+from .meter import Meter
+from .rows import Rows
+from .scheduler import Scheduler
+from .sequence import Sequence
 
 log = logging.getLogger(__name__)
-
-_MOST = 3  # errors without a token between them after which the device is given up
-
-
-class DeviceErrors:
-    """Acts on device errors, so that the next request can succeed. MLX thread only, except `fatal`.
-
-    MLX reports them as RuntimeErrors with a message only.
-
-    Args:
-        halve: halves the longest prefill chunk; returns its tokens.
-
-    Attributes:
-        fatal: why the device is unusable until a restart; None while it works.
-    """
-
-    def __init__(self, caches: EngineCaches, memory: Memory, halve: Callable[[], int]) -> None:
-        self._caches = caches
-        self._memory = memory
-        self._halve = halve
-        self._latest: Exception | None = None
-        self._advice = ""
-        self._in_a_row = 0
-        self.fatal: str | None = None
-
-    def explain(self, error: Exception) -> Exception:
-        """Return the error for the client of a failed request."""
-        if device_error(error) is None:
-            return error
-        self.note(error)
-        return DeviceError(self.fatal or f"the device failed on this request: {error}. {self._advice}")
-
-    def note(self, error: Exception) -> None:
-        """Handle an error once, even if several rows fail with it. Ignores errors that are not the device's."""
-        kind = device_error(error)
-        if kind is None or error is self._latest:
-            return
-        self._latest = strip_traceback(error)
-        self._in_a_row += 1
-        if kind == "refused" or self._in_a_row >= _MOST:
-            self.fatal = f"the device takes no more work, this server has to be started again: {error}"
-            log.critical(self.fatal)
-            return
-        self._advice = self._act(kind)
-        log.error("the device failed: %s. %s", error, self._advice)
-
-    def note_token(self) -> None:
-        """Note that a token was computed."""
-        self._in_a_row = 0
-
-    def _act(self, kind: DeviceErrorKind) -> str:
-        """Handle one kind of error; return what was done and what the user can do."""
-        if kind == "memory":
-            self._make_room()
-            return (
-                "Cached prompts were dropped and less memory is planned with. Send it again or shorten it; if it fails "
-                "again, close other programs, or start the server with a lower --memory-limit or --prefill-step."
-            )
-        if kind == "timeout":
-            return f"Prompts are read {self._halve()} tokens at a time at most from now on. Send it again."
-        return "Send it again."
-
-    def _make_room(self) -> None:
-        try:
-            self._caches.budget.shrink(self._caches.nbytes)
-        except RuntimeError:
-            log.exception("cached prompts could not be dropped")  # what goes to disk is copied first
-        mx.clear_cache()
-        self._memory.lower_limit()
-
-
 IDLE_BEAT_S = 0.5
 _SAVE_BEAT_S = 0.01  # while there is nothing else to do than to save prefixes
 _QUIET_S = 1.0  # without requests before background work begins: an agent's next turn often comes at once
 _LOOK_EVERY_S = 0.5  # at the memory; not above IDLE_BEAT_S, so that it is looked at while nothing comes
 _NOTHING_S = 2e-3  # a step of a prefill that takes no longer, such as its planning, is no chunk
 _TICK_SHARE = 0.5  # of `target_itl_ms`: within it another chunk may begin
-
-_METER_S = 5
-_SIGNAL_S = 0.5
-
-
-class Meter:
-    """Recent rate of an event per second. Written by one thread, read by any."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._seconds: deque[tuple[int, int]] = deque(maxlen=_METER_S + 1)  # (second, count)
-
-    def add(self, count: int) -> None:
-        now = int(self._clock())
-        if self._seconds and self._seconds[-1][0] == now:
-            self._seconds[-1] = (now, self._seconds[-1][1] + count)
-        else:
-            self._seconds.append((now, count))
-
-    def per_second(self) -> float:
-        """Return the rate over the last whole seconds; 0 if nothing happened."""
-        now = int(self._clock())
-        return sum(count for second, count in tuple(self._seconds) if now - _METER_S <= second < now) / _METER_S
-
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A function to call on the MLX thread.
-
-    Attributes:
-        method, arguments: what other ranks have to call on their loops, if anything.
-    """
-
-    run: Callable[[], None]
-    method: str | None = None
-    arguments: tuple[Any, ...] = ()
-
-
-class Results(queue.SimpleQueue[T | Exception]):
-    """One result, passed from the MLX thread to a waiting caller."""
-
-    def fill(self, call: Callable[[], T]) -> None:
-        """Store the call's result or exception. The exception belongs to the caller, not to the thread."""
-        try:
-            self.put(call())
-        except Exception as error:  # noqa: BLE001
-            self.put(strip_traceback(error))
-
-    def wait(self) -> T:
-        """Return the result, or raise the exception."""
-        while True:
-            with suppress(queue.Empty):
-                # A signal that comes just before the wait does not end it; Ctrl-C takes effect after it.
-                result = self.get(timeout=_SIGNAL_S)
-                break
-        if isinstance(result, Exception):
-            raise result
-        return result
-
-
-class Inbox:
-    """Jobs and calls in order of arrival, accepted between `open` and `close`.
-
-    Args:
-        scheduler: gets every job that the MLX thread takes.
-        max_queue: jobs that may wait, in the inbox and the scheduler together.
-        wake: wakes the MLX thread after a post or a close.
-    """
-
-    def __init__(self, scheduler: Scheduler, max_queue: int, wake: Callable[[], None] = lambda: None) -> None:
-        self._scheduler = scheduler
-        self._max_queue = max_queue
-        self._wake = wake
-        self._posted: queue.SimpleQueue[Job | Call | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._uids = count(1)
-        self._unread = 0  # jobs
-        self._open = False
-        self._why = "the engine is not running"
-
-    @property
-    def is_open(self) -> bool:
-        return self._open
-
-    @property
-    def waiting(self) -> int:
-        """Return the number of jobs that have not started."""
-        return self._scheduler.waiting + self._unread
-
-    def __bool__(self) -> bool:
-        """Return whether a job or call is waiting."""
-        return not self._posted.empty()
-
-    def open(self) -> None:
-        self._open = True
-
-    def close(self, why: str | None = None) -> bool:
-        """Close the inbox and wake the MLX thread; return False if it was closed already.
-
-        Args:
-            why: the message of the error that later callers get.
-        """
-        with self._lock:
-            was_open, self._open = self._open, False
-            self._why = why or self._why
-        if was_open:
-            self._posted.put(None)
-            self._wake()
-        return was_open
-
-    def next_uid(self) -> int:
-        return next(self._uids)
-
-    def post(self, job: Job) -> None:
-        """Queue a job.
-
-        Raises:
-            EngineClosedError: the inbox is closed, or `max_queue` jobs wait already.
-        """
-        with self._lock:
-            self._check_open()
-            waiting = self.waiting
-            if waiting >= self._max_queue:
-                raise EngineClosedError(f"{waiting} requests are waiting already")
-            self._unread += 1
-            self._posted.put(job)  # before it can be closed: the loop reads no further
-        self._wake()
-
-    def call(self, call: Callable[[], T], method: str | None = None, *arguments: Any) -> T:
-        """Call something on the MLX thread, between two chunks, and return its result.
-
-        Args:
-            method, arguments: see `Call`.
-
-        Raises:
-            EngineClosedError: the inbox is closed.
-        """
-        done = Results[T]()
-        with self._lock:
-            self._check_open()
-            self._posted.put(Call(partial(done.fill, call), method, arguments))
-        self._wake()
-        return done.wait()
-
-    def take(self) -> Job | Call | None:
-        """Return the next job or call, on the MLX thread; None if there is none or the inbox was closed."""
-        try:
-            posted = self._posted.get_nowait()
-        except queue.Empty:
-            return None
-        if isinstance(posted, Job):
-            with self._lock:
-                self._scheduler.add(posted.uid)
-                self._unread -= 1
-        return posted
-
-    def drain(self) -> list[Job]:
-        """Return the jobs that were not taken from a closed inbox. May be called from any thread."""
-        jobs = []
-        while not self._posted.empty():
-            with suppress(queue.Empty):
-                posted = self._posted.get_nowait()
-                if isinstance(posted, Job):
-                    jobs.append(posted)
-        return jobs
-
-    def _check_open(self) -> None:
-        if not self._open:
-            raise EngineClosedError(self._why)
 
 
 @dataclass(eq=False)

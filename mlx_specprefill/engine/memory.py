@@ -1,4 +1,4 @@
-"""Measures and predicts memory, shares one limit among all engines of a thread, and finds leaks. In bytes."""
+"""One engine's memory: predicts what a request needs, reserves it or lets it wait, and reports the use. In bytes."""
 
 from __future__ import annotations
 
@@ -6,41 +6,45 @@ import logging
 import math
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
-from mlx.utils import tree_flatten
-from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
-from mlx_lm.utils import _get_classes as classes_of
+from mlx_lm.models.cache import KVCache
 
 from ..adapters.depth import full_draft_model
-from ..adapters.mtp import MTPHead
-from ..adapters.patches import install_patches
-from ..adapters.rope_names import with_old_rope_names
-from ..adapters.staged import StagedModel
-from ..cache.positioned import fill, leaves
 from ..config import EngineConfig
 from ..errors import SettingsError
+from ..events import Mode
 from ..loading import ModelPair
-from ..reading import context_length
-from ..request import GenerationRequest, Mode
+from ..request import GenerationRequest
 from ..sampling import LOGITS_ROWS
 from ..specprefill.sparse_prefill import TAIL
 from ..speculative.strategies import STRATEGIES, refusal
 from .caches import EngineCaches
-from .machine import default_limit
-from .sequence import AnswerJob, Job, Need, Sequence
+from .footprint import (
+    Footprint,
+    cache_bytes,
+    hidden_bytes,
+    measure_footprint,
+    measure_head_footprint,
+    weight_bytes,
+    weights_by_array,
+)
+from .job import AnswerJob, Job, Need
+from .leaks import LeakDetector
+from .sequence import Sequence
+from .shared_memory import SharedMemory
 from .speculation import AnswerDrafter
 
 log = logging.getLogger(__name__)
-TOLERATED = 32 << 20  # bytes that need no owner: tables, masks, logits, rounding in MLX
-_AGAIN = 2  # factor of growth since the last warning that causes the next one
+ANSWER_TOKENS = 2048  # of the answer that admission counts: clients ask for the whole context and use little of it
+# Per word of the vocabulary and row: a model's logits, as float32, normalised, and as a sampler changes them.
+_ROW_BYTES = 16
+_TAIL_BYTES = 4 * 2 * TAIL  # per word: the model's logits of the last tokens of a prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,291 +74,6 @@ class MemoryUse:
     spare: int
     unaccounted_bytes: int
     limit: int | None
-
-
-class LeakDetector:
-    """Compares the bytes that MLX holds with those of weights, caches and requests.
-
-    Attributes:
-        unaccounted: bytes, when it was last balanced.
-    """
-
-    def __init__(self) -> None:
-        self.unaccounted = 0
-        self._told = 0
-
-    def balance(self, active: int, held: Mapping[str, int], working_set: int = 0) -> None:
-        """Compare between two steps. Log a surplus once, and again after it has doubled.
-
-        Args:
-            active: bytes of all arrays, as MLX counts them.
-            held: bytes by consumer.
-            working_set: bytes that a prefill in work may need beside its cache.
-        """
-        self.unaccounted = max(0, active - sum(held.values()))
-        if self.unaccounted <= max(TOLERATED + working_set, _AGAIN * self._told):
-            return
-        self._told = self.unaccounted
-        log.warning(
-            "MLX holds %d MiB that nothing answers for, of %d MiB: %s. If that grows, memory leaks: please report it",
-            self.unaccounted >> 20,
-            active >> 20,
-            ", ".join(f"{name} {nbytes >> 20} MiB" for name, nbytes in held.items()),
-        )
-
-
-def cache_bytes(cache: Seq[Any]) -> int:
-    """Return the bytes of a prompt cache's arrays with their room to grow. Layers that report no size count as 0."""
-    total = 0
-    for part in leaves(cache):
-        try:
-            total += int(part.nbytes)
-        except NotImplementedError:
-            continue
-    return total
-
-
-_SHORT = 128  # tokens of the first measuring forward
-_FAR, _DEPTH = 32, 2048  # tokens of the second one, and cached tokens before them
-# Queries times keys of one prefill forward. A larger forward may exceed the time that a GPU's watchdog allows.
-MOST_PAIRS = 2048 * 32768
-
-
-@dataclass(frozen=True, slots=True)
-class Footprint:
-    """Memory of one sequence in one model, measured at start-up.
-
-    Attributes:
-        per_token: bytes of KV cache per stored token.
-        constant: bytes per sequence whatever its length (recurrent state, full windows).
-        per_row: bytes that a forward needs for each of its tokens.
-        per_pair: bytes that it needs per token and key, for attention scores that no fused kernel avoids.
-    """
-
-    per_token: int
-    constant: int
-    per_row: float = 0.0
-    per_pair: float = 0.0
-
-    def of_held(self, tokens: int) -> int:
-        """Return the bytes of a sequence of `tokens` stored tokens, between two forwards."""
-        return self.per_token * tokens + self.constant
-
-    def working(self, tokens: int, step: int) -> int:
-        """Return the bytes of the largest forward when `tokens` tokens are prefilled in forwards of at most `step`."""
-        rows = min(step, tokens)
-        return round(self.per_row * rows + self.per_pair * min(rows * tokens, MOST_PAIRS))
-
-
-def weight_bytes(model: nn.Module, beside: nn.Module | None = None) -> int:
-    """Return the bytes of the loaded parameters that `beside` does not share: a draft can be a part of its target."""
-    return sum(weights_by_array(model, beside).values()) - sum(weights_by_array(beside).values())
-
-
-def weights_by_array(*models: nn.Module | None) -> dict[int, int]:
-    """Return the bytes of these models' arrays by identity, including layers that a draft does not run."""
-    parts = [part for model in models for part in (model, getattr(model, "whole", None)) if part is not None]
-    return {id(array): int(array.nbytes) for part in parts for _, array in tree_flatten(part.parameters())}
-
-
-def measure_footprint(model: nn.Module | None, context: int | None = None) -> Footprint:
-    """Measure the cache's arrays, and the allocator's peak in two short forwards: at the start, and behind many tokens.
-
-    The additional memory per token of the second forward is that of the attention scores. It depends on the device, the
-    heads' size and MLX. Windows stay empty: full attention needs more than they do.
-
-    Args:
-        context: positions that the model supports; None: as many as are measured.
-    """
-    if model is None:
-        return Footprint(0, 0)
-    cache = list(make_prompt_cache(model))
-    _peak(model, cache, 2)  # makes the cache's arrays, with room for the next forward
-    per_row = _peak(model, cache, _SHORT) / _SHORT
-    depth = min(_DEPTH, (context or _DEPTH + _FAR) - _FAR)
-    if depth <= 2 * _SHORT:
-        return replace(cache_footprint(cache), per_row=per_row)
-    fill(cache, depth)
-    more = max(0.0, _peak(model, cache, _FAR) / _FAR - per_row)
-    per_pair = more / (depth + _FAR - _SHORT)
-    return replace(cache_footprint(cache), per_row=max(0.0, per_row - per_pair * _SHORT), per_pair=per_pair)
-
-
-def _peak(model: nn.Module, cache: list[Any], tokens: int) -> int:
-    """Return the peak bytes of a forward of `tokens` tokens, above those in use before."""
-    mx.reset_peak_memory()
-    before = mx.get_active_memory()
-    model(mx.zeros((1, tokens), dtype=mx.int32), cache=cache)
-    mx.eval([part.state for part in cache])
-    return int(mx.get_peak_memory()) - before
-
-
-def cache_footprint(cache: list[Any]) -> Footprint:
-    """Return the footprint of a filled cache. Reads no array."""
-    per_token = constant = 0
-    for part in leaves(cache):
-        if isinstance(part, ArraysCache):
-            constant += int(part.nbytes)
-        elif isinstance(part, RotatingKVCache):
-            constant += _bytes_per_token(part) * int(part.max_size)
-        elif getattr(part, "keys", None) is not None:
-            per_token += _bytes_per_token(part)
-    return Footprint(per_token, constant)
-
-
-def hidden_bytes(model: StagedModel) -> int:
-    """Return the bytes per token that the first layers pass on. Computes nothing."""
-    return int(model.lower(mx.zeros((1, 1), dtype=mx.int32), cache=model.lower.make_cache()).nbytes)
-
-
-def measure_head_footprint(head: MTPHead | str) -> Footprint:
-    """Measure the cache entries of an MTP head. Computes a few at a time, beside larger forwards."""
-    if isinstance(head, str):
-        return Footprint(0, 0)
-    cache = KVCache()
-    mx.eval(head(mx.zeros((1, 1, head.hidden_size), head.dtype), mx.zeros((1, 1), dtype=mx.int32), cache))
-    return Footprint(_bytes_per_token(cache), 0)
-
-
-def _bytes_per_token(part: KVCache | RotatingKVCache) -> int:
-    slots = int(part.keys.shape[2])
-    return int(part.keys.nbytes + part.values.nbytes) // max(slots, 1)
-
-
-_SPARE_PART = 8  # of the limit: what MLX may keep of freed memory, which the limit itself does not count
-_PATIENCE_S = 10.0  # for memory that was asked for outside of the engines
-
-
-class SharedMemory:
-    """Memory budget of all engines on a thread. MLX thread only, except `limit`.
-
-    Args:
-        limit: for everything together; None: what the device recommends.
-
-    Attributes:
-        on_pressure: called with the bytes that no engine can free by itself; None: no further source.
-        loading: bytes of models that are being loaded.
-    """
-
-    def __init__(self, limit: int | None = None) -> None:
-        self.limit = limit or default_limit()
-        self.on_pressure: Callable[[int], None] | None = None
-        self.loading = 0
-        self._sharers: list[Memory] = []
-        self._spare_before: int | None = None  # MLX's own limit
-        self._asked: dict[tuple[Memory, int], float] = {}  # when, by the monotonic clock; for which request
-
-    def join(self, sharer: Memory) -> None:
-        """Add an engine whose models are loaded. Their bytes no longer count as loading."""
-        self.loading = max(0, self.loading - sum(sharer.parameters.values()))
-        if not self._sharers and self.limit is not None:
-            self._spare_before = mx.set_cache_limit(self.limit // _SPARE_PART)
-            if self._spare_before < self.limit // _SPARE_PART:  # a limit that is lower already stays
-                mx.set_cache_limit(self._spare_before)
-        self._sharers.append(sharer)
-
-    def leave(self, sharer: Memory) -> None:
-        """Remove an engine. The last one restores MLX's settings."""
-        if sharer not in self._sharers:
-            return
-        self._sharers.remove(sharer)
-        if not self._sharers and self._spare_before is not None:
-            mx.set_cache_limit(self._spare_before)
-
-    def free(self) -> int | None:
-        """Return the bytes left beside models (loaded or loading) and running requests; None without a limit.
-
-        Cached prefixes count as free. May be called from any thread.
-        """
-        if self.limit is None:
-            return None
-        return self.limit - self.weights() - sum(one.reserved for one in tuple(self._sharers)) - self.loading
-
-    def weights(self, pinned: bool = False, beside: Mapping[int, int] | None = None) -> int:
-        """Return the bytes of all models, each array counted once.
-
-        Args:
-            pinned: of pinned models only.
-            beside: further arrays to count.
-        """
-        arrays = dict(beside or {})
-        for sharer in tuple(self._sharers):
-            if sharer.pinned or not pinned:
-                arrays.update(sharer.parameters)
-        return sum(arrays.values())
-
-    def others(self, sharer: Memory) -> int:
-        """Return the measured bytes of the other engines' models, requests and caches."""
-        own = sum(sharer.parameters.values())
-        return (
-            self.weights(beside=sharer.parameters) - own + sum(one.held for one in self._others(sharer)) + self.loading
-        )
-
-    def room(self, sharer: Memory) -> int | None:
-        """Return the bytes that an engine could use for requests if only pinned models were loaded; None: no limit."""
-        return None if self.limit is None else self.limit - self.weights(pinned=True, beside=sharer.parameters)
-
-    def missing(self, need: int) -> int:
-        """Return the bytes of `need` that are not free now. Limits of single engines are not considered."""
-        if self.limit is None or not (self.loading or len(self._sharers) > 1):
-            return 0
-        return self.taken() + need - self.limit
-
-    def taken(self) -> int:
-        """Return the bytes of all models (loaded or loading), requests and cached prefixes."""
-        return self.weights() + sum(one.reserved + one.cached for one in self._sharers) + self.loading
-
-    def reclaim(self, need: int, sharer: Memory | None = None) -> None:
-        """Free memory from caches: background work first, then the least recently used engine's cache.
-
-        Args:
-            sharer: the engine that needs the memory; its own cache is freed last.
-        """
-        for one in self._others(sharer):
-            one.stop_background()
-        for one in (*self._others(sharer), *([] if sharer is None else [sharer])):
-            if (missing := self.missing(need)) <= 0:
-                return
-            one.evict(missing)
-
-    def can_reclaim(self, need: int, sharer: Memory) -> bool:
-        """Return whether `reclaim` would free enough."""
-        others = sum(one.reclaimable for one in self._others(sharer))
-        return self.missing(need) <= others + sharer.cached
-
-    def room_for_prefixes(self, sharer: Memory) -> float:
-        """Return the bytes that an engine's cache may have beside all that the others hold now."""
-        if self.limit is None or not (self.loading or len(self._sharers) > 1):
-            return math.inf
-        return sharer.cached - self.missing(0)
-
-    def may_come(self, need: int, sharer: Memory, uid: int) -> bool:
-        """Return whether missing memory may become free soon: other requests end, or `on_pressure` was called.
-
-        Args:
-            uid: of the request. It is called once for each, and given ten seconds.
-        """
-        if any(one.reserved for one in self._others(sharer)):
-            return True
-        if self.on_pressure is None or self.missing(need) <= 0:
-            return False
-        if (sharer, uid) not in self._asked:
-            self._asked[sharer, uid] = time.monotonic()
-            self.on_pressure(need)
-        return time.monotonic() - self._asked[sharer, uid] < _PATIENCE_S
-
-    def forget(self, sharer: Memory, uid: int) -> None:
-        """Forget that memory was asked for: the request has it, or has ended."""
-        self._asked.pop((sharer, uid), None)
-
-    def _others(self, sharer: Memory | None) -> Iterable[Memory]:
-        return sorted((one for one in self._sharers if one is not sharer), key=lambda one: one.last_use)
-
-
-ANSWER_TOKENS = 2048  # of the answer that admission counts: clients ask for the whole context and use little of it
-# Per word of the vocabulary and row: a model's logits, as float32, normalised, and as a sampler changes them.
-_ROW_BYTES = 16
-_TAIL_BYTES = 4 * 2 * TAIL  # per word: the model's logits of the last tokens of a prompt
 
 
 class Memory:
@@ -769,74 +488,3 @@ def check_limit(pair: ModelPair, config: EngineConfig) -> None:
             f"--memory-limit of {limit / 2**20:.1f} MiB is below the weights: target {target}, draft {draft}. At least "
             f"{sum(weights) / 2**20:.1f} MiB are needed, and more for requests and caches"
         )
-
-
-_PROBE = 16  # tokens of the forward
-_COMPUTES = frozenset({"dbrx"})  # their forwards read values, which needs the weights
-_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "BF16": 2, "F16": 2, "I16": 2, "U16": 2}
-_DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
-_UNBUILDABLE = (ValueError, TypeError, KeyError, AttributeError, IndexError, RuntimeError, ZeroDivisionError)
-
-
-@dataclass(frozen=True, slots=True)
-class Blueprint:
-    """A model that has not been loaded.
-
-    Attributes:
-        refusal: why mlx-lm can't load it; None if it can.
-        context: tokens that it was configured for.
-        footprint: of a sequence, without forwards; None where it can't be known.
-    """
-
-    refusal: str | None
-    context: int
-    footprint: Footprint | None = None
-
-    def cache_bytes(self, tokens: int) -> int | None:
-        """Return the bytes of a sequence of `tokens` stored tokens."""
-        return None if self.footprint is None else self.footprint.of_held(tokens)
-
-
-def blueprint(config: Mapping[str, Any], dtype: str = "bfloat16") -> Blueprint:
-    """Build the blueprint from the contents of config.json. Loads no weights and computes nothing.
-
-    Builds mlx-lm's model and a forward over a few tokens without evaluating them: MLX knows the shapes of the cache's
-    arrays.
-
-    Args:
-        dtype: of the floating-point weights as they are loaded, by which the cache is stored.
-    """
-    text = with_old_rope_names(config)
-    context = context_length(text, None)
-    try:
-        model_class, arguments = classes_of(text)
-    except _UNBUILDABLE as error:
-        name = text.get("model_type")
-        reason = f"config.json has no {error}" if name is None else f"mlx-lm has no architecture {name!r}"
-        return Blueprint(reason, context)
-    architecture = model_class.__module__.removeprefix("mlx_lm.models.")
-    if architecture not in _COMPUTES:
-        with suppress(*_UNBUILDABLE):
-            return Blueprint(None, context, _build_footprint(model_class(arguments.from_dict(text)), dtype))
-    return Blueprint(None, context)
-
-
-def _build_footprint(model: nn.Module, dtype: str) -> Footprint:
-    install_patches()
-    model.set_dtype(_DTYPES.get(dtype, mx.bfloat16))
-    model.eval()
-    cache = make_prompt_cache(model)
-    model(mx.zeros((1, _PROBE), dtype=mx.int32), cache=cache)
-    return cache_footprint(cache)
-
-
-def loaded_bytes(parameters: Mapping[str, int], dtype: Literal["auto", "stored"] = "auto") -> int:
-    """Return the bytes of the weights once loaded.
-
-    Args:
-        parameters: how many elements of each type of safetensors the files hold.
-        dtype: "auto" as in `load_pair`: the CPU backend has half precision cast to float32.
-    """
-    cast = dtype == "auto" and mx.default_device() == mx.Device(mx.cpu)
-    sizes = _BYTES | ({"BF16": 4, "F16": 4} if cast else {})
-    return sum(count * sizes.get(kind, 1) for kind, count in parameters.items())

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..request import GenerationRequest, MissKind, PrefixMiss, TokenIds
+from ..events import MissKind, PrefixMiss
+from ..request import GenerationRequest, TokenIds
 
 Decode = Callable[[Sequence[int]], str]
 

@@ -1,4 +1,4 @@
-"""The MLX thread: runs the loops of one or more engines, with an equal share of time for each."""
+"""The MLX thread: which of several engines gets the next step, and what runs while there are no requests."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from typing import TypeVar
 import mlx.core as mx
 
 from ..errors import EngineClosedError, PeerLost, RequestCancelled
-from .loop import IDLE_BEAT_S, EngineCore, Results
-from .memory import SharedMemory
+from .inbox import Results
+from .loop import IDLE_BEAT_S, EngineCore
+from .shared_memory import SharedMemory
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

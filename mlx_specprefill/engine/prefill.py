@@ -1,6 +1,4 @@
-"""Scores a prompt, and prefills it chunk by chunk to the logits of its last token, with one fallback from sparse to
-full.
-"""
+"""Prefills a prompt, chunk by chunk: the cached prefix, the choice of tokens, what is stored, the fallback to full."""
 
 from __future__ import annotations
 
@@ -13,134 +11,40 @@ from functools import partial
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..adapters.depth import full_draft_model
-from ..cache.positioned import can_cut, is_stateful
+from ..cache.positioned import is_stateful
 from ..cache.prefix.nodes import CacheHit, Fed
 from ..cache.prefix.tree import finish
 from ..config import EngineConfig
-from ..errors import RequestCancelled, SparseUnsupportedError, device_error
+from ..errors import RequestCancelled, device_error
+from ..events import Prediction, Progress, PromptLogprobs
 from ..loading import ModelPair
-from ..request import GenerationRequest, Prediction, Progress, PromptLogprobs
+from ..request import GenerationRequest
 from ..sampling import LOGITS_ROWS, log_softmax, top_logprobs
-from ..specprefill.mapped import map_task
-from ..specprefill.plan import READ_ALL, PrefillPlan, plan_prefill, template_mask
-from ..specprefill.question import possible_questions, question_span, repeated_question_spans
-from ..specprefill.scorer import Scores, ScoringInput, scorer_for, tokens_in
+from ..specprefill.plan import PrefillPlan, plan_prefill
+from ..specprefill.question import question_span
+from ..specprefill.scorer import Scores
 from ..specprefill.selector import Selection, missing_of, select_tokens, selection_by, strongest
 from ..specprefill.sparse_prefill import HiddenStates, UpperLayersModel, prefill, recall
 from ..specprefill.text import PromptText, TextReader
-from .caches import EngineCaches, empty_cache, empty_draft_cache
-from .scheduler import ChunkSizer, CostModel
+from .caches import EngineCaches, empty_cache
+from .chunks import ChunkSizer
+from .costs import CostModel
+from .scoring import DraftContextError, PromptScorer
 from .sequence import NO_INDICES, Sequence
 
+log = logging.getLogger(__name__)
 Kept = npt.NDArray[np.int32]
 Model = Callable[..., mx.array]
-
-
-log = logging.getLogger(__name__)
 PrefillSteps = Generator[Progress | PromptLogprobs, None, mx.array]
 _FORCED = ":forced"  # ends the selection key of a request that forces a sparse prefill
 _OPENING = 32  # tokens of a message whose first line may be an instruction
 _LEAST_RECALL = 256  # tokens that may always be recalled
 _LEAST_CHECKPOINT = 128  # tokens of a dense beginning that is worth a forward end
 _STATE_EVERY = 4096  # tokens between checkpoints of state that can't be trimmed
-
-
-Scoring = Generator[Progress, None, Scores]
-
-
-class DraftContextError(SparseUnsupportedError):
-    """The prompt has more of the draft's tokens than the draft's context."""
-
-
-class PromptScorer:
-    """Scores prompts.
-
-    Args:
-        step: returns the tokens of the draft's next forward.
-    """
-
-    def __init__(self, pair: ModelPair, config: EngineConfig, caches: EngineCaches, step: Callable[[], int]) -> None:
-        self.pair = pair
-        self.config = config
-        self.caches = caches
-        self.step = step
-        self._whole = None if pair.draft is None else full_draft_model(pair.draft)
-
-    def scores(
-        self, request: GenerationRequest, plan: PrefillPlan, text: PromptText, hidden: HiddenStates | None = None
-    ) -> Scoring:
-        """Return the request's own scores, else the draft's, which resume from its dense prefix.
-
-        Args:
-            hidden: stores the hidden states of the draft, the target's own first layers. The draft reads anew from its
-                `known` on.
-
-        Raises:
-            SparseUnsupportedError: there is no draft, or it can't score.
-            DraftContextError: the draft has another tokenizer, and the prompt is too long for it.
-        """
-        if request.specprefill.importance is not None:
-            return Scores(request.specprefill.importance)
-        task = self._task(request, plan, text)
-        if self.pair.mapping is not None:
-            mapped = map_task(self.pair.mapping, task)
-            size, context = mapped.task.prompt.size, self.pair.draft_context
-            if context is not None and size > context:
-                raise DraftContextError(f"the prompt has {size} tokens of the draft's, the draft's context {context}")
-            return mapped.scores((yield from self._by_draft(request, plan, mapped.task, mapped.task.question[0])))
-        known = task.prompt.size - 1 if task.again.size else task.question[0]
-        if hidden is not None:
-            task, known = replace(task, seen=hidden.keep, cuts=hidden.cuts), min(known, hidden.known)
-        return (yield from self._by_draft(request, plan, task, known))
-
-    def _task(self, request: GenerationRequest, plan: PrefillPlan, text: PromptText) -> ScoringInput:
-        scoring = self.config.scoring
-        said = request.spans[-1].content_end if request.spans else None
-        question = question_span(len(request.prompt), scoring, said, text.units)
-        before = () if plan.rule == "paper" else repeated_question_spans(request.spans, scoring, text.units)
-        template = template_mask(request.spans, question, plan.forced)
-        for start, end in before:
-            template[start:end] |= plan.forced[start:end]
-        return ScoringInput(
-            prompt=request.prompt,
-            question=question,
-            template=template,
-            again=np.concatenate([NO_INDICES, *(request.prompt[start:end] for start, end in before)]),
-            asks=() if plan.rule == "paper" else possible_questions(request.spans, len(request.prompt), text, scoring),
-            stop_ids=request.stop_token_ids | self.pair.eos_token_ids,
-            cache=[],
-            step=self.step,
-        )
-
-    def _by_draft(self, request: GenerationRequest, plan: PrefillPlan, task: ScoringInput, known: int) -> Scoring:
-        """Score with the draft. A cached prefix may cover `known` tokens."""
-        if self.pair.draft is None or self._whole is None:
-            raise SparseUnsupportedError("no draft model is loaded")
-        draft = self._whole if plan.rule == "paper" else self.pair.draft
-        stored = draft is self.pair.draft  # cached prefixes belong to the default scoring layers
-        prompt, label = task.prompt, request.label
-        keeper = request if self.pair.mapping is None else replace(request, spans=())  # spans count target tokens
-        # The question is read anew even if it is cached: a hit must not change the scores.
-        hit = (yield from self.caches.draft_prefix(prompt[: known + 1], label)) if stored and known else None
-        cache = empty_draft_cache(draft, stored and self.pair.stages is not None) if hit is None else hit.cache
-        task = replace(task, cache=cache, on_cut=lambda end: self.caches.keep_draft(prompt[:end], cache, keeper))
-        scorer = scorer_for(plan.rule, self.pair.heads, self.config.scoring, self.pair.split)
-        try:
-            scores = yield from scorer.score(draft, task)
-        except RequestCancelled:
-            if stored and 0 < (done := tokens_in(task.cache)) < len(prompt):
-                self.caches.keep_draft(prompt[:done], task.cache, keeper)
-            raise
-        if stored:
-            self.caches.keep_draft(prompt, task.cache, keeper)
-        scores = replace(scores, read=len(prompt) - (0 if hit is None else hit.length))
-        return replace(scores, scorer="self") if self._whole is self.pair.target else scores
 
 
 class Prefiller:
@@ -162,8 +66,8 @@ class Prefiller:
         self.caches = caches
         self._costs = costs
         self._chunks = chunks
-        self._step = partial(chunks.size, "prefill")  # tokens of the target's next forward
-        self._is_stateful = is_stateful(empty_cache(pair.target))
+        self.step = partial(chunks.size, "prefill")  # tokens of the target's next forward
+        self.is_stateful = is_stateful(empty_cache(pair.target))
         self.text = TextReader(pair.tokenizer)
         self.scorer = self._make_scorer(pair, config, caches, partial(chunks.size, "draft"))
         self.fallbacks: Counter[str] = Counter()
@@ -219,7 +123,7 @@ class Prefiller:
         prompt = sequence.request.prompt
         yield Progress("queued", 0, prompt.size)
         try:
-            yield from self._resume(sequence)
+            yield from self.resume(sequence)
             self._replan(sequence)
             scores: Scores | None = None
             if not sequence.reads_all:
@@ -242,7 +146,7 @@ class Prefiller:
             self._fall_back(sequence, error)
             scores = None
         if sequence.reads_all:
-            logits = yield from self._read_all(sequence)
+            logits = yield from self.read_all(sequence)
         sequence.stage = "draft"
         if sequence.drafting is not None:
             yield from sequence.drafting.end(sequence.cache)
@@ -250,7 +154,7 @@ class Prefiller:
 
     # --- the cached prefix -------------------------------------------------------------------------------------------
 
-    def _resume(self, sequence: Sequence, again: bool = False) -> Generator[Progress, None, None]:
+    def resume(self, sequence: Sequence, again: bool = False) -> Generator[Progress, None, None]:
         """Resume from the longest cached prefix: a dense one, or a sparse one with this request's selection key.
 
         A forced request means its newest message: of that it resumes only what another forced request chose.
@@ -371,7 +275,7 @@ class Prefiller:
         if drafting is not None and draft is not None:
             if scores is None:
                 sequence.stage = "draft"
-                drafting.cache = yield from self.read_with_draft(draft, sequence.request)
+                drafting.cache = yield from self.scorer.read(draft, sequence.request)
             else:
                 drafting.cache = scores.cache
 
@@ -392,7 +296,7 @@ class Prefiller:
         held = sequence.held if sequence.held.size else np.arange(sequence.cached, dtype=np.int32)
         sequence.kept = np.concatenate([np.sort(np.concatenate([held, recalled])), new])
         sequence.recalled = int(recalled.size)
-        for progress in recall(model, cache, sequence.request.prompt, recalled, self._step):
+        for progress in recall(model, cache, sequence.request.prompt, recalled, self.step):
             yield replace(progress, total=progress.total + new.size)
         return model, cache
 
@@ -430,7 +334,7 @@ class Prefiller:
                     cache,
                     prompt[start:],
                     None if kept is None else kept - start,
-                    self._step,
+                    self.step,
                     offset=start,
                     cuts=tuple(stops),
                     forward=forward,
@@ -467,7 +371,7 @@ class Prefiller:
             return {end - sequence.cached: end for end in ends}
         if sequence.selection_key is None:
             return {}
-        if not self._is_stateful:
+        if not self.is_stateful:
             return {new.size: len(sequence.request.prompt)}
         ends = [*self._checkpoints(sequence), *sequence.hidden.cuts]
         counts = {int(np.searchsorted(new, length)): length for length in ends}
@@ -482,7 +386,7 @@ class Prefiller:
         Empty for a cache that can be cut at any length. What is forced is known before the first layers read the
         prompt, which have to end a forward there.
         """
-        if sequence.held.size or not self._is_stateful:
+        if sequence.held.size or not self.is_stateful:
             return []
         start = sequence.cached
         dense = int(np.argmin(np.append(sequence.plan.forced[start:-1], False)))
@@ -502,7 +406,7 @@ class Prefiller:
 
     # --- full --------------------------------------------------------------------------------------------------------
 
-    def _read_all(self, sequence: Sequence) -> PrefillSteps:
+    def read_all(self, sequence: Sequence) -> PrefillSteps:
         """Prefill the whole prompt behind a dense prefix."""
         request, S = sequence.request, sequence.cached
         yield Progress("prefill", 0, len(request.prompt) - S, cached=S)
@@ -512,73 +416,12 @@ class Prefiller:
             return (yield from self._feed(sequence, self.pair.target, sequence.cache))
         return (yield from self._with_prompt_logprobs(sequence, request.prompt_logprobs))
 
-    def read_with_draft(self, draft: nn.Module, request: GenerationRequest) -> Generator[Progress, None, list[Any]]:
-        """Let the draft read the whole prompt, to propose after a full prefill or to score the next turn.
-
-        Returns:
-            The draft's cache.
-        """
-        prompt = request.prompt
-        hit = yield from self.caches.draft_prefix(prompt, request.label)
-        start = hit.length if hit is not None else 0
-        cache = hit.cache if hit is not None else list(make_prompt_cache(draft))
-        yield Progress("draft", start, len(prompt))
-        for progress in prefill(draft, cache, prompt[start:], None, self.scorer.step):
-            yield Progress("draft", start + progress.done, len(prompt))
-        self.caches.keep_draft(prompt, cache, request)
-        return cache
-
-    def dense(
-        self, request: GenerationRequest, selection_key: str | None
-    ) -> Generator[Progress | PromptLogprobs, None, tuple[Sequence, mx.array]]:
-        """Prefill the prompt into the exact cache in the background. May be interrupted at every chunk; cancelled, it
-        keeps them.
-
-        Args:
-            selection_key: `Sequence.selection_key` of the sparse turn with this text.
-
-        Returns:
-            The sequence with its cache, and the logits of the last token, (1, V).
-        """
-        sequence = Sequence(-1, request, READ_ALL)
-        yield from self._resume(sequence, again=True)
-        yield from self._densify_upper_layers(sequence, selection_key)
-        logits = yield from self._read_all(sequence)
-        sequence.store()
-        if self._is_stateful:  # the next turn begins with all of it: the sparse turn has a state at its end
-            sequence.keep_prompt(self.caches, len(request.prompt))
-        return sequence, logits
-
-    def _densify_upper_layers(self, sequence: Sequence, selection_key: str | None) -> Generator[Progress, None, None]:
-        """Run the upper layers over all tokens that the lower layers have read. No-op for turns that are not staged.
-
-        The sequence's cache and the exact cache then hold the text. Cancelled, nothing is kept.
-        """
-        model, request, S = self.pair.stages, sequence.request, sequence.cached
-        if model is None or selection_key is None or not can_cut(sequence.cache):  # windows and states need checkpoints
-            return
-        turn = yield from self.caches.target_prefix(request.prompt, request.label, True, selection_key)
-        if turn is None or turn.held is None:
-            return
-        hidden = HiddenStates(S, S, turn.hidden)
-        lower = yield from self.caches.draft_prefix(request.prompt[: hidden.end + 1], request.label)
-        if lower is None or not hidden.covers(np.arange(S, lower.length, dtype=np.int32)) or lower.length <= S:
-            return
-        indices = np.arange(S, lower.length, dtype=np.int32)
-        _, upper = model.split(sequence.cache)
-        yield Progress("prefill", 0, lower.length - S, cached=S)
-        text, states = request.prompt[S : lower.length], hidden.of(indices)
-        upper_model = UpperLayersModel(model.upper, states)
-        yield from prefill(upper_model, upper, text, indices - S, self._step, S)
-        sequence.cache, sequence.cached = model.join(lower.cache, upper), lower.length
-        sequence.keep_prompt(self.caches, lower.length)
-
     def _checkpoints(self, sequence: Sequence) -> list[int]:
         """Return the lengths behind the cached prefix at which another request may branch off, ascending.
 
         Empty for a cache that can be cut at any length.
         """
-        if not self._is_stateful:
+        if not self.is_stateful:
             return []
         M = len(sequence.request.prompt)  # an identical prompt can use its first M - 1 tokens
         spans = sequence.request.spans
@@ -593,7 +436,7 @@ class Prefiller:
         entries, drafting = [], sequence.drafting
         forward = nullcontext if drafting is None else drafting.forward(np.arange(M, dtype=np.int32))
         while start < M:
-            end = min(start + self._step(), start + LOGITS_ROWS, M)
+            end = min(start + self.step(), start + LOGITS_ROWS, M)
             with forward():
                 logits: mx.array = self.pair.target(tokens[:, start:end], cache=sequence.cache)[0]
             following = prompt[start + 1 : end + 1].tolist()

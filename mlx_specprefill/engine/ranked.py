@@ -21,21 +21,24 @@ from ..cache.prefix.nodes import CacheHit
 from ..config import EngineConfig
 from ..distributed.ranks import Ranks
 from ..errors import EngineClosedError, EngineError, PeerLost, PeerLostError, RequestCancelled
+from ..events import Progress
 from ..loading import ModelPair
-from ..request import CacheLabel, GenerationRequest, Progress, TokenIds
+from ..request import CacheLabel, GenerationRequest, TokenIds
 from ..specprefill.plan import PrefillPlan
 from ..specprefill.scorer import Scores
 from ..specprefill.sparse_prefill import HiddenStates
 from ..specprefill.text import PromptText
+from .background import BackgroundPrefill, IdleTurn
 from .caches import EngineCaches, Erasure, Lookup
-from .densify import BackgroundPrefill, IdleTurn
+from .chunks import ChunkSizer
 from .engine import Engine, EngineHealth
-from .loop import Call, EngineCore
+from .inbox import Call
+from .job import Job, Need, RequestHandle, TaskSpec
+from .loop import EngineCore
 from .memory import Memory
 from .mlx_thread import MLXThread
-from .prefill import Prefiller, PromptScorer, Scoring
-from .scheduler import ChunkSizer
-from .sequence import Job, Need, RequestHandle, TaskSpec
+from .prefill import Prefiller
+from .scoring import PromptScorer, Scoring
 from .sequence import Sequence as Request
 
 _MOST = (1 << 30) - 1  # the largest value that `Ranks.min_max` compares

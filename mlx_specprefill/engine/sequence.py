@@ -1,14 +1,12 @@
-"""The record of a request, and the job that runs it."""
+"""The state of one request on the MLX thread, from its plan to its report."""
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from copy import copy
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -16,52 +14,15 @@ import numpy as np
 from ..adapters.staged import StagedModel
 from ..cache.prefix.nodes import CacheHit, Fed
 from ..constraints import GrammarState
-from ..errors import InvalidRequestError, RequestCancelled
-from ..request import (
-    Event,
-    Failed,
-    GenerationRequest,
-    PrefillReport,
-    PrefixMiss,
-    Progress,
-    ScorerKind,
-    Stage,
-    Timings,
-    TokenEvent,
-    TokenIds,
-    Verdict,
-)
+from ..events import PrefillReport, PrefixMiss, ScorerKind, Stage, Timings, TokenEvent, noop
+from ..request import GenerationRequest, TokenIds
 from ..specprefill.plan import PrefillPlan
 from ..specprefill.selector import kept_spans
 from ..specprefill.sparse_prefill import HiddenStates
-from .caches import EngineCaches, noop
+from .caches import EngineCaches
 from .speculation import AnswerDrafter
 
 NO_INDICES: TokenIds = np.zeros(0, dtype=np.int32)
-
-
-def log_failure(log: logging.Logger, what: str, error: BaseException | None) -> None:
-    """Log a failure with its traceback, or without it if the request was invalid: the client gets the reason."""
-    if isinstance(error, InvalidRequestError):
-        log.info("%s: %s", what, error)
-    else:
-        log.error(what, exc_info=error)
-
-
-class Need(NamedTuple):
-    """Bytes that a request will need.
-
-    Attributes:
-        held: while it runs.
-        working: in addition, for its largest forward. Forwards take turns: requests share the largest.
-    """
-
-    held: int = 0
-    working: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.held + self.working
 
 
 @dataclass
@@ -221,143 +182,3 @@ class Sequence:
             ttft_ms=1e3 * max(0.0, self.first_token_at - started) if self.tokens else 0.0,
             decode_ms=1e3 * (self.last_token_at - self.first_token_at),
         )
-
-
-log = logging.getLogger(__name__)
-OnEvent = Callable[[Event], None]
-
-
-class RequestHandle:
-    """Handle of a queued request. Usable from any thread, also after the last event."""
-
-    def __init__(self, on_verdict: Callable[[Verdict], None] = noop) -> None:
-        """Args:
-        on_verdict: called on the MLX thread, once, after a sparse answer that was to be verified.
-        """
-        self.on_verdict = on_verdict
-        self.cancelled = False
-        self.expecting = False
-
-    def cancel(self) -> None:
-        """Stop within one step. The last event is then `Finished` with reason "cancelled"."""
-        self.cancelled = True
-
-    def expect_more(self) -> None:
-        """Note that the conversation goes on, because the answer calls a tool: its text is densified first."""
-        self.expecting = True
-
-
-@dataclass(frozen=True, slots=True)
-class TaskSpec:
-    """Description of a job, as sent to other ranks: `Engine`'s kind of work, and the arguments of its job."""
-
-    uid: int
-    kind: str
-    arguments: tuple[Any, ...]
-
-
-@dataclass
-class Job:
-    """Work without an answer, such as an inspection. Lives on the MLX thread once it was posted.
-
-    Attributes:
-        steps: the work; yields events, returns the result.
-        need: the predicted memory, as admission reserves it.
-        on_end: gets the result or the exception.
-        background: no request waits for it.
-        rereads: the answered request whose text it reads again; None: it is not such work.
-        cached: tokens that the target need not read, as last reported.
-        done: tokens per stage, as last reported.
-        step_s: seconds that its latest step took.
-        result: of the work, once it is done.
-        task: its description; None for work that every rank starts by itself.
-    """
-
-    uid: int
-    steps: Generator[Any, None, Any]
-    need: Need = field(default_factory=Need)
-    on_event: OnEvent = noop
-    on_end: Callable[[Any], None] = noop
-    handle: RequestHandle = field(default_factory=RequestHandle)
-    background: bool = False
-    rereads: GenerationRequest | None = None
-    cached: int = 0
-    done: dict[str, int] = field(default_factory=dict)
-    step_s: float = 0.0
-    result: Any = None
-    task: TaskSpec | None = None
-
-    def depth(self, stage: str) -> int:
-        """Return the number of tokens that the model of this stage has read."""
-        return self.done.get(stage, 0) + (self.tokens_cached if stage == "prefill" else 0)
-
-    @property
-    def tokens_cached(self) -> int:
-        return self.cached
-
-    def advance(self) -> Event | None:
-        """Run one step; return its event, or None if the work is done and `result` is set."""
-        try:
-            event: Event = next(self.steps)
-        except StopIteration as finished:
-            self.result = finished.value
-            return None
-        return event
-
-    def fail(self, error: Exception) -> None:
-        """Report a failure."""
-        self.on_end(error)
-
-    def stop(self) -> None:
-        """Cancel the work. It may keep what it has finished."""
-        try:
-            self.steps.throw(RequestCancelled())
-        except (RequestCancelled, StopIteration):
-            pass
-        except Exception:
-            log.exception("cleaning up a cancelled request failed")
-        self.steps.close()
-
-    def lose(self, error: Exception) -> None:
-        """Report a failure, and nothing afterwards. May be called from any thread."""
-        lost = copy(self)
-        self.on_event = self.on_end = noop
-        lost.fail(error)
-
-    def emit(self, event: Event) -> None:
-        """Call the callback. If it raises, its job is cancelled and it is not called again."""
-        try:
-            self.on_event(event)
-        except Exception:
-            log.exception("a request's callback failed")
-            self.handle.cancel()
-            self.on_event = noop
-
-
-@dataclass(kw_only=True)
-class AnswerJob(Job):
-    """A request with an answer. Its steps return the logits of the prompt's last token, (1, V)."""
-
-    sequence: Sequence
-
-    @property
-    def tokens_cached(self) -> int:
-        return self.sequence.tokens_cached
-
-    def emit(self, event: Event) -> None:
-        if isinstance(event, Progress) and event.stage != "queued":
-            event = replace(event, cached=self.sequence.cached)
-        super().emit(event)
-
-    def fail(self, error: Exception) -> None:
-        self.emit(Failed(error, self.sequence.report()))
-
-
-def strip_traceback(error: Exception) -> Exception:
-    """Return the error without tracebacks, also in its causes: their arrays would live as long as the event does."""
-    links: list[BaseException | None] = [error]
-    for link in links:
-        if link is not None and link.__traceback__ is not None:
-            link.__traceback__ = None
-            links += [link.__cause__, link.__context__]
-    return error

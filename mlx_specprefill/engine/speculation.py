@@ -17,8 +17,9 @@ import numpy.typing as npt
 
 from ..config import EngineConfig
 from ..errors import RequestCancelled, device_error
+from ..events import Progress, SpeculationReport, TokenEvent
 from ..loading import ModelPair
-from ..request import GenerationRequest, Progress, SpeculationReport, TokenEvent
+from ..request import GenerationRequest
 from ..speculative.mtp_proposer import PromptReader
 from ..speculative.proposers import Proposer
 from ..speculative.row import SpeculativeRow

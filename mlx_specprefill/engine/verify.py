@@ -1,4 +1,4 @@
-"""Verdicts: whether a target that has read the whole prompt would have given a sparse answer.
+"""Makes verdicts: the target reads a sparse answer behind the whole prompt, and says which tokens it would have given.
 
 The prompt is dense after idle time, and the answer has to be read behind it for the next turn anyway. That forward's
 logits say what full reading thinks of each token. MLX thread only.
@@ -13,8 +13,11 @@ import mlx.core as mx
 import numpy as np
 
 from ..constraints import GrammarState, stack_masks
-from ..request import GenerationRequest, Progress, PromptLogprobs, Verdict, concat_tokens
+from ..events import Progress, PromptLogprobs
+from ..request import GenerationRequest, concat_tokens
 from ..sampling import LOGITS_ROWS, filtered_logits, processors_of
+from ..verdict import Verdict
+from .densify import densify
 from .prefill import Prefiller
 
 Guide = Callable[[GenerationRequest], GrammarState | None]
@@ -39,7 +42,7 @@ def verify(
         answer: its tokens; `sparse`: their log-probabilities under sparse reading.
         guide: makes the request's grammar; `quantize`: `Rows.quantize`.
     """
-    sequence, logits = yield from prefiller.dense(request, selection_key)
+    sequence, logits = yield from densify(prefiller, request, selection_key)
     cache, _ = quantize(sequence.cache)
     comparison = _Comparison(request, guide(request), answer, prefiller.pair.vocab_size)
     comparison.read(logits)

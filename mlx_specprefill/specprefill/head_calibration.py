@@ -36,7 +36,7 @@ from ..adapters.capture import HeadCapture
 from ..adapters.depth import first_layers, full_draft_model, layers_of, smallest_depth
 from ..adapters.heads import DraftHeads, Head, read_heads
 from ..cache.positioned import leaves
-from ..cache.prefix.nodes import model_identity
+from ..cache.prefix.identity import model_identity
 from ..config import ScoringConfig, SelectionConfig
 from ..distributed.ranks import Ranks, broadcast
 from ..errors import LoadError, SparseUnsupportedError

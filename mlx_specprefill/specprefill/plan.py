@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..config import EngineConfig, RuleName, Scope, SelectionConfig
-from ..request import GenerationRequest, Mode, Prediction, PromptSpan
+from ..events import Mode, Prediction
+from ..request import GenerationRequest, PromptSpan
 from .selector import selection_by
 
 Bools = npt.NDArray[np.bool_]

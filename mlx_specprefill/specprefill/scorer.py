@@ -30,7 +30,7 @@ from ..cache.positioned import Snapshot, leaves
 from ..config import RuleName, ScoringConfig
 from ..distributed.ranks import Ranks
 from ..errors import SparseUnsupportedError, SpecPrefillError
-from ..request import Progress, ScorerKind
+from ..events import Progress, ScorerKind
 from .question import Ask
 
 Bools = npt.NDArray[np.bool_]

@@ -20,7 +20,8 @@ from mlx_lm.models.cache import RotatingKVCache
 from ..adapters.staged import UpperLayers
 from ..cache.positioned import Positioned, PositionedRotatingKVCache, leaves, place
 from ..errors import SparseUnsupportedError
-from ..request import Progress, TokenIds
+from ..events import Progress
+from ..request import TokenIds
 
 # Tokens of the last forward. One alone would cost a whole pass over the weights. A few rows add little to the output
 # projection, which runs over all of them. Up to twice as many are not worth a second pass.

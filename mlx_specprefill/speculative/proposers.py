@@ -18,6 +18,9 @@ from ..config import SpeculationConfig
 from ..request import TokenIds
 from .verification import Distribution, TokenSampler, draw
 
+_LONGEST = 32  # compared tokens of a match
+_FIRST = 2  # proposed tokens before any result is known
+
 
 @dataclass(frozen=True)
 class Proposal:
@@ -159,10 +162,6 @@ class Drafter(Proposer):
         logits: mx.array = self.model(ids, cache=self.cache)[:, -1, :]
         self.held += len(tokens)
         return logits
-
-
-_LONGEST = 32  # compared tokens of a match
-_FIRST = 2  # proposed tokens before any result is known
 
 
 class NgramProposer(Proposer):

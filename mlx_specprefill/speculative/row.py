@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..request import TokenEvent
+from ..events import TokenEvent
 from ..sampling import log_softmax, token_event
 from .proposers import AcceptanceCounts, Proposal, Proposer, Verified
 from .rollback import Rollback

@@ -14,7 +14,8 @@ from ..adapters.depth import FirstLayers
 from ..adapters.mtp import MTPHead
 from ..adapters.registry import adapter_for, architecture_of
 from ..config import SpeculationConfig
-from ..request import Progress, TokenIds
+from ..events import Progress
+from ..request import TokenIds
 from .mtp_proposer import MTPProposer, PromptReader
 from .proposers import Drafter, NgramProposer, Proposer
 from .rollback import rollback_refusal

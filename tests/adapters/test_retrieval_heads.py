@@ -30,8 +30,8 @@ from mlx_specprefill.adapters.capture import HeadCapture, record_attention
 from mlx_specprefill.adapters.depth import first_layers, layers_of
 from mlx_specprefill.adapters.retrieval_heads import RetrievalDraft, RetrievalHeads, attach_heads
 from mlx_specprefill.cache.positioned import leaves
-from mlx_specprefill.cache.prefix.nodes import model_identity
-from mlx_specprefill.engine.memory import measure_footprint, weight_bytes
+from mlx_specprefill.cache.prefix.identity import model_identity
+from mlx_specprefill.engine.footprint import measure_footprint, weight_bytes
 from tests.support.precision import assert_close, numbers
 from tests.support.tiny import VOCAB, generated, random_prompt, save_checkpoint, tiny_model, tokenizer
 

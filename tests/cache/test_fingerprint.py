@@ -7,7 +7,8 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from mlx_specprefill.cache.prefix.nodes import block_digest, make_root, model_identity, token_bytes
+from mlx_specprefill.cache.prefix.identity import block_digest, model_identity, token_bytes
+from mlx_specprefill.cache.prefix.nodes import make_root
 from mlx_specprefill.request import SHARED
 from tests.support.tiny import CONFIGS, tiny_model
 
@@ -51,7 +52,7 @@ def test_the_mlx_lm_minor_version_enters_it(monkeypatch: pytest.MonkeyPatch) -> 
     model = tiny_model("llama")
     identities = []
     for version in ("0.32.2", "0.32.9", "0.33.0"):
-        monkeypatch.setattr("mlx_specprefill.cache.prefix.nodes.version", lambda _, version=version: version)
+        monkeypatch.setattr("mlx_specprefill.cache.prefix.identity.version", lambda _, version=version: version)
         identities.append(model_identity(model, {}))
     assert identities[0] == identities[1] != identities[2]
 

@@ -26,7 +26,7 @@ from mlx_specprefill.cache.rows import (
     make_room,
     merge_rows,
 )
-from mlx_specprefill.engine.memory import cache_bytes
+from mlx_specprefill.engine.footprint import cache_bytes
 
 GROUP, HEADS, D = 32, 2, 64
 CLOSE = 1e-5

@@ -6,9 +6,10 @@ import math
 from types import SimpleNamespace
 
 from mlx_specprefill import EngineConfig, GenerationRequest
+from mlx_specprefill.engine.footprint import MOST_PAIRS, Footprint
+from mlx_specprefill.engine.job import Need
 from mlx_specprefill.engine.machine import physical_memory
-from mlx_specprefill.engine.memory import MOST_PAIRS, Footprint, Memory
-from mlx_specprefill.engine.sequence import Need
+from mlx_specprefill.engine.memory import Memory
 
 
 class Cache:

@@ -18,8 +18,8 @@ from mlx_specprefill import (
     SpecPrefillOptions,
     SpecPrefillPolicy,
 )
-from mlx_specprefill.engine import densify, loop
-from mlx_specprefill.engine.densify import Battery
+from mlx_specprefill.engine import battery, loop
+from mlx_specprefill.engine.battery import Battery
 from tests.support.tiny import random_prompt, tiny_pair
 from tests.support.waiting import eventually
 
@@ -50,7 +50,7 @@ def sensors(monkeypatch: pytest.MonkeyPatch) -> Sensors:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Sets the monotonic clock."""
     now = [1000.0]
-    monkeypatch.setattr(densify, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(battery, "time", SimpleNamespace(monotonic=lambda: now[0]))
     return lambda seconds: now.__setitem__(0, now[0] + seconds)
 
 
@@ -89,7 +89,7 @@ def engine_with(policy: SpecPrefillPolicy) -> Engine:
 def test_a_sparse_turn_is_made_dense_once_the_machine_is_plugged_in(
     sensors: Sensors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(densify, "_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(battery, "_LOOK_EVERY_S", 0.0)
     monkeypatch.setattr(loop, "_QUIET_S", 0.0)
     sensors.is_plugged = False
     with engine_with(POLICY) as engine:

@@ -7,7 +7,7 @@ import mlx.nn as nn
 import pytest
 
 from mlx_specprefill import blueprint, loaded_bytes
-from mlx_specprefill.engine.memory import Footprint, measure_footprint
+from mlx_specprefill.engine.footprint import Footprint, measure_footprint
 from tests.support import precision
 from tests.support.oracle import METAL_ONLY, build, tiny_models
 from tests.support.tiny import CONFIGS, tiny_model

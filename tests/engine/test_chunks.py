@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from mlx_specprefill import EngineConfig
-from mlx_specprefill.engine.scheduler import ChunkSizer, ForwardCost, LearntCost, Scheduler
-from mlx_specprefill.engine.sequence import Job
-from mlx_specprefill.request import Progress
+from mlx_specprefill.engine.chunks import ChunkSizer
+from mlx_specprefill.engine.costs import ForwardCost, LearntCost
+from mlx_specprefill.engine.job import Job
+from mlx_specprefill.engine.scheduler import Scheduler
+from mlx_specprefill.events import Progress
 from tests.support.tiny import tiny_pair
 
 from .test_costs import MACHINES

@@ -22,7 +22,7 @@ from mlx_specprefill import (
     SpecPrefillPolicy,
     TokenEvent,
 )
-from mlx_specprefill.engine.memory import weight_bytes
+from mlx_specprefill.engine.footprint import weight_bytes
 from tests.support.tiny import FAMILIES, VOCAB, generated, greedy, random_prompt, tiny_pair
 from tests.support.waiting import eventually
 

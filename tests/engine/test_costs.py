@@ -11,7 +11,7 @@ import mlx.nn as nn
 import pytest
 
 from mlx_specprefill import Engine, EngineConfig, Finished, GenerationRequest, SpecPrefillPolicy
-from mlx_specprefill.engine.scheduler import CostModel, ForwardCost, LearntCost, prior_cost
+from mlx_specprefill.engine.costs import CostModel, ForwardCost, LearntCost, prior_cost
 from tests.support import tiny
 
 # Fitted to published prefill times, milliseconds; how attention grows with depth is a guess. See docs/decisions/0009.

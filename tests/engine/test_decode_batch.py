@@ -22,7 +22,8 @@ from mlx_specprefill.cache import batched
 from mlx_specprefill.cache.positioned import leaves, quantize_kv
 from mlx_specprefill.engine import decode_batch
 from mlx_specprefill.engine.decode_batch import DecodeBatch, DecodeRow, RowFailed
-from mlx_specprefill.request import SamplingParams, TokenEvent
+from mlx_specprefill.events import TokenEvent
+from mlx_specprefill.request import SamplingParams
 from mlx_specprefill.sampling import greedy
 from tests.support.autoregressive import decode
 from tests.support.oracle import build, vocabulary

@@ -22,8 +22,9 @@ from mlx_specprefill import (
     SpecPrefillOptions,
     SpecPrefillPolicy,
 )
-from mlx_specprefill.engine import loop
-from mlx_specprefill.engine.densify import BackgroundQueue, IdleTurn
+from mlx_specprefill.engine import background, loop
+from mlx_specprefill.engine.background import BackgroundQueue, IdleTurn
+from mlx_specprefill.engine.prefill import Prefiller
 from tests.support.steps import finish
 from tests.support.tiny import VOCAB, generated, random_prompt, tiny_pair
 from tests.support.waiting import eventually
@@ -118,14 +119,14 @@ def release(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 def watch(engine: Engine, patch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], int]]:
     """Record each background prefill at its start: the prompt, and how much of it is dense by then."""
     taken: list[tuple[tuple[int, ...], int]] = []
-    dense = engine.prefiller.dense
+    densify = background.densify
 
-    def watched(request: GenerationRequest, choice: str) -> Generator[Any, None, None]:
+    def watched(prefiller: Prefiller, request: GenerationRequest, choice: str) -> Generator[Any, None, None]:
         hit = finish(engine.caches.target_prefix(request.prompt, request.label))
         taken.append((request.prompt[:LENGTH], 0 if hit is None else hit.length))
-        return dense(request, choice)
+        return densify(prefiller, request, choice)
 
-    patch.setattr(engine.prefiller, "dense", watched)
+    patch.setattr(background, "densify", watched)
     return taken
 
 

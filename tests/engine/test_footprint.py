@@ -11,10 +11,10 @@ import mlx.nn as nn
 import pytest
 
 from mlx_specprefill import Engine, EngineConfig, GenerationRequest
-from mlx_specprefill.engine import memory
+from mlx_specprefill.engine import footprint
 from mlx_specprefill.engine.caches import empty_cache
+from mlx_specprefill.engine.footprint import measure_footprint
 from mlx_specprefill.engine.machine import default_limit
-from mlx_specprefill.engine.memory import measure_footprint
 from mlx_specprefill.specprefill.sparse_prefill import prefill
 from tests.support.steps import finish
 from tests.support.tiny import CONFIGS, random_prompt, tiny_model, tiny_pair
@@ -89,7 +89,7 @@ def test_a_tenth_of_the_devices_memory_is_left_to_others(monkeypatch: pytest.Mon
 def test_no_position_is_asked_for_that_the_model_does_not_know(monkeypatch: pytest.MonkeyPatch, context: int) -> None:
     """A learned table of positions ends: what lies behind it is anybody's memory."""
     depths: list[int] = []
-    monkeypatch.setattr(memory, "fill", lambda cache, depth: depths.append(depth))
+    monkeypatch.setattr(footprint, "fill", lambda cache, depth: depths.append(depth))
     measure_footprint(tiny_model("llama"), context)
     assert all(depth + 32 <= context for depth in depths)
     assert len(depths) == (context > 300)

@@ -31,7 +31,7 @@ from mlx_specprefill import (
 )
 from mlx_specprefill.cache.prefix.index import RecordIndex
 from mlx_specprefill.engine import loop
-from mlx_specprefill.engine.densify import BackgroundPrefill
+from mlx_specprefill.engine.background import BackgroundPrefill
 from tests.support.tiny import generated, random_prompt, tiny_pair
 from tests.support.waiting import eventually
 

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from mlx_specprefill import EngineClosedError, Progress, RequestCancelled
-from mlx_specprefill.engine.loop import Call, Inbox, Results
+from mlx_specprefill.engine.failures import strip_traceback
+from mlx_specprefill.engine.inbox import Call, Inbox, Results
+from mlx_specprefill.engine.job import Job
 from mlx_specprefill.engine.scheduler import Scheduler
-from mlx_specprefill.engine.sequence import Job, strip_traceback
 
 
 def work(*events: Any) -> Generator[Any, None, str]:

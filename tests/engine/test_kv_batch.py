@@ -14,7 +14,7 @@ import pytest
 
 from mlx_specprefill import Engine, EngineConfig, GenerationRequest, ModelPair, SpecPrefillOptions, TokenEvent
 from mlx_specprefill.engine.decode_batch import DecodeBatch, DecodeRow
-from mlx_specprefill.engine.memory import cache_bytes
+from mlx_specprefill.engine.footprint import cache_bytes
 from mlx_specprefill.sampling import greedy
 from tests.engine.held import unaccounted
 from tests.support.autoregressive import decode

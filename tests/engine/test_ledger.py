@@ -26,8 +26,8 @@ from mlx_specprefill import (
     SpeculationName,
     TokenEvent,
 )
-from mlx_specprefill.engine import memory
-from mlx_specprefill.engine.memory import TOLERATED, LeakDetector
+from mlx_specprefill.engine import leaks
+from mlx_specprefill.engine.leaks import TOLERATED, LeakDetector
 from tests.engine.held import unaccounted
 from tests.support.tiny import random_prompt, tiny_pair
 from tests.support.waiting import eventually
@@ -148,7 +148,7 @@ def test_a_surplus_is_told_once_and_again_when_it_has_doubled(caplog: pytest.Log
     ledger, held = LeakDetector(), {"weights": 70 << 20, "requests": 30 << 20}
     mib = 1 << 20
     surplus = [0, 32, 33, 40, 10, 33, 65, 66, 67, 130, 133]
-    with caplog.at_level(logging.WARNING, memory.__name__):
+    with caplog.at_level(logging.WARNING, leaks.__name__):
         told = []
         for more in surplus:
             ledger.balance(sum(held.values()) + more * mib, held)
@@ -161,7 +161,7 @@ def test_a_surplus_is_told_once_and_again_when_it_has_doubled(caplog: pytest.Log
 
 def test_a_prefill_in_work_may_need_more(caplog: pytest.LogCaptureFixture) -> None:
     ledger = LeakDetector()
-    with caplog.at_level(logging.WARNING, memory.__name__):
+    with caplog.at_level(logging.WARNING, leaks.__name__):
         ledger.balance(TOLERATED + 1000, {}, working_set=1000)
         ledger.balance(-5, {"shared by two": 100})
     assert ledger.unaccounted == 0
@@ -169,7 +169,7 @@ def test_a_prefill_in_work_may_need_more(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_the_engine_tells_of_arrays_that_are_nobodys(caplog: pytest.LogCaptureFixture) -> None:
-    with Engine(tiny_pair(), config()) as engine, caplog.at_level(logging.WARNING, memory.__name__):
+    with Engine(tiny_pair(), config()) as engine, caplog.at_level(logging.WARNING, leaks.__name__):
         before = engine.stats().memory.active
         foreign = mx.zeros((TOLERATED + before,), dtype=mx.uint8) + 1
         mx.eval(foreign)

@@ -26,8 +26,8 @@ from mlx_specprefill import (
     with_heads,
 )
 from mlx_specprefill.adapters.heads import Head
-from mlx_specprefill.engine import prefill
-from mlx_specprefill.engine.scheduler import CostModel
+from mlx_specprefill.engine import scoring
+from mlx_specprefill.engine.costs import CostModel
 from mlx_specprefill.specprefill.mapped import map_task
 from mlx_specprefill.specprefill.scorer import HeadScorer, PaperScorer
 from tests.support.precision import assert_close, numbers
@@ -211,7 +211,7 @@ def test_what_the_draft_cannot_read_falls_back(mapped, monkeypatch):
     def broken(*_):
         raise RuntimeError("no scorer")
 
-    monkeypatch.setattr(prefill, "map_task", broken)
+    monkeypatch.setattr(scoring, "map_task", broken)
     with Engine(mapped) as engine:
         _, report = run(engine, **conversation(TEXT + ASKED))
         assert engine.prefiller.fallbacks == {"draft": 1}
@@ -238,7 +238,7 @@ def test_the_drafts_context_counts_its_own_tokens(mapped):
 
 
 def test_own_scores_need_no_mapping(mapped, monkeypatch):
-    monkeypatch.setattr(prefill, "map_task", None)
+    monkeypatch.setattr(scoring, "map_task", None)
     given = conversation(TEXT + ASKED)
     own = SpecPrefillOptions(True, Fraction(1, 4), importance=np.ones(len(given["prompt"]), dtype=np.float32))
     with Engine(replace(mapped, draft_context=1)) as engine:

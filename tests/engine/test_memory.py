@@ -22,6 +22,7 @@ from mlx_specprefill import (
 )
 from mlx_specprefill.cache.positioned import leaves
 from mlx_specprefill.engine import prefill as prefiller
+from mlx_specprefill.engine import scoring
 from tests.support import tiny
 
 
@@ -48,7 +49,7 @@ class Watch:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.left: list[weakref.ref[Any]] = []
         self.alive: list[int] = []
-        scorer_for, read = prefiller.scorer_for, prefiller.prefill
+        scorer_for, read = scoring.scorer_for, prefiller.prefill
 
         def watched_scorer(*args: Any) -> Any:
             scorer = scorer_for(*args)
@@ -65,7 +66,7 @@ class Watch:
             self.alive.append(sum(left() is not None for left in self.left))
             return (yield from read(*args, **kwargs))
 
-        monkeypatch.setattr(prefiller, "scorer_for", watched_scorer)
+        monkeypatch.setattr(scoring, "scorer_for", watched_scorer)
         monkeypatch.setattr(prefiller, "prefill", watched_read)
 
 

@@ -28,8 +28,8 @@ from mlx_specprefill import (
     SpecPrefillPolicy,
 )
 from mlx_specprefill.engine import mlx_thread
-from mlx_specprefill.engine.memory import SharedMemory
 from mlx_specprefill.engine.mlx_thread import _Member
+from mlx_specprefill.engine.shared_memory import SharedMemory
 from tests.support.tiny import generated, random_prompt, tiny_pair
 from tests.support.waiting import eventually
 
@@ -348,7 +348,7 @@ def test_memory_is_waited_for_while_others_run_or_somebody_was_asked(monkeypatch
     assert memory.may_come(500, own, 1)
     assert memory.may_come(500, own, 1)
     assert asked == [500]  # once
-    monkeypatch.setattr("mlx_specprefill.engine.memory._PATIENCE_S", 0.0)
+    monkeypatch.setattr("mlx_specprefill.engine.shared_memory._PATIENCE_S", 0.0)
     assert not memory.may_come(500, own, 1)
 
 
@@ -357,7 +357,7 @@ def test_every_request_has_its_own_patience(monkeypatch: pytest.MonkeyPatch) -> 
     own, other = Part({1: 100}), Part({2: 700})
     memory, asked, now = common(own, other), list[int](), [0.0]
     memory.on_pressure = asked.append
-    monkeypatch.setattr("mlx_specprefill.engine.memory.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("mlx_specprefill.engine.shared_memory.time.monotonic", lambda: now[0])
     for uid in range(3):
         assert memory.may_come(500 + uid, own, uid)
         now[0] += 9.9
@@ -425,7 +425,7 @@ def test_a_request_for_which_nothing_gives_way_is_told_so(monkeypatch: pytest.Mo
         asked = list[int]()
         thread.memory.on_pressure = asked.append
         with monkeypatch.context() as patch:
-            patch.setattr("mlx_specprefill.engine.memory._PATIENCE_S", 0.05)
+            patch.setattr("mlx_specprefill.engine.shared_memory._PATIENCE_S", 0.05)
             for count in (1, 2):
                 assert isinstance(generated(own.generate(request))[1], Failed)
                 assert len(asked) == count

@@ -31,8 +31,8 @@ from mlx_specprefill import (
     make_pair,
 )
 from mlx_specprefill.adapters.depth import FirstLayers, first_layers
-from mlx_specprefill.engine.memory import measure_footprint, weight_bytes
-from mlx_specprefill.engine.scheduler import CostModel
+from mlx_specprefill.engine.costs import CostModel
+from mlx_specprefill.engine.footprint import measure_footprint, weight_bytes
 from mlx_specprefill.errors import SparseUnsupportedError
 from mlx_specprefill.specprefill.scorer import PaperScorer, Scores
 from tests.support.scoring import scoring_input

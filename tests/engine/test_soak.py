@@ -42,8 +42,8 @@ from mlx_specprefill import (
     TokenEvent,
 )
 from mlx_specprefill.cache.positioned import make_positioned_cache
-from mlx_specprefill.engine import decode_batch
 from mlx_specprefill.engine import prefill as prefiller_module
+from mlx_specprefill.engine import rows, scoring
 from mlx_specprefill.engine.decode_batch import DecodeBatch
 from mlx_specprefill.specprefill.sparse_prefill import prefill
 from tests.engine.held import unaccounted
@@ -87,10 +87,10 @@ class Faults:
     @contextmanager
     def everywhere(self) -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch:
-            for module, name in ((prefiller_module, "scorer_for"), (prefiller_module, "select_tokens")):
+            for module, name in ((scoring, "scorer_for"), (prefiller_module, "select_tokens")):
                 patch.setattr(module, name, self._before(name, getattr(module, name)))
             patch.setattr(prefiller_module, "prefill", self._during(prefiller_module.prefill))
-            patch.setattr(decode_batch, "processors_of", self._processors(decode_batch.processors_of))
+            patch.setattr(rows, "processors_of", self._processors(rows.processors_of))
             yield
 
     def _before(self, stage: str, work: Callable[..., Any]) -> Callable[..., Any]:
@@ -387,7 +387,7 @@ def test_a_first_choice_that_fails_fails_alone(monkeypatch: pytest.MonkeyPatch) 
     with Engine(tiny_pair(), CONFIG) as engine:
         expected = [event for event in engine.generate(request) if isinstance(event, TokenEvent)]
         with monkeypatch.context() as patch:
-            patch.setattr(decode_batch, "processors_of", failing)
+            patch.setattr(rows, "processors_of", failing)
             last = list(engine.generate(request))[-1]
         assert isinstance(last, Failed)
         assert isinstance(last.error, Injected)

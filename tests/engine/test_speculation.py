@@ -103,7 +103,7 @@ def test_the_first_token_needs_no_forward(engine: Engine, monkeypatch: pytest.Mo
         rows.append(module.SpeculativeRow(*args, **options))
         return rows[-1]
 
-    monkeypatch.setattr("mlx_specprefill.engine.decode_batch.SpeculativeRow", noted)
+    monkeypatch.setattr("mlx_specprefill.engine.rows.SpeculativeRow", noted)
     ended = threading.Event()
 
     def on_event(event: Event) -> None:  # on the thread that runs the forwards

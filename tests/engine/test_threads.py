@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 from mlx_specprefill.config import EngineConfig
+from mlx_specprefill.engine.chunks import ChunkSizer
+from mlx_specprefill.engine.costs import CostModel
 from mlx_specprefill.engine.engine import Engine
-from mlx_specprefill.engine.scheduler import ChunkSizer, CostModel, Scheduler
-from mlx_specprefill.engine.sequence import Job
-from mlx_specprefill.request import Progress
+from mlx_specprefill.engine.job import Job
+from mlx_specprefill.engine.scheduler import Scheduler
+from mlx_specprefill.events import Progress
 from tests.support.tiny import tiny_pair
 
 READS = 200_000

@@ -32,7 +32,7 @@ from mlx_specprefill import (
     Verdict,
     load_pair,
 )
-from mlx_specprefill.engine import densify, loop
+from mlx_specprefill.engine import background, loop
 from tests.support.tiny import VOCAB, on_own_layers, random_prompt, tiny_pair
 from tests.support.verdict_oracle import FullReading, read_in_full
 from tests.support.waiting import eventually
@@ -297,7 +297,7 @@ def test_one_answer_in_twenty_is_verified_on_a_machine_that_is_never_idle() -> N
         patch.setattr(loop, "_QUIET_S", math.inf)
         ask(engine, tiny_request(seed=99, specprefill=SpecPrefillOptions(enabled=True)))  # does not count
         answers = [ask(engine, tiny_request(seed=seed)) for seed in range(21)]
-        assert eventually(lambda: sum(len(answer.verdicts) for answer in answers) == 1 + 20 - densify._LIMIT)
+        assert eventually(lambda: sum(len(answer.verdicts) for answer in answers) == 1 + 20 - background._LIMIT)
         compared = [i for i, answer in enumerate(answers) if answer.verdicts and answer.verdict.word != "unknown"]
         assert compared == [19]
         assert eventually(lambda: engine.stats().memory.reserved == 0)

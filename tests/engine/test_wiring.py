@@ -9,8 +9,8 @@ import pytest
 
 from mlx_specprefill import Engine, EngineConfig
 from mlx_specprefill.config import WiredLimit
-from mlx_specprefill.engine import machine
-from mlx_specprefill.engine.machine import wired_bytes
+from mlx_specprefill.engine import wired
+from mlx_specprefill.engine.wired import wired_bytes
 from tests.support.tiny import tiny_pair
 
 GB = 10**9
@@ -42,7 +42,7 @@ def test_an_engine_wires_what_is_large_and_says_so(
     info: dict[str, Any] = {**mx.device_info(), "max_recommended_working_set_size": 1 << 33}
     monkeypatch.setattr(mx, "set_wired_limit", limits.append)
     monkeypatch.setattr(mx, "device_info", lambda: info)
-    monkeypatch.setattr(machine, "physical_memory", lambda: memory)
+    monkeypatch.setattr(wired, "physical_memory", lambda: memory)
     with caplog.at_level("INFO"), Engine(tiny_pair(), EngineConfig(prefix_cache_bytes=1000)) as engine:
         assert bool(engine.wired) == is_wired
     assert limits == ([engine.wired] if is_wired else [])

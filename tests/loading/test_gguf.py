@@ -18,7 +18,7 @@ from mlx_specprefill.adapters.gguf import weights as gguf_weights
 from mlx_specprefill.adapters.gguf.header import TensorInfo
 from mlx_specprefill.adapters.gguf.weights import EXACT_BITS, GROUP, packed_bits, read_arrays
 from mlx_specprefill.adapters.probe import largest_hidden
-from mlx_specprefill.cache.prefix.nodes import model_identity
+from mlx_specprefill.cache.prefix.identity import model_identity
 from tests.support.gguf_files import CONFIGS, F32, contents, from_safetensors, random_weights, rounded, tiny
 
 PROMPT = mx.array(np.random.default_rng(3).integers(3, 250, (1, 24)))

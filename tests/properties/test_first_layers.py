@@ -17,7 +17,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_specprefill.adapters.depth import FirstLayers, first_layers, layers_of, smallest_depth
 from mlx_specprefill.adapters.registry import adapter_for, architecture_of, support_table
-from mlx_specprefill.cache.prefix.nodes import model_identity
+from mlx_specprefill.cache.prefix.identity import model_identity
 from mlx_specprefill.errors import SparseUnsupportedError
 from tests.support import oracle
 from tests.support.oracle import build, make_case, measure_depths, tiny_models

@@ -17,7 +17,8 @@ from mlx_specprefill.adapters.mtp import ARCHITECTURES as HEADED
 from mlx_specprefill.adapters.mtp import MTPHead
 from mlx_specprefill.config import SpeculationConfig
 from mlx_specprefill.engine.caches import empty_cache
-from mlx_specprefill.request import SamplingParams, TokenEvent
+from mlx_specprefill.events import TokenEvent
+from mlx_specprefill.request import SamplingParams
 from mlx_specprefill.sampling import logits_processors
 from mlx_specprefill.specprefill.sparse_prefill import prefill
 from mlx_specprefill.speculative import verification as verify

@@ -14,8 +14,8 @@ import pytest
 
 from mlx_specprefill import Check, Engine, check_device, forward_times, load_pair, loading, sampling, selftest, sync_ms
 from mlx_specprefill.adapters.capture import HeadCapture
-from mlx_specprefill.engine import decode_batch
 from mlx_specprefill.engine import prefill as engine_prefill
+from mlx_specprefill.engine import rows
 from mlx_specprefill.selftest import FAMILIES, VOCAB, Case, Dtype, sampler_errors, save_checkpoint
 from mlx_specprefill.specprefill import sparse_prefill
 from mlx_specprefill.speculative import row as speculative_row
@@ -91,8 +91,8 @@ def accept_what_is_wrong(monkeypatch: Patch) -> None:
 
 
 def keep_two_bits(monkeypatch: Patch) -> None:
-    kept = decode_batch.quantize_kv
-    monkeypatch.setattr(decode_batch, "quantize_kv", lambda cache, bits: kept(cache, 2))
+    kept = rows.quantize_kv
+    monkeypatch.setattr(rows, "quantize_kv", lambda cache, bits: kept(cache, 2))
 
 
 def see_too_sharply(monkeypatch: Patch) -> None:

@@ -7,7 +7,7 @@ from fractions import Fraction
 import pytest
 
 from mlx_specprefill import EngineConfig, GenerationRequest, PromptSpan, SpecPrefillOptions, SpecPrefillPolicy
-from mlx_specprefill.request import Prediction
+from mlx_specprefill.events import Prediction
 from mlx_specprefill.specprefill.plan import plan_prefill
 
 CONFIG = EngineConfig(policy=SpecPrefillPolicy(threshold=1000))

@@ -10,7 +10,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_specprefill.adapters.rope import adjust_offsets
-from mlx_specprefill.request import TokenEvent
+from mlx_specprefill.events import TokenEvent
 from mlx_specprefill.sampling import LogitsProcessor, Sampler, choose, token_event
 
 __all__ = ["decode"]

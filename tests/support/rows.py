@@ -15,7 +15,8 @@ import numpy.typing as npt
 from mlx_specprefill.cache.positioned import Positioned, Runs, leaves, quantize_kv
 from mlx_specprefill.engine.caches import empty_cache
 from mlx_specprefill.engine.decode_batch import DecodeBatch, DecodeRow, Removed
-from mlx_specprefill.request import SamplingParams, TokenEvent
+from mlx_specprefill.events import TokenEvent
+from mlx_specprefill.request import SamplingParams
 from mlx_specprefill.sampling import logits_processors, make_sampler
 from mlx_specprefill.specprefill.sparse_prefill import prefill
 from tests.support.autoregressive import decode

@@ -1,4 +1,4 @@
-"""Stored arrays in files, with an index, that survive a restart.
+"""Prefixes on disk: writes, checks, reads and erases one file per record, within a limit of bytes.
 
 One safetensors file per record, one sqlite index per folder. A file gets its own name once it is complete, and its row
 after that. A record is served only if its checksum matches its row. The MLX thread turns arrays into bytes, one I/O
@@ -23,8 +23,9 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from .identity import LABEL_MARK, label_of
 from .index import DiskRow, RecordIndex, create_private, file_name, has_index
-from .nodes import LABEL_MARK, Arrays, label_of
+from .layout import Arrays
 
 VERSION = 1
 _FORMAT = "mlx-specprefill-prefix"

@@ -14,6 +14,31 @@ from pathlib import Path
 from typing import BinaryIO
 
 FOLDER, FILE = 0o700, 0o600
+log = logging.getLogger(__name__)
+_VERSION = 7  # of the rows, and of what the files hold: states of 6 and before may lack layers
+_RECORD = re.compile(r"[0-9a-f]+(-state)?\.safetensors")
+_TEMPORARY = re.compile(r"[0-9a-f]+(-state)?\.\d+-\d+\.tmp")
+_FILES = ("index.sqlite", "index.sqlite-wal", "index.sqlite-shm")
+_LOCK = "lock"
+_COLUMNS = "key, namespace, parent, tokens, end, array_bytes, pinned, selection_key, positions"  # as in `DiskRow`
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS records (
+    key TEXT PRIMARY KEY,
+    namespace TEXT NOT NULL,
+    parent TEXT NOT NULL,
+    tokens BLOB NOT NULL,
+    selection_key TEXT,
+    positions BLOB NOT NULL,
+    end INTEGER NOT NULL,
+    array_bytes INTEGER NOT NULL,
+    file_bytes INTEGER NOT NULL,
+    checksum BLOB NOT NULL,
+    used REAL NOT NULL,
+    pinned INTEGER NOT NULL DEFAULT 0
+);
+CREATE INDEX IF NOT EXISTS by_use ON records (used, end DESC);
+CREATE INDEX IF NOT EXISTS by_namespace ON records (namespace);
+"""
 
 
 def make_private(folder: Path, ours: Callable[[str], bool]) -> int:
@@ -49,34 +74,6 @@ def create_private(path: Path) -> BinaryIO:
         OSError: as `open`.
     """
     return open(path, "wb", opener=lambda name, flags: os.open(name, flags, FILE))
-
-
-log = logging.getLogger(__name__)
-
-_VERSION = 7  # of the rows, and of what the files hold: states of 6 and before may lack layers
-_RECORD = re.compile(r"[0-9a-f]+(-state)?\.safetensors")
-_TEMPORARY = re.compile(r"[0-9a-f]+(-state)?\.\d+-\d+\.tmp")
-_FILES = ("index.sqlite", "index.sqlite-wal", "index.sqlite-shm")
-_LOCK = "lock"
-_COLUMNS = "key, namespace, parent, tokens, end, array_bytes, pinned, selection_key, positions"  # as in `DiskRow`
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS records (
-    key TEXT PRIMARY KEY,
-    namespace TEXT NOT NULL,
-    parent TEXT NOT NULL,
-    tokens BLOB NOT NULL,
-    selection_key TEXT,
-    positions BLOB NOT NULL,
-    end INTEGER NOT NULL,
-    array_bytes INTEGER NOT NULL,
-    file_bytes INTEGER NOT NULL,
-    checksum BLOB NOT NULL,
-    used REAL NOT NULL,
-    pinned INTEGER NOT NULL DEFAULT 0
-);
-CREATE INDEX IF NOT EXISTS by_use ON records (used, end DESC);
-CREATE INDEX IF NOT EXISTS by_namespace ON records (namespace);
-"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""A prefix cache whose records outlive memory and the process, in the files of a disk tier."""
+"""Which prefixes go to disk, and how they come back from there after an eviction or a restart."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 
 from .disk import DiskTier
+from .identity import block_digest, label_of, labelled, token_bytes
 from .index import DiskRow
-from .nodes import Arrays, Node, Record, RecordKind, block_digest, label_of, labelled, token_bytes
+from .layout import Arrays
+from .nodes import Node, Record, RecordKind
 from .tree import PrefixCache, Restoring
 
 log = logging.getLogger(__name__)

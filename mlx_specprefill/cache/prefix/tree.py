@@ -1,4 +1,4 @@
-"""The prefix cache: results of prefills, reused by prompts that start with the same tokens.
+"""Prefixes of earlier prompts: which blocks and states are stored, found, pinned, listed and dropped.
 
 A tree of token blocks per model and label. Layers that can't be trimmed (recurrent, rotating) add a state at the
 lengths at which `store` saw one; a model with such layers is served at those lengths only. A dense prefix serves every
@@ -19,24 +19,21 @@ import numpy as np
 from ...request import SHARED, CacheLabel, TokenIds
 from ..budget import ByteBudget
 from ..positioned import PositionedKVCache, leaves
+from .identity import block_digest
+from .layout import Arrays, Layout, nbytes_of
 from .nodes import (
     ANY_SELECTION,
-    Arrays,
     CacheEntry,
     CacheHit,
     Fed,
-    Layout,
     Match,
     Node,
     Record,
     RecordKind,
-    Tokens,
-    block_digest,
     common_length,
     deepest_state,
     longest_match,
     make_root,
-    nbytes_of,
     others_ends,
 )
 
@@ -71,7 +68,7 @@ class _Source:
         """Return whether all of the first `length` tokens were read."""
         return self.fed is None or self.fed.dense_tokens >= length
 
-    def chosen(self, start: int, end: int) -> tuple[str | None, Tokens | None]:
+    def chosen(self, start: int, end: int) -> tuple[str | None, TokenIds | None]:
         """Return selection key and positions of the block [start, end)."""
         positions = None if self.fed is None else self.fed.within(start, end)
         return None if positions is None else self.selection_key, positions
@@ -115,7 +112,7 @@ def _is_whole(match: Match) -> bool:
     return match.length == node.end and not node.children and max(others, default=0) < node.tokens.size
 
 
-def _positions_of(match: Match) -> tuple[Tokens | None, int]:
+def _positions_of(match: Match) -> tuple[TokenIds | None, int]:
     """Return the positions of a match (None: all), and the number of excess tokens in its blocks."""
     if match.fed is None:
         return None, match.node.end - match.length
@@ -208,7 +205,7 @@ class PrefixCache:
 
     def others(
         self, tokens: Sequence[int] | TokenIds, label: CacheLabel = SHARED, most: int = 3
-    ) -> tuple[int, list[Tokens]]:
+    ) -> tuple[int, list[TokenIds]]:
         """Return the length that a prompt shares with any stored prefix, and the tokens of those that share it and go
         on otherwise, the last used ones first. Reads and counts nothing.
         """
@@ -218,7 +215,7 @@ class PrefixCache:
         shared, ends = others_ends(root, np.asarray(tokens, dtype=np.int32), most)
         return shared, [np.concatenate([node.tokens for node in end.path()]) for end in ends]
 
-    def _match(self, wanted: Tokens, label: CacheLabel, selection_key: str | None) -> Match | None:
+    def _match(self, wanted: TokenIds, label: CacheLabel, selection_key: str | None) -> Match | None:
         root = self._roots.get(label)
         if root is None:
             return None
@@ -320,7 +317,7 @@ class PrefixCache:
         """
         return {} if self.refusal is not None else self._layout.state(cache, staged)
 
-    def _grow(self, root: Node, ids: Tokens, source: _Source, state: Arrays) -> None:
+    def _grow(self, root: Node, ids: TokenIds, source: _Source, state: Arrays) -> None:
         """Add the missing blocks of these tokens below a label's root, evaluated together: each evaluation waits."""
         added: list[Record] = []
         try:
@@ -332,7 +329,7 @@ class PrefixCache:
             raise
         self._save(added)
 
-    def _missing(self, root: Node, ids: Tokens, source: _Source, state: Arrays) -> Iterator[Record]:
+    def _missing(self, root: Node, ids: TokenIds, source: _Source, state: Arrays) -> Iterator[Record]:
         """Yield their records while there is room, in memory but not evaluated."""
         node = self._last_stored(root, ids, source)
         self._touch(node.blocks())
@@ -349,14 +346,14 @@ class PrefixCache:
             if node.state is not None:
                 yield node.state
 
-    def _pin_system_prefix(self, root: Node, system_prefix: Tokens, at_once: bool) -> None:
+    def _pin_system_prefix(self, root: Node, system_prefix: TokenIds, at_once: bool) -> None:
         """Pin the stored blocks within the system prefix."""
         for node in self._last_stored(root, system_prefix).path():
             for record in node.records():
                 self._budget.touch(record, hit=at_once and not record.hits, pin=True)
             self._save(node.records())
 
-    def _last_stored(self, root: Node, ids: Tokens, source: _Source | None = None) -> Node:
+    def _last_stored(self, root: Node, ids: TokenIds, source: _Source | None = None) -> Node:
         """Return the last stored node on the path of these tokens."""
         node = root
         while node.end < ids.size:
@@ -370,7 +367,7 @@ class PrefixCache:
             node.state = None
         return node
 
-    def _extend(self, parent: Node, ids: Tokens, source: _Source) -> Node | None:
+    def _extend(self, parent: Node, ids: TokenIds, source: _Source) -> Node | None:
         """Store the next block or tail; return None if there is no room, or nothing new in it."""
         part = ids[parent.end : parent.end + self.block_size]
         selection_key, positions = source.chosen(parent.end, parent.end + part.size)

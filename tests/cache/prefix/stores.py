@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
 from mlx_specprefill.cache.positioned import leaves
-from mlx_specprefill.cache.prefix.nodes import nbytes_of
+from mlx_specprefill.cache.prefix.layout import nbytes_of
 from mlx_specprefill.cache.prefix.tree import PrefixCache
 from tests.support.precision import numbers
 

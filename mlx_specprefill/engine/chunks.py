@@ -1,0 +1,107 @@
+"""The length of each prefill chunk: as long as may be alone, and within `target_itl_ms` beside other requests."""
+
+from __future__ import annotations
+
+import math
+
+from ..config import EngineConfig
+from ..events import Event, Progress
+from ..loading import ModelPair
+from .costs import CostModel, ForwardKind
+from .footprint import MOST_PAIRS
+from .job import AnswerJob, Job
+from .scheduler import Scheduler
+
+_SMALLEST = 64  # tokens of a chunk that requests wait for
+_SMALLEST_BACKGROUND = 8  # of idle work, for which a request waits: on a slow CPU 16 tokens can take twice the aim
+# Idle work takes this part of what `target_itl_ms` leaves beside a forward's fixed cost: of a hundred chunks, the
+# slowest takes one and a half times the median.
+_IDLE_PART = 2 / 3
+# Beside other requests a chunk is no shorter than what loses this share of its time to the forward's fixed cost.
+_FIXED_SHARE = 1 / 3
+
+
+class ChunkSizer:
+    """Sizes chunks for the job whose turn it is. MLX thread only, but for `expected`.
+
+    Alone, a prefill runs in chunks of `EngineConfig.prefill_step`. Beside other requests a chunk takes about
+    `target_itl_ms`. It is never so short that a third of its time would be the fixed cost of a forward. One of idle
+    work is shorter than that, whatever it loses.
+
+    Attributes:
+        largest: tokens of a chunk at most.
+        elsewhere: answers of other engines wait for the chunk to end.
+    """
+
+    def __init__(self, pair: ModelPair, config: EngineConfig, scheduler: Scheduler, costs: CostModel) -> None:
+        self._pair = pair
+        self._scheduler = scheduler
+        self._costs = costs
+        self._target_ms = config.target_itl_ms
+        self._job: Job | None = None
+        self._given = 0  # tokens of the latest chunk at most
+        self.largest = config.prefill_step
+        self.elsewhere = False
+
+    def begin(self, job: Job) -> None:
+        """Size the chunks that are asked for from now on for this job."""
+        self._job = job
+
+    def end(self, job: Job) -> None:
+        """Let go of a job that gets no more chunks."""
+        if self._job is job:
+            self._job = None
+
+    def halve(self) -> int:
+        """Make the longest chunk half as long, and return its tokens."""
+        self.largest = max(min(_SMALLEST, self.largest), self.largest // 2)
+        return self.largest
+
+    def size(self, stage: str) -> int:
+        """Return the tokens of the next forward of "draft" or "prefill"."""
+        job = self._job
+        depth = 0 if job is None else job.depth(stage)
+        contended = self.elsewhere or self._scheduler.is_contended
+        self._given = self._size(_kind(stage, job), depth, contended, job is not None and job.background)
+        return self._given
+
+    def expected_tokens(self, stage: str) -> int:
+        """Return the tokens of a forward at the start of another prompt; from any thread."""
+        return self._size(_kind(stage, None), 0, bool(self._scheduler.decoding), False)
+
+    def _size(self, kind: ForwardKind, depth: int, contended: bool, background: bool) -> int:
+        largest = min(self.largest, max(_SMALLEST, MOST_PAIRS // max(depth, 1)))
+        if not (contended or background):
+            return largest
+        cost = self._costs.cost(kind)
+        if background:
+            most = cost.most_tokens(cost.fixed + _IDLE_PART * (self._target_ms - cost.fixed), depth)
+            return min(largest, max(1, most // _SMALLEST_BACKGROUND) * _SMALLEST_BACKGROUND)
+        most = cost.most_tokens(self._target_ms, depth) // _SMALLEST * _SMALLEST
+        least = math.ceil(cost.fewest_tokens(_FIXED_SHARE, depth) / _SMALLEST) * _SMALLEST
+        return min(largest, max(_SMALLEST, most, least))
+
+    def observe(self, job: Job, event: Event) -> None:
+        """Record the progress and time of the job's latest chunk."""
+        if not isinstance(event, Progress):
+            return
+        if event.cached is not None:
+            job.cached = event.cached
+        ms, depth, stage = 1e3 * job.step_s, job.depth(event.stage), event.stage
+        tokens = max(0, event.done - job.done.get(stage, 0))
+        job.done[stage] = event.done
+        reads = stage in ("draft", "prefill")
+        self._scheduler.record(job.uid, event.total - event.done if reads else None, round(ms))
+        if isinstance(job, AnswerJob):
+            job.sequence.spend(stage, ms)
+        if stage == "select":
+            self._costs.observe("select", event.total, 0, ms)
+        elif reads and tokens <= self._given:  # more than was given out came from the draft's cache
+            self._costs.observe(_kind(stage, job), tokens, depth, ms)
+
+
+def _kind(stage: str, job: Job | None) -> ForwardKind:
+    """Return which layers the forwards of a stage run through."""
+    if stage == "draft":
+        return "draft"
+    return "upper" if isinstance(job, AnswerJob) and job.sequence.staged is not None else "target"

@@ -1,0 +1,133 @@
+"""Scoring of a prompt by the draft: from which cached prefix, with which question; what it reads for later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import replace
+from typing import Any
+
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+
+from ..adapters.depth import full_draft_model
+from ..config import EngineConfig
+from ..errors import RequestCancelled, SparseUnsupportedError
+from ..events import Progress
+from ..loading import ModelPair
+from ..request import GenerationRequest
+from ..specprefill.mapped import map_task
+from ..specprefill.plan import PrefillPlan, template_mask
+from ..specprefill.question import possible_questions, question_span, repeated_question_spans
+from ..specprefill.scorer import Scores, ScoringInput, scorer_for, tokens_in
+from ..specprefill.sparse_prefill import HiddenStates, prefill
+from ..specprefill.text import PromptText
+from .caches import EngineCaches, empty_draft_cache
+from .sequence import NO_INDICES
+
+Scoring = Generator[Progress, None, Scores]
+
+
+class DraftContextError(SparseUnsupportedError):
+    """The prompt has more of the draft's tokens than the draft's context."""
+
+
+class PromptScorer:
+    """Scores prompts.
+
+    Args:
+        step: returns the tokens of the draft's next forward.
+    """
+
+    def __init__(self, pair: ModelPair, config: EngineConfig, caches: EngineCaches, step: Callable[[], int]) -> None:
+        self.pair = pair
+        self.config = config
+        self.caches = caches
+        self.step = step
+        self._whole = None if pair.draft is None else full_draft_model(pair.draft)
+
+    def scores(
+        self, request: GenerationRequest, plan: PrefillPlan, text: PromptText, hidden: HiddenStates | None = None
+    ) -> Scoring:
+        """Return the request's own scores, else the draft's, which resume from its dense prefix.
+
+        Args:
+            hidden: stores the hidden states of the draft, the target's own first layers. The draft reads anew from its
+                `known` on.
+
+        Raises:
+            SparseUnsupportedError: there is no draft, or it can't score.
+            DraftContextError: the draft has another tokenizer, and the prompt is too long for it.
+        """
+        if request.specprefill.importance is not None:
+            return Scores(request.specprefill.importance)
+        task = self._task(request, plan, text)
+        if self.pair.mapping is not None:
+            mapped = map_task(self.pair.mapping, task)
+            size, context = mapped.task.prompt.size, self.pair.draft_context
+            if context is not None and size > context:
+                raise DraftContextError(f"the prompt has {size} tokens of the draft's, the draft's context {context}")
+            return mapped.scores((yield from self._by_draft(request, plan, mapped.task, mapped.task.question[0])))
+        known = task.prompt.size - 1 if task.again.size else task.question[0]
+        if hidden is not None:
+            task, known = replace(task, seen=hidden.keep, cuts=hidden.cuts), min(known, hidden.known)
+        return (yield from self._by_draft(request, plan, task, known))
+
+    def _task(self, request: GenerationRequest, plan: PrefillPlan, text: PromptText) -> ScoringInput:
+        scoring = self.config.scoring
+        said = request.spans[-1].content_end if request.spans else None
+        question = question_span(len(request.prompt), scoring, said, text.units)
+        before = () if plan.rule == "paper" else repeated_question_spans(request.spans, scoring, text.units)
+        template = template_mask(request.spans, question, plan.forced)
+        for start, end in before:
+            template[start:end] |= plan.forced[start:end]
+        return ScoringInput(
+            prompt=request.prompt,
+            question=question,
+            template=template,
+            again=np.concatenate([NO_INDICES, *(request.prompt[start:end] for start, end in before)]),
+            asks=() if plan.rule == "paper" else possible_questions(request.spans, len(request.prompt), text, scoring),
+            stop_ids=request.stop_token_ids | self.pair.eos_token_ids,
+            cache=[],
+            step=self.step,
+        )
+
+    def _by_draft(self, request: GenerationRequest, plan: PrefillPlan, task: ScoringInput, known: int) -> Scoring:
+        """Score with the draft. A cached prefix may cover `known` tokens."""
+        if self.pair.draft is None or self._whole is None:
+            raise SparseUnsupportedError("no draft model is loaded")
+        draft = self._whole if plan.rule == "paper" else self.pair.draft
+        stored = draft is self.pair.draft  # cached prefixes belong to the default scoring layers
+        prompt, label = task.prompt, request.label
+        keeper = request if self.pair.mapping is None else replace(request, spans=())  # spans count target tokens
+        # The question is read anew even if it is cached: a hit must not change the scores.
+        hit = (yield from self.caches.draft_prefix(prompt[: known + 1], label)) if stored and known else None
+        cache = empty_draft_cache(draft, stored and self.pair.stages is not None) if hit is None else hit.cache
+        task = replace(task, cache=cache, on_cut=lambda end: self.caches.keep_draft(prompt[:end], cache, keeper))
+        scorer = scorer_for(plan.rule, self.pair.heads, self.config.scoring, self.pair.split)
+        try:
+            scores = yield from scorer.score(draft, task)
+        except RequestCancelled:
+            if stored and 0 < (done := tokens_in(task.cache)) < len(prompt):
+                self.caches.keep_draft(prompt[:done], task.cache, keeper)
+            raise
+        if stored:
+            self.caches.keep_draft(prompt, task.cache, keeper)
+        scores = replace(scores, read=len(prompt) - (0 if hit is None else hit.length))
+        return replace(scores, scorer="self") if self._whole is self.pair.target else scores
+
+    def read(self, draft: nn.Module, request: GenerationRequest) -> Generator[Progress, None, list[Any]]:
+        """Let the draft read the whole prompt, to propose after a full prefill or to score the next turn.
+
+        Returns:
+            The draft's cache.
+        """
+        prompt = request.prompt
+        hit = yield from self.caches.draft_prefix(prompt, request.label)
+        start = hit.length if hit is not None else 0
+        cache = hit.cache if hit is not None else list(make_prompt_cache(draft))
+        yield Progress("draft", start, len(prompt))
+        for progress in prefill(draft, cache, prompt[start:], None, self.step):
+            yield Progress("draft", start + progress.done, len(prompt))
+        self.caches.keep_draft(prompt, cache, request)
+        return cache

@@ -1,0 +1,202 @@
+"""The answers of the engine: the frozen events of a request, and the report of its prefill, as sent to clients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from .config import Scope, SpecPrefillPolicy
+from .request import SpanKind
+
+Mode = Literal["sparse", "full"]
+# The draft; a draft with another tokenizer; the target's own first layers; the request's own scores.
+ScorerKind = Literal["draft", "mapped-draft", "self", "request"]
+Stage = Literal["queued", "draft", "select", "prefill", "decode"]
+FinishReason = Literal["stop", "length", "cancelled"]
+MissKind = Literal["time", "counter", "tool_order", "reasoning", "edited", "template", "other"]
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Milliseconds of wall time per stage; ttft_ms runs from the engine's start on the request to its first token."""
+
+    queue_ms: float = 0.0
+    draft_ms: float = 0.0  # draft prefill + look-ahead + scoring
+    select_ms: float = 0.0
+    prefill_ms: float = 0.0  # target prefill up to the first token
+    ttft_ms: float = 0.0
+    decode_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Time to first token of both ways to prefill one prompt, milliseconds."""
+
+    full_ms: float
+    sparse_ms: float
+
+    @property
+    def saving_ms(self) -> float:
+        return self.full_ms - self.sparse_ms
+
+    def pays(self, policy: SpecPrefillPolicy) -> bool:
+        """Return whether the predicted saving exceeds both margins of the policy."""
+        enough = self.saving_ms >= policy.min_saving_ms
+        return enough and self.saving_ms >= float(policy.min_saving_share) * self.full_ms
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationReport:
+    """The drafting of the answer, with its reason.
+
+    Attributes:
+        strategy: "autoregressive", or the name of the one that ran.
+        acceptance_rate: accepted share of the proposed tokens that were judged; of the level below: `inner_...`.
+        tokens_per_step: of the answer, per forward of the target on its whole cache.
+    """
+
+    strategy: str
+    reason: str
+    acceptance_rate: float | None = None
+    inner_acceptance_rate: float | None = None
+    tokens_per_step: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        rates = ("acceptance_rate", "inner_acceptance_rate", "tokens_per_step")
+        shown = {name: None if (value := getattr(self, name)) is None else round(value, 4) for name in rates}
+        return {"strategy": self.strategy, "reason": self.reason, **shown}
+
+
+def _rounded(times: Timings | Prediction) -> dict[str, float]:
+    return {name: round(ms, 3) for name, ms in asdict(times).items()}
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMiss:
+    """The place from which a prompt is read again although the cache holds what follows, behind another text.
+
+    Attributes:
+        token: index of the prompt's first token that differs from the cached prompt.
+        message: index among the request's spans of the one that holds it, and `role`: its kind; None: none does.
+        read_tokens: tokens behind the place that the cached prompt has, too.
+        before: up to 40 characters that both have in front of the difference.
+        was, now: the cached prompt's and this prompt's text there, whole words, up to 40 characters. `was` is None
+            unless the cached prompt is an earlier turn of the same conversation: it may be another person's.
+    """
+
+    kind: MissKind
+    token: int
+    message: int | None
+    role: SpanKind | None
+    read_tokens: int
+    before: str
+    was: str | None
+    now: str
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillReport:
+    """The prefill of the prompt, with its reason."""
+
+    mode: Mode
+    reason: str
+    prompt_tokens: int
+    kept_tokens: int
+    cached_tokens: int = 0
+    kept_share: float | None = None  # of the prompt's tokens, forced ones included; None in full mode
+    scorer: ScorerKind | None = None  # None in full mode
+    recalled_tokens: int = 0  # tokens dropped by an earlier turn and read for this one
+    timings: Timings = field(default_factory=Timings)
+    predicted: Prediction | None = None  # before the prefill; None without measurements
+    kept_spans: tuple[tuple[int, int], ...] | None = None
+    speculation: SpeculationReport | None = None  # None: not requested
+    scoring: str | None = None  # rule and input of the scorer
+    scope: Scope | None = None  # the text that competed; None in full mode
+    draft_tokens: int = 0  # uncached tokens of the prompt, in the draft's tokenizer
+    miss: PrefixMiss | None = None  # None: nothing that the cache holds was read again
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON object that clients get next to `usage`."""
+        counts = ("prompt_tokens", "kept_tokens", "cached_tokens", "recalled_tokens", "draft_tokens", "kept_share")
+        words = ("mode", "reason", *counts, "scorer", "scoring", "scope")
+        report: dict[str, Any] = {name: getattr(self, name) for name in words}
+        report["keep_pct"] = self.kept_share
+        report["timings"] = _rounded(self.timings)
+        if self.predicted is not None:
+            report["predicted"] = _rounded(self.predicted)
+        if self.speculation is not None:
+            report["speculation"] = self.speculation.to_dict()
+        if self.miss is not None:
+            report["cache"] = {"miss": asdict(self.miss)}
+        if self.kept_spans is not None:
+            report["kept_spans"] = [list(span) for span in self.kept_spans]
+        return report
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Natural-log probability of one token under the target's unmodified distribution."""
+
+    token: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Work done inside a stage, in tokens (`done` of `total`).
+
+    Attributes:
+        cached: prompt tokens that the target need not read, besides those `total`; None while that is not known.
+    """
+
+    stage: Stage
+    done: int
+    total: int
+    cached: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Entry i belongs to prompt token i+1: (its own logprob, the best alternatives). M-1 entries."""
+
+    entries: tuple[tuple[Logprob, tuple[Logprob, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """One generated token. `logprob` and `top_logprobs` are set if the request asked for them.
+
+    `logprob` is also set if the answer will be verified.
+    """
+
+    token: int
+    logprob: float | None = None
+    top_logprobs: tuple[Logprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The last event of a request that did not fail."""
+
+    reason: FinishReason
+    completion_tokens: int
+    report: PrefillReport
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The last event of a request that failed. The engine goes on with the next one."""
+
+    error: Exception
+    report: PrefillReport | None = None
+
+
+Event = Progress | PromptLogprobs | TokenEvent | Finished | Failed
+
+
+OnEvent = Callable[[Event], None]
+
+
+def noop(*_: object) -> None:
+    """Do nothing, as a callback that nobody wants."""

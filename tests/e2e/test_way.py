@@ -1,13 +1,18 @@
-"""The code that a warm plain chat meets, from the request to the last token: files and functions of ours are printed.
+"""The code that a warm plain chat meets, from the request to the last token: lines of ours that run are limited.
 
-And how deep it is: our frames on the stack when the target's attention runs in a sparse prefill are limited.
+And how deep it is: our frames on the stack when the target's or the draft's attention runs are limited. Files and
+functions are printed, not judged. What the product's text looks like is measured beside it: long functions, and
+assignments of modules behind their first class or function.
 """
 
 from __future__ import annotations
 
+import ast
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import dropwhile
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,30 +26,42 @@ from mlx_specprefill_server.app import create_app
 from mlx_specprefill_server.pair_loading import load, make_settings
 from mlx_specprefill_server.pairs import find_pair
 
+MOST_LINES = 3300
 MOST_FRAMES = 10
+LONGEST = 60  # lines of a function
+P90 = 16
+MOST_LATE = 200  # assignments of modules behind their first class or function
 LIBRARY, SERVER = (Path(str(package.__file__)).parent for package in (mlx_specprefill, mlx_specprefill_server))
 LOG = "\n".join(f"On day {day} the ship sailed {day * 7 % 50} miles and met nobody." for day in range(60))
 
 
 class Tracer:
-    """Notes our functions that are called in any thread, while it is on.
+    """Notes our functions and lines that run in any thread, while it is on.
 
     Attributes:
         functions: file and name of each.
-        frames: our functions above the target's attention, innermost first.
+        lines: file and number of each.
+        frames: our functions above the attention of "target" and "draft", innermost first.
     """
 
     def __init__(self) -> None:
-        self.functions: set[tuple[Path, str]] = set()
-        self.frames: list[str] = []
+        self.functions: set[tuple[str, str]] = set()
+        self.lines: set[tuple[str, int]] = set()
+        self.frames: dict[str, list[str]] = {"target": [], "draft": []}
         self.is_on = False
+        self._ours = cache(lambda name: any(package in Path(name).parents for package in (LIBRARY, SERVER)))
 
-    def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
-        file = Path(frame.f_code.co_filename)
-        if self.is_on and (LIBRARY in file.parents or SERVER in file.parents):
-            self.functions.add((file, frame.f_code.co_qualname))
-            if file == LIBRARY / "adapters" / "capture.py" and frame.f_code.co_name == "attend":
+    def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
+        name = frame.f_code.co_filename
+        if not self._ours(name):
+            return None
+        if self.is_on and event == "call":
+            self.functions.add((name, frame.f_code.co_qualname))
+            if frame.f_code.co_name == "attend" and Path(name) == LIBRARY / "adapters" / "capture.py":
                 self._note_frames(frame.f_back)
+        elif self.is_on and event == "line":
+            self.lines.add((name, frame.f_lineno))
+        return self
 
     def _note_frames(self, frame: FrameType | None) -> None:
         frames = []
@@ -52,8 +69,9 @@ class Tracer:
             if LIBRARY in (file := Path(frame.f_code.co_filename)).parents:
                 frames.append(f"{file.relative_to(LIBRARY)}: {frame.f_code.co_name}")
             frame = frame.f_back
-        if "engine/prefill.py: run" in frames and "specprefill/sparse_prefill.py: prefill" in frames:
-            self.frames = max(self.frames, frames, key=len)
+        if "engine/prefill.py: run" in frames:
+            model = "draft" if any(frame.startswith("specprefill/scorer.py") for frame in frames) else "target"
+            self.frames[model] = max(self.frames[model], frames, key=len)
 
 
 def traced(run: Callable[[Tracer], None]) -> Tracer:
@@ -69,7 +87,7 @@ def traced(run: Callable[[Tracer], None]) -> Tracer:
     return tracer
 
 
-def test_a_plain_sparse_chat_meets_few_files_and_nothing_of_several_processes() -> None:
+def test_a_plain_sparse_chat_runs_few_lines_and_nothing_of_several_processes() -> None:
     pair = find_pair("demo")
     settings = make_settings(pair, calibration_file=None, densify="off")  # idle work would be traced, too
 
@@ -85,11 +103,42 @@ def test_a_plain_sparse_chat_meets_few_files_and_nothing_of_several_processes() 
 
     tracer = traced(chat)
     files = {file for file, _ in tracer.functions}
-    print(f"{len(files)} files, {len(tracer.functions)} functions")
-    names = sorted(file.as_posix().rpartition("/mlx_specprefill")[2] for file in files)
-    assert LIBRARY / "engine" / "loop.py" in files
-    assert not [name for name in names if "distributed" in name or "ranked" in name]
-    assert 0 < len(tracer.frames) <= MOST_FRAMES, "\n".join(tracer.frames)
+    print(f"{len(files)} files, {len(tracer.functions)} functions, {len(tracer.lines)} lines")
+    assert str(LIBRARY / "engine" / "loop.py") in files
+    assert not [file for file in files if "distributed" in file or "ranked" in file]
+    assert 1000 < len(tracer.lines) <= MOST_LINES
+    for frames in tracer.frames.values():
+        assert 0 < len(frames) <= MOST_FRAMES, "\n".join(frames)
+
+
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+def modules() -> Iterator[ast.Module]:
+    for package in (LIBRARY, SERVER):
+        for file in package.rglob("*.py"):
+            yield ast.parse(file.read_text(encoding="utf-8"))
+
+
+def test_functions_are_short() -> None:
+    sizes = sorted(
+        node.end_lineno - node.lineno + 1
+        for module in modules()
+        for node in ast.walk(module)
+        if isinstance(node, DEFINITIONS[:2]) and node.end_lineno is not None
+    )
+    assert sizes[len(sizes) * 9 // 10] <= P90
+    assert [size for size in sizes if size > LONGEST] == []
+
+
+def test_constants_stand_above_what_uses_them() -> None:
+    """An assignment that needs a class or function of its own module can't."""
+    late = 0
+    for module in modules():
+        body = list(dropwhile(lambda node: not isinstance(node, DEFINITIONS), module.body))
+        late += sum(isinstance(node, (ast.Assign, ast.AnnAssign)) for node in body)
+    print(f"{late} assignments behind a first definition")
+    assert late <= MOST_LATE
 
 
 def ask(client: TestClient, question: str) -> str:

@@ -1,4 +1,4 @@
-"""Which cached prefix is evicted first: one byte budget for target and draft.
+"""Evicts cached prefixes, the least valuable first: one byte budget for target and draft.
 
 The budget covers prefixes of target and draft. It holds no arrays: entries know their size and how to release them.
 """

@@ -1,4 +1,4 @@
-"""Whether the machine runs on battery."""
+"""Tells whether the machine runs on battery."""
 
 from __future__ import annotations
 

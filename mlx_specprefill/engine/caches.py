@@ -1,4 +1,4 @@
-"""What is looked up and stored of a request, for target and draft; what is forgotten, and when it has left the disk."""
+"""Looks up and stores what is read for a request, for target and draft; forgets it, and knows when the disk has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose turn it is: which request is admitted next, and which prefill gets the next chunk.
+"""Decides whose turn it is: which request is admitted next, and which prefill gets the next chunk.
 
 One step of the engine is one decode step of all running requests, then prefill chunks. The prefill with the fewest
 tokens left goes first, in admission and for each chunk, so a short prompt is never stuck behind a long one. Ageing

@@ -159,7 +159,7 @@ def test_what_runs_gives_way_to_a_call_and_goes_on_where_it_was(
                 handles[0].expect_more()
             return 64
 
-        monkeypatch.setattr(engine.prefiller, "_step", lambda: size("prefill"))
+        monkeypatch.setattr(engine.prefiller, "step", lambda: size("prefill"))
         monkeypatch.setattr(engine.prefiller.scorer, "step", lambda: size("draft"))
         release()
         assert eventually(lambda: engine.stats().densified == 2, 60)
@@ -180,7 +180,7 @@ def endless(engine: Engine, patch: pytest.MonkeyPatch) -> list[str]:
     """
     seen: list[str] = []
 
-    def dense(request: GenerationRequest, choice: str) -> Generator[Any, None, None]:
+    def dense(_: Prefiller, request: GenerationRequest, choice: str) -> Generator[Any, None, None]:
         seen.append("began")
         try:
             while True:
@@ -188,7 +188,7 @@ def endless(engine: Engine, patch: pytest.MonkeyPatch) -> list[str]:
         finally:
             seen.append("stopped")
 
-    patch.setattr(engine.prefiller, "dense", dense)
+    patch.setattr(background, "densify", dense)
     patch.setattr(engine.densifier, "_draft", None)
     return seen
 

@@ -121,7 +121,7 @@ def test_a_long_prompt_is_refused_before_any_work(monkeypatch: pytest.MonkeyPatc
         assert engine.window == 1 << 19
         leave_room(engine, 1000)
         with monkeypatch.context() as patch:
-            for module, name in ((prefiller, "prefill"), (prefiller, "empty_cache"), (prefiller, "scorer_for")):
+            for module, name in ((prefiller, "prefill"), (prefiller, "empty_cache"), (scoring, "scorer_for")):
                 patch.setattr(module, name, lambda *_: pytest.fail("a model was asked to read"))
             patch.setattr(engine._inbox, "post", lambda _: pytest.fail("it was queued"))
             mx.reset_peak_memory()

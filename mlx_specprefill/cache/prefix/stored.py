@@ -1,4 +1,4 @@
-"""Which prefixes go to disk, and how they come back from there after an eviction or a restart."""
+"""Chooses which prefixes go to disk, and brings them back after an eviction or a restart."""
 
 from __future__ import annotations
 

@@ -9,15 +9,16 @@ from functools import partial
 
 import numpy as np
 
+from ..cache.prefix.selection_key import SelectionKey
 from ..errors import RequestCancelled
 from ..events import Progress, PromptLogprobs
 from ..request import GenerationRequest, SpecPrefillOptions, TokenIds, concat_tokens
 from ..verdict import Verdict
+from .active_request import ActiveRequest
 from .densify import densify
 from .job import Job, RequestHandle
 from .memory import Memory
 from .prefill import Prefiller
-from .sequence import Sequence
 from .verify import Guide, Quantize, verify
 
 log = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ class IdleTurn:
     Attributes:
         request: the answered one; `answer`: the tokens that came back.
         handle: of the request; says whether the conversation is expected to go on.
-        selection_key: `Sequence.selection_key`, by which its sparse prefix is found.
+        selection_key: by which its sparse prefix is found.
         sparse_logprobs: of the answer's tokens, if it is to be verified.
         dense: the target saw it in part, and is to read the rest.
         drafts: the draft is to read it first.
@@ -43,7 +44,7 @@ class IdleTurn:
     request: GenerationRequest
     answer: tuple[int, ...]
     handle: RequestHandle
-    selection_key: str | None = None
+    selection_key: SelectionKey | None = None
     sparse_logprobs: tuple[float, ...] = ()
     dense: bool = True
     drafts: bool = False
@@ -150,15 +151,15 @@ class BackgroundPrefill:
         turn = None if self._draft is None else self.turns.first()
         return turn is not None and turn.drafts
 
-    def follow(self, sequence: Sequence, handle: RequestHandle) -> IdleTurn | None:
+    def follow(self, active: ActiveRequest, handle: RequestHandle) -> IdleTurn | None:
         """Queue a turn that was answered, if something is left to read. Return the turn if it is not for idle time."""
-        request = sequence.request
-        dense = self._densifies and sequence.is_sparse
+        request = active.request
+        dense = self._densifies and active.is_sparse
         drafts = self._draft is not None and (request.pin_system_prefix or request.specprefill.enabled is not False)
         if not (dense or drafts):
             return None
-        known = tuple(sequence.sparse_logprobs) if dense else ()
-        turn = IdleTurn(request, tuple(sequence.tokens), handle, sequence.selection_key, known, dense, drafts)
+        known = tuple(active.decoded.sparse_logprobs) if dense else ()
+        turn = IdleTurn(request, tuple(active.decoded.tokens), handle, active.plan.selection_key, known, dense, drafts)
         if self._is_forgotten(turn):
             self._give_up(turn, _FORGOTTEN)
             return None

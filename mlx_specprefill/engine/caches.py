@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from enum import IntEnum
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from ..cache.prefix.disk import DiskTier
 from ..cache.prefix.identity import model_identity
 from ..cache.prefix.layout import Arrays
 from ..cache.prefix.nodes import CacheEntry, CacheHit
+from ..cache.prefix.selection_key import SelectionKey
 from ..cache.prefix.stored import StoredPrefixCache
 from ..cache.prefix.tree import PrefixCache, Restoring
 from ..config import EngineConfig
@@ -135,7 +137,11 @@ class EngineCaches:
         }
 
     def target_prefix(
-        self, tokens: Sequence[int] | TokenIds, label: CacheLabel, again: bool = False, selection_key: str | None = None
+        self,
+        tokens: Sequence[int] | TokenIds,
+        label: CacheLabel,
+        again: bool = False,
+        selection_key: SelectionKey | None = None,
     ) -> Lookup:
         """Return the longest prefix that leaves at least one token to feed. Yields while it is read from disk.
 
@@ -172,7 +178,9 @@ class EngineCaches:
             self.on_error(error)
             return None
 
-    def covers(self, tokens: Sequence[int] | TokenIds, label: CacheLabel, selection_key: str | None = None) -> int:
+    def covers(
+        self, tokens: Sequence[int] | TokenIds, label: CacheLabel, selection_key: SelectionKey | None = None
+    ) -> int:
         """Return the number of leading tokens that the target has cached now.
 
         Args:
@@ -200,7 +208,7 @@ class EngineCaches:
         tokens: Sequence[int] | TokenIds,
         cache: list[Any],
         request: GenerationRequest,
-        selection_key: str | None = None,
+        selection_key: SelectionKey | None = None,
         hidden: HiddenStates | None = None,
         later: bool = False,
     ) -> Callable[[], object]:
@@ -226,9 +234,9 @@ class EngineCaches:
         if self._draft is not None:
             self._store(self._draft, tokens, cache, request)
 
-    def _full_key(self, selection_key: str | None) -> str | None:
+    def _full_key(self, selection_key: SelectionKey | None) -> SelectionKey | None:
         """Return a selection key that is unique per draft and rule."""
-        return None if selection_key is None else f"{self._selector_name}:{selection_key}"
+        return None if selection_key is None else replace(selection_key, chooser=self._selector_name)
 
     def entries(self, owner: str | None = None) -> tuple[CacheEntry, ...]:
         """Return all entries, or those of one owner, most recently used first."""
@@ -305,7 +313,7 @@ class EngineCaches:
         arrays: list[Any],
         request: GenerationRequest,
         state: Arrays | None = None,
-        selection_key: str | None = None,
+        selection_key: SelectionKey | None = None,
         hidden: HiddenStates | None = None,
     ) -> None:
         if not self.keeps(request):

@@ -93,7 +93,7 @@ class ChunkSizer:
         reads = stage in ("draft", "prefill")
         self._scheduler.record(job.uid, event.total - event.done if reads else None, round(ms))
         if isinstance(job, AnswerJob):
-            job.sequence.spend(stage, ms)
+            job.active.times.spend(stage, ms)
         if stage == "select":
             self._costs.observe("select", event.total, 0, ms)
         elif reads and tokens <= self._given:  # more than was given out came from the draft's cache
@@ -104,4 +104,4 @@ def _kind(stage: str, job: Job | None) -> ForwardKind:
     """Return which layers the forwards of a stage run through."""
     if stage == "draft":
         return "draft"
-    return "upper" if isinstance(job, AnswerJob) and job.sequence.staged is not None else "target"
+    return "upper" if isinstance(job, AnswerJob) and job.active.staging is not None else "target"

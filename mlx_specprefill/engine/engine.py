@@ -27,6 +27,7 @@ from ..request import Constraint, GenerationRequest
 from ..sampling import LOGITS_ROWS, check_sampling
 from ..specprefill.plan import PrefillPlan
 from ..verdict import Verdict
+from .active_request import ActiveRequest, Times
 from .background import BackgroundPrefill
 from .caches import EngineCaches, Erasure
 from .chunks import ChunkSizer
@@ -42,7 +43,6 @@ from .mlx_thread import MLXThread
 from .prefill import Prefiller
 from .rows import Rows
 from .scheduler import Scheduler
-from .sequence import Sequence
 from .speculation import AnswerDrafter, Speculator
 from .wired import wire
 
@@ -370,9 +370,9 @@ class Engine:
         strategy = request.specprefill.strategy(self.config.speculation)
         has_room = self.memory.can_draft(request, plan.mode)
         drafting = None if strategy == "off" else AnswerDrafter(self._speculator, request, strategy, has_room)
-        sequence = Sequence(uid, request, plan, time.perf_counter(), self._guide(request), drafting)
+        active = ActiveRequest(uid, request, plan, Times(time.perf_counter()), self._guide(request), drafting)
         need = self.memory.need(request, plan.mode)
-        return AnswerJob(uid, self.prefiller.run(sequence), need, sequence=sequence)
+        return AnswerJob(uid, self.prefiller.run(active), need, active=active)
 
     def _inspection_job(self, uid: int, request: GenerationRequest) -> Job:
         return Job(uid, inspect_prompt(self.prefiller, request), self.memory.need_inspection(request))

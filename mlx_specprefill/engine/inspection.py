@@ -16,8 +16,8 @@ from ..events import Mode, Prediction, PrefillReport, Progress, PromptLogprobs
 from ..request import GenerationRequest, concat_tokens
 from ..sampling import LOGITS_ROWS, log_softmax
 from ..specprefill.selector import kept_spans
+from .active_request import ActiveRequest
 from .prefill import Prefiller
-from .sequence import Sequence
 
 Floats = npt.NDArray[np.float32]
 
@@ -123,19 +123,19 @@ def replay_continuation(
     Attention can be read only after a full prefill: the target's cache must hold the whole prompt. The continuation is
     then read in one forward.
     """
-    sequence = Sequence(-1, request, prefiller.plan(request))
-    logits = yield from prefiller.run(sequence)
-    sequence.store()
+    active = ActiveRequest(-1, request, prefiller.plan(request))
+    logits = yield from prefiller.run(active)
+    active.store()
     M, T, rows = len(request.prompt), len(continuation) - 1, [np.array(log_softmax(logits))]
-    capture = HeadCapture(M, None) if attention and not sequence.is_sparse and T > 0 else None
+    capture = HeadCapture(M, None) if attention and not active.is_sparse and T > 0 else None
     step = LOGITS_ROWS if capture is None else T
     for start in range(0, T, step):
         read = mx.array(continuation[start : min(start + step, T)])
         seen = nullcontext() if capture is None else capture.of_passage(M + T, T, slice(0, T))
-        with adjust_offsets([sequence.shift]), seen:
-            rows.append(np.array(log_softmax(prefiller.pair.target(read[None], cache=sequence.cache)[0])))
-    if keep and sequence.shift == 0:
-        sequence.keep(prefiller.caches, concat_tokens(request.prompt, continuation[:-1]), sequence.cache)
+        with adjust_offsets([active.decoded.shift]), seen:
+            rows.append(np.array(log_softmax(prefiller.pair.target(read[None], cache=active.cache)[0])))
+    if keep and active.decoded.shift == 0:
+        active.keep(prefiller.caches, concat_tokens(request.prompt, continuation[:-1]), active.cache)
     captured = list(capture.attention.values()) if capture else []
     looked = np.array(mx.stack(captured).mean(axis=0)) if captured else None
-    return Replay(np.concatenate(rows), sequence.report(), looked)
+    return Replay(np.concatenate(rows), active.report(), looked)

@@ -12,7 +12,7 @@ from ..errors import RequestCancelled
 from ..events import Event, Failed, OnEvent, Progress, noop
 from ..request import GenerationRequest
 from ..verdict import Verdict
-from .sequence import Sequence
+from .active_request import ActiveRequest
 
 log = logging.getLogger(__name__)
 
@@ -101,15 +101,6 @@ class Job:
     def tokens_cached(self) -> int:
         return self.cached
 
-    def advance(self) -> Event | None:
-        """Run one step; return its event, or None if the work is done and `result` is set."""
-        try:
-            event: Event = next(self.steps)
-        except StopIteration as finished:
-            self.result = finished.value
-            return None
-        return event
-
     def fail(self, error: Exception) -> None:
         """Report a failure."""
         self.on_end(error)
@@ -144,16 +135,16 @@ class Job:
 class AnswerJob(Job):
     """A request with an answer. Its steps return the logits of the prompt's last token, (1, V)."""
 
-    sequence: Sequence
+    active: ActiveRequest
 
     @property
     def tokens_cached(self) -> int:
-        return self.sequence.tokens_cached
+        return self.active.prefix.tokens
 
     def emit(self, event: Event) -> None:
         if isinstance(event, Progress) and event.stage != "queued":
-            event = replace(event, cached=self.sequence.cached)
+            event = replace(event, cached=self.active.prefix.length)
         super().emit(event)
 
     def fail(self, error: Exception) -> None:
-        self.emit(Failed(error, self.sequence.report()))
+        self.emit(Failed(error, self.active.report()))

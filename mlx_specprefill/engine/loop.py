@@ -17,6 +17,7 @@ from ..config import EngineConfig
 from ..errors import DeviceError, EngineClosedError, RequestCancelled
 from ..events import Event, Finished, FinishReason, TokenEvent
 from ..request import concat_tokens
+from .active_request import ActiveRequest
 from .background import BackgroundPrefill
 from .battery import Battery
 from .caches import EngineCaches, Erasure
@@ -30,7 +31,6 @@ from .memory import ANSWER_TOKENS, Memory
 from .meter import Meter
 from .rows import Rows
 from .scheduler import Scheduler
-from .sequence import Sequence
 
 log = logging.getLogger(__name__)
 IDLE_BEAT_S = 0.5
@@ -47,7 +47,7 @@ class EngineCore:
 
     Attributes:
         jobs: in work or waiting, by uid.
-        ready, ended: set once it has measured what a sequence costs, and once it does nothing more.
+        ready, ended: set once it has measured what a active costs, and once it does nothing more.
         stuck: requests wait, and none runs, for memory that other engines hold.
         beat: when it last did something, by the monotonic clock.
         meter: of generated tokens.
@@ -79,7 +79,7 @@ class EngineCore:
         self._memory.rows_padding, self._rows.room = lambda: self._rows.padding, self._memory.padding_room
 
     def begin(self) -> None:
-        """Measure what a sequence costs."""
+        """Measure what a active costs."""
         self._memory.measure()
         self._costs.load()
         self.ready.set()
@@ -174,8 +174,9 @@ class EngineCore:
                 continue
             self.jobs[posted.uid] = posted
             if isinstance(posted, AnswerJob):
-                request, selection_key = posted.sequence.request, posted.sequence.plan.selection_key
-                cached = self._caches.covers(request.prompt[: request.usable_prefix], request.label, selection_key)
+                request, key = posted.active.request, posted.active.plan.selection_key
+                known = request.prompt[: request.usable_prefix]
+                cached = self._caches.covers(known, request.label, None if key is None else key.unforced)
                 self._scheduler.add(posted.uid, len(request.prompt) - cached)
 
     def _take(self) -> Job | Call | None:
@@ -258,7 +259,7 @@ class EngineCore:
                 self._scheduler.admit(uid)
                 self._rows.plan_anew()
                 if isinstance(job, AnswerJob):
-                    job.sequence.started = time.perf_counter()
+                    job.active.times.started = time.perf_counter()
             elif self._scheduler.running == 0 and self._memory.may_come(uid, job.need):
                 self.stuck = True
                 return
@@ -313,7 +314,10 @@ class EngineCore:
         begun = self._clock()
         self._chunks.begin(job)
         try:
-            event = job.advance()
+            try:
+                event = next(job.steps)
+            except StopIteration as ended:
+                event, job.result = None, ended.value
             if event is None:
                 self._finish_prefill(job)
         except Exception as error:  # noqa: BLE001 - one job must not end the others
@@ -335,18 +339,18 @@ class EngineCore:
         try:
             self._answer(job, logits)
         finally:
-            job.sequence.store()
+            job.active.store()
 
     def _answer(self, job: AnswerJob, logits: mx.array) -> None:
         """Begin to decode. The first token goes out at once."""
-        sequence = job.sequence
-        if sequence.request.max_tokens == 0:
-            self._end(job, Finished("length", 0, sequence.report()))
+        active = job.active
+        if active.request.max_tokens == 0:
+            self._end(job, Finished("length", 0, active.report()))
             return
-        sequence.stage = "decode"
+        active.stage = "decode"
         self._scheduler.to_decode(job.uid)
         self._decoding[job.uid] = job
-        self._report_token(job, self._rows.add(sequence, logits))
+        self._report_token(job, self._rows.add(active, logits))
 
     def _decode(self) -> None:
         for uid, outcome in self._rows.step():
@@ -358,14 +362,14 @@ class EngineCore:
             self._memory.evict_for_rows()
 
     def _report_token(self, job: AnswerJob, event: TokenEvent) -> None:
-        sequence, most = job.sequence, job.sequence.request.max_tokens
+        active, most = job.active, job.active.request.max_tokens
         self.meter.add(1)
         self._device_errors.note_token()
-        sequence.record(event)
+        active.record(event)
         self._emit(job, event)
-        if event.token in sequence.request.stop_token_ids:
+        if event.token in active.request.stop_token_ids:
             self._finish(job, "stop")
-        elif (done := len(sequence.tokens)) >= most:
+        elif (done := len(active.decoded.tokens)) >= most:
             self._finish(job, "length")
         elif done % ANSWER_TOKENS == 0:
             self._memory.extend(job.uid, min(most - done, ANSWER_TOKENS))
@@ -374,19 +378,19 @@ class EngineCore:
 
     def _finish(self, job: AnswerJob, reason: FinishReason) -> None:
         """End a decoding row; what its cache holds may serve the next turn."""
-        sequence = job.sequence
-        sequence.store()
+        active = job.active
+        active.store()
         cache, tokens = self._rows.remove(job.uid)
         self._memory.settle(job, cache)  # so that there is more room for what is kept
-        if sequence.shift == 0 and self._config.kv_bits is None:
-            sequence.keep(self._caches, concat_tokens(sequence.request.prompt, tokens), cache)
-        self._end(job, Finished(reason, len(sequence.tokens), sequence.report()))
+        if active.decoded.shift == 0 and self._config.kv_bits is None:
+            active.keep(self._caches, concat_tokens(active.request.prompt, tokens), cache)
+        self._end(job, Finished(reason, len(active.decoded.tokens), active.report()))
         if self._caches.enabled:
-            self._follow(sequence, job.handle)
+            self._follow(active, job.handle)
 
-    def _follow(self, sequence: Sequence, handle: RequestHandle) -> None:
+    def _follow(self, active: ActiveRequest, handle: RequestHandle) -> None:
         """Queue what is left to read. Some turns are read in line with requests, without waiting for idle time."""
-        turn = self._densifier.follow(sequence, handle)
+        turn = self._densifier.follow(active, handle)
         if turn is not None:
             uid = self._next_uid()
             self.jobs[uid] = self._densifier.make_job(turn, uid)
@@ -398,8 +402,8 @@ class EngineCore:
             return
         job.stop()
         if isinstance(job, AnswerJob):
-            job.sequence.store()
-            self._end(job, Finished("cancelled", 0, job.sequence.report()))
+            job.active.store()
+            self._end(job, Finished("cancelled", 0, job.active.report()))
         else:
             self._forget(job)
             job.on_end(RequestCancelled() if job.handle.cancelled else EngineClosedError("the engine was closed"))

@@ -24,6 +24,7 @@ from ..request import GenerationRequest
 from ..sampling import LOGITS_ROWS
 from ..specprefill.sparse_prefill import TAIL
 from ..speculative.strategies import STRATEGIES, refusal
+from .active_request import ActiveRequest
 from .caches import EngineCaches
 from .footprint import (
     Footprint,
@@ -36,7 +37,6 @@ from .footprint import (
 )
 from .job import AnswerJob, Job, Need
 from .leaks import LeakDetector
-from .sequence import Sequence
 from .shared_memory import SharedMemory
 from .speculation import AnswerDrafter
 
@@ -438,29 +438,29 @@ class Memory:
         if not isinstance(job, AnswerJob):
             read = self._draft.of_held(job.done.get("draft", 0)) + self._target.of_held(job.done.get("prefill", 0))
             return max(read, self._reserved.get(job.uid, Need()).held)
-        sequence, drafting = job.sequence, job.sequence.drafting
-        total = cache_bytes(sequence.cache) + sequence.hidden.nbytes
-        if sequence.stage == "draft" and (drafting is None or not drafting.cache):
+        active, drafting = job.active, job.active.drafting
+        total = cache_bytes(active.cache) + (0 if active.staging is None else active.staging.hidden.nbytes)
+        if active.stage == "draft" and (drafting is None or not drafting.cache):
             total += self._draft.of_held(job.done.get("draft", 0))
-        return total if drafting is None else total + self._drafting(sequence, drafting)
+        return total if drafting is None else total + self._drafting(active, drafting)
 
-    def _drafting(self, sequence: Sequence, drafting: AnswerDrafter) -> int:
+    def _drafting(self, active: ActiveRequest, drafting: AnswerDrafter) -> int:
         """Return the bytes of an answer's proposer."""
         total = cache_bytes(drafting.cache)
         if drafting.reader is not None:
-            total += self._head.per_token * (len(sequence.request.prompt) + len(sequence.tokens))
+            total += self._head.per_token * (len(active.request.prompt) + len(active.decoded.tokens))
         if drafting.strategy == "triforce":
             total += self._target.per_token * self._config.speculation.budget
         return total
 
     def _cache_bytes(self, job: Job) -> int:
         """Return the bytes of the request's target cache so far."""
-        if not isinstance(job, AnswerJob) or job.sequence.stage == "queued":
+        if not isinstance(job, AnswerJob) or job.active.stage == "queued":
             return 0
-        sequence = job.sequence
-        stored = sequence.cached + job.done.get("prefill", 0)
-        if sequence.stage == "decode":
-            stored = sequence.tokens_seen + len(sequence.tokens)
+        active = job.active
+        stored = active.prefix.length + job.done.get("prefill", 0)
+        if active.stage == "decode":
+            stored = active.tokens_seen + len(active.decoded.tokens)
         return self._target.of_held(stored)
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,8 +14,10 @@ import numpy as np
 import numpy.typing as npt
 from mlx_lm.models.cache import make_prompt_cache
 
+from ..adapters.staged import StagedModel
 from ..cache.positioned import is_stateful
 from ..cache.prefix.nodes import CacheHit, Fed
+from ..cache.prefix.selection_key import SelectionKey
 from ..cache.prefix.tree import finish
 from ..config import EngineConfig
 from ..errors import RequestCancelled, device_error
@@ -28,19 +29,18 @@ from ..specprefill.plan import PrefillPlan, plan_prefill
 from ..specprefill.question import question_span
 from ..specprefill.scorer import Scores
 from ..specprefill.selector import Selection, missing_of, select_tokens, selection_by, strongest
-from ..specprefill.sparse_prefill import HiddenStates, UpperLayersModel, prefill, recall
+from ..specprefill.sparse_prefill import TAIL, HiddenStates, UpperLayersModel, feed, forward_ends, recalling
 from ..specprefill.text import PromptText, TextReader
+from .active_request import NO_INDICES, ActiveRequest, Choice, Prefix, Staging
 from .caches import EngineCaches, empty_cache
 from .chunks import ChunkSizer
 from .costs import CostModel
-from .scoring import DraftContextError, PromptScorer
-from .sequence import NO_INDICES, Sequence
+from .scoring import DraftContextError, PromptScorer, Scoring
 
 log = logging.getLogger(__name__)
 Kept = npt.NDArray[np.int32]
 Model = Callable[..., mx.array]
 PrefillSteps = Generator[Progress | PromptLogprobs, None, mx.array]
-_FORCED = ":forced"  # ends the selection key of a request that forces a sparse prefill
 _OPENING = 32  # tokens of a message whose first line may be an instruction
 _LEAST_RECALL = 256  # tokens that may always be recalled
 _LEAST_CHECKPOINT = 128  # tokens of a dense beginning that is worth a forward end
@@ -58,6 +58,8 @@ class Prefiller:
         fallbacks: how often each stage of a sparse prefill failed and the request went on with a full one.
     """
 
+    _scorer_type: Callable[..., PromptScorer] = PromptScorer  # `ranked.RankedPrefiller` has another
+
     def __init__(
         self, pair: ModelPair, config: EngineConfig, caches: EngineCaches, costs: CostModel, chunks: ChunkSizer
     ) -> None:
@@ -69,11 +71,8 @@ class Prefiller:
         self.step = partial(chunks.size, "prefill")  # tokens of the target's next forward
         self.is_stateful = is_stateful(empty_cache(pair.target))
         self.text = TextReader(pair.tokenizer)
-        self.scorer = self._make_scorer(pair, config, caches, partial(chunks.size, "draft"))
+        self.scorer = self._scorer_type(pair, config, caches, partial(chunks.size, "draft"))
         self.fallbacks: Counter[str] = Counter()
-
-    def _make_scorer(self, *parts: Any) -> PromptScorer:
-        return PromptScorer(*parts)
 
     def plan(self, request: GenerationRequest, cached: int | None = None) -> PrefillPlan:
         """Choose a sparse or a full prefill for a request on this machine. May be called from any thread.
@@ -88,8 +87,9 @@ class Prefiller:
             sparse_refusal=pair.sparse_refusal,
             # The number of tokens for a draft with another tokenizer is known only after tokenizing.
             draft_context=pair.draft_context if pair.mapping is None else None,
+            staged=pair.stages is not None,
             cached_tokens=cached,
-            predict=partial(self.predict, len(request.prompt), cached or 0) if self.pair.has_draft else None,
+            predict=partial(self.predict, len(request.prompt), cached or 0) if pair.has_draft else None,
             question=partial(self.question_text, request),
         )
 
@@ -115,144 +115,130 @@ class Prefiller:
         sizes = self._chunks.expected_tokens("prefill"), self._chunks.expected_tokens("draft")
         return self._costs.predict(tokens, kept, cached, sizes)
 
-    def run(self, sequence: Sequence) -> PrefillSteps:
+    def run(self, active: ActiveRequest) -> PrefillSteps:
         """Prefill a request. If a sparse prefill fails, go on with a full one.
 
         Yield between prefill chunks; return the logits (1, V). Throw `RequestCancelled` into the generator to stop it.
         """
-        prompt = sequence.request.prompt
+        prompt = active.request.prompt
         yield Progress("queued", 0, prompt.size)
         try:
-            yield from self.resume(sequence)
-            self._replan(sequence)
-            scores: Scores | None = None
-            if not sequence.reads_all:
+            yield from self.resume(active)
+            self._decide(active)
+            scores = None
+            if active.way != "full":
                 text = self.text.read(prompt)
-                scores = yield from self._score(sequence, text)
-            if not sequence.reads_all:
-                recalled, new = self._select(sequence, text, scores)
+            if self._is_scored(active):
+                yield Progress("draft", 0, prompt.size)
+                scoring = self._begin_scoring(active, text)
+                if scoring is not None:
+                    scores = self._note_scores(active, (yield from scoring))
+            if active.way != "full":
+                recalled, new = self._select(active, text, scores)
                 yield Progress("select", recalled.size + new.size, prompt.size)
-                yield from self._begin_drafting(sequence, scores)
+                yield from self._begin_drafting(active, scores)
                 scores = None  # frees the draft's cache, unless it is kept: the target needs the memory
-                model, cache = yield from self._recall(sequence, recalled, new)
-                logits = yield from self._feed(sequence, model, cache, new)
-                if sequence.staged is not None:
-                    sequence.staged.unite(sequence.cache, np.setdiff1d(sequence.kept, recalled))
+                model, cache = yield from self._recall(active, recalled, new)
+                logits = yield from self._feed(active, model, cache, new)
+                if active.staging is not None:
+                    active.staging.model.unite(active.cache, np.setdiff1d(active.choice.kept, recalled))
         except RequestCancelled:
             raise
         except Exception as error:
             if device_error(error) is not None:  # a full prefill would need several times as much of the device
                 raise
-            self._fall_back(sequence, error)
+            self._fall_back(active, error)
             scores = None
-        if sequence.reads_all:
-            logits = yield from self.read_all(sequence)
-        sequence.stage = "draft"
-        if sequence.drafting is not None:
-            yield from sequence.drafting.end(sequence.cache)
+        if active.way == "full":
+            logits = yield from self.read_all(active)
+        active.stage = "draft"
+        if active.drafting is not None:
+            yield from active.drafting.end(active.cache)
         return logits
 
     # --- the cached prefix -------------------------------------------------------------------------------------------
 
-    def resume(self, sequence: Sequence, again: bool = False) -> Generator[Progress, None, None]:
-        """Resume from the longest cached prefix: a dense one, or a sparse one with this request's selection key.
+    def resume(self, active: ActiveRequest, again: bool = False) -> Generator[Progress, None, None]:
+        """Resume from the longest cached prefix: a dense one, or a sparse one that the request's selection key accepts.
 
         A forced request means its newest message: of that it resumes only what another forced request chose.
         """
-        request, label, selection_key = sequence.request, sequence.request.label, sequence.plan.selection_key
-        sequence.stage = "prefill"
-        if selection_key is not None:
-            selection_key += "staged" if self._is_staged(sequence) else "whole"
-        limit, last = request.usable_prefix, len(request.prompt) - 1
-        sequence.selection_key = selection_key
-        if selection_key is not None and request.specprefill.enabled:
-            sequence.selection_key = f"{selection_key}{_FORCED}"
-            if self._is_repeated(request, sequence.selection_key):
-                limit, selection_key = last, sequence.selection_key
+        request, key = active.request, active.plan.selection_key
+        active.stage = "prefill"
+        limit = request.usable_prefix
+        if key is not None and not (key.forced and self._is_repeated(request, key)):
+            key = key.unforced
+        elif key is not None:
+            limit = len(request.prompt) - 1
         hit = None
         if limit > 0:
-            hit = yield from self.caches.target_prefix(request.prompt[: limit + 1], label, again, selection_key)
-        sequence.resume(CacheHit(0, empty_cache(self.pair.target)) if hit is None else hit)
+            hit = yield from self.caches.target_prefix(request.prompt[: limit + 1], request.label, again, key)
+        active.resume(CacheHit(0, empty_cache(self.pair.target)) if hit is None else hit)
         if not again and (hit is None or not hit.is_whole):
-            sequence.miss = self.caches.miss(request, self.pair.tokenizer.decode)
+            active.prefix = replace(active.prefix, miss=self.caches.miss(request, self.pair.tokenizer.decode))
 
-    def _is_repeated(self, request: GenerationRequest, selection_key: str) -> bool:
+    def _is_repeated(self, request: GenerationRequest, key: SelectionKey) -> bool:
         """Return whether the same prompt was read before with the same selection key."""
         prompt = request.prompt[:-1]
-        if self.caches.covers(prompt, request.label, selection_key) < prompt.size:
+        if self.caches.covers(prompt, request.label, key) < prompt.size:
             return False
         return self.caches.covers(prompt, request.label) < prompt.size
 
-    def _is_staged(self, sequence: Sequence) -> bool:
-        """Return whether the target's own first layers score the prompt.
+    def _decide(self, active: ActiveRequest) -> None:
+        """Plan again, now that the cached prefix is known, and take the way."""
+        submitted = plan = active.plan
+        if submitted.mode == "sparse" or submitted.selection_key is not None:
+            plan = self.plan(active.request, active.prefix.length)
+            if submitted.mode == "full":  # the memory was reserved for a full prefill
+                plan = plan.as_full(submitted.reason)
+        active.decide(plan)
 
-        The paper's rule looks ahead with all layers, and a request with its own scores needs no scoring.
-        """
-        own = sequence.request.specprefill.importance
-        return self.pair.stages is not None and sequence.plan.rule != "paper" and own is None
-
-    def _fall_back(self, sequence: Sequence, error: Exception) -> None:
-        """Reset the sequence with mlx-lm's own caches: nothing that may have failed is used again."""
-        log.exception("full prefill instead of sparse: %s failed", sequence.stage)
-        self.fallbacks[sequence.stage] += 1
-        reason = f"fallback: {sequence.stage} failed: {type(error).__name__}: {error}"
-        sequence.plan, sequence.selection_key = sequence.plan.as_full(reason), None
-        sequence.resume(CacheHit(0, list(make_prompt_cache(self.pair.target))))
-        sequence.kept, sequence.staged, sequence.hidden, sequence.recalled = NO_INDICES, None, HiddenStates(), 0
+    def _fall_back(self, active: ActiveRequest, error: Exception) -> None:
+        """Reset the request with mlx-lm's own caches: nothing that may have failed is used again."""
+        log.exception("full prefill instead of sparse: %s failed", active.stage)
+        self.fallbacks[active.stage] += 1
+        reason = f"fallback: {active.stage} failed: {type(error).__name__}: {error}"
+        active.cache, active.prefix = list(make_prompt_cache(self.pair.target)), Prefix(miss=active.prefix.miss)
+        active.staging, active.choice = None, replace(active.choice, kept=NO_INDICES, recalled=0)
+        active.decide(replace(active.plan.as_full(reason), selection_key=None))
         mx.clear_cache()
 
     # --- sparse ------------------------------------------------------------------------------------------------------
 
-    def _replan(self, sequence: Sequence) -> None:
-        """Plan again, now that the cached prefix is known."""
-        submitted = sequence.plan
-        if submitted.mode == "full" and submitted.selection_key is None:
-            return
-        plan = self.plan(sequence.request, sequence.cached)
-        if submitted.mode == "full":  # the memory was reserved for a full prefill
-            plan = plan.as_full(submitted.reason)
-        sequence.plan = plan
+    def _is_scored(self, active: ActiveRequest) -> bool:
+        """Return whether the draft scores the prompt: new text may be dropped, or dropped text recalled."""
+        if active.way != "extend":
+            return active.way == "sparse"
+        return self.pair.has_draft and (_is_staged(active.plan) or _asks(active.request, active.prefix.length))
 
-    def _score(self, sequence: Sequence, text: PromptText) -> Generator[Progress, None, Scores | None]:
-        """Score the prompt with the draft; None if nothing is chosen by scores, or it is too long for it."""
-        request = sequence.request
-        plan = sequence.plan
-        if not self._may_choose(sequence):
-            return None
-        yield Progress("draft", 0, len(request.prompt))
-        sequence.stage = "draft"
-        hidden = None
-        if self._is_staged(sequence):
-            parts = sequence.cached_dense, sequence.cached, sequence.hidden_parts, self._dense_ends(sequence)
-            hidden = sequence.hidden = HiddenStates(*parts)
-            sequence.staged = self.pair.stages
+    def _begin_scoring(self, active: ActiveRequest, text: PromptText) -> Scoring | None:
+        """Return the steps of the draft; None if the prompt is too long for it, and read without scores."""
+        active.stage, hidden = "draft", None
+        if self.pair.stages is not None and _is_staged(active.plan):
+            prefix = active.prefix
+            hidden = HiddenStates(prefix.dense, prefix.length, prefix.hidden, self._dense_ends(active))
+            active.staging = Staging(self.pair.stages, hidden)
         try:
-            scores = yield from self.scorer.scores(request, plan, text, hidden)
+            return self.scorer.scores(active.request, active.plan, text, hidden)
         except DraftContextError as error:
-            sequence.plan = plan.as_full(str(error))
+            active.decide(active.plan.as_full(str(error)))
             return None
-        sequence.scorer, sequence.scoring, sequence.draft_read = scores.scorer, scores.words, scores.read
-        if (model := sequence.staged) is not None:
-            sequence.cache = model.join(scores.cache, model.split(sequence.cache)[1])
+
+    def _note_scores(self, active: ActiveRequest, scores: Scores) -> Scores:
+        active.choice = Choice(scores.scorer, scores.words, scores.read)
+        if active.staging is not None:
+            model = active.staging.model
+            active.cache = model.join(scores.cache, model.split(active.cache)[1])
         return scores
 
-    def _may_choose(self, sequence: Sequence) -> bool:
-        """Return whether the draft scores the prompt: new text may be dropped, or dropped text recalled."""
-        if sequence.plan.mode == "sparse" or not self.pair.has_draft:
-            return sequence.plan.mode == "sparse"
-        return self._is_staged(sequence) or _asks(sequence.request, sequence.cached)
-
-    def _select(self, sequence: Sequence, text: PromptText, scores: Scores | None) -> tuple[Kept, Kept]:
+    def _select(self, active: ActiveRequest, text: PromptText, scores: Scores | None) -> tuple[Kept, Kept]:
         """Return the prompt indices of dropped tokens to recall, and of new tokens to read. Both ascend."""
-        request, plan, L, M = sequence.request, sequence.plan, sequence.cached, len(sequence.request.prompt)
-        sequence.stage = "select"
+        plan, L, M = active.plan, active.prefix.length, len(active.request.prompt)
+        active.stage = "select"
         recalled, new = NO_INDICES, np.arange(L, M, dtype=np.int32)
-        if scores is not None and sequence.held.size and _asks(request, L):
-            recalled = self._select_recalled(sequence.held, L, plan, scores, text)
-        if plan.mode == "full":
-            reason = f"{M - L} new tokens are read whole behind an earlier turn: {plan.reason}"
-            sequence.plan = replace(plan, mode="sparse", reason=reason)
-        elif scores is not None:
+        if scores is not None and active.prefix.held.size and _asks(active.request, L):
+            recalled = self._select_recalled(active.prefix.held, L, plan, scores, text)
+        if active.way == "sparse" and scores is not None:
             # Chunks start where an earlier turn's chunks start.
             first = L - L % selection_by(plan.rule, self.config.selection).chunk_size
             selection = self.select(text, scores, plan, first)
@@ -268,14 +254,14 @@ class Prefiller:
         most = max(_LEAST_RECALL, int(self.config.policy.recall_share * selection.kept.size))
         return strongest(missing, selection.asked, most)
 
-    def _begin_drafting(self, sequence: Sequence, scores: Scores | None) -> Generator[Progress, None, None]:
+    def _begin_drafting(self, active: ActiveRequest, scores: Scores | None) -> Generator[Progress, None, None]:
         """Prepare the draft to propose the answer from the cache of its scoring, if it will."""
-        drafting = sequence.drafting
-        draft = None if drafting is None else drafting.begin(sequence.staged is not None)
+        drafting = active.drafting
+        draft = None if drafting is None else drafting.begin(active.staging is not None)
         if drafting is not None and draft is not None:
             if scores is None:
-                sequence.stage = "draft"
-                drafting.cache = yield from self.scorer.read(draft, sequence.request)
+                active.stage = "draft"
+                drafting.cache = yield from self.scorer.read(draft, active.request)
             else:
                 drafting.cache = scores.cache
 
@@ -288,19 +274,25 @@ class Prefiller:
         return select_tokens(importance, forced, part, plan.keep, selection_by(plan.rule, self.config.selection))
 
     def _recall(
-        self, sequence: Sequence, recalled: Kept, new: Kept
+        self, active: ActiveRequest, recalled: Kept, new: Kept
     ) -> Generator[Progress, None, tuple[Model, list[Any]]]:
         """Prefill recalled tokens behind the cached prefix; return the model that goes on, and its cache."""
-        sequence.stage = "prefill"
-        model, cache = self._model(sequence, np.concatenate([recalled, new]))
-        held = sequence.held if sequence.held.size else np.arange(sequence.cached, dtype=np.int32)
-        sequence.kept = np.concatenate([np.sort(np.concatenate([held, recalled])), new])
-        sequence.recalled = int(recalled.size)
-        for progress in recall(model, cache, sequence.request.prompt, recalled, self.step):
-            yield replace(progress, total=progress.total + new.size)
+        active.stage = "prefill"
+        model, cache = self._model(active, np.concatenate([recalled, new]))
+        held, prompt = active.prefix.held, active.request.prompt
+        held = held if held.size else np.arange(active.prefix.length, dtype=np.int32)
+        kept = np.concatenate([np.sort(np.concatenate([held, recalled])), new])
+        active.choice = replace(active.choice, kept=kept, recalled=int(recalled.size))
+        if recalled.size:
+            with recalling(cache):
+                for done, _ in feed(model, cache, prompt[recalled], recalled, self._ends(recalled.size, tail=0)):
+                    yield Progress("prefill", done, recalled.size + new.size)
         return model, cache
 
-    def _feed(self, sequence: Sequence, model: Model, cache: list[Any], kept: Kept | None = None) -> PrefillSteps:
+    def _ends(self, total: int, cuts: Sequence[int] = (), tail: int = TAIL) -> Iterator[int]:
+        return forward_ends(total, self.step, cuts, tail)
+
+    def _feed(self, active: ActiveRequest, model: Model, cache: list[Any], kept: Kept | None = None) -> PrefillSteps:
         """Feed what is behind the cached prefix, and store the cache at each stop.
 
         Cancelled, a full prefill keeps its chunks: a retry resumes from there.
@@ -308,145 +300,139 @@ class Prefiller:
         Args:
             kept: prompt indices of the tokens to feed, ascending; None: all of them.
         """
-        prompt, start, done = sequence.request.prompt, sequence.cached, 0
-        stops = self._stops(sequence, kept)
-        forward: Callable[[], AbstractContextManager[None]] = nullcontext
-        if (drafting := sequence.drafting) is not None:
-            forward = drafting.forward(np.arange(start, prompt.size, dtype=np.int32) if kept is None else kept)
-
-        def store(fed: int) -> None:
-            length = stops.get(fed, start + fed)
-            if length in sequence.hidden.cuts:
-                self._keep_staged_beginning(sequence, length)
-            else:
-                sequence.keep_prompt(self.caches, length, later=length >= prompt.size - 1)
-
-        def on_forward(fed: int) -> None:
-            nonlocal done
-            done = fed
-            if fed in stops:
-                store(fed)
-
+        start, before, fed = active.prefix.length, active.choice.recalled, 0
+        indices = np.arange(start, len(active.request.prompt), dtype=np.int32) if kept is None else kept
+        stops = self._stops(active, kept)
+        if active.drafting is not None:
+            model = active.drafting.reading(model, indices)
+        ends = self._ends(indices.size, tuple(stops))
         try:
-            return (
-                yield from prefill(
-                    model,
-                    cache,
-                    prompt[start:],
-                    None if kept is None else kept - start,
-                    self.step,
-                    offset=start,
-                    cuts=tuple(stops),
-                    forward=forward,
-                    on_forward=on_forward,
-                    before=sequence.recalled,
-                )
-            )
+            for fed, output in feed(model, cache, active.request.prompt[indices], kept, ends):
+                if output is not None:
+                    logits = output[:, -1, :]
+                    mx.eval(logits)
+                if fed in stops:
+                    self._store(active, stops[fed])
+                yield Progress("prefill", before + fed, before + indices.size)
         except RequestCancelled:
-            if done and kept is None:
-                store(done)
+            if fed and kept is None:
+                self._store(active, start + fed)
             raise
+        return logits
 
-    def _model(self, sequence: Sequence, indices: Kept) -> tuple[Model, list[Any]]:
+    def _store(self, active: ActiveRequest, length: int) -> None:
+        """Store the cache of the prompt's first `length` tokens; if that is nearly all, once the first token is out."""
+        if active.staging is not None and length in active.staging.hidden.cuts:
+            self._keep_staged_beginning(active, active.staging.model, length)
+        else:
+            active.keep_prompt(self.caches, length, later=length >= len(active.request.prompt) - 1)
+
+    def _model(self, active: ActiveRequest, indices: Kept) -> tuple[Model, list[Any]]:
         """Return the model that reads the prompt's tokens at these indices, in this order, and its cache.
 
         In a staged prefill these are the upper layers.
         """
-        stages = sequence.staged
-        if stages is None:
-            return self.pair.target, sequence.cache
-        _, cache = stages.split(sequence.cache)
-        states = sequence.hidden.of(indices)
+        if active.staging is None:
+            return self.pair.target, active.cache
+        stages, hidden = active.staging.model, active.staging.hidden
+        _, cache = stages.split(active.cache)
+        states = hidden.of(indices)
         mx.eval(states)
         if not self.caches.enabled:  # else a later turn may want what this one drops
-            sequence.hidden.clear()
+            hidden.clear()
         return UpperLayersModel(stages.upper, states), cache
 
-    def _stops(self, sequence: Sequence, new: Kept | None) -> dict[int, int]:
+    def _stops(self, active: ActiveRequest, new: Kept | None) -> dict[int, int]:
         """Return the counts of new tokens after which a forward ends, ascending, and the length that the cache then
         holds.
         """
         if new is None:  # an identical prompt can't use a state at its end: the last checkpoint is one token before it
-            ends = self._checkpoints(sequence) or [len(sequence.request.prompt)]
-            return {end - sequence.cached: end for end in ends}
-        if sequence.selection_key is None:
+            ends = self._checkpoints(active) or [len(active.request.prompt)]
+            return {end - active.prefix.length: end for end in ends}
+        if active.plan.selection_key is None:
             return {}
         if not self.is_stateful:
-            return {new.size: len(sequence.request.prompt)}
-        ends = [*self._checkpoints(sequence), *sequence.hidden.cuts]
+            return {new.size: len(active.request.prompt)}
+        ends = [*self._checkpoints(active), *([] if active.staging is None else active.staging.hidden.cuts)]
         counts = {int(np.searchsorted(new, length)): length for length in ends}
-        dense = Fed(new - sequence.cached).dense_tokens
-        if sequence.staged is None and not sequence.held.size and dense >= _LEAST_CHECKPOINT:
-            counts[dense] = sequence.cached + dense
+        dense = Fed(new - active.prefix.length).dense_tokens
+        if active.staging is None and not active.prefix.held.size and dense >= _LEAST_CHECKPOINT:
+            counts[dense] = active.prefix.length + dense
         return {count: counts[count] for count in sorted(counts) if 0 < count < new.size}
 
-    def _dense_ends(self, sequence: Sequence) -> list[int]:
+    def _dense_ends(self, active: ActiveRequest) -> list[int]:
         """Return the lengths behind a dense prefix at which another request may branch off before the first gap.
 
         Empty for a cache that can be cut at any length. What is forced is known before the first layers read the
         prompt, which have to end a forward there.
         """
-        if sequence.held.size or not self.is_stateful:
+        if active.prefix.held.size or not self.is_stateful:
             return []
-        start = sequence.cached
-        dense = int(np.argmin(np.append(sequence.plan.forced[start:-1], False)))
-        ends = [end for end in self._checkpoints(sequence) if end <= start + dense]
+        start = active.prefix.length
+        dense = int(np.argmin(np.append(active.plan.forced[start:-1], False)))
+        ends = [end for end in self._checkpoints(active) if end <= start + dense]
         return sorted({*ends, start + dense}) if dense >= _LEAST_CHECKPOINT else ends
 
-    def _keep_staged_beginning(self, sequence: Sequence, length: int) -> None:
+    def _keep_staged_beginning(self, active: ActiveRequest, stages: StagedModel, length: int) -> None:
         """Cache a dense beginning for dense requests, with what the draft's prefixes hold of the first layers.
 
         These have read on by now, and no windows or states can go back.
         """
-        request, stages = sequence.request, sequence.staged
+        request = active.request
         lower = finish(self.caches.draft_prefix(request.prompt[: length + 1], request.label, again=True))
-        if stages is not None and lower is not None and lower.length == length:
-            cache = stages.join(lower.cache, stages.split(sequence.cache)[1])
+        if lower is not None and lower.length == length:
+            cache = stages.join(lower.cache, stages.split(active.cache)[1])
             self.caches.keep_target(request.prompt[:length], cache, request)
 
     # --- full --------------------------------------------------------------------------------------------------------
 
-    def read_all(self, sequence: Sequence) -> PrefillSteps:
+    def read_all(self, active: ActiveRequest) -> PrefillSteps:
         """Prefill the whole prompt behind a dense prefix."""
-        request, S = sequence.request, sequence.cached
+        request, S = active.request, active.prefix.length
         yield Progress("prefill", 0, len(request.prompt) - S, cached=S)
-        yield from self._begin_drafting(sequence, None)
-        sequence.stage = "prefill"
+        yield from self._begin_drafting(active, None)
+        active.stage = "prefill"
         if request.prompt_logprobs is None:
-            return (yield from self._feed(sequence, self.pair.target, sequence.cache))
-        return (yield from self._with_prompt_logprobs(sequence, request.prompt_logprobs))
+            return (yield from self._feed(active, self.pair.target, active.cache))
+        return (yield from self._with_prompt_logprobs(active, request.prompt_logprobs))
 
-    def _checkpoints(self, sequence: Sequence) -> list[int]:
+    def _checkpoints(self, active: ActiveRequest) -> list[int]:
         """Return the lengths behind the cached prefix at which another request may branch off, ascending.
 
         Empty for a cache that can be cut at any length.
         """
         if not self.is_stateful:
             return []
-        M = len(sequence.request.prompt)  # an identical prompt can use its first M - 1 tokens
-        spans = sequence.request.spans
+        M = len(active.request.prompt)  # an identical prompt can use its first M - 1 tokens
+        spans = active.request.spans
         ends = [span.end for span in spans if span.kind in ("system", "tools")] + [span.end for span in spans[-3:]]
         ends += [*range(_STATE_EVERY, M, _STATE_EVERY), M - 1]
-        return sorted({end for end in ends if sequence.cached < end < M})
+        return sorted({end for end in ends if active.prefix.length < end < M})
 
-    def _with_prompt_logprobs(self, sequence: Sequence, count: int) -> PrefillSteps:
+    def _with_prompt_logprobs(self, active: ActiveRequest, count: int) -> PrefillSteps:
         """Run a full prefill with every row's logits. Those of 128 tokens exist at a time, and none between steps."""
-        prompt, M = sequence.request.prompt, len(sequence.request.prompt)
+        prompt, M = active.request.prompt, len(active.request.prompt)
         tokens, start = mx.array(prompt)[None], 0
-        entries, drafting = [], sequence.drafting
-        forward = nullcontext if drafting is None else drafting.forward(np.arange(M, dtype=np.int32))
+        entries, drafting = [], active.drafting
+        model = self.pair.target
+        if drafting is not None:
+            model = drafting.reading(model, np.arange(M, dtype=np.int32))
         while start < M:
             end = min(start + self.step(), start + LOGITS_ROWS, M)
-            with forward():
-                logits: mx.array = self.pair.target(tokens[:, start:end], cache=sequence.cache)[0]
+            logits: mx.array = model(tokens[:, start:end], cache=active.cache)[0]
             following = prompt[start + 1 : end + 1].tolist()
             entries += top_logprobs(log_softmax(logits)[: len(following)], following, count)
             logits = mx.contiguous(logits[-1:])
-            mx.eval(logits, [part.state for part in sequence.cache])
+            mx.eval(logits, [part.state for part in active.cache])
             yield Progress("prefill", end, M)
             start = end
         yield PromptLogprobs(tuple(entries))
         return logits
+
+
+def _is_staged(plan: PrefillPlan) -> bool:
+    """Return whether the target's own first layers score the prompt."""
+    return plan.selection_key is not None and plan.selection_key.staged
 
 
 def _asks(request: GenerationRequest, start: int) -> bool:

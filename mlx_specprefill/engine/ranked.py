@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from ..cache.prefix.nodes import CacheHit
+from ..cache.prefix.selection_key import SelectionKey
 from ..config import EngineConfig
 from ..distributed.ranks import Ranks
 from ..errors import EngineClosedError, EngineError, PeerLost, PeerLostError, RequestCancelled
@@ -28,6 +29,7 @@ from ..specprefill.plan import PrefillPlan
 from ..specprefill.scorer import Scores
 from ..specprefill.sparse_prefill import HiddenStates
 from ..specprefill.text import PromptText
+from .active_request import ActiveRequest
 from .background import BackgroundPrefill, IdleTurn
 from .caches import EngineCaches, Erasure, Lookup
 from .chunks import ChunkSizer
@@ -39,7 +41,6 @@ from .memory import Memory
 from .mlx_thread import MLXThread
 from .prefill import Prefiller
 from .scoring import PromptScorer, Scoring
-from .sequence import Sequence as Request
 
 _MOST = (1 << 30) - 1  # the largest value that `Ranks.min_max` compares
 _PARTS = 1 << 10  # as which it compares parts of a number
@@ -69,7 +70,11 @@ class RankedCaches(_Ranked, EngineCaches):
         return folder / f"rank-{self._ranks.rank}-of-{self._ranks.size}"
 
     def target_prefix(
-        self, tokens: Sequence[int] | TokenIds, label: CacheLabel, again: bool = False, selection_key: str | None = None
+        self,
+        tokens: Sequence[int] | TokenIds,
+        label: CacheLabel,
+        again: bool = False,
+        selection_key: SelectionKey | None = None,
     ) -> Lookup:
         def find(prefix: Sequence[int] | TokenIds, again: bool) -> Lookup:
             return super(RankedCaches, self).target_prefix(prefix, label, again, selection_key)
@@ -117,7 +122,9 @@ class RankedCaches(_Ranked, EngineCaches):
     def erasure(self) -> Erasure:
         return Erasure(self._ranks.min_max(super().erasure())[0])
 
-    def covers(self, tokens: Sequence[int] | TokenIds, label: CacheLabel, selection_key: str | None = None) -> int:
+    def covers(
+        self, tokens: Sequence[int] | TokenIds, label: CacheLabel, selection_key: SelectionKey | None = None
+    ) -> int:
         return self._ranks.broadcast("covered", lambda: super(RankedCaches, self).covers(tokens, label, selection_key))
 
 
@@ -174,9 +181,11 @@ class RankedScorer(_Ranked, PromptScorer):
     ) -> Scoring:
         scores = super().scores
         if self.pair.draft_placement == "first" and request.specprefill.importance is None:
-            result = yield from self._by_rank_0(lambda: scores(request, plan, text, hidden))
-        else:
-            result = yield from scores(request, plan, text, hidden)
+            return self._agreed(self._by_rank_0(lambda: scores(request, plan, text, hidden)))
+        return self._agreed(scores(request, plan, text, hidden))
+
+    def _agreed(self, steps: Scoring) -> Scoring:
+        result = yield from steps
         own = result.importance if self._ranks.leads else np.zeros_like(result.importance)
         return replace(result, importance=self._ranks.all_sum(own))
 
@@ -188,7 +197,7 @@ class RankedScorer(_Ranked, PromptScorer):
         Raises:
             EngineError: the draft failed, on all ranks.
         """
-        own, work = list[Scores](), begin()
+        own, work = list[Scores](), _later(begin)
 
         def step() -> Progress | Scores | str:
             try:
@@ -212,11 +221,17 @@ class RankedScorer(_Ranked, PromptScorer):
                 raise
 
 
+def _later(begin: Callable[[], Scoring]) -> Scoring:
+    """Begin with the first step."""
+    return (yield from begin())
+
+
 class RankedPrefiller(_Ranked, Prefiller):
     """Plans as rank 0 does, whose measurements may differ, and fails a sparse prefill on all ranks together."""
 
-    def _make_scorer(self, *parts: Any) -> PromptScorer:
-        return RankedScorer(self._ranks, *parts)
+    def __init__(self, ranks: Ranks, *parts: Any) -> None:
+        self._scorer_type = partial(RankedScorer, ranks)
+        super().__init__(ranks, *parts)
 
     def plan(self, request: GenerationRequest, cached: int | None = None) -> PrefillPlan:
         def own() -> PrefillPlan:
@@ -224,9 +239,9 @@ class RankedPrefiller(_Ranked, Prefiller):
 
         return own() if cached is None else self._ranks.broadcast("plan", own)  # None: a client of rank 0 asks
 
-    def _fall_back(self, sequence: Request, error: Exception) -> None:
+    def _fall_back(self, active: ActiveRequest, error: Exception) -> None:
         self._ranks.fail_together(error)
-        super()._fall_back(sequence, error)
+        super()._fall_back(active, error)
 
 
 class RankedBackgroundPrefill(_Ranked, BackgroundPrefill):

@@ -19,11 +19,11 @@ from ..sampling import make_sampler, processors_of
 from ..speculative.proposers import Proposer
 from ..speculative.row import Limits, SpeculativeRow
 from ..speculative.verification import TokenSampler
+from .active_request import ActiveRequest
 from .caches import empty_cache
 from .decode_batch import DecodeBatch, DecodeRow, Removed, RowFailed
 from .failures import log_failure
 from .footprint import cache_bytes
-from .sequence import Sequence
 from .speculation import AnswerDrafter
 
 log = logging.getLogger(__name__)
@@ -31,9 +31,9 @@ Outcome = tuple[int, TokenEvent | Exception]  # of the row with this uid; after 
 
 
 class _Drafted(NamedTuple):
-    """A sequence whose row decodes with proposals, beside the batch."""
+    """A active whose row decodes with proposals, beside the batch."""
 
-    sequence: Sequence
+    active: ActiveRequest
     drafting: AnswerDrafter
     row: SpeculativeRow
 
@@ -66,17 +66,17 @@ class Rows:
         """Return the bytes of these caches beside the rows' tokens and their room to grow. From any thread."""
         return self._batch.padding
 
-    def add(self, sequence: Sequence, logits: mx.array) -> TokenEvent:
-        """Start decoding a prefilled sequence; return its first token, chosen from `logits` (1, V)."""
-        sequence.cache, sequence.shift = self.quantize(sequence.cache, sequence.shift)
-        drafting = sequence.drafting
+    def add(self, active: ActiveRequest, logits: mx.array) -> TokenEvent:
+        """Start decoding a prefilled active; return its first token, chosen from `logits` (1, V)."""
+        active.cache, active.decoded.shift = self.quantize(active.cache, active.decoded.shift)
+        drafting = active.drafting
         if drafting is not None and drafting.proposer is not None:
-            return self._add_drafted(sequence, drafting, drafting.proposer, logits)
-        self._add_plain(sequence, logits)
+            return self._add_drafted(active, drafting, drafting.proposer, logits)
+        self._add_plain(active, logits)
         try:
             return self._batch.first_token()
         except Exception:  # else the next step would fail again
-            self._batch.remove(sequence.uid)
+            self._batch.remove(active.uid)
             raise
 
     def step(self) -> Iterator[Outcome]:
@@ -104,40 +104,40 @@ class Rows:
         return DecodeBatch(self._pair.target, self._pair.ranks, lambda own: self.room(own))
 
     def _add_drafted(
-        self, sequence: Sequence, drafting: AnswerDrafter, proposer: Proposer, logits: mx.array
+        self, active: ActiveRequest, drafting: AnswerDrafter, proposer: Proposer, logits: mx.array
     ) -> TokenEvent:
-        request, V = sequence.request, logits.shape[-1]
+        request, V = active.request, logits.shape[-1]
         stops, processors = request.stop_token_ids, processors_of(request)
         drafting.row = SpeculativeRow(
             self._pair.target,
-            sequence.cache,
+            active.cache,
             logits,
             proposer,
-            TokenSampler(request.sampling, V, processors, sequence.grammar, stops),
+            TokenSampler(request.sampling, V, processors, active.grammar, stops),
             Limits(request.max_tokens, stops),
-            logprobs=sequence.logprobs,
-            shift=sequence.shift,
+            logprobs=active.logprobs,
+            shift=active.decoded.shift,
         )
-        sequence.cache = []  # the row owns it now
-        self._drafted[sequence.uid] = _Drafted(sequence, drafting, drafting.row)
+        active.cache = []  # the row owns it now
+        self._drafted[active.uid] = _Drafted(active, drafting, drafting.row)
         return drafting.row.first
 
-    def _add_plain(self, sequence: Sequence, logits: mx.array) -> None:
-        request = sequence.request
+    def _add_plain(self, active: ActiveRequest, logits: mx.array) -> None:
+        request = active.request
         self._batch.add(
             DecodeRow(
-                uid=sequence.uid,
-                cache=sequence.cache,
+                uid=active.uid,
+                cache=active.cache,
                 logits=logits,
                 sampler=make_sampler(request.sampling, self._pair.vocab_size),
                 processors=processors_of(request),
-                logprobs=sequence.logprobs,
-                shift=sequence.shift,
-                grammar=sequence.grammar,
-                generated=tuple(sequence.tokens),
+                logprobs=active.logprobs,
+                shift=active.decoded.shift,
+                grammar=active.grammar,
+                generated=tuple(active.decoded.tokens),
             )
         )
-        sequence.cache = []  # the batch owns it now
+        active.cache = []  # the batch owns it now
 
     def quantize(self, cache: list[Any], shift: int = 0) -> tuple[list[Any], int]:
         """Return a prefilled cache as answers read it, and the shift that it can't carry itself."""
@@ -179,7 +179,7 @@ class Rows:
         """Step the first drafted row. Beside other rows it joins the batch, and the next one is first."""
         if not self._drafted:
             return
-        uid, (sequence, drafting, row) = next(iter(self._drafted.items()))
+        uid, (active, drafting, row) = next(iter(self._drafted.items()))
         try:
             events, leaving = drafting.step(row, alone=len(self) == 1)
         except Exception as error:  # noqa: BLE001 - one row must not end the others
@@ -191,5 +191,5 @@ class Rows:
         if leaving is not None and uid in self._drafted:
             del self._drafted[uid]
             drafting.leave(leaving)
-            sequence.cache = row.cache
-            self._add_plain(sequence, row.logits)
+            active.cache = row.cache
+            self._add_plain(active, row.logits)

@@ -16,14 +16,14 @@ from ..errors import RequestCancelled, SparseUnsupportedError
 from ..events import Progress
 from ..loading import ModelPair
 from ..request import GenerationRequest
-from ..specprefill.mapped import map_task
+from ..specprefill.mapped import MappedTask, map_task
 from ..specprefill.plan import PrefillPlan, template_mask
 from ..specprefill.question import possible_questions, question_span, repeated_question_spans
 from ..specprefill.scorer import Scores, ScoringInput, scorer_for, tokens_in
-from ..specprefill.sparse_prefill import HiddenStates, prefill
+from ..specprefill.sparse_prefill import HiddenStates, feed, forward_ends
 from ..specprefill.text import PromptText
+from .active_request import NO_INDICES
 from .caches import EngineCaches, empty_draft_cache
-from .sequence import NO_INDICES
 
 Scoring = Generator[Progress, None, Scores]
 
@@ -49,29 +49,32 @@ class PromptScorer:
     def scores(
         self, request: GenerationRequest, plan: PrefillPlan, text: PromptText, hidden: HiddenStates | None = None
     ) -> Scoring:
-        """Return the request's own scores, else the draft's, which resume from its dense prefix.
+        """Return the steps to the request's own scores, else to the draft's, which resume from its dense prefix.
 
         Args:
             hidden: stores the hidden states of the draft, the target's own first layers. The draft reads anew from its
                 `known` on.
 
         Raises:
-            SparseUnsupportedError: there is no draft, or it can't score.
+            SparseUnsupportedError: in the first step, there is no draft; or it can't score.
             DraftContextError: the draft has another tokenizer, and the prompt is too long for it.
         """
         if request.specprefill.importance is not None:
-            return Scores(request.specprefill.importance)
+            return _given(Scores(request.specprefill.importance))
         task = self._task(request, plan, text)
         if self.pair.mapping is not None:
-            mapped = map_task(self.pair.mapping, task)
-            size, context = mapped.task.prompt.size, self.pair.draft_context
-            if context is not None and size > context:
-                raise DraftContextError(f"the prompt has {size} tokens of the draft's, the draft's context {context}")
-            return mapped.scores((yield from self._by_draft(request, plan, mapped.task, mapped.task.question[0])))
+            return self._mapped(request, plan, map_task(self.pair.mapping, task))
         known = task.prompt.size - 1 if task.again.size else task.question[0]
         if hidden is not None:
             task, known = replace(task, seen=hidden.keep, cuts=hidden.cuts), min(known, hidden.known)
-        return (yield from self._by_draft(request, plan, task, known))
+        return self._by_draft(request, plan, task, known)
+
+    def _mapped(self, request: GenerationRequest, plan: PrefillPlan, mapped: MappedTask) -> Scoring:
+        size, context = mapped.task.prompt.size, self.pair.draft_context
+        if context is not None and size > context:
+            raise DraftContextError(f"the prompt has {size} tokens of the draft's, the draft's context {context}")
+        steps = self._by_draft(request, plan, mapped.task, mapped.task.question[0])
+        return _converted(steps, mapped.scores)
 
     def _task(self, request: GenerationRequest, plan: PrefillPlan, text: PromptText) -> ScoringInput:
         scoring = self.config.scoring
@@ -127,7 +130,16 @@ class PromptScorer:
         start = hit.length if hit is not None else 0
         cache = hit.cache if hit is not None else list(make_prompt_cache(draft))
         yield Progress("draft", start, len(prompt))
-        for progress in prefill(draft, cache, prompt[start:], None, self.step):
-            yield Progress("draft", start + progress.done, len(prompt))
+        for done, _ in feed(draft, cache, prompt[start:], None, forward_ends(prompt.size - start, self.step)):
+            yield Progress("draft", start + done, prompt.size)
         self.caches.keep_draft(prompt, cache, request)
         return cache
+
+
+def _given(scores: Scores) -> Scoring:
+    yield from ()
+    return scores
+
+
+def _converted(steps: Scoring, convert: Callable[[Scores], Scores]) -> Scoring:
+    return convert((yield from steps))

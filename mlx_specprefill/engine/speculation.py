@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
@@ -112,13 +112,13 @@ class AnswerDrafter:
             self.strategy, self._report = self._asked, replace(self._report, strategy=self._asked)
         return self._pair.draft if self.strategy == "draft" else None
 
-    def forward(self, fed: npt.NDArray[np.int32]) -> Callable[[], AbstractContextManager[None]]:
-        """Return a context for each target forward over the prompt indices `fed`, in which the MTP head reads along."""
+    def reading(self, model: Callable[..., mx.array], fed: npt.NDArray[np.int32]) -> Callable[..., mx.array]:
+        """Return the target as a model with which the MTP head reads the prompt indices `fed` along, if it proposes."""
         head = self._pair.mtp
         if self.strategy != "mtp" or isinstance(head, str):
-            return nullcontext
+            return model
         self.reader = PromptReader(head, self._request.prompt, fed)
-        return self.reader.forward
+        return self.reader.with_target(model)
 
     def end(self, cache: list[Any]) -> Generator[Progress, None, None]:
         """Make the proposer for a prefilled cache. A failure costs the saving, never the answer."""

@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from ..cache.prefix.selection_key import SelectionKey
 from ..constraints import GrammarState, stack_masks
 from ..events import Progress, PromptLogprobs
 from ..request import GenerationRequest, concat_tokens
@@ -27,7 +28,7 @@ Quantize = Callable[[list[Any]], tuple[list[Any], int]]
 def verify(
     prefiller: Prefiller,
     request: GenerationRequest,
-    selection_key: str | None,
+    selection_key: SelectionKey | None,
     answer: tuple[int, ...],
     sparse: tuple[float, ...],
     guide: Guide,
@@ -38,12 +39,12 @@ def verify(
     The exact cache then holds prompt and answer; with a quantised KV cache, the prompt.
 
     Args:
-        request: the answered one; `selection_key`: `Sequence.selection_key` of the turn.
+        request: the answered one; `selection_key`: that of the turn.
         answer: its tokens; `sparse`: their log-probabilities under sparse reading.
         guide: makes the request's grammar; `quantize`: `Rows.quantize`.
     """
-    sequence, logits = yield from densify(prefiller, request, selection_key)
-    cache, _ = quantize(sequence.cache)
+    active, logits = yield from densify(prefiller, request, selection_key)
+    cache, _ = quantize(active.cache)
     comparison = _Comparison(request, guide(request), answer, prefiller.pair.vocab_size)
     comparison.read(logits)
     for start in range(0, len(answer), LOGITS_ROWS):
@@ -52,7 +53,7 @@ def verify(
         comparison.read(rows)
         mx.eval([leaf.state for leaf in cache])
         yield Progress("prefill", start + len(part), len(answer))
-    if cache is sequence.cache:
+    if cache is active.cache:
         prefiller.caches.keep_target(concat_tokens(request.prompt, answer), cache, request)
     return comparison.verdict(sparse)
 

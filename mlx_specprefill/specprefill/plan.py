@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ..cache.prefix.selection_key import SelectionKey
 from ..config import EngineConfig, RuleName, Scope, SelectionConfig
 from ..events import Mode, Prediction
 from ..request import GenerationRequest, PromptSpan
@@ -59,7 +60,7 @@ class PrefillPlan:
     rule: RuleName = "default"
     predicted: Prediction | None = None
     scope: Scope = "user"
-    selection_key: str | None = None
+    selection_key: SelectionKey | None = None
 
     def as_full(self, reason: str) -> PrefillPlan:
         return replace(self, mode="full", reason=reason)
@@ -74,6 +75,7 @@ def plan_prefill(
     *,
     sparse_refusal: str | None,
     draft_context: int | None = None,
+    staged: bool = False,
     cached_tokens: int | None = 0,
     predict: Callable[[int], Prediction] | None = None,
     question: Callable[[], str] | None = None,
@@ -83,6 +85,7 @@ def plan_prefill(
     Args:
         sparse_refusal: why this pair can't prefill sparsely, or None.
         draft_context: the draft's context length in tokens, None if unknown.
+        staged: the target's own first layers score prompts, but for the paper's rule.
         cached_tokens: prompt tokens that a prefix cache already holds; all else looks at the rest. None: not known yet.
             The plan is then sparse if it could become so: all that is forced may be cached.
         predict: returns the times of both prefills if the target sees that many tokens of the rest; None: not known.
@@ -106,7 +109,9 @@ def plan_prefill(
     if request.prompt_logprobs is not None:
         return plan.as_full("prompt log-probabilities need the logits of every token")
     if (options.enabled or policy.enabled) and nominal < 1 and options.importance is None:
-        plan = replace(plan, selection_key=f"{nominal}:{rule}:{scope}:")
+        plan = replace(
+            plan, selection_key=SelectionKey(nominal, rule, scope, staged and rule != "paper", bool(options.enabled))
+        )
     if draft_context is not None and draft_context < M:
         plan = plan.as_full(f"the prompt has {M} tokens, the draft's context {draft_context}")
     elif nominal < keep == 1:

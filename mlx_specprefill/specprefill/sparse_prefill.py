@@ -1,4 +1,4 @@
-"""Prefills the target, sparse or full, through one code path, and recalls what an earlier turn dropped.
+"""Feeds tokens to a model at their original positions, forward by forward; recalls what an earlier turn dropped.
 
 A staged prefill has two parts: the target's first layers read the whole prompt, the others the kept tokens. A scorer
 reads the prompt with the first layers and keeps the hidden states. After the selection the other layers continue from
@@ -7,12 +7,11 @@ there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
 from mlx_lm.models.cache import RotatingKVCache
@@ -20,7 +19,6 @@ from mlx_lm.models.cache import RotatingKVCache
 from ..adapters.staged import UpperLayers
 from ..cache.positioned import Positioned, PositionedRotatingKVCache, leaves, place
 from ..errors import SparseUnsupportedError
-from ..events import Progress
 from ..request import TokenIds
 
 # Tokens of the last forward. One alone would cost a whole pass over the weights. A few rows add little to the output
@@ -30,70 +28,54 @@ TAIL = 32
 _Part = tuple[int, mx.array]  # index of the first token, hidden states (1, L, D)
 
 
-def prefill(
-    model: nn.Module,
+def feed(
+    model: Callable[..., mx.array],
     cache: list[Any],
-    prompt: Sequence[int] | TokenIds,
-    kept: npt.NDArray[np.int32] | None,
-    step: int | Callable[[], int],
-    offset: int = 0,
-    cuts: Sequence[int] = (),
-    on_forward: Callable[[int], None] = lambda _: None,
-    forward: Callable[[], AbstractContextManager[None]] = nullcontext,
-    before: int = 0,
-) -> Generator[Progress, None, mx.array]:
-    """Feed the prompt, or its kept tokens at their original positions. Yields between forwards.
+    tokens: TokenIds,
+    positions: npt.NDArray[np.int32] | None,
+    ends: Iterable[int],
+) -> Generator[tuple[int, mx.array | None], None, None]:
+    """Feed tokens, forward by forward. Yield after each the count of fed tokens, and the output of the last one.
 
-    After a sparse prefill the cache decodes from position offset + M although it holds fewer tokens.
+    After a sparse prefill the cache decodes from the next position although it holds fewer tokens.
 
     Args:
-        cache: positioned for a sparse prefill; any mlx-lm cache for a full one. Holds `offset` tokens already.
-        prompt: M token ids that follow the cached ones.
-        kept: ascending prompt indices (N,) that end in M - 1; None feeds everything.
-        step: tokens per forward, or a function called before each. The last forward is short, because all of its rows
-            reach the output projection.
-        cuts: counts of fed tokens at which a forward must end, ascending.
-        on_forward: called after each forward with the count of fed tokens.
-        forward: a context for each forward.
-        before: tokens that the progress counts as fed before these.
-
-    Returns:
-        Logits of the last prompt token, (1, V), in the model's dtype.
+        model: called as `model(tokens, cache=cache)` with tokens (1, L). An output that is not used is never computed.
+        cache: positioned, if there are positions; any mlx-lm cache without.
+        tokens: N token ids.
+        positions: int32 (N,), ascending, or those of recalled tokens; None: they follow what the cache holds.
+        ends: counts of tokens at which forwards end, ascending, up to N. Each is asked for before its forward.
 
     Raises:
-        SparseUnsupportedError: the cache can't hold original positions.
-        ValueError: the last prompt token is not kept: its logits give the answer's first token.
+        SparseUnsupportedError: the cache can't hold positions.
     """
-    if kept is not None:
-        if kept.size == 0 or kept[-1] != len(prompt) - 1:
-            raise ValueError("the last prompt token must be kept")
-        if not any(isinstance(part, Positioned) for part in leaves(cache)):
-            raise SparseUnsupportedError("no layer of the cache holds positions")
-    ids = np.asarray(prompt, dtype=np.int32)
-    fed = ids if kept is None else ids[kept]
-    total = fed.size
-    tokens = mx.array(fed)[None]
-    tail = TAIL if total > 2 * TAIL else total
-    start, last = 0, max([total - tail, *(cut for cut in cuts if cut < total)])
-    while start < last:
-        end = min(start + (step if isinstance(step, int) else step()), last)
-        end = next((cut for cut in cuts if start < cut < end), end)
-        if kept is not None:
-            place(cache, kept[start:end] + offset)
-        with forward():
-            model(tokens[:, start:end], cache=cache)
+    if positions is not None and not any(isinstance(part, Positioned) for part in leaves(cache)):
+        raise SparseUnsupportedError("no layer of the cache holds positions")
+    ids, start = mx.array(tokens)[None], 0
+    for end in ends:
+        if positions is not None:
+            place(cache, positions[start:end])
+        output = model(ids[:, start:end], cache=cache)
         mx.eval([part.state for part in cache])
-        on_forward(end)
-        yield Progress("prefill", before + end, before + total)
+        yield end, output if end == ids.shape[1] else None
         start = end
-    if kept is not None:
-        place(cache, kept[start:] + offset)
-    with forward():
-        logits: mx.array = model(tokens[:, start:], cache=cache)[:, -1, :]
-    mx.eval(logits, [part.state for part in cache])
-    on_forward(total)
-    yield Progress("prefill", before + total, before + total)
-    return logits
+
+
+def forward_ends(total: int, step: Callable[[], int], cuts: Sequence[int] = (), tail: int = TAIL) -> Iterator[int]:
+    """Yield the counts of `total` tokens at which forwards end.
+
+    Args:
+        step: returns the tokens of the next forward at most.
+        cuts: counts at which one must end, ascending.
+        tail: tokens of the last forward, all of whose rows reach the output projection; 0: it is like the others.
+    """
+    end, last = 0, max([total - tail if total > 2 * tail else 0, *(cut for cut in cuts if cut < total)])
+    while end < last:
+        most = min(end + step(), last)
+        end = next((cut for cut in cuts if end < cut < most), most)
+        yield end
+    if end < total:
+        yield total
 
 
 class HiddenStates:
@@ -192,17 +174,11 @@ class UpperLayersModel:
         return self._upper(inputs, self._hidden[:, start : self._read], cache)
 
 
-def recall(
-    model: Callable[..., mx.array],
-    cache: list[Any],
-    prompt: Sequence[int] | TokenIds,
-    dropped: npt.NDArray[np.int32],
-    step: Callable[[], int],
-) -> Generator[Progress, None, None]:
-    """Read the prompt's tokens at `dropped` behind the cached ones. Yields between forwards.
+@contextmanager
+def recalling(cache: Sequence[Any]) -> Iterator[None]:
+    """Feed dropped tokens inside this block, behind what the cache holds; afterwards it is consistent.
 
-    Afterwards the cache is consistent; closed early, it holds the tokens read so far. What a recalled token sees
-    depends on the layer:
+    What a recalled token sees depends on the layer:
 
     - Full attention: all that the cache holds by then at positions up to its own, which is the original one. A window
       restricts it to positions within the window.
@@ -211,27 +187,7 @@ def recall(
       aside during the recall and is afterwards as before, so that the most recent tokens stay in it.
 
     Whatever is fed later sees recalled tokens like any others, except in rings.
-
-    Args:
-        model: called as `model(tokens, cache=cache)` with tokens (1, L); its result is not used.
-        cache: of positioned and recurrent layers, one of which keeps every token.
-        dropped: ascending prompt indices (N,) before the cache's next position, none of which it holds.
-        step: returns the tokens of each forward.
     """
-    tokens, done = np.asarray(prompt, dtype=np.int32), 0
-    with _rings_aside(cache):
-        while done < dropped.size:
-            part = dropped[done : done + step()]
-            place(cache, part)
-            model(mx.array(tokens[part])[None], cache=cache)  # the unused output is never computed
-            mx.eval([layer.state for layer in cache])
-            done += int(part.size)
-            yield Progress("prefill", done, int(dropped.size))
-
-
-@contextmanager
-def _rings_aside(cache: Sequence[Any]) -> Iterator[None]:
-    """Empty the rings inside the block, and restore them at its end."""
     rings = [part for part in leaves(cache) if isinstance(part, PositionedRotatingKVCache)]
     held = [ring.state for ring in rings]
     for ring in rings:

@@ -7,8 +7,9 @@ target's hidden states.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -49,12 +50,16 @@ class PromptReader:
             self._read(hidden)
         mx.eval(self.hidden, [] if self.cache.empty() else self.cache.state)
 
-    @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Return a context whose target forwards are read at its end."""
-        with record_hidden() as forwards:
-            yield
-        self.read(forwards)
+    def with_target(self, model: Callable[..., mx.array]) -> Callable[..., mx.array]:
+        """Return the target as a model whose forwards are read along."""
+
+        def forward(tokens: mx.array, cache: Any) -> mx.array:
+            with record_hidden() as forwards:
+                output = model(tokens, cache=cache)
+            self.read(forwards)
+            return output
+
+        return forward
 
     def _read(self, hidden: mx.array) -> None:
         first, end = self._done, self._done + hidden.shape[1]

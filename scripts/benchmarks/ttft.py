@@ -45,13 +45,13 @@ from mlx_specprefill.specprefill.plan import forced_mask, forced_ranges
 from mlx_specprefill.specprefill.question import question_span
 from mlx_specprefill.specprefill.scorer import Scores, ScoringInput, scorer_for
 from mlx_specprefill.specprefill.selector import select_tokens, selection_by
-from mlx_specprefill.specprefill.sparse_prefill import HiddenStates, UpperLayersModel, prefill
+from mlx_specprefill.specprefill.sparse_prefill import HiddenStates, UpperLayersModel
 from mlx_specprefill.specprefill.text import TextReader
 
 from .harness import BenchError, pairs, shapes
 from .harness.counts import count_steps
 from .harness.figures import machine, rounded, show, show_rows, timed
-from .harness.stages import decode_ms, finish, full_prefill, plain_prefill_ms
+from .harness.stages import decode_ms, finish, full_prefill, plain_prefill_ms, prefill
 
 QUICK = {"keep": ["0.2"], "repeats": 2}
 DECODED = 24  # tokens after each arm, for the decode rate
@@ -111,12 +111,12 @@ def sparse_arm(setup: Setup, prompt: list[int], keep: Fraction) -> Run:
     select_ms, kept = timed(lambda: select(setup, prompt, scores.importance, keep))
     cache = make_positioned_cache(target)
     if stages is None or hidden is None:
-        prefill_ms, logits = timed(lambda: finish(prefill(target, cache, prompt, kept, setup.step)))
+        prefill_ms, logits = timed(lambda: prefill(target, cache, prompt, kept, setup.step))
     else:
         _, upper = stages.split(cache)
         cache = stages.join(scores.cache, upper)
-        steps = prefill(UpperLayersModel(stages.upper, hidden.of(kept)), upper, prompt, kept, setup.step)
-        prefill_ms, logits = timed(lambda: finish(steps))
+        model = UpperLayersModel(stages.upper, hidden.of(kept))
+        prefill_ms, logits = timed(lambda: prefill(model, upper, prompt, kept, setup.step))
         unite_ms, _ = timed(lambda: stages.unite(cache, kept))
         prefill_ms += unite_ms
     token_ms, _ = timed(lambda: first_token(logits))

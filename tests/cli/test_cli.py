@@ -344,7 +344,7 @@ class TestRefusals:
         def broken(*_: object, **__: object) -> None:
             raise RuntimeError("out of memory")
 
-        monkeypatch.setattr("mlx_specprefill.engine.prefill.prefill", broken)
+        monkeypatch.setattr("mlx_specprefill.engine.prefill.feed", broken)
         done = run("generate", "--raw", "--prompt-file", prompt_file, *models)
         assert done.exit_code == 1
         assert "error: out of memory" in done.stderr

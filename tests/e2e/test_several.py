@@ -273,7 +273,7 @@ def test_answers_go_on_while_another_model_is_loaded(
         def made() -> int:
             """Tokens of answers in work, on the MLX thread."""
             engine: Any = models.default.service and models.default.service.engine
-            return sum(len(job.sequence.tokens) for job in engine.loop.jobs.values())
+            return sum(len(job.active.decoded.tokens) for job in engine.loop.jobs.values())
 
         def watched(entry: Entry, tell: Callable[[LoadProgress], None]) -> Engine:
             def told(progress: LoadProgress) -> None:

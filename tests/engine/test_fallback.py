@@ -127,7 +127,7 @@ def test_a_full_prefill_that_fails_fails_alone(monkeypatch):
     with Engine(pair, CONFIG) as engine:
         expected, _ = generated(engine.generate(request()))
         with monkeypatch.context() as patch:
-            patch.setattr(runner_module, "prefill", boom)
+            patch.setattr(runner_module, "feed", boom)
             tokens, last = generated(engine.generate(request()))
             assert tokens == []
             assert "injected" in str(last.error)
@@ -146,7 +146,7 @@ def test_a_failure_keeps_nothing_of_the_prefill_alive(monkeypatch):
         except ValueError as error:
             raise RuntimeError("injected") from error
 
-    monkeypatch.setattr(runner_module, "prefill", fails)
+    monkeypatch.setattr(runner_module, "feed", fails)
     monkeypatch.setattr(loop_module.log, "disabled", True)  # the test runner keeps records with their frames
     with Engine(tiny_pair(), CONFIG) as engine:
         _, last = generated(engine.generate(request(enabled=False)))

@@ -15,8 +15,7 @@ from mlx_specprefill.engine import footprint
 from mlx_specprefill.engine.caches import empty_cache
 from mlx_specprefill.engine.footprint import measure_footprint
 from mlx_specprefill.engine.machine import default_limit
-from mlx_specprefill.specprefill.sparse_prefill import prefill
-from tests.support.steps import finish
+from tests.support.steps import finish, prefill
 from tests.support.tiny import CONFIGS, random_prompt, tiny_model, tiny_pair
 
 HEADS = 8

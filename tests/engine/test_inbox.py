@@ -96,9 +96,9 @@ def test_results_are_values_or_raised() -> None:
 
 def test_a_job_gives_its_events_and_then_its_result() -> None:
     one = job(1, Progress("draft", 1, 2))
-    assert one.advance() == Progress("draft", 1, 2)
-    assert one.advance() is None
-    assert one.result == "done"
+    assert next(one.steps) == Progress("draft", 1, 2)
+    with pytest.raises(StopIteration, match="done"):
+        next(one.steps)
 
 
 def test_a_stopped_job_may_clean_up_and_is_over() -> None:
@@ -112,10 +112,10 @@ def test_a_stopped_job_may_clean_up_and_is_over() -> None:
             raise
 
     one = Job(1, steps())
-    one.advance()
+    next(one.steps)
     one.stop()
     assert seen == ["cleaned up"]
-    assert one.advance() is None
+    assert next(one.steps, None) is None
 
 
 def test_a_callback_that_raises_cancels_its_job_and_hears_no_more() -> None:

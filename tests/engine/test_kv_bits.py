@@ -23,11 +23,10 @@ from mlx_specprefill import (
 )
 from mlx_specprefill.cache.positioned import make_positioned_cache, quantize_kv
 from mlx_specprefill.config import SpecPrefillPolicy
-from mlx_specprefill.specprefill.sparse_prefill import prefill
 from tests.support.autoregressive import decode
 from tests.support.oracle import Case, build, masked_dense
 from tests.support.rows import ROUNDED, logprob_error, tokens
-from tests.support.steps import finish
+from tests.support.steps import finish, prefill
 from tests.support.tiny import greedy, random_prompt, tiny_pair, tokenizer
 
 pytestmark = pytest.mark.extended

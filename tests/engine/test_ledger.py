@@ -126,7 +126,7 @@ def test_an_idle_engine_holds_nothing_of_a_request_that_ended(
     with Engine(tiny_pair(), config(prefill_step=64)) as engine:
         started: list[weakref.ref[Any]] = []
         post = engine._inbox.post
-        monkeypatch.setattr(engine._inbox, "post", lambda job: (started.append(weakref.ref(job.sequence)), post(job)))
+        monkeypatch.setattr(engine._inbox, "post", lambda job: (started.append(weakref.ref(job.active)), post(job)))
         if how == "failed":
             monkeypatch.setattr(engine.rows, "add", raising)
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()

@@ -49,7 +49,7 @@ class Watch:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.left: list[weakref.ref[Any]] = []
         self.alive: list[int] = []
-        scorer_for, read = scoring.scorer_for, prefiller.prefill
+        scorer_for, read = scoring.scorer_for, prefiller.feed
 
         def watched_scorer(*args: Any) -> Any:
             scorer = scorer_for(*args)
@@ -67,7 +67,7 @@ class Watch:
             return (yield from read(*args, **kwargs))
 
         monkeypatch.setattr(scoring, "scorer_for", watched_scorer)
-        monkeypatch.setattr(prefiller, "prefill", watched_read)
+        monkeypatch.setattr(prefiller, "feed", watched_read)
 
 
 @pytest.mark.parametrize(("speculative", "held"), [("off", False), ("draft", True)])
@@ -121,7 +121,7 @@ def test_a_long_prompt_is_refused_before_any_work(monkeypatch: pytest.MonkeyPatc
         assert engine.window == 1 << 19
         leave_room(engine, 1000)
         with monkeypatch.context() as patch:
-            for module, name in ((prefiller, "prefill"), (prefiller, "empty_cache"), (scoring, "scorer_for")):
+            for module, name in ((prefiller, "feed"), (prefiller, "empty_cache"), (scoring, "scorer_for")):
                 patch.setattr(module, name, lambda *_: pytest.fail("a model was asked to read"))
             patch.setattr(engine._inbox, "post", lambda _: pytest.fail("it was queued"))
             mx.reset_peak_memory()

@@ -20,7 +20,7 @@ from mlx_specprefill import (
     SpecPrefillPolicy,
 )
 from mlx_specprefill.adapters.heads import DraftHeads, Head
-from mlx_specprefill.engine.sequence import Sequence
+from mlx_specprefill.engine.active_request import ActiveRequest
 from tests.support.precision import assert_close
 from tests.support.tiny import FAMILIES, generated, random_prompt, tiny_pair
 
@@ -94,13 +94,13 @@ def test_a_kept_continuation_is_where_the_next_turn_goes_on(options):
 
 def prefilled(engine, asked):
     """The target's cache after the engine's own prefill, and the last token's logits."""
-    sequence = Sequence(-1, asked, engine.prefiller.plan(asked))
-    slices = engine.prefiller.run(sequence)
+    active = ActiveRequest(-1, asked, engine.prefiller.plan(asked))
+    slices = engine.prefiller.run(active)
     while True:
         try:
             next(slices)
         except StopIteration as finished:
-            return sequence.cache, finished.value
+            return active.cache, finished.value
 
 
 def test_attention_equals_brute_force():

@@ -45,9 +45,8 @@ from mlx_specprefill.cache.positioned import make_positioned_cache
 from mlx_specprefill.engine import prefill as prefiller_module
 from mlx_specprefill.engine import rows, scoring
 from mlx_specprefill.engine.decode_batch import DecodeBatch
-from mlx_specprefill.specprefill.sparse_prefill import prefill
 from tests.engine.held import unaccounted
-from tests.support.steps import finish
+from tests.support.steps import finish, prefill
 from tests.support.tiny import random_prompt, tiny_pair
 from tests.support.waiting import eventually
 
@@ -89,7 +88,7 @@ class Faults:
         with pytest.MonkeyPatch.context() as patch:
             for module, name in ((scoring, "scorer_for"), (prefiller_module, "select_tokens")):
                 patch.setattr(module, name, self._before(name, getattr(module, name)))
-            patch.setattr(prefiller_module, "prefill", self._during(prefiller_module.prefill))
+            patch.setattr(prefiller_module, "feed", self._during(prefiller_module.feed))
             patch.setattr(rows, "processors_of", self._processors(rows.processors_of))
             yield
 

@@ -31,13 +31,13 @@ from mlx_specprefill.cache.positioned import leaves, make_positioned_cache
 from mlx_specprefill.engine import loop
 from mlx_specprefill.engine.decode_batch import DecodeBatch, DecodeRow
 from mlx_specprefill.sampling import greedy
-from mlx_specprefill.specprefill.sparse_prefill import HiddenStates, UpperLayersModel, prefill
+from mlx_specprefill.specprefill.sparse_prefill import HiddenStates, UpperLayersModel
 from tests.support import precision
 from tests.support.oracle import Case, build, make_case, vocabulary
 from tests.support.rows import alone, logprob_error, make_rows, prefilled
 from tests.support.rows import tokens as tokens_of
 from tests.support.staged_oracle import deep_enough, masked_from, splits
-from tests.support.steps import finish
+from tests.support.steps import finish, prefill
 from tests.support.tiny import (
     FAMILIES,
     VOCAB,

@@ -26,7 +26,7 @@ from mlx_specprefill.cache.positioned import (
 )
 from mlx_specprefill.engine.decode_batch import DecodeBatch, DecodeRow
 from mlx_specprefill.sampling import greedy
-from mlx_specprefill.specprefill.sparse_prefill import UpperLayersModel, recall
+from mlx_specprefill.specprefill.sparse_prefill import UpperLayersModel
 from mlx_specprefill.speculative.rollback import Rollback
 from tests.properties.test_sparse_equals_masked import DISCRIMINATION, NAMED, VERIFIED
 from tests.support import oracle
@@ -35,7 +35,7 @@ from tests.support.oracle import EXACT, Case, build, can_recall_into, make_case,
 from tests.support.precision import bound
 from tests.support.rows import assert_same_contents, logprob_error, next_position, tokens
 from tests.support.staged_oracle import deep_enough, masked_from, splits
-from tests.support.steps import finish
+from tests.support.steps import recall
 
 RECALLING = [name for name in VERIFIED if can_recall_into(name)]
 NAMED_RECALLING = [name for name in NAMED if name in RECALLING]
@@ -70,7 +70,7 @@ def prefilled(model: nn.Module, case: Case, sizes: Sequence[int] = (3, 1, 2)) ->
         of = case.kept[case.turns[case.kept] == turn]
         if turn in case.recalls:
             end = next_position(cache)
-            finish(recall(model, cache, case.prompt.tolist(), of, lambda: next(step)))
+            recall(model, cache, case.prompt.tolist(), of, lambda: next(step))
             assert next_position(cache) == end
             continue
         for part in np.array_split(of, 3):
@@ -163,7 +163,7 @@ def test_upper_layers_recall_from_hidden_states(name: str) -> None:
         of = case.kept[case.turns[case.kept] == turn]
         reading = UpperLayersModel(split.upper, hidden[:, mx.array(of)])
         if turn in case.recalls:
-            finish(recall(reading, upper, case.prompt.tolist(), of, lambda: 3))
+            recall(reading, upper, case.prompt.tolist(), of, lambda: 3)
         else:
             place(upper, of)
             logits = reading(mx.array(case.prompt[of])[None], upper)

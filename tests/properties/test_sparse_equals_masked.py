@@ -15,11 +15,10 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from mlx_specprefill.adapters.registry import adapter_for, support_table
 from mlx_specprefill.cache.positioned import leaves, make_positioned_cache
-from mlx_specprefill.specprefill.sparse_prefill import prefill
 from tests.support import oracle
 from tests.support.oracle import EXACT, build, make_case, masked_dense, measure, relative_error, sparse, tiny_models
 from tests.support.refusals import DRAFT_REFUSALS, SPARSE_REFUSALS
-from tests.support.steps import finish
+from tests.support.steps import finish, prefill
 
 NAMED = (
     "llama",

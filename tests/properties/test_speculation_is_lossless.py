@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -20,7 +19,6 @@ from mlx_specprefill.engine.caches import empty_cache
 from mlx_specprefill.events import TokenEvent
 from mlx_specprefill.request import SamplingParams
 from mlx_specprefill.sampling import logits_processors
-from mlx_specprefill.specprefill.sparse_prefill import prefill
 from mlx_specprefill.speculative import verification as verify
 from mlx_specprefill.speculative.mtp_proposer import PromptReader
 from mlx_specprefill.speculative.row import Limits, SpeculativeRow
@@ -29,7 +27,7 @@ from mlx_specprefill.speculative.verification import Rng, TokenSampler
 from tests.speculative.probabilities import enumerate_distribution, total_variation
 from tests.support.oracle import build, on_the_cpu_unfused, vocabulary
 from tests.support.rows import Row, alone, assert_same_contents, logprob_error, make_rows, tokens
-from tests.support.steps import finish
+from tests.support.steps import finish, prefill
 from tests.support.tiny import CONFIGS, FAMILIES, VOCAB, tiny_head, tiny_model
 
 CLOSE = 1e-4
@@ -97,8 +95,8 @@ def speculate(
     head = head_of(name)
     fed = np.arange(len(row.prompt), dtype=np.int32) if row.kept is None else row.kept
     reader = PromptReader(head, row.prompt, fed) if strategy == "mtp" and head is not None else None
-    forward = nullcontext if reader is None else reader.forward
-    logits = finish(prefill(model, prompt_cache, row.prompt, row.kept, 16, forward=forward))
+    reading = model if reader is None else reader.with_target(model)
+    logits = finish(prefill(reading, prompt_cache, row.prompt, row.kept, 16))
     reading = read(draft, row.prompt) if strategy == "draft" else None
     vocab = logits.shape[-1]
     sampler = TokenSampler(row.sampling, vocab, logits_processors(row.sampling))

@@ -76,10 +76,10 @@ def operations(folder: Callable[[str], Path], name: str = "llama", dtype: Dtype 
 
 
 def read_backwards(monkeypatch: Patch) -> None:
-    def backwards(model: Any, cache: Any, prompt: Any, *others: Any, **more: Any) -> Any:
-        return sparse_prefill.prefill(model, cache, prompt[::-1], *others, **more)
+    def backwards(model: Any, cache: Any, tokens: Any, *others: Any) -> Any:
+        return sparse_prefill.feed(model, cache, tokens[::-1], *others)
 
-    monkeypatch.setattr(engine_prefill, "prefill", backwards)
+    monkeypatch.setattr(engine_prefill, "feed", backwards)
 
 
 def place_nothing(monkeypatch: Patch) -> None:

@@ -14,13 +14,12 @@ import pytest
 from mlx_specprefill.adapters.mtp import MTPHead, record_hidden
 from mlx_specprefill.cache.positioned import PositionedKVCache, place
 from mlx_specprefill.engine.caches import empty_cache
-from mlx_specprefill.specprefill.sparse_prefill import prefill
 from mlx_specprefill.speculative.mtp_proposer import MTPProposer, PromptReader
 from mlx_specprefill.speculative.row import Limits, SpeculativeRow
 from mlx_specprefill.speculative.verification import TokenSampler
 from tests.support.oracle import on_the_cpu_unfused
 from tests.support.rows import Row, alone, assert_same_contents, tokens
-from tests.support.steps import finish
+from tests.support.steps import finish, prefill
 from tests.support.tiny import VOCAB, random_prompt, tiny_head, tiny_model
 
 COUNT = 20
@@ -69,7 +68,7 @@ def drafted(head: MTPHead, row: Row, count: int, gamma: int) -> tuple[Speculativ
     cache_of_target = empty_cache(model())
     fed = np.arange(len(row.prompt), dtype=np.int32) if row.kept is None else row.kept
     reader = PromptReader(head, row.prompt, fed)
-    logits = finish(prefill(model(), cache_of_target, row.prompt, row.kept, 7, forward=reader.forward))
+    logits = finish(prefill(reader.with_target(model()), cache_of_target, row.prompt, row.kept, 7))
     proposer = MTPProposer(reader, gamma)
     sampler = TokenSampler(row.sampling, logits.shape[-1])
     running = SpeculativeRow(model(), cache_of_target, logits, proposer, sampler, Limits(count))

@@ -18,10 +18,9 @@ from mlx_specprefill.engine.decode_batch import DecodeBatch, DecodeRow, Removed
 from mlx_specprefill.events import TokenEvent
 from mlx_specprefill.request import SamplingParams
 from mlx_specprefill.sampling import logits_processors, make_sampler
-from mlx_specprefill.specprefill.sparse_prefill import prefill
 from tests.support.autoregressive import decode
 from tests.support.precision import assert_close
-from tests.support.steps import finish
+from tests.support.steps import finish, prefill
 
 # Log-probabilities over quantised caches: float noise makes a value now and then round the other way, which moved them
 # by 1e-3 and less where weights were off by 2e-7. A shift off by one, or a missing mask, moves them by .04 to .7.

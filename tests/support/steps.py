@@ -1,7 +1,49 @@
-"""Work that is cut into steps, run without pauses."""
+"""Work that is cut into steps, run without pauses; prompts and recalls as the engine feeds them."""
 
 from __future__ import annotations
 
-from mlx_specprefill.cache.prefix.tree import finish
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
 
-__all__ = ["finish"]
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from mlx_specprefill.cache.prefix.tree import finish
+from mlx_specprefill.specprefill.sparse_prefill import feed, forward_ends, recalling
+
+__all__ = ["finish", "prefill", "recall"]
+
+Indices = npt.NDArray[np.int32]
+
+
+def prefill(
+    model: Callable[..., mx.array],
+    cache: list[Any],
+    prompt: Sequence[int] | Indices,
+    kept: Indices | None,
+    step: int,
+    offset: int = 0,
+    cuts: Sequence[int] = (),
+) -> Generator[int, None, mx.array]:
+    """Feed a prompt or its kept tokens, `offset` tokens behind the start; return the last logits (1, V).
+
+    Yields the count of fed tokens between forwards.
+    """
+    ids = np.asarray(prompt, dtype=np.int32)
+    tokens, positions = (ids, None) if kept is None else (ids[kept], kept + np.int32(offset))
+    output = None
+    for fed, output in feed(model, cache, tokens, positions, forward_ends(tokens.size, lambda: step, cuts)):  # noqa: B007
+        yield fed
+    assert output is not None
+    return output[:, -1, :]
+
+
+def recall(
+    model: Callable[..., mx.array], cache: list[Any], prompt: Sequence[int], dropped: Indices, step: Callable[[], int]
+) -> None:
+    """Feed dropped tokens behind what the cache holds."""
+    with recalling(cache):
+        ids = np.asarray(prompt, dtype=np.int32)[dropped]
+        for _ in feed(model, cache, ids, dropped, forward_ends(dropped.size, step, tail=0)):
+            pass

@@ -13,6 +13,7 @@ import mlx.nn as nn
 import numpy as np
 
 from ...request import SHARED, CacheLabel, TokenIds
+from .selection_key import SelectionKey
 
 KV_LAYOUT_VERSION = 1  # of the arrays from `records`; a change orphans every stored record
 DIGEST_BYTES = 24
@@ -70,7 +71,10 @@ def label_of(name: str) -> CacheLabel:
 
 
 def block_digest(
-    parent: bytes, tokens: Sequence[int] | TokenIds, selection_key: str | None = None, positions: TokenIds | None = None
+    parent: bytes,
+    tokens: Sequence[int] | TokenIds,
+    selection_key: SelectionKey | None = None,
+    positions: TokenIds | None = None,
 ) -> bytes:
     """Return the digest of a block after its parent's. The parent's length is fixed, so no two inputs are equal.
 
@@ -80,5 +84,5 @@ def block_digest(
     digest = hashlib.blake2b(parent + token_bytes(tokens), digest_size=DIGEST_BYTES).digest()
     if selection_key is None or positions is None:
         return digest
-    chosen = selection_key.encode() + b"\0" + token_bytes(positions)
+    chosen = str(selection_key).encode() + b"\0" + token_bytes(positions)
     return hashlib.blake2b(digest + chosen, digest_size=DIGEST_BYTES).digest()

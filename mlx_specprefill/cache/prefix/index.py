@@ -84,7 +84,7 @@ class DiskRow:
         key: hexadecimal, unique over all namespaces; "-state" at its end marks a state.
         parent: the key of the block before it.
         tokens: its own token ids, little-endian int32; empty for a state.
-        selection_key: names the selection rule of a sparse block; None: it is dense, or a state.
+        selection_key: of a sparse block, as text; None: it is dense, or a state.
         positions: of a sparse block, little-endian int32.
         end: tokens from the start of the prompt to its end.
         array_bytes: bytes of its arrays in memory.

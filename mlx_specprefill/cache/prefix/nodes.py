@@ -20,10 +20,10 @@ from ...request import SHARED, CacheLabel, TokenIds
 from ..budget import Evictable
 from .identity import DIGEST_BYTES, labelled
 from .layout import Arrays
+from .selection_key import Accepts, SelectionKey
 
 CacheKind = Literal["target", "draft", "session"]
 RecordKind = Literal["tokens", "state"]
-ANY_SELECTION = ""  # every selection key begins with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class Node:
     """TokenIds [end - len(tokens), end) below a parent that covers all tokens before them.
 
     Attributes:
-        selection_key: names the selection rule; None: it is dense.
+        selection_key: how its tokens were chosen; None: it is dense.
         positions: of a sparse block, as in `Fed`.
     """
 
@@ -140,7 +140,7 @@ class Node:
         tokens: TokenIds,
         digest: bytes,
         label: CacheLabel,
-        selection_key: str | None = None,
+        selection_key: SelectionKey | None = None,
         positions: TokenIds | None = None,
     ) -> None:
         self.parent = parent
@@ -169,22 +169,18 @@ class Node:
         """Return when it was last used, in seconds since the epoch."""
         return 0.0 if self.record is None else self.record.seen_at
 
-    def common(self, wanted: TokenIds, selection_key: str | None = None) -> list[tuple[int, Node]]:
+    def common(self, wanted: TokenIds, accepts: Accepts) -> list[tuple[int, Node]]:
         """Return the children that share tokens with `wanted` after this node, with the number of shared tokens.
 
         Args:
-            selection_key: beginning of the keys of sparse children to include; None: none.
+            accepts: returns whether sparse children with a key count.
         """
         rest = wanted[self.end :]
         first = int(rest[0]) if rest.size else None
         return [
             (common_length(child.tokens, rest), child)
             for child in self.children.values()
-            if child.first == first
-            and (
-                child.selection_key is None
-                or (selection_key is not None and child.selection_key.startswith(selection_key))
-            )
+            if child.first == first and (child.selection_key is None or accepts(child.selection_key))
         ]
 
     def records(self) -> list[Record]:
@@ -224,16 +220,16 @@ class Match:
     fed: Fed | None = None
 
 
-def longest_match(root: Node, wanted: TokenIds, selection_key: str | None = None) -> Match | None:
+def longest_match(root: Node, wanted: TokenIds, accepts: Accepts) -> Match | None:
     """Follow the prompt as far as possible, into the middle of a block if necessary. Prefers a dense match of equal
     length.
     """
-    return _best(_matches(root, wanted, selection_key))
+    return _best(_matches(root, wanted, accepts))
 
 
-def deepest_state(root: Node, wanted: TokenIds, selection_key: str | None = None) -> Match | None:
+def deepest_state(root: Node, wanted: TokenIds, accepts: Accepts) -> Match | None:
     """Return the longest prefix that ends in a stored state. Prefers a dense one of equal length."""
-    found = _matches(root, wanted, selection_key)
+    found = _matches(root, wanted, accepts)
     return _best(match for match in found if match.node.state is not None and match.length == match.node.end)
 
 
@@ -241,11 +237,11 @@ def _best(matches: Iterable[Match]) -> Match | None:
     return max(matches, key=lambda match: (match.length, match.node.selection_key is None), default=None)
 
 
-def _matches(root: Node, wanted: TokenIds, selection_key: str | None) -> Iterator[Match]:
+def _matches(root: Node, wanted: TokenIds, accepts: Accepts) -> Iterator[Match]:
     """Yield all nodes that share tokens with the prompt, and all tokens before them."""
     nodes = [root]
     while nodes:
-        for count, child in nodes.pop().common(wanted, selection_key):
+        for count, child in nodes.pop().common(wanted, accepts):
             yield Match(child, child.end - child.tokens.size + count)
             if count == child.tokens.size:
                 nodes.append(child)
@@ -255,7 +251,7 @@ def others_ends(root: Node, wanted: TokenIds, most: int) -> tuple[int, list[Node
     """Return the length that the prompt shares with any stored prefix, and the ends of the prefixes that share it and
     go on otherwise: the `most` recently used ones, the latest first.
     """
-    matches = list(_matches(root, wanted, ANY_SELECTION)) or [Match(root, 0)]
+    matches = list(_matches(root, wanted, lambda _: True)) or [Match(root, 0)]
     shared = max(match.length for match in matches)
     longest = (node for match in matches if match.length == shared for node in match.node.subtree())
     ends = [node for node in longest if node.end > shared and not node.children]

@@ -14,6 +14,7 @@ from .identity import block_digest, label_of, labelled, token_bytes
 from .index import DiskRow
 from .layout import Arrays
 from .nodes import Node, Record, RecordKind
+from .selection_key import SelectionKey
 from .tree import PrefixCache, Restoring
 
 log = logging.getLogger(__name__)
@@ -56,17 +57,18 @@ class StoredPrefixCache(PrefixCache):
         self._roots = {root.label: root for root in roots if root.children}
 
     def _attach(self, row: DiskRow, nodes: dict[str, Node]) -> bool:
-        """Add a stored record to the tree; return False if its parent is missing."""
+        """Add a stored record to the tree; return False if its parent is missing, or its key unknown."""
         node = nodes.get(row.key.removesuffix("-state"))
         kind: RecordKind = "state" if row.key.endswith("-state") else "tokens"
         if kind == "tokens":
             parent, tokens = nodes.get(row.parent), np.frombuffer(row.tokens, dtype="<i4")
-            positions = None if row.selection_key is None else np.frombuffer(row.positions, dtype="<i4")
-            if (
-                parent is not None
-                and block_digest(parent.digest, tokens, row.selection_key, positions).hex() == row.key
-            ):
-                node = Node(parent, tokens, bytes.fromhex(row.key), parent.label, row.selection_key, positions)
+            try:
+                key = None if row.selection_key is None else SelectionKey.parse(row.selection_key)
+            except ValueError:
+                return False
+            positions = None if key is None else np.frombuffer(row.positions, dtype="<i4")
+            if parent is not None and block_digest(parent.digest, tokens, key, positions).hex() == row.key:
+                node = Node(parent, tokens, bytes.fromhex(row.key), parent.label, key, positions)
                 nodes[row.key] = parent.children[node.digest] = node
         if node is None:
             return False
@@ -165,7 +167,7 @@ class StoredPrefixCache(PrefixCache):
             end=node.end,
             array_bytes=record.nbytes,
             pinned=record.rank == 2,
-            selection_key=node.selection_key if record.kind == "tokens" else None,
+            selection_key=str(node.selection_key) if node.selection_key and record.kind == "tokens" else None,
             positions=b"" if node.positions is None or record.kind == "state" else token_bytes(node.positions),
         )
 

@@ -22,7 +22,6 @@ from ..positioned import PositionedKVCache, leaves
 from .identity import block_digest
 from .layout import Arrays, Layout, nbytes_of
 from .nodes import (
-    ANY_SELECTION,
     CacheEntry,
     CacheHit,
     Fed,
@@ -36,6 +35,7 @@ from .nodes import (
     make_root,
     others_ends,
 )
+from .selection_key import SelectionKey, accepted_by
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -61,14 +61,14 @@ class _Source:
 
     cache: Sequence[Any]
     fed: Fed | None
-    selection_key: str | None
+    selection_key: SelectionKey | None
     hidden: HiddenOf | None
 
     def is_dense(self, length: int) -> bool:
         """Return whether all of the first `length` tokens were read."""
         return self.fed is None or self.fed.dense_tokens >= length
 
-    def chosen(self, start: int, end: int) -> tuple[str | None, TokenIds | None]:
+    def chosen(self, start: int, end: int) -> tuple[SelectionKey | None, TokenIds | None]:
         """Return selection key and positions of the block [start, end)."""
         positions = None if self.fed is None else self.fed.within(start, end)
         return None if positions is None else self.selection_key, positions
@@ -172,7 +172,7 @@ class PrefixCache:
         limit: int | None = None,
         again: bool = False,
         label: CacheLabel = SHARED,
-        selection_key: str | None = None,
+        selection_key: SelectionKey | None = None,
     ) -> Restoring[CacheHit | None]:
         """Return the longest stored prefix of `tokens`, at most `limit` tokens of it. Anything may be stored or removed
         where it yields.
@@ -182,7 +182,7 @@ class PrefixCache:
             again: the same request looked up before (a retry, background work): it does not count as a hit, and the
                 statistics stay unchanged.
             label: the search is limited to prefixes stored under it.
-            selection_key: sparse prefixes whose key begins so are searched, too.
+            selection_key: sparse prefixes that it accepts are searched, too.
         """
         self._budget.begin_lookup()
         self._begin()
@@ -197,7 +197,7 @@ class PrefixCache:
         return None
 
     def covers(
-        self, tokens: Sequence[int] | TokenIds, label: CacheLabel = SHARED, selection_key: str | None = ANY_SELECTION
+        self, tokens: Sequence[int] | TokenIds, label: CacheLabel = SHARED, selection_key: SelectionKey | None = None
     ) -> int:
         """Return the number of tokens that `lookup` would find. Reads and counts nothing."""
         match = self._match(np.asarray(tokens, dtype=np.int32), label, selection_key)
@@ -215,18 +215,18 @@ class PrefixCache:
         shared, ends = others_ends(root, np.asarray(tokens, dtype=np.int32), most)
         return shared, [np.concatenate([node.tokens for node in end.path()]) for end in ends]
 
-    def _match(self, wanted: TokenIds, label: CacheLabel, selection_key: str | None) -> Match | None:
+    def _match(self, wanted: TokenIds, label: CacheLabel, selection_key: SelectionKey | None) -> Match | None:
         root = self._roots.get(label)
         if root is None:
             return None
         find = deepest_state if self._layout.stateful else longest_match
-        match = find(root, wanted, selection_key)
+        match = find(root, wanted, accepted_by(selection_key))
         if match is None or match.node.selection_key is None:
             return match
         fed = Fed(np.concatenate([step.fed for step in match.node.path()]))
         if fed.dense_tokens < match.length:
             return replace(match, fed=fed)
-        return find(root, wanted)  # nothing is thinned so far, so it is no turn of this conversation
+        return find(root, wanted, accepted_by(None))  # nothing is thinned so far, so it is no turn of this conversation
 
     def _serve(self, match: Match, room: int, again: bool) -> Restoring[CacheHit | None]:
         """Return the matched prefix as a prompt cache with room for `room` more tokens.
@@ -264,7 +264,7 @@ class PrefixCache:
         system_prefix_len: int = 0,
         pin_system_prefix: bool = False,
         state: Arrays | None = None,
-        selection_key: str | None = None,
+        selection_key: SelectionKey | None = None,
         hidden: HiddenOf | None = None,
     ) -> None:
         """Store the cache of a prefill of `tokens`. Known blocks are not copied again.
@@ -279,7 +279,7 @@ class PrefixCache:
                 once used a second time, they are evicted last, in memory and on disk.
             pin_system_prefix: this call counts as their second use.
             state: the result of `state` after these tokens, if the cache holds more by now.
-            selection_key: names the selection rule. None: the cache holds all.
+            selection_key: how the tokens were chosen. None: the cache holds all.
             hidden: returns the first layers' hidden states of the tokens [start, end), (1, L, D), and the index of the
                 first known one. They are stored in place of these layers' caches. Without a gap nothing is stored where
                 `Layout.lacks_dense`.

@@ -6,11 +6,12 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeVar
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_specprefill.engine.decode_batch import DecodeBatch, DecodeRow
 from mlx_specprefill.sampling import greedy
-from mlx_specprefill.specprefill.sparse_prefill import prefill
+from mlx_specprefill.specprefill.sparse_prefill import feed, forward_ends
 
 from .figures import timed
 
@@ -29,7 +30,17 @@ def finish(slices: Generator[Any, None, T], after_each: Callable[[Any], None] = 
 
 def full_prefill(model: Any, cache: list[Any], prompt: Sequence[int], step: int) -> mx.array:
     """Return the logits of the last token, (1, V)."""
-    return finish(prefill(model, cache, prompt, None, step))
+    return prefill(model, cache, prompt, None, step)
+
+
+def prefill(model: Any, cache: list[Any], prompt: Sequence[int], kept: np.ndarray | None, step: int) -> mx.array:
+    """Return the logits of the last token, (1, V), after the kept ones (N,); None: after all."""
+    ids = np.asarray(prompt, dtype=np.int32)
+    tokens = ids if kept is None else ids[kept]
+    *_, (_, output) = feed(model, cache, tokens, kept, forward_ends(tokens.size, lambda: step))
+    logits = output[:, -1, :]
+    mx.eval(logits)
+    return logits
 
 
 def plain_prefill_ms(model: Any, prompt: Sequence[int], step: int) -> float:

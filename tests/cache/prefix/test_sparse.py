@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,16 @@ from mlx_specprefill import CacheLabel
 from mlx_specprefill.cache.positioned import Positioned, leaves, make_positioned_cache, place
 from mlx_specprefill.cache.prefix.disk import DiskTier
 from mlx_specprefill.cache.prefix.nodes import Fed
+from mlx_specprefill.cache.prefix.selection_key import SelectionKey
 from mlx_specprefill.cache.prefix.tree import PrefixCache
-from mlx_specprefill.specprefill.sparse_prefill import recall
 from tests.cache.prefix.stores import BLOCK, decode, feed, held_bytes, same
 from tests.cache.prefix.test_tree import FAMILIES, STATEFUL, assert_close, dense, model_of, prefix_cache
 from tests.support.rows import next_position
-from tests.support.steps import finish
+from tests.support.steps import recall
 from tests.support.tiny import random_prompt
 
 PROMPT = random_prompt(90)
+A, B = (SelectionKey(share, "default", "user") for share in (Fraction(1, 5), Fraction(1, 3)))
 # Prompt indices in the order of feeding: a dense beginning, one with gaps, a recall, what follows it, another recall.
 TURNS: list[tuple[str, list[int]]] = [
     ("new", [*range(19), 23, 24, 30, 31, 32, 47]),
@@ -46,7 +48,7 @@ def played(family: str, turns: Sequence[tuple[str, list[int]]] = TURNS, prompt: 
 def read(model: Any, cache: list[Any], kind: str, part: list[int], prompt: Sequence[int]) -> None:
     indices = np.array(part, dtype=np.int32)
     if kind == "recall":
-        finish(recall(model, cache, prompt, indices, lambda: 2))
+        recall(model, cache, prompt, indices, lambda: 2)
         return
     place(cache, indices)
     model(mx.array([prompt[i] for i in part])[None], cache=cache)
@@ -60,7 +62,7 @@ def stored(family: str, **options: Any) -> PrefixCache:
     for kind, part in TURNS:
         read(model, cache, kind, part, PROMPT)
         if kind == "new":
-            prefixes.store(PROMPT[: part[-1] + 1], cache, selection_key="a")
+            prefixes.store(PROMPT[: part[-1] + 1], cache, selection_key=A)
     return prefixes
 
 
@@ -90,7 +92,7 @@ def test_a_stored_turn_comes_back_as_it_was(family: str) -> None:
     prefixes = stored(family)
     for count in (1, 3, 5):
         length = TURNS[count - 1][1][-1] + 1
-        hit = prefixes.lookup((*PROMPT[:length], 3), selection_key="a")
+        hit = prefixes.lookup((*PROMPT[:length], 3), selection_key=A)
         assert hit is not None
         assert hit.length == length
         assert hit.held is not None
@@ -106,7 +108,7 @@ def test_a_stored_turn_comes_back_as_it_was(family: str) -> None:
 def test_what_can_be_cut_is_served_at_any_length(length: int) -> None:
     """As if nothing had been fed behind it."""
     prefixes = stored("llama")
-    hit = prefixes.lookup((*PROMPT[:length], 3, 4), selection_key="a")
+    hit = prefixes.lookup((*PROMPT[:length], 3, 4), selection_key=A)
     assert hit is not None
     assert hit.length == length
     held = FED[: Fed(FED).slots(length)]
@@ -122,7 +124,7 @@ def test_what_can_be_cut_is_served_at_any_length(length: int) -> None:
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if STATEFUL[family]])
 def test_states_are_served_where_they_were_stored(family: str) -> None:
-    hit = stored(family).lookup((*PROMPT[:80], 3), selection_key="a")
+    hit = stored(family).lookup((*PROMPT[:80], 3), selection_key=A)
     assert hit is not None
     assert hit.length == 68
 
@@ -131,10 +133,10 @@ def test_states_are_served_where_they_were_stored(family: str) -> None:
 def test_what_lies_before_the_first_gap_is_dense(family: str) -> None:
     """A prompt that shares no more than that with a sparse one does not go on from it, but from dense blocks."""
     prefixes, tokens = stored(family), (*PROMPT[:18], 3, 4)
-    found = prefixes.covers(tokens)
+    found = prefixes.covers(tokens, selection_key=A)
     assert found == (0 if STATEFUL[family] else 16)  # whole blocks
     prefixes.store(PROMPT[:18], dense(family, PROMPT[:18])[0])
-    hit = prefixes.lookup(tokens, selection_key="a")
+    hit = prefixes.lookup(tokens, selection_key=A)
     assert hit is not None
     assert (hit.length, hit.held) == (18, None)
 
@@ -143,26 +145,25 @@ def test_what_lies_before_the_first_gap_is_dense(family: str) -> None:
 def test_only_those_find_it_that_choose_alike(family: str) -> None:
     """A dense request gets the beginning before the first gap at most, and that is exact."""
     prefixes = stored(family)
-    assert prefixes.covers(PROMPT, selection_key="a") == 90
-    assert prefixes.covers(PROMPT) == 90
-    for selection_key in ("b", None):
+    assert prefixes.covers(PROMPT, selection_key=A) == 90
+    for selection_key in (B, None):
         hit = prefixes.lookup(PROMPT, selection_key=selection_key)
         assert hit is None or (hit.length <= 19 and hit.held is None)
         assert prefixes.covers(PROMPT, selection_key=selection_key) == (0 if hit is None else hit.length)
         if hit is not None:
             assert_close(hit.cache, dense(family, PROMPT[: hit.length])[0])
-    assert prefixes.lookup(PROMPT, label=CacheLabel("ann"), selection_key="a") is None
+    assert prefixes.lookup(PROMPT, label=CacheLabel("ann"), selection_key=A) is None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_dense_prefix_as_long_is_preferred(family: str) -> None:
     prefixes = stored(family)
     prefixes.store(PROMPT[:68], dense(family, PROMPT[:68])[0])
-    hit = prefixes.lookup((*PROMPT[:68], 3), selection_key="a")
+    hit = prefixes.lookup((*PROMPT[:68], 3), selection_key=A)
     assert hit is not None
     assert hit.held is None
     assert_close(hit.cache, dense(family, PROMPT[:68])[0])
-    longer = prefixes.lookup(PROMPT, selection_key="a")
+    longer = prefixes.lookup(PROMPT, selection_key=A)
     assert longer is not None
     assert longer.held is not None
 
@@ -172,14 +173,14 @@ def test_branches_share_what_they_have_in_common(family: str) -> None:
     """Two answers to one question, and the same question with another selection key."""
     prefixes = prefix_cache(family)
     cache = played(family, TURNS[:3])
-    prefixes.store(PROMPT[:68], cache, selection_key="a")
+    prefixes.store(PROMPT[:68], cache, selection_key=A)
     one = prefixes.nbytes
     for seed in (1, 2):
-        hit = prefixes.lookup((*PROMPT[:68], 3), selection_key="a")
+        hit = prefixes.lookup((*PROMPT[:68], 3), selection_key=A)
         assert hit is not None
         more = random_prompt(5, seed)
         feed(model_of(family), hit.cache, more)
-        prefixes.store((*PROMPT[:68], *more), hit.cache, selection_key="a")
+        prefixes.store((*PROMPT[:68], *more), hit.cache, selection_key=A)
     states = (
         0
         if not STATEFUL[family]
@@ -197,10 +198,10 @@ def test_branches_share_what_they_have_in_common(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_it_outlives_the_process(family: str, tmp_path: Path) -> None:
     disk = DiskTier(tmp_path, 1 << 22)
-    before = stored(family, disk=disk).lookup((*PROMPT, 3), selection_key="a")
+    before = stored(family, disk=disk).lookup((*PROMPT, 3), selection_key=A)
     disk.close()
     again = prefix_cache(family, disk=DiskTier(tmp_path, 1 << 22))
-    after = again.lookup((*PROMPT, 3), selection_key="a")
+    after = again.lookup((*PROMPT, 3), selection_key=A)
     assert before is not None
     assert after is not None
     assert after.length == before.length == 90
@@ -208,7 +209,7 @@ def test_it_outlives_the_process(family: str, tmp_path: Path) -> None:
     assert positions(after.cache) == positions(before.cache)
     assert after.held is not None
     assert (after.held == FED).all()
-    assert again.lookup((*PROMPT, 3), selection_key="b") is None or again.covers(PROMPT, selection_key="b") <= 19
+    assert again.lookup((*PROMPT, 3), selection_key=B) is None or again.covers(PROMPT, selection_key=B) <= 19
 
 
 def test_what_the_first_layers_passed_on_is_stored_in_place_of_what_they_hold() -> None:
@@ -223,8 +224,8 @@ def test_what_the_first_layers_passed_on_is_stored_in_place_of_what_they_hold() 
     def between(start: int, end: int) -> tuple[int, mx.array] | None:
         return (max(start, 19), hidden[:, max(start, 19) : end]) if end > 19 else None
 
-    prefixes.store(PROMPT, cache, selection_key="a", hidden=between)
-    hit = prefixes.lookup((*PROMPT, 3), selection_key="a")
+    prefixes.store(PROMPT, cache, selection_key=A, hidden=between)
+    hit = prefixes.lookup((*PROMPT, 3), selection_key=A)
     assert hit is not None
     first, *others = leaves(hit.cache)
     assert first.empty()
@@ -249,6 +250,6 @@ def test_a_staged_beginning_without_the_first_layers_state_serves_nobody(family:
             "staged", lambda: make_positioned_cache(model), prefix_cache(family)._budget, BLOCK, first_layers=first
         )
         cache, _ = dense(family, PROMPT[:32])
-        prefixes.store(PROMPT[:32], cache, selection_key="a", hidden=lambda start, end: (start, hidden[:, start:end]))
+        prefixes.store(PROMPT[:32], cache, selection_key=A, hidden=lambda start, end: (start, hidden[:, start:end]))
         hit = prefixes.lookup(PROMPT)
         assert hit is None or not any(part.empty() for part in leaves(hit.cache)), first

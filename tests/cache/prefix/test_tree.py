@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from fractions import Fraction
 from functools import cache as memoize
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from mlx_specprefill.cache.budget import GRACE, ByteBudget
 from mlx_specprefill.cache.positioned import Positioned, leaves, make_positioned_cache, place
 from mlx_specprefill.cache.prefix.disk import DiskTier
 from mlx_specprefill.cache.prefix.nodes import Node, Record, longest_match
+from mlx_specprefill.cache.prefix.selection_key import SelectionKey
 from mlx_specprefill.cache.prefix.stored import StoredPrefixCache
 from mlx_specprefill.cache.prefix.tree import PrefixCache
 from mlx_specprefill.request import SHARED
@@ -105,7 +107,7 @@ class Server:
             cache = sparse(self.family, self.last)
             with pytest.raises(ValueError, match="sparse"):
                 self.prefixes.store(self.last, cache)
-            self.prefixes.store(self.last, cache, selection_key="pair")
+            self.prefixes.store(self.last, cache, selection_key=SelectionKey(Fraction(1, 5), "default", "user"))
         elif name == "drop":
             entries = self.prefixes.entries()
             assert not entries or self.prefixes.drop(entries[len(entries) // 2].id)

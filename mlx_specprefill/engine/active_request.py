@@ -1,0 +1,239 @@
+"""One request in work: the way that it takes, what each stage has found, its times, and its report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import mlx.core as mx
+import numpy as np
+
+from ..adapters.staged import StagedModel
+from ..cache.prefix.nodes import CacheHit, Fed
+from ..constraints import GrammarState
+from ..events import PrefillReport, PrefixMiss, ScorerKind, Stage, Timings, TokenEvent, noop
+from ..request import GenerationRequest, TokenIds
+from ..specprefill.plan import PrefillPlan
+from ..specprefill.selector import kept_spans
+from ..specprefill.sparse_prefill import HiddenStates
+from .caches import EngineCaches
+from .speculation import AnswerDrafter
+
+NO_INDICES: TokenIds = np.zeros(0, dtype=np.int32)
+
+
+Way = Literal["full", "extend", "sparse"]
+"""All tokens behind a dense prefix; all behind a sparse one; the kept ones."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prefix:
+    """The cached prefix that was found.
+
+    Attributes:
+        length: prompt tokens that it covers.
+        held: their indices in a sparse one, int32, ascending; empty: it is dense.
+        hidden: parts of a staged one, as in `CacheHit`.
+        miss: why less is cached than the cache holds; None: for no reason known.
+    """
+
+    length: int = 0
+    held: TokenIds = NO_INDICES
+    hidden: Seq[tuple[int, mx.array]] = ()
+    miss: PrefixMiss | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Return the prompt tokens that the target need not read."""
+        return int(self.held.size) or self.length
+
+    @property
+    def dense(self) -> int:
+        """Return the tokens before its first gap."""
+        return Fed(self.held).dense_tokens if self.held.size else self.length
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Choice:
+    """What the draft says of the prompt, and the tokens that are chosen by it.
+
+    Attributes:
+        scorer, scoring: the scorer, if any, and a description of its method.
+        draft_read: tokens that the draft read for it, in its own tokenizer.
+        kept: prompt indices that the target sees, int32; empty: all of them.
+        recalled: of these, tokens dropped by an earlier turn and read for this one.
+    """
+
+    scorer: ScorerKind | None = None
+    scoring: str | None = None
+    draft_read: int = 0
+    kept: TokenIds = NO_INDICES
+    recalled: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Staging:
+    """The target in two parts, whose first layers read the whole prompt, and what these pass on."""
+
+    model: StagedModel
+    hidden: HiddenStates
+
+
+@dataclass(slots=True)
+class Decoded:
+    """The answer so far.
+
+    Attributes:
+        sparse_logprobs: of each token, if the answer will be verified.
+        shift: positions minus slots that the cache can't carry itself.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    sparse_logprobs: list[float] = field(default_factory=list)
+    shift: int = 0
+
+
+@dataclass(slots=True)
+class Times:
+    """When things happened, in seconds of the performance counter, and the milliseconds of each stage."""
+
+    submitted: float = 0.0
+    started: float = 0.0
+    first_token: float = 0.0
+    last_token: float = 0.0
+    spent_ms: dict[str, float] = field(default_factory=dict)
+
+    def spend(self, stage: Stage, ms: float) -> None:
+        """Add a step's own time to its stage. Other requests' time does not count."""
+        self.spent_ms[stage] = self.spent_ms.get(stage, 0.0) + ms
+
+    def note_token(self) -> None:
+        self.last_token = time.perf_counter()
+        self.first_token = self.first_token or self.last_token
+
+    def timings(self) -> Timings:
+        started = self.started or time.perf_counter()
+        return Timings(
+            queue_ms=1e3 * (started - self.submitted),
+            draft_ms=self.spent_ms.get("draft", 0.0),
+            select_ms=self.spent_ms.get("select", 0.0),
+            prefill_ms=self.spent_ms.get("queued", 0.0) + self.spent_ms.get("prefill", 0.0),  # a prefix from disk first
+            ttft_ms=1e3 * max(0.0, self.first_token - started) if self.first_token else 0.0,
+            decode_ms=1e3 * (self.last_token - self.first_token),
+        )
+
+
+@dataclass
+class ActiveRequest:
+    """State of one request. Each stage adds its part.
+
+    Attributes:
+        plan: of the prefill; made when the request is submitted, revised once the cached prefix is known.
+        grammar: state of the request's grammar and budget.
+        drafting: drafts the answer; None if that was not asked for.
+        stage: the stage of the current step.
+        prefix, way: from the look-up on.
+        staging: while the first layers score the prompt; None: the target is read in one.
+        cache: the target's, until a row has it.
+        unstored: what is left to store for later requests, once the first token is out.
+    """
+
+    uid: int
+    request: GenerationRequest
+    plan: PrefillPlan
+    times: Times = field(default_factory=Times)
+    grammar: GrammarState | None = None
+    drafting: AnswerDrafter | None = None
+    stage: Stage = "queued"
+    prefix: Prefix = field(default_factory=Prefix)
+    way: Way | None = None
+    staging: Staging | None = None
+    choice: Choice = field(default_factory=Choice)
+    cache: list[Any] = field(default_factory=list)
+    decoded: Decoded = field(default_factory=Decoded)
+    unstored: Callable[[], object] = noop
+
+    def resume(self, hit: CacheHit) -> None:
+        """Start from a cached prefix."""
+        self.cache = hit.cache
+        self.prefix = Prefix(hit.length, NO_INDICES if hit.held is None else np.sort(hit.held), hit.hidden)
+
+    def decide(self, plan: PrefillPlan) -> None:
+        """Take the way that a plan allows behind the prefix that was found."""
+        self.plan, self.way = plan, plan.mode
+        if plan.mode == "full" and self.prefix.held.size:
+            new = len(self.request.prompt) - self.prefix.length
+            self.way = "extend"
+            self.plan = replace(plan, reason=f"{new} new tokens are read whole behind an earlier turn: {plan.reason}")
+
+    @property
+    def is_sparse(self) -> bool:
+        """Return whether the target sees the prompt in part. False until its tokens are selected."""
+        return self.choice.kept.size > 0
+
+    @property
+    def tokens_seen(self) -> int:
+        """Return the prompt tokens that the target sees."""
+        return int(self.choice.kept.size) or len(self.request.prompt)
+
+    def store(self) -> None:
+        """Run the deferred store. The cache may hold more tokens by now, but must be this request's own."""
+        store, self.unstored = self.unstored, noop
+        store()
+
+    def keep(self, caches: EngineCaches, tokens: TokenIds, cache: list[Any], later: bool = False) -> None:
+        """Cache what has been read, for later requests: the prompt's beginning, or the prompt and its answer.
+
+        Args:
+            later: at the next `store`, as it is now.
+        """
+        key = self.plan.selection_key if self.is_sparse else None
+        if key is not None or not self.is_sparse:  # nothing would find a sparse one without a key
+            hidden = None if self.staging is None else self.staging.hidden
+            self.unstored = caches.keep_target(tokens, cache, self.request, key, hidden, later)
+
+    def keep_prompt(self, caches: EngineCaches, length: int, later: bool = False) -> None:
+        """Cache the prompt's first `length` tokens, which the cache holds, as in `keep`."""
+        self.keep(caches, self.request.prompt[:length], self.cache, later)
+
+    @property
+    def is_to_verify(self) -> bool:
+        """Return whether a verdict on the answer is wanted: the prompt was read in part."""
+        return self.request.specprefill.verify and self.is_sparse
+
+    @property
+    def logprobs(self) -> int | None:
+        """Return how many alternatives per token to report, None for no log-probabilities at all."""
+        reported = self.request.logprobs
+        return 0 if reported is None and self.is_to_verify else reported
+
+    def record(self, event: TokenEvent) -> None:
+        self.times.note_token()
+        self.decoded.tokens.append(event.token)
+        if event.logprob is not None and self.is_to_verify:
+            self.decoded.sparse_logprobs.append(event.logprob)
+
+    def report(self) -> PrefillReport:
+        M, sparse, choice = len(self.request.prompt), self.is_sparse, self.choice
+        spans = kept_spans(choice.kept) if sparse else ((0, M),)
+        return PrefillReport(
+            mode="sparse" if self.way == "extend" else self.plan.mode,
+            reason=self.plan.reason,
+            prompt_tokens=M,
+            kept_tokens=self.tokens_seen,
+            cached_tokens=self.prefix.tokens,
+            recalled_tokens=choice.recalled,
+            kept_share=round(self.tokens_seen / M, 6) if sparse else None,
+            scorer=choice.scorer if sparse else None,
+            scoring=choice.scoring if sparse else None,
+            draft_tokens=choice.draft_read,
+            timings=self.times.timings(),
+            predicted=self.plan.predicted,
+            kept_spans=spans if self.request.specprefill.return_spans else None,
+            speculation=None if self.drafting is None else self.drafting.report(),
+            scope=self.plan.scope if sparse else None,
+            miss=self.prefix.miss,
+        )

@@ -17,6 +17,25 @@ FinishReason = Literal["stop", "length", "cancelled"]
 MissKind = Literal["time", "counter", "tool_order", "reasoning", "edited", "template", "other"]
 
 
+ReasonCode = Literal[
+    "requested", "threshold", "predicted", "request", "policy", "fallback", "no-draft", "unsupported", "draft-context",
+    "prompt-logprobs", "keep-all", "short", "forced", "everything", "memory", "extended", "other",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Says why a prompt is read in full or in part.
+
+    Attributes:
+        code: one of a short list, to be counted.
+        words: for people, with the numbers.
+    """
+
+    code: ReasonCode
+    words: str
+
+
 @dataclass(frozen=True, slots=True)
 class Timings:
     """Milliseconds of wall time per stage; ttft_ms runs from the engine's start on the request to its first token."""
@@ -115,6 +134,7 @@ class PrefillReport:
     scope: Scope | None = None  # the text that competed; None in full mode
     draft_tokens: int = 0  # uncached tokens of the prompt, in the draft's tokenizer
     miss: PrefixMiss | None = None  # None: nothing that the cache holds was read again
+    reason_code: ReasonCode = "other"  # of `reason`
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON object that clients get next to `usage`."""

@@ -14,7 +14,7 @@ import numpy as np
 from ..adapters.staged import StagedModel
 from ..cache.prefix.nodes import CacheHit, Fed
 from ..constraints import GrammarState
-from ..events import PrefillReport, PrefixMiss, ScorerKind, Stage, Timings, TokenEvent, noop
+from ..events import PrefillReport, PrefixMiss, Reason, ScorerKind, Stage, Timings, TokenEvent, noop
 from ..request import GenerationRequest, TokenIds
 from ..specprefill.plan import PrefillPlan
 from ..specprefill.selector import kept_spans
@@ -167,7 +167,8 @@ class ActiveRequest:
         if plan.mode == "full" and self.prefix.held.size:
             new = len(self.request.prompt) - self.prefix.length
             self.way = "extend"
-            self.plan = replace(plan, reason=f"{new} new tokens are read whole behind an earlier turn: {plan.reason}")
+            words = f"{new} new tokens are read whole behind an earlier turn: {plan.reason.words}"
+            self.plan = replace(plan, reason=Reason("extended", words))
 
     @property
     def is_sparse(self) -> bool:
@@ -221,7 +222,8 @@ class ActiveRequest:
         spans = kept_spans(choice.kept) if sparse else ((0, M),)
         return PrefillReport(
             mode="sparse" if self.way == "extend" else self.plan.mode,
-            reason=self.plan.reason,
+            reason=self.plan.reason.words,
+            reason_code=self.plan.reason.code,
             prompt_tokens=M,
             kept_tokens=self.tokens_seen,
             cached_tokens=self.prefix.tokens,

@@ -310,7 +310,8 @@ class Engine:
             self._grammars.check(request.constraint)
         plan = self.prefiller.plan(request)
         if plan.mode == "sparse" and not self.memory.can_ever(request, "sparse"):
-            plan = replace(plan.as_full("a sparse prefill needs more memory than there is"), selection_key=None)
+            words = "a sparse prefill needs more memory than there is"
+            plan = replace(plan.as_full("memory", words), selection_key=None)
         if not self.memory.can_ever(request, plan.mode):
             window = self.memory.window(request)
             raise ContextLengthError(len(request.prompt), request.max_tokens, window)

@@ -88,7 +88,7 @@ def inspect_prompt(prefiller: Prefiller, request: GenerationRequest) -> Generato
     ranges = tuple((r.start, r.end, r.reason) for r in plan.ranges)
     return Inspection(
         mode=plan.mode,
-        reason=plan.reason,
+        reason=plan.reason.words,
         prompt_tokens=M,
         kept_tokens=int(selection.kept.size),
         importance=scores.importance,

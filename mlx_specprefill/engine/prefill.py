@@ -21,7 +21,7 @@ from ..cache.prefix.selection_key import SelectionKey
 from ..cache.prefix.tree import finish
 from ..config import EngineConfig
 from ..errors import RequestCancelled, device_error
-from ..events import Prediction, Progress, PromptLogprobs
+from ..events import Prediction, Progress, PromptLogprobs, Reason
 from ..loading import ModelPair
 from ..request import GenerationRequest
 from ..sampling import LOGITS_ROWS, log_softmax, top_logprobs
@@ -84,7 +84,7 @@ class Prefiller:
         return plan_prefill(
             request,
             self.config,
-            sparse_refusal=pair.sparse_refusal,
+            sparse_refusal=self._refusal,
             # The number of tokens for a draft with another tokenizer is known only after tokenizing.
             draft_context=pair.draft_context if pair.mapping is None else None,
             staged=pair.stages is not None,
@@ -92,6 +92,11 @@ class Prefiller:
             predict=partial(self.predict, len(request.prompt), cached or 0) if pair.has_draft else None,
             question=partial(self.question_text, request),
         )
+
+    @property
+    def _refusal(self) -> Reason | None:
+        words = self.pair.sparse_refusal
+        return None if words is None else Reason("unsupported" if self.pair.has_draft else "no-draft", words)
 
     def question_text(self, request: GenerationRequest) -> str:
         """Return the first line and the last line or sentence of the last user message. May be called from any thread.
@@ -190,7 +195,7 @@ class Prefiller:
         if submitted.mode == "sparse" or submitted.selection_key is not None:
             plan = self.plan(active.request, active.prefix.length)
             if submitted.mode == "full":  # the memory was reserved for a full prefill
-                plan = plan.as_full(submitted.reason)
+                plan = replace(plan, mode="full", reason=submitted.reason)
         active.decide(plan)
 
     def _fall_back(self, active: ActiveRequest, error: Exception) -> None:
@@ -200,7 +205,7 @@ class Prefiller:
         reason = f"fallback: {active.stage} failed: {type(error).__name__}: {error}"
         active.cache, active.prefix = list(make_prompt_cache(self.pair.target)), Prefix(miss=active.prefix.miss)
         active.staging, active.choice = None, replace(active.choice, kept=NO_INDICES, recalled=0)
-        active.decide(replace(active.plan.as_full(reason), selection_key=None))
+        active.decide(replace(active.plan.as_full("fallback", reason), selection_key=None))
         mx.clear_cache()
 
     # --- sparse ------------------------------------------------------------------------------------------------------
@@ -221,7 +226,7 @@ class Prefiller:
         try:
             return self.scorer.scores(active.request, active.plan, text, hidden)
         except DraftContextError as error:
-            active.decide(active.plan.as_full(str(error)))
+            active.decide(active.plan.as_full("draft-context", str(error)))
             return None
 
     def _note_scores(self, active: ActiveRequest, scores: Scores) -> Scores:

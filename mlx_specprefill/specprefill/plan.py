@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from ..cache.prefix.selection_key import SelectionKey
 from ..config import EngineConfig, RuleName, Scope, SelectionConfig
-from ..events import Mode, Prediction
+from ..events import Mode, Prediction, Reason, ReasonCode
 from ..request import GenerationRequest, PromptSpan
 from .selector import selection_by
 
@@ -53,7 +53,7 @@ class PrefillPlan:
     """
 
     mode: Mode
-    reason: str
+    reason: Reason
     keep: Fraction
     forced: Bools
     ranges: tuple[ForcedRange, ...] = ()
@@ -62,18 +62,18 @@ class PrefillPlan:
     scope: Scope = "user"
     selection_key: SelectionKey | None = None
 
-    def as_full(self, reason: str) -> PrefillPlan:
-        return replace(self, mode="full", reason=reason)
+    def as_full(self, code: ReasonCode, words: str) -> PrefillPlan:
+        return replace(self, mode="full", reason=Reason(code, words))
 
 
-READ_ALL = PrefillPlan("full", "read in idle time", Fraction(1), np.zeros(0, dtype=np.bool_))
+READ_ALL = PrefillPlan("full", Reason("other", "read in idle time"), Fraction(1), np.zeros(0, dtype=np.bool_))
 
 
 def plan_prefill(
     request: GenerationRequest,
     config: EngineConfig,
     *,
-    sparse_refusal: str | None,
+    sparse_refusal: Reason | None,
     draft_context: int | None = None,
     staged: bool = False,
     cached_tokens: int | None = 0,
@@ -101,21 +101,21 @@ def plan_prefill(
     forced = forced_mask(ranges, M)
     rest = np.zeros(M, dtype=np.bool_) if cached_tokens is None else forced[cached_tokens:]
     predicted = None if predict is None else predict(_estimate_kept(keep, rest))
-    plan = PrefillPlan("sparse", "requested", keep, forced, ranges, rule, predicted, scope)
+    plan = PrefillPlan("sparse", Reason("requested", "requested"), keep, forced, ranges, rule, predicted, scope)
     if options.enabled is False:
-        return plan.as_full("turned off by the request")
+        return plan.as_full("request", "turned off by the request")
     if sparse_refusal is not None:
-        return plan.as_full(sparse_refusal)
+        return plan.as_full(sparse_refusal.code, sparse_refusal.words)
     if request.prompt_logprobs is not None:
-        return plan.as_full("prompt log-probabilities need the logits of every token")
+        return plan.as_full("prompt-logprobs", "prompt log-probabilities need the logits of every token")
     if (options.enabled or policy.enabled) and nominal < 1 and options.importance is None:
         plan = replace(
             plan, selection_key=SelectionKey(nominal, rule, scope, staged and rule != "paper", bool(options.enabled))
         )
     if draft_context is not None and draft_context < M:
-        plan = plan.as_full(f"the prompt has {M} tokens, the draft's context {draft_context}")
+        plan = plan.as_full("draft-context", f"the prompt has {M} tokens, the draft's context {draft_context}")
     elif nominal < keep == 1:
-        plan = plan.as_full(f"{M} prompt tokens, at least {policy.min_kept} are kept")
+        plan = plan.as_full("short", f"{M} prompt tokens, at least {policy.min_kept} are kept")
     elif options.enabled is None:
         plan = _by_policy(plan, config, rest.size)
     if plan.mode == "sparse":
@@ -130,20 +130,24 @@ def _by_question(plan: PrefillPlan, question: str) -> PrefillPlan:
     words = about_everything(question)
     if words is None:
         return plan
-    reason = f'the question is about the whole prompt ("{words}")' if plan.mode == "sparse" else plan.reason
-    return replace(plan.as_full(reason), selection_key=None)
+    if plan.mode == "sparse":
+        plan = plan.as_full("everything", f'the question is about the whole prompt ("{words}")')
+    return replace(plan, selection_key=None)
 
 
 def _by_policy(plan: PrefillPlan, config: EngineConfig, uncached: int) -> PrefillPlan:
     """Apply the server's policy: by predicted times if known, else by length."""
     policy, predicted = config.policy, plan.predicted
     if not policy.enabled:
-        return plan.as_full("off by server policy")
+        return plan.as_full("policy", "off by server policy")
     if policy.threshold is None and predicted is not None:
         times = f"predicted {predicted.sparse_ms / 1e3:.2f} s sparse, {predicted.full_ms / 1e3:.2f} s full"
-        return replace(plan, reason=times) if predicted.pays(policy) else plan.as_full(f"{times}: too little to gain")
-    reason = f"{uncached} uncached prompt tokens, threshold {policy.long_prompt}"
-    return replace(plan, reason=reason) if uncached > policy.long_prompt else plan.as_full(reason)
+        if predicted.pays(policy):
+            return replace(plan, reason=Reason("predicted", times))
+        return plan.as_full("predicted", f"{times}: too little to gain")
+    words = f"{uncached} uncached prompt tokens, threshold {policy.long_prompt}"
+    mode: Mode = "sparse" if uncached > policy.long_prompt else "full"
+    return replace(plan, mode=mode, reason=Reason("threshold", words))
 
 
 def _estimate_kept(keep: Fraction, forced: Bools) -> int:
@@ -155,12 +159,12 @@ def _estimate_kept(keep: Fraction, forced: Bools) -> int:
 def _possible(plan: PrefillPlan, config: EngineConfig, rest: Bools) -> PrefillPlan:
     """Check that a sparse prefill drops enough: cached tokens aside, only the `rest` of the forced ones counts."""
     if plan.keep == 1:
-        return plan.as_full("keep is 100 %")
+        return plan.as_full("keep-all", "keep is 100 %")
     share = Fraction(int(rest.sum()), max(rest.size, 1))
     limit = config.selection.max_forced_share
     if share > limit:
         of = "the prompt" if rest.size == plan.forced.size else f"{rest.size} uncached tokens"
-        return plan.as_full(f"forced tokens are {float(share):.0%} of {of}, limit {float(limit):.0%}")
+        return plan.as_full("forced", f"forced tokens are {float(share):.0%} of {of}, limit {float(limit):.0%}")
     return plan
 
 

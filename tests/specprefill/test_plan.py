@@ -7,7 +7,7 @@ from fractions import Fraction
 import pytest
 
 from mlx_specprefill import EngineConfig, GenerationRequest, PromptSpan, SpecPrefillOptions, SpecPrefillPolicy
-from mlx_specprefill.events import Prediction
+from mlx_specprefill.events import Prediction, Reason
 from mlx_specprefill.specprefill.plan import plan_prefill
 
 CONFIG = EngineConfig(policy=SpecPrefillPolicy(threshold=1000))
@@ -23,13 +23,15 @@ def plan(
         spans=spans,
         prompt_logprobs=prompt_logprobs,
     )
-    return plan_prefill(request, config, sparse_refusal=refusal, **facts)
+    return plan_prefill(
+        request, config, sparse_refusal=None if refusal is None else Reason("unsupported", refusal), **facts
+    )
 
 
 def test_policy_is_strictly_above_the_threshold():
     assert plan(1000).mode == "full"
     assert plan(1001).mode == "sparse"
-    assert "1000" in plan(1000).reason
+    assert "1000" in plan(1000).reason.words
 
 
 def test_the_threshold_looks_at_the_uncached_suffix():
@@ -39,9 +41,9 @@ def test_the_threshold_looks_at_the_uncached_suffix():
 
 def test_true_ignores_the_threshold_and_false_turns_it_off():
     assert plan(400, enabled=True).mode == "sparse"
-    assert plan(400, enabled=True).reason == "requested"
+    assert plan(400, enabled=True).reason.words == "requested"
     off = plan(4000, enabled=False)
-    assert (off.mode, off.reason) == ("full", "turned off by the request")
+    assert (off.mode, off.reason.words) == ("full", "turned off by the request")
 
 
 def test_keep_comes_from_the_request_before_the_policy():
@@ -60,12 +62,12 @@ def test_keep_comes_from_the_request_before_the_policy():
 )
 def test_reasons_for_a_full_prefill_even_when_forced(arguments, reason):
     refused = plan(enabled=True, **arguments)
-    assert (refused.mode, refused.reason) == ("full", reason)
+    assert (refused.mode, refused.reason.words) == ("full", reason)
 
 
 def test_policy_can_be_off():
     off = EngineConfig(policy=SpecPrefillPolicy(enabled=False))
-    assert plan(20_000, config=off).reason == "off by server policy"
+    assert plan(20_000, config=off).reason.words == "off by server policy"
     assert plan(20_000, config=off, enabled=True).mode == "sparse"
 
 
@@ -73,8 +75,8 @@ def test_mostly_forced_prompts_are_prefilled_fully():
     system = PromptSpan("system", 0, 4, 2500, 2502)
     refused = plan(4000, enabled=True, spans=(system, PromptSpan("user", 2502, 2506, 3990, 3992)))
     assert refused.mode == "full"
-    assert "forced tokens are 7" in refused.reason
-    assert "limit 60%" in refused.reason
+    assert "forced tokens are 7" in refused.reason.words
+    assert "limit 60%" in refused.reason.words
 
 
 GATED = EngineConfig(policy=SpecPrefillPolicy(threshold=None, min_saving_ms=100.0, min_kept=0))
@@ -85,10 +87,10 @@ def test_with_measured_costs_the_predicted_saving_decides():
         return Prediction(full_ms=1000.0, sparse_ms=kept)
 
     pays = plan(4000, config=GATED, predict=predict)
-    assert (pays.mode, pays.reason) == ("sparse", "predicted 0.80 s sparse, 1.00 s full")
+    assert (pays.mode, pays.reason.words) == ("sparse", "predicted 0.80 s sparse, 1.00 s full")
     refused = plan(4000, config=GATED, predict=predict, keep=Fraction(1, 4))
     assert refused.mode == "full"
-    assert refused.reason == "predicted 1.00 s sparse, 1.00 s full: too little to gain"
+    assert refused.reason.words == "predicted 1.00 s sparse, 1.00 s full: too little to gain"
     assert refused.predicted == Prediction(1000.0, 1000.0)
 
 
@@ -100,7 +102,7 @@ def test_without_measured_costs_the_length_decides():
 def test_a_threshold_overrides_measured_costs_and_a_request_overrides_both():
     assert plan(4000, predict=lambda kept: Prediction(1.0, 2.0)).mode == "sparse"
     forced = plan(400, enabled=True, config=GATED, predict=lambda kept: Prediction(1.0, 2.0))
-    assert (forced.mode, forced.reason) == ("sparse", "requested")
+    assert (forced.mode, forced.reason.words) == ("sparse", "requested")
 
 
 def test_of_a_short_prompt_the_policy_keeps_more_than_its_share():
@@ -112,7 +114,7 @@ def test_of_a_short_prompt_the_policy_keeps_more_than_its_share():
     assert plan(5000, config=config, predict=predict).keep == Fraction(1, 5)
     assert plan(5001, config=config, predict=predict).keep == Fraction(1, 5)
     whole = plan(1000, config=config, predict=predict)
-    assert (whole.mode, whole.reason) == ("full", "1000 prompt tokens, at least 1000 are kept")
+    assert (whole.mode, whole.reason.words) == ("full", "1000 prompt tokens, at least 1000 are kept")
     assert plan(999, config=config, predict=predict).mode == "full"
     assert plan(1001, config=config, predict=predict).mode == "sparse"
 
@@ -163,7 +165,7 @@ def test_the_scope_is_the_requests_or_the_servers(enabled, policy, asked, mode, 
     config = EngineConfig(policy=SpecPrefillPolicy(threshold=1000, scope=policy))
     found = plan(16_000, spans=AGENT, config=config, enabled=enabled, wide=asked)
     assert (found.mode, found.scope) == (mode, scope)
-    assert mode == "sparse" or "forced tokens are 100% of the prompt" in found.reason
+    assert mode == "sparse" or "forced tokens are 100% of the prompt" in found.reason.words
 
 
 def test_sessions_of_either_scope_are_apart():
@@ -190,4 +192,4 @@ def test_before_it_is_known_what_is_cached_a_plan_is_sparse_if_it_could_become_s
     assert seen == [4000]  # nothing beside the share
     assert plan(20_000, spans=spans, config=GATED, predict=predict).mode == "full"
     assert plan(1000, cached_tokens=None).mode == "full"
-    assert plan(20_000, spans=spans, keep=Fraction(1), cached_tokens=None).reason == "keep is 100 %"
+    assert plan(20_000, spans=spans, keep=Fraction(1), cached_tokens=None).reason.words == "keep is 100 %"

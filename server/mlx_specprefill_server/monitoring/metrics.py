@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -31,28 +30,6 @@ CONSUMERS = (
     "limit",
 )
 STAGES = ("queue", "draft", "select", "prefill", "decode")
-
-# Beginnings of a report's reason. Free text would make a new series for every prompt length.
-REASONS = {
-    "requested": r"requested",
-    "threshold": r"\d+ uncached prompt tokens, threshold",
-    "predicted": r"predicted [\d.]+ s sparse",
-    "request": r"turned off by the request",
-    "policy": r"off by server policy",
-    "fallback": r"fallback:",
-    "no-draft": r"no draft model",
-    "draft-context": r"the prompt has \d+ tokens, the draft's context",
-    "prompt-logprobs": r"prompt log-probabilities",
-    "keep-all": r"keep is 100",
-    "short": r"\d+ prompt tokens, at least",
-    "forced": r"forced tokens are",
-    "not-started": r"not started",
-}
-
-
-def reason_label(reason: str) -> str:
-    """Return a word from a short list for a report's reason."""
-    return next((label for label, start in REASONS.items() if re.match(start, reason)), "other")
 
 
 class Metrics(Collector):
@@ -128,7 +105,7 @@ class Metrics(Collector):
         times = report.timings
         self._read += report.prompt_tokens - report.cached_tokens
         self._read_s += (times.draft_ms + times.select_ms + times.prefill_ms) / 1e3
-        self._requests.labels(report.mode, reason_label(report.reason)).inc()
+        self._requests.labels(report.mode, report.reason_code).inc()
         self._skipped.inc(report.prompt_tokens - report.kept_tokens)
         if report.mode == "sparse":
             self._kept.observe(report.kept_tokens / report.prompt_tokens)

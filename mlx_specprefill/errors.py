@@ -16,6 +16,7 @@ SpecPrefillError
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 DeviceErrorKind = Literal["memory", "timeout", "refused", "other"]
@@ -111,3 +112,10 @@ def device_error(error: BaseException) -> DeviceErrorKind | None:
     """Return the kind of the device's error, by MLX's message; None for other errors."""
     text = str(error) if isinstance(error, RuntimeError) else ""
     return next((kind for kind, words in _WORDS.items() if any(word in text for word in words)), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Stands in place of something that these models can't do, and says why."""
+
+    reason: str

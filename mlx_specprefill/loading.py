@@ -26,10 +26,11 @@ from .adapters.text_mapping import TextMapping, mapping_between
 from .adapters.turn_ends import TURN_END
 from .config import DraftPlacement, DtypeName
 from .distributed.ranks import Ranks, broadcast
-from .errors import LoadError
+from .errors import LoadError, Refused
 from .reading import (
     LoadedModels,
     OnProgress,
+    Read,
     Sharding,
     cast_model,
     context_length,
@@ -44,7 +45,11 @@ from .reading import (
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_Reader = Callable[[str | Path, DtypeName, OnProgress], Read]
 _PIPELINE = "each machine has some of the target's layers, so these can't score prompts: name a draft model"
+
+_WHOLE = Refused("the draft is not the target's own first layers")
+_NO_HEAD = Refused("it was not loaded from a checkpoint")
 
 
 @dataclass(frozen=True)
@@ -54,13 +59,12 @@ class ModelPair:
     Attributes:
         tokenizer: mlx-lm's wrapper around the target's tokenizer.
         sparse_refusal: why prompts can't be prefilled sparsely; None if they can.
-        mtp: the target's head for multi-token prediction, or why it has none.
+        mtp: the target's head for multi-token prediction, or `Refused`.
         context_length: the target's window in tokens; `draft_context` the draft's, None without one.
         dtype: of the target's floating-point weights.
         target_config, draft_config: contents of their config.json.
         heads: the draft's calibrated heads, None where it was not calibrated.
-        staged: the target in two parts, where the draft is the target's own first layers; or why prompts can't be
-            prefilled in stages.
+        staged: the target in two parts, where the draft is the target's own first layers; or `Refused`.
         mapping: from the target's tokens to those of a draft with another tokenizer; None: it has the target's.
         ranks: the processes that run the target together, if there are several; `sharding`: how it is spread.
         draft_placement: on which of several ranks the draft is, None on one or without a draft. With "first", the other
@@ -81,9 +85,9 @@ class ModelPair:
     sparse_refusal: str | None
     target_config: dict[str, Any]
     draft_config: dict[str, Any] | None
-    mtp: MTPHead | str
+    mtp: MTPHead | Refused
     heads: DraftHeads | None = None
-    staged: StagedModel | str = "the draft is not the target's own first layers"
+    staged: StagedModel | Refused = _WHOLE
     mapping: TextMapping | None = None
     ranks: Ranks | None = None
     sharding: Sharding | None = None
@@ -93,7 +97,12 @@ class ModelPair:
     @cached_property
     def stages(self) -> StagedModel | None:
         """Return the target in two parts, if sparse prompts are prefilled in stages."""
-        return None if isinstance(self.staged, str) else self.staged
+        return None if isinstance(self.staged, Refused) else self.staged
+
+    @property
+    def staged_refusal(self) -> str | None:
+        """Return why prompts can't be prefilled in stages; None if they can."""
+        return self.staged.reason if isinstance(self.staged, Refused) else None
 
     @cached_property
     def has_draft(self) -> bool:
@@ -126,12 +135,12 @@ class ModelPair:
         return 1.0 if self.mapping is None else self.mapping.ratio
 
     @property
-    def proposer(self) -> nn.Module | str:
-        """Return the model that may propose tokens of an answer, or why there is none."""
+    def proposer(self) -> nn.Module | Refused:
+        """Return the model that may propose tokens of an answer."""
         if self.draft is None:
-            return "there is no draft model"
+            return Refused("there is no draft model")
         if self.mapping is not None:
-            return "the draft has another tokenizer than the target: it can score prompts, not propose tokens"
+            return Refused("the draft has another tokenizer than the target: it can score prompts, not propose tokens")
         return self.draft
 
     @cached_property
@@ -175,67 +184,99 @@ def load_pair(
 
     Args:
         draft: "self" is the target itself, whose weights then serve both.
-        draft_heads: a file of retrieval heads that were trained on the draft's first layers, as many as it says; they
-            need no calibration.
+        draft_heads: a file of retrieval heads, trained on as many of the draft's first layers as it says.
         heads: the draft's calibrated heads; None: `heads.json` in its folder, else those that come with the library.
         exit_early: whether the draft ends at the last of its calibrated heads; one that proposes tokens must not.
         dtype: "auto" keeps the stored type on a GPU and casts to float32 on the CPU backend, where half precision
             matmuls are some fifty times slower. There it also unpacks the weights of GGUF files.
         loaded: models of other pairs, which this one shares.
         on_progress: gets the bytes of target or draft that are in memory, and those of the whole; one after the other.
-        ranks: from `join_ranks`. Each of several holds its part of the target.
-        draft_placement: of a draft model on several ranks.
+        ranks: from `join_ranks`. Each holds its part of the target; `draft_placement`: of a draft model on them.
 
     Raises:
-        LoadError: a checkpoint is missing or broken, or the draft's first layers can't score; the target can't be
-            spread over so many ranks, or has other files on another one; so for a draft that was to be sharded.
+        LoadError: a checkpoint is missing or broken, the draft's first layers can't score, or a model can't be spread
+            over so many ranks, or has other files on another one.
         PairMismatchError: the draft has another tokenizer, and the target's text can't be mapped to its tokens.
     """
     read = read_model if loaded is None else loaded.read
-    sharding: Sharding | None = None
-    if ranks is not None:
-        model, tokenizer, config, sharding = read_part(target, dtype, on_progress, ranks)
-        mtp: MTPHead | str = "the target runs on several machines"
-    else:
-        model, tokenizer, config = read(target, dtype, on_progress)
-        mtp = _load_head(model, target, dtype)
-    draft_model: nn.Module | Literal["self"] | None = None if draft is None else "self"
-    draft_from, draft_config, draft_tokenizer = target, None, None
-    placement: DraftPlacement | None = None
-    if draft == "self" and ranks is not None:
-        placement = "sharded"
-        if sharding != "tensor":
-            draft_model = placement = None
-    elif draft is not None and draft != "self":
-        draft_from, placement = draft, None if ranks is None else draft_placement
-        if ranks is not None and placement == "sharded":
-            if draft_heads is not None:
-                raise LoadError("retrieval heads that were trained on a draft can't be split: --draft-placement first")
-            draft_model, draft_tokenizer, draft_config, _ = read_part(draft, dtype, on_progress, ranks, "tensor")
-        elif ranks is None or ranks.leads:
-            draft_model, draft_tokenizer, draft_config = read(draft, dtype, on_progress)
-        else:
-            draft_model = None
+    model, tokenizer, config, mtp, sharding = _read_target(target, dtype, on_progress, read, ranks)
+    draft_from, source = target, _DraftSource()
+    if draft == "self":
+        source = _own_layers(ranks, sharding)
+    elif draft is not None:
+        draft_from, source = draft, _read_draft(draft, dtype, on_progress, read, ranks, draft_placement, draft_heads)
     pair = make_pair(
         model,
         tokenizer,
         config,
         target_id=_name(target),
-        draft=draft_model,
-        draft_config=draft_config,
+        draft=source.model,
+        draft_config=source.config,
         draft_id=_name(draft_from),
         draft_heads=draft_heads,
-        draft_tokenizer=draft_tokenizer,
+        draft_tokenizer=source.tokenizer,
         mtp=mtp,
         ranks=ranks,
         sharding=sharding,
-        draft_placement=placement,
+        draft_placement=source.placement,
     )
     pair = replace(pair, sampling=stated_sampling(target))
     if draft == "self" and pair.draft is None:
         return replace(pair, sparse_refusal=_PIPELINE)
     known = broadcast(ranks, "draft's heads", lambda: _calibrated_heads(pair, heads, draft_from))
     return pair if known is None else with_heads(pair, known, exit_early=exit_early)
+
+
+def _read_target(
+    target: str | Path, dtype: DtypeName, on_progress: OnProgress, read: _Reader, ranks: Ranks | None
+) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any], MTPHead | Refused, Sharding | None]:
+    """Read a target and its MTP head, or this rank's part of it."""
+    if ranks is None:
+        model, tokenizer, config = read(target, dtype, on_progress)
+        return model, tokenizer, config, _load_head(model, target, dtype), None
+    model, tokenizer, config, sharding = read_part(target, dtype, on_progress, ranks)
+    return model, tokenizer, config, Refused("the target runs on several machines"), sharding
+
+
+@dataclass(frozen=True)
+class _DraftSource:
+    """A draft as it was read on this process.
+
+    Attributes:
+        model: "self": the target; None: there is no draft, or only rank 0 has it.
+    """
+
+    model: nn.Module | Literal["self"] | None = None
+    tokenizer: TokenizerWrapper | None = None
+    config: dict[str, Any] | None = None
+    placement: DraftPlacement | None = None
+
+
+def _own_layers(ranks: Ranks | None, sharding: Sharding | None) -> _DraftSource:
+    """Return the target as the draft. Where each machine has some of its layers, these can't score."""
+    if ranks is None:
+        return _DraftSource("self")
+    return _DraftSource("self", placement="sharded") if sharding == "tensor" else _DraftSource()
+
+
+def _read_draft(
+    draft: str | Path,
+    dtype: DtypeName,
+    on_progress: OnProgress,
+    read: _Reader,
+    ranks: Ranks | None,
+    placement: DraftPlacement,
+    heads: str | Path | None,
+) -> _DraftSource:
+    """Read a draft model: all of it, this rank's part, or all on rank 0."""
+    if ranks is None:
+        return _DraftSource(*read(draft, dtype, on_progress))
+    if placement == "sharded":
+        if heads is not None:
+            raise LoadError("retrieval heads that were trained on a draft can't be split: --draft-placement first")
+        model, tokenizer, config, _ = read_part(draft, dtype, on_progress, ranks, "tensor")
+        return _DraftSource(model, tokenizer, config, placement)
+    return _DraftSource(*(read(draft, dtype, on_progress) if ranks.leads else (None, None, None)), placement)
 
 
 def with_heads(pair: ModelPair, heads: DraftHeads, *, exit_early: bool = True) -> ModelPair:
@@ -291,7 +332,7 @@ def make_pair(
     draft_id: str = "draft",
     draft_heads: str | Path | None = None,
     draft_tokenizer: TokenizerWrapper | None = None,
-    mtp: MTPHead | str = "it was not loaded from a checkpoint",
+    mtp: MTPHead | Refused = _NO_HEAD,
     ranks: Ranks | None = None,
     sharding: Sharding | None = None,
     draft_placement: DraftPlacement | None = None,
@@ -299,8 +340,7 @@ def make_pair(
     """Join loaded models: install their wrappers once, and find out whether this pair can prefill sparsely.
 
     Args:
-        draft, draft_heads: as in `load_pair`.
-        draft_tokenizer: None: the target's.
+        draft, draft_heads: as in `load_pair`; `draft_tokenizer`: None: the target's.
         ranks, sharding: of a target that is spread over several processes already.
         draft_placement: of its draft; "first": on rank 0 alone, the others are given none.
 
@@ -312,16 +352,12 @@ def make_pair(
     if isinstance(draft, str):
         draft, draft_config, draft_id = target, config, target_id
     if draft_placement == "first" and ranks is not None and not ranks.leads:
-        draft = None
-    elif draft_heads is not None:
+        draft = draft_heads = None
+    if draft_heads is not None:
         draft, draft_id = with_retrieval_heads(draft, draft_id, Path(draft_heads).expanduser())
-    # Values like RoPE's frequencies are no parameters, and a lazy array can be computed only on the thread that made
-    # it.
-    mx.eval(target, draft)
+    mx.eval(target, draft)  # RoPE's frequencies, too: a lazy array can be computed only on the thread that made it
     mapping = None if draft_tokenizer is None else mapping_between(tokenizer, draft_tokenizer, draft_id)
-    refusal = sparse_refusal(target, draft, ranks)
-    if refusal is not None:
-        log.warning("%s: full prefill only: %s", target_id, refusal)
+    refusal = _sparse_refusal(target, target_id, draft, ranks)
     pair = ModelPair(
         target=target,
         draft=draft,
@@ -338,13 +374,20 @@ def make_pair(
         draft_config=draft_config,
         mtp=mtp,
         heads=known_heads(draft) if isinstance(draft, RetrievalDraft) else None,
-        staged=_split_target(target, draft, ranks) if refusal is None else refusal,
+        staged=_split_target(target, draft, ranks) if refusal is None else Refused(refusal),
         mapping=mapping,
         ranks=ranks,
         sharding=sharding,
         draft_placement=draft_placement,
     )
     return _share_draft_facts(pair, ranks) if draft_placement == "first" and ranks is not None else pair
+
+
+def _sparse_refusal(target: nn.Module, name: str, draft: nn.Module | None, ranks: Ranks | None) -> str | None:
+    refusal = sparse_refusal(target, draft, ranks)
+    if refusal is not None:
+        log.warning("%s: full prefill only: %s", name, refusal)
+    return refusal
 
 
 def _share_draft_facts(pair: ModelPair, ranks: Ranks) -> ModelPair:
@@ -359,23 +402,23 @@ def _share_draft_facts(pair: ModelPair, ranks: Ranks) -> ModelPair:
     return pair if ranks.leads else replace(pair, **shared)
 
 
-def _split_target(target: nn.Module, draft: nn.Module | None, ranks: Ranks | None) -> StagedModel | str:
+def _split_target(target: nn.Module, draft: nn.Module | None, ranks: Ranks | None) -> StagedModel | Refused:
     """Split the target in two parts, on all ranks or on none."""
     model = staged_model(target, draft)
     refusal = None if isinstance(model, StagedModel) else model
     refusal = broadcast(ranks, "staged", lambda: refusal)
-    return model if refusal is None else refusal
+    return model if isinstance(model, StagedModel) and refusal is None else Refused(str(refusal))
 
 
-def _load_head(model: nn.Module, where: str | Path, dtype: DtypeName) -> MTPHead | str:
-    """Load the MTP head from the target's files, which mlx-lm skips, or return why there is none."""
+def _load_head(model: nn.Module, where: str | Path, dtype: DtypeName) -> MTPHead | Refused:
+    """Load the MTP head from the target's files, which mlx-lm skips, if there is one."""
     try:
         head = load_mtp_head(model, resolve_model_path(where) or Path(where))
     except LoadError as error:
-        return str(error)
+        return Refused(str(error))
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         log.warning("%s: its MTP head can't be read: %s", where, error)
-        return f"its MTP head can't be read: {error}"
+        return Refused(f"its MTP head can't be read: {error}")
     cast_model(head.layers, dtype)
     mx.eval(head.layers)
     return head

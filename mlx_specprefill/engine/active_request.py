@@ -41,7 +41,7 @@ class Prefix:
     """
 
     length: int = 0
-    held: TokenIds = NO_INDICES
+    held: TokenIds = field(default_factory=lambda: NO_INDICES)
     hidden: Seq[tuple[int, mx.array]] = ()
     miss: PrefixMiss | None = None
 
@@ -70,7 +70,7 @@ class Choice:
     scorer: ScorerKind | None = None
     scoring: str | None = None
     draft_read: int = 0
-    kept: TokenIds = NO_INDICES
+    kept: TokenIds = field(default_factory=lambda: NO_INDICES)
     recalled: int = 0
 
 

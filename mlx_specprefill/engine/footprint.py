@@ -15,6 +15,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from ..adapters.mtp import MTPHead
 from ..adapters.staged import StagedModel
 from ..cache.positioned import fill, leaves
+from ..errors import Refused
 
 _SHORT = 128  # tokens of the first measuring forward
 _FAR, _DEPTH = 32, 2048  # tokens of the second one, and cached tokens before them
@@ -120,9 +121,9 @@ def hidden_bytes(model: StagedModel) -> int:
     return int(model.lower(mx.zeros((1, 1), dtype=mx.int32), cache=model.lower.make_cache()).nbytes)
 
 
-def measure_head_footprint(head: MTPHead | str) -> Footprint:
+def measure_head_footprint(head: MTPHead | Refused) -> Footprint:
     """Measure the cache entries of an MTP head. Computes a few at a time, beside larger forwards."""
-    if isinstance(head, str):
+    if isinstance(head, Refused):
         return Footprint(0, 0)
     cache = KVCache()
     mx.eval(head(mx.zeros((1, 1, head.hidden_size), head.dtype), mx.zeros((1, 1), dtype=mx.int32), cache))

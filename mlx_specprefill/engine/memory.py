@@ -17,7 +17,7 @@ from mlx_lm.models.cache import KVCache
 
 from ..adapters.depth import full_draft_model
 from ..config import EngineConfig
-from ..errors import SettingsError
+from ..errors import Refused, SettingsError
 from ..events import Mode
 from ..loading import ModelPair
 from ..request import GenerationRequest
@@ -471,7 +471,7 @@ def _rows_of(request: GenerationRequest) -> int:
 
 def _weights(pair: ModelPair) -> tuple[int, int]:
     """Return the bytes of the target with its MTP head, and of the draft."""
-    head = 0 if isinstance(pair.mtp, str) else pair.mtp.nbytes
+    head = 0 if isinstance(pair.mtp, Refused) else pair.mtp.nbytes
     return weight_bytes(pair.target) + head, weight_bytes(pair.draft, pair.target) if pair.draft else 0
 
 

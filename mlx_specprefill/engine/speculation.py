@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..config import EngineConfig
-from ..errors import RequestCancelled, device_error
+from ..errors import Refused, RequestCancelled, device_error
 from ..events import Progress, SpeculationReport, TokenEvent
 from ..loading import ModelPair
 from ..request import GenerationRequest
@@ -115,7 +115,7 @@ class AnswerDrafter:
     def reading(self, model: Callable[..., mx.array], fed: npt.NDArray[np.int32]) -> Callable[..., mx.array]:
         """Return the target as a model with which the MTP head reads the prompt indices `fed` along, if it proposes."""
         head = self._pair.mtp
-        if self.strategy != "mtp" or isinstance(head, str):
+        if self.strategy != "mtp" or isinstance(head, Refused):
             return model
         self.reader = PromptReader(head, self._request.prompt, fed)
         return self.reader.with_target(model)

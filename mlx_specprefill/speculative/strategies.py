@@ -14,6 +14,7 @@ from ..adapters.depth import FirstLayers
 from ..adapters.mtp import MTPHead
 from ..adapters.registry import adapter_for, architecture_of
 from ..config import SpeculationConfig
+from ..errors import Refused
 from ..events import Progress
 from ..request import TokenIds
 from .mtp_proposer import MTPProposer, PromptReader
@@ -62,13 +63,17 @@ def make_proposer(
 
 
 def refusal(
-    strategy: StrategyName, target: nn.Module, draft: nn.Module | str, mtp: MTPHead | str, quantized: bool = False
+    strategy: StrategyName,
+    target: nn.Module,
+    draft: nn.Module | Refused,
+    mtp: MTPHead | Refused,
+    quantized: bool = False,
 ) -> str | None:
     """Return why a strategy can't run with these models; None if it can.
 
     Args:
-        draft: the proposing model, or why there is none.
-        mtp: the target's MTP head, or why it has none.
+        draft: the proposing model.
+        mtp: the target's MTP head.
         quantized: the target's cache will be quantised.
     """
     general = adapter_for(architecture_of(target)).speculation_refusal
@@ -78,12 +83,12 @@ def refusal(
         return refused
     if strategy == "triforce" and quantized:
         return "parts of a quantised cache can't be retrieved"
-    return mtp if strategy == "mtp" and isinstance(mtp, str) else None
+    return mtp.reason if strategy == "mtp" and isinstance(mtp, Refused) else None
 
 
-def _draft_refusal(draft: nn.Module | str) -> str | None:
-    if isinstance(draft, str):
-        return draft
+def _draft_refusal(draft: nn.Module | Refused) -> str | None:
+    if isinstance(draft, Refused):
+        return draft.reason
     if isinstance(draft, FirstLayers):
         return f"the draft runs its first {draft.count} layers only, which do not say what token comes next"
     refused = rollback_refusal(draft, make_prompt_cache(draft))

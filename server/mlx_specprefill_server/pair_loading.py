@@ -142,7 +142,7 @@ def load_engine(
 
 def _alone(pair: ModelPair) -> ModelPair:
     """Return the target without a scorer, and the reason."""
-    refusal = pair.sparse_refusal or f"no draft model is loaded, and the target can't do without: {pair.staged}"
+    refusal = pair.sparse_refusal or f"no draft model is loaded, and the target can't do without: {pair.staged_refusal}"
     logger.warning("%s: full prefill only: %s", pair.target_id, refusal)
     return replace(
         pair, draft=None, draft_id=None, draft_context=None, draft_config=None, heads=None, sparse_refusal=refusal

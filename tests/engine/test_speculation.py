@@ -33,6 +33,7 @@ from mlx_specprefill import (
     make_pair,
 )
 from mlx_specprefill.engine import speculation as module
+from mlx_specprefill.errors import Refused
 from tests.server.fakes import byte_tokenizer
 from tests.support import precision
 from tests.support.precision import near_ties
@@ -85,8 +86,8 @@ def test_an_answer_is_the_plain_one(engine: Engine, how: SpeculationName, sparse
     report, speculation = told(last)
     assert report.mode == ("sparse" if sparse else "full")
     assert "speculation" in report.to_dict()
-    if how == "mtp" and isinstance(engine.pair.mtp, str):
-        assert (speculation.strategy, speculation.reason) == ("autoregressive", engine.pair.mtp)
+    if how == "mtp" and isinstance(engine.pair.mtp, Refused):
+        assert (speculation.strategy, speculation.reason) == ("autoregressive", engine.pair.mtp.reason)
         return
     assert (speculation.strategy, speculation.reason) == (how, "requested")
     assert speculation.tokens_per_step is not None
@@ -294,7 +295,7 @@ def test_a_prefill_that_falls_back_is_drafted_all_the_same(
     assert tokens == plain
     report, speculation = told(last)
     assert report.reason.startswith("fallback: select failed")
-    assert speculation.reason in ("requested", engine.pair.mtp)
+    assert speculation.reason in ("requested", getattr(engine.pair.mtp, "reason", None))
 
 
 @pytest.mark.parametrize("where", ["start", "propose", "settle"])

@@ -19,6 +19,7 @@ from mlx_specprefill.adapters.gguf.header import TensorInfo
 from mlx_specprefill.adapters.gguf.weights import EXACT_BITS, GROUP, packed_bits, read_arrays
 from mlx_specprefill.adapters.probe import largest_hidden
 from mlx_specprefill.cache.prefix.identity import model_identity
+from mlx_specprefill.errors import Refused
 from tests.support.gguf_files import CONFIGS, F32, contents, from_safetensors, random_weights, rounded, tiny
 
 PROMPT = mx.array(np.random.default_rng(3).integers(3, 250, (1, 24)))
@@ -149,7 +150,7 @@ def test_the_identity_for_caches(tmp_path):
 
 
 def test_no_mtp_head_is_looked_for(tmp_path):
-    assert load_pair(tiny("llama").write(tmp_path / "tiny.gguf")).mtp == "MTP heads of llama are not supported"
+    assert load_pair(tiny("llama").write(tmp_path / "tiny.gguf")).mtp == Refused("MTP heads of llama are not supported")
 
 
 def test_bits_are_kept_per_tensor(tmp_path):

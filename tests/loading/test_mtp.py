@@ -15,6 +15,7 @@ from mlx_lm.models.cache import KVCache
 
 from mlx_specprefill import load_pair
 from mlx_specprefill.adapters.mtp import MTPHead, normalise
+from mlx_specprefill.errors import Refused
 from tests.support.oracle import build
 from tests.support.tiny import save_checkpoint, tiny_head, tiny_model
 
@@ -128,9 +129,9 @@ def test_experts_in_every_layout(layout: str) -> None:
 
 
 def refusal(folder: Path) -> str:
-    reason = load_pair(folder).mtp
-    assert isinstance(reason, str)
-    return reason
+    head = load_pair(folder).mtp
+    assert isinstance(head, Refused)
+    return head.reason
 
 
 def test_what_is_wrong_with_a_head_is_told(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from mlx_specprefill import (
     resolve_model_path,
 )
 from mlx_specprefill.adapters.gguf import describe_gguf, load_gguf
+from mlx_specprefill.errors import Refused
 from tests.support.gguf_files import CONFIGS, contents, random_weights, tiny
 from tests.support.tiny import save_checkpoint
 
@@ -49,7 +50,7 @@ def test_a_model_of_the_cache_is_loaded_under_its_id(home: Path) -> None:
     save_checkpoint(cached(home, "org/draft"), "qwen3")
     pair = load_pair("org/target", "org/draft")
     assert (pair.target_id, pair.draft_id, pair.sparse_refusal) == ("org/target", "org/draft", None)
-    assert pair.mtp == "MTP heads of llama are not supported"
+    assert pair.mtp == Refused("MTP heads of llama are not supported")
 
 
 def test_the_cache_is_laid_out_as_huggingface_hub_reads_it(home: Path) -> None:

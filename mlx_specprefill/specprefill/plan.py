@@ -35,6 +35,9 @@ _WHOLE = re.compile(
     | \b(?:everything|whole|entire|throughout|overall|all\ of\ (?:the|them|this)|in\ total|altogether)\b""",
     re.IGNORECASE | re.VERBOSE,
 )
+USER_WHOLE, USER_HEAD, USER_TAIL = (2048, 8), (128, 64), (512, 16)  # (most tokens, divisor of the prompt length)
+TOOL_HEAD, TOOL_TAIL = 64, 128  # of a tool result after the last user message
+SYSTEM_WHOLE, SYSTEM_ENDS = 512, 256  # tokens: a shorter system text is kept in full, of a longer one both ends
 
 
 def about_everything(question: str) -> str | None:
@@ -166,11 +169,6 @@ def _possible(plan: PrefillPlan, config: EngineConfig, rest: Bools) -> PrefillPl
         of = "the prompt" if rest.size == plan.forced.size else f"{rest.size} uncached tokens"
         return plan.as_full("forced", f"forced tokens are {float(share):.0%} of {of}, limit {float(limit):.0%}")
     return plan
-
-
-USER_WHOLE, USER_HEAD, USER_TAIL = (2048, 8), (128, 64), (512, 16)  # (most tokens, divisor of the prompt length)
-TOOL_HEAD, TOOL_TAIL = 64, 128  # of a tool result after the last user message
-SYSTEM_WHOLE, SYSTEM_ENDS = 512, 256  # tokens: a shorter system text is kept in full, of a longer one both ends
 
 
 class ForcedRange(NamedTuple):

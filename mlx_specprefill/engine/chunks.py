@@ -22,7 +22,7 @@ _FIXED_SHARE = 1 / 3
 
 
 class ChunkSizer:
-    """Sizes chunks for the job whose turn it is. MLX thread only, but for `expected`.
+    """Sizes chunks for the job whose turn it is. MLX thread only, but for `expected_tokens`.
 
     Alone, a prefill runs in chunks of `EngineConfig.prefill_step`. Beside other requests a chunk takes about
     `target_itl_ms`. It is never so short that a third of its time would be the fixed cost of a forward. One of idle

@@ -113,7 +113,7 @@ class _Row:
         self.shift = spec.shift
         self.grammar = spec.grammar
         self.tokens = list(spec.generated)
-        self.told = False  # the next token is known already
+        self.first_reported = False  # the next token is known already
         self.history: mx.array | None = None
         if spec.processors and spec.generated:
             self.history = mx.array(spec.generated)
@@ -198,14 +198,14 @@ class _Group:
         events = []
         for index, (row, token) in enumerate(zip(self.rows, np.array(fed.tokens).tolist(), strict=True)):
             row.tokens.append(token)
-            if not row.told:
+            if not row.first_reported:
                 events.append((row.uid, self._event(index, token, fed)))
-            row.told = False
+            row.first_reported = False
         return events
 
     def first_event(self) -> TokenEvent:
         """Return the first event of a group of one row, before its first step."""
-        self.rows[0].told = True
+        self.rows[0].first_reported = True
         return self._event(0, int(np.array(self.next.tokens)[0]), self.next)
 
     def _event(self, index: int, token: int, choice: _Choice) -> TokenEvent:

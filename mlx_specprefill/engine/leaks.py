@@ -14,14 +14,14 @@ class LeakDetector:
     """Compares the bytes that MLX holds with those of weights, caches and requests.
 
     Attributes:
-        unaccounted: bytes, when it was last balanced.
+        unaccounted: bytes, at the last check.
     """
 
     def __init__(self) -> None:
         self.unaccounted = 0
         self._told = 0
 
-    def balance(self, active: int, held: Mapping[str, int], working_set: int = 0) -> None:
+    def check(self, active: int, held: Mapping[str, int], working_set: int = 0) -> None:
         """Compare between two steps. Log a surplus once, and again after it has doubled.
 
         Args:

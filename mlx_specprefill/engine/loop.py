@@ -221,6 +221,8 @@ class EngineCore:
         self._caches.save_some()
         self._look_at_memory()
 
+    # Like `_take`, `_is_accepting` and `_start_over`, replaced in `ranked`: rank 0 decides for all.
+
     def _clock(self) -> float:
         return time.perf_counter()
 
@@ -240,7 +242,7 @@ class EngineCore:
         if now < self._next_look:
             return
         self._next_look = now + _LOOK_EVERY_S
-        self._memory.balance()
+        self._memory.check()
         if not self._returned and not self.jobs and now - self._last_end >= _QUIET_S:
             mx.clear_cache()  # freed memory goes back to the system
             self._costs.store()
@@ -260,7 +262,7 @@ class EngineCore:
                 self._rows.plan_anew()
                 if isinstance(job, AnswerJob):
                     job.active.times.started = time.perf_counter()
-            elif self._scheduler.running == 0 and self._memory.may_come(uid, job.need):
+            elif self._scheduler.running == 0 and self._memory.can_be_freed(uid, job.need):
                 self.stuck = True
                 return
             elif self._scheduler.running == 0:

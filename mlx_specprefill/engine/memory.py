@@ -109,7 +109,7 @@ class Memory:
         self._target_weights = 0
         self._longest = pair.context_length  # tokens of prompt and answer that every rank has room for
         self._hidden_bytes = 0  # per token, passed on by the target's first layers
-        self._ledger = LeakDetector()
+        self._leaks = LeakDetector()
         self._reserved: dict[int, Need] = {}
         self.jobs: dict[int, Job] = {}
         self.rows_bytes: Callable[[], int] = int
@@ -284,9 +284,9 @@ class Memory:
             return 0
         return self.weights + self.reserved + self._added(need) + self.cached - self.limit
 
-    def may_come(self, uid: int, need: Need) -> bool:
+    def can_be_freed(self, uid: int, need: Need) -> bool:
         """Return whether memory that other engines hold may become free for a request."""
-        return self.common.may_come(need.total, self, uid)
+        return self.common.can_be_freed(need.total, self, uid)
 
     def can_ever(self, request: GenerationRequest, mode: Mode) -> bool:
         """Return whether it fits with no other job, empty caches, and every unpinned model unloaded."""
@@ -419,11 +419,11 @@ class Memory:
             prefix_disk=self._caches.disk_nbytes,
             active=mx.get_active_memory(),
             spare=mx.get_cache_memory(),
-            unaccounted_bytes=self._ledger.unaccounted,
+            unaccounted_bytes=self._leaks.unaccounted,
             limit=self.limit,
         )
 
-    def balance(self) -> None:
+    def check(self) -> None:
         """Compare MLX's memory with the memory accounted for, between two steps on the MLX thread."""
         held = {
             "weights": self.weights,
@@ -431,7 +431,7 @@ class Memory:
             "requests": self._requests,
             "other models": self.common.others(self),
         }
-        self._ledger.balance(mx.get_active_memory(), held, self._working)
+        self._leaks.check(mx.get_active_memory(), held, self._working)
 
     def _arrays(self, job: Job) -> int:
         """Return the bytes of a job's caches, except a decoding row's. A cache of unknown size counts as predicted."""

@@ -151,8 +151,8 @@ class RankedMemory(_Ranked, Memory):
     def may_fit(self, need: Need) -> bool:
         return self._ranks.all(super().may_fit(need))
 
-    def may_come(self, uid: int, need: Need) -> bool:
-        return self._ranks.all(super().may_come(uid, need))
+    def can_be_freed(self, uid: int, need: Need) -> bool:
+        return self._ranks.all(super().can_be_freed(uid, need))
 
     def padding_room(self, own: int) -> int | None:
         """Return the room as the rank with the least for its part of the rows has it."""

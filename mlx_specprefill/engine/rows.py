@@ -16,7 +16,7 @@ from ..errors import SparseUnsupportedError
 from ..events import TokenEvent
 from ..loading import ModelPair
 from ..sampling import make_sampler, processors_of
-from ..speculative.proposers import Proposer
+from ..speculative.proposer import Proposer
 from ..speculative.row import Limits, SpeculativeRow
 from ..speculative.verification import TokenSampler
 from .active_request import ActiveRequest

@@ -137,7 +137,7 @@ class SharedMemory:
             return math.inf
         return sharer.cached - self.missing(0)
 
-    def may_come(self, need: int, sharer: Sharer, uid: int) -> bool:
+    def can_be_freed(self, need: int, sharer: Sharer, uid: int) -> bool:
         """Return whether missing memory may become free soon: other requests end, or `on_pressure` was called.
 
         Args:

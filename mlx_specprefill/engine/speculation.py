@@ -21,7 +21,7 @@ from ..events import Progress, SpeculationReport, TokenEvent
 from ..loading import ModelPair
 from ..request import GenerationRequest
 from ..speculative.mtp_proposer import PromptReader
-from ..speculative.proposers import Proposer
+from ..speculative.proposer import Proposer
 from ..speculative.row import SpeculativeRow
 from ..speculative.strategies import StrategyName, make_proposer, refusal
 

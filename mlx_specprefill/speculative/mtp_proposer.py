@@ -18,7 +18,7 @@ import numpy.typing as npt
 from ..adapters.mtp import MTPHead, record_hidden
 from ..cache.positioned import PositionedKVCache, place
 from ..request import TokenIds
-from .proposers import Proposal, Proposer, Verified, draft_tokens
+from .proposer import Proposal, Proposer, Verified, draft_tokens
 from .verification import TokenSampler
 
 Indices = npt.NDArray[np.int32]

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..events import TokenEvent
 from ..sampling import log_softmax, token_event
-from .proposers import AcceptanceCounts, Proposal, Proposer, Verified
+from .proposer import AcceptanceCounts, Proposal, Proposer, Verified
 from .rollback import Rollback
 from .verification import TokenSampler, draw, verify
 

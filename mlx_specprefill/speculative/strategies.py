@@ -1,4 +1,4 @@
-"""Speculation strategies: their requirements and their proposers."""
+"""Says which strategy can draft answers with these models, and makes its proposer: ngram, draft, triforce, mtp."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from ..config import SpeculationConfig
 from ..errors import Refused
 from ..events import Progress
 from ..request import TokenIds
+from .drafter import Drafter
 from .mtp_proposer import MTPProposer, PromptReader
-from .proposers import Drafter, NgramProposer, Proposer
+from .ngram import NgramProposer
+from .proposer import Proposer
 from .rollback import rollback_refusal
 from .triforce import TriForceProposer
 

@@ -23,7 +23,8 @@ from ..adapters.capture import AttentionRecord, record_attention
 from ..cache.positioned import PositionedKVCache, Runs, leaves
 from ..config import SpeculationConfig
 from ..errors import SparseUnsupportedError
-from .proposers import AcceptanceCounts, Drafter, Proposal, Proposer, Verified
+from .drafter import Drafter
+from .proposer import AcceptanceCounts, Proposal, Proposer, Verified
 from .rollback import Rollback
 from .verification import TokenSampler, verify
 

@@ -151,7 +151,7 @@ def test_a_surplus_is_told_once_and_again_when_it_has_doubled(caplog: pytest.Log
     with caplog.at_level(logging.WARNING, leaks.__name__):
         told = []
         for more in surplus:
-            ledger.balance(sum(held.values()) + more * mib, held)
+            ledger.check(sum(held.values()) + more * mib, held)
             assert ledger.unaccounted == more * mib
             told.append(len(caplog.records))
     assert told == [0, 0, 1, 1, 1, 1, 1, 1, 2, 2, 2]
@@ -162,8 +162,8 @@ def test_a_surplus_is_told_once_and_again_when_it_has_doubled(caplog: pytest.Log
 def test_a_prefill_in_work_may_need_more(caplog: pytest.LogCaptureFixture) -> None:
     ledger = LeakDetector()
     with caplog.at_level(logging.WARNING, leaks.__name__):
-        ledger.balance(TOLERATED + 1000, {}, working_set=1000)
-        ledger.balance(-5, {"shared by two": 100})
+        ledger.check(TOLERATED + 1000, {}, working_set=1000)
+        ledger.check(-5, {"shared by two": 100})
     assert ledger.unaccounted == 0
     assert not caplog.records
 
@@ -184,7 +184,7 @@ def test_decoding_rows_are_accounted_for(uncollected: None) -> None:
     """In a batch and by proposals, at any moment."""
     most: list[int] = []
     with Engine(tiny_pair(), config()) as engine:
-        before, balance = unaccounted(engine), engine.memory.balance
+        before, balance = unaccounted(engine), engine.memory.check
 
         def look(event: Event) -> None:
             if isinstance(event, TokenEvent):

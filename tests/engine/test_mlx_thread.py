@@ -341,15 +341,15 @@ def test_only_what_lasts_makes_a_request_impossible() -> None:
 def test_memory_is_waited_for_while_others_run_or_somebody_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     own, other = Part({1: 100}), Part({2: 700}, reserved=100)
     memory, asked = common(own, other), list[int]()
-    assert memory.may_come(500, own, 1)
+    assert memory.can_be_freed(500, own, 1)
     other.reserved = 0
-    assert not memory.may_come(500, own, 1)
+    assert not memory.can_be_freed(500, own, 1)
     memory.on_pressure = asked.append
-    assert memory.may_come(500, own, 1)
-    assert memory.may_come(500, own, 1)
+    assert memory.can_be_freed(500, own, 1)
+    assert memory.can_be_freed(500, own, 1)
     assert asked == [500]  # once
     monkeypatch.setattr("mlx_specprefill.engine.shared_memory._PATIENCE_S", 0.0)
-    assert not memory.may_come(500, own, 1)
+    assert not memory.can_be_freed(500, own, 1)
 
 
 def test_every_request_has_its_own_patience(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,12 +359,12 @@ def test_every_request_has_its_own_patience(monkeypatch: pytest.MonkeyPatch) -> 
     memory.on_pressure = asked.append
     monkeypatch.setattr("mlx_specprefill.engine.shared_memory.time.monotonic", lambda: now[0])
     for uid in range(3):
-        assert memory.may_come(500 + uid, own, uid)
+        assert memory.can_be_freed(500 + uid, own, uid)
         now[0] += 9.9
-        assert memory.may_come(500 + uid, own, uid)
+        assert memory.can_be_freed(500 + uid, own, uid)
         if uid < 2:
             now[0] += 0.2
-            assert not memory.may_come(500 + uid, own, uid)
+            assert not memory.can_be_freed(500 + uid, own, uid)
         memory.forget(own, uid)
     assert asked == [500, 501, 502]
     assert not memory._asked

@@ -306,7 +306,7 @@ def test_a_proposer_that_fails_costs_the_saving_only(
     if where == "start":
         monkeypatch.setattr(module, "make_proposer", fail)
     else:
-        monkeypatch.setattr(f"mlx_specprefill.speculative.proposers.Drafter.{where}", fail)
+        monkeypatch.setattr(f"mlx_specprefill.speculative.drafter.Drafter.{where}", fail)
     tokens, last = generated(engine.generate(asked(6, "draft")))
     assert tokens == plain
     _, speculation = told(last)

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from mlx_specprefill.config import SpeculationConfig
 from mlx_specprefill.constraints import Constraint, Grammars
 from mlx_specprefill.request import SamplingParams
-from mlx_specprefill.speculative.proposers import NgramProposer, Verified, continuation_of
+from mlx_specprefill.speculative.ngram import NgramProposer, continuation_of
+from mlx_specprefill.speculative.proposer import Verified
 from mlx_specprefill.speculative.verification import TokenSampler
 from tests.server.fakes import byte_tokenizer
 

@@ -11,7 +11,7 @@ import pytest
 
 from mlx_specprefill.config import SpeculationConfig
 from mlx_specprefill.request import SamplingParams
-from mlx_specprefill.speculative.proposers import NgramProposer
+from mlx_specprefill.speculative.ngram import NgramProposer
 from mlx_specprefill.speculative.row import Limits, SpeculativeRow
 from mlx_specprefill.speculative.verification import Distribution, TokenSampler
 from tests.support.autoregressive import decode

@@ -7,6 +7,7 @@ from fractions import Fraction
 import pytest
 
 from mlx_specprefill import EngineConfig, GenerationRequest, PromptSpan, SpecPrefillOptions, SpecPrefillPolicy
+from mlx_specprefill.cache.prefix.selection_key import SelectionKey
 from mlx_specprefill.events import Prediction, Reason
 from mlx_specprefill.specprefill.plan import plan_prefill
 
@@ -132,7 +133,7 @@ def test_turns_of_a_conversation_that_grows_share_one_choice():
         plan(M, config=config, predict=lambda kept: Prediction(sparse_ms=1.0, full_ms=10_000.0)).selection_key
         for M in (500, 2000, 9000)
     }
-    assert choices == {"1/5:default:user:"}
+    assert choices == {SelectionKey(Fraction(1, 5), "default", "user")}
 
 
 def test_the_prediction_counts_the_kept_tokens_of_the_uncached_rest():

@@ -23,7 +23,7 @@ from mlx_specprefill.cache.budget import GRACE, ByteBudget
 from mlx_specprefill.cache.positioned import Positioned, leaves, make_positioned_cache, place
 from mlx_specprefill.cache.prefix.disk import DiskTier
 from mlx_specprefill.cache.prefix.nodes import Node, Record, longest_match
-from mlx_specprefill.cache.prefix.selection_key import SelectionKey
+from mlx_specprefill.cache.prefix.selection_key import SelectionKey, accepted_by
 from mlx_specprefill.cache.prefix.stored import StoredPrefixCache
 from mlx_specprefill.cache.prefix.tree import PrefixCache
 from mlx_specprefill.request import SHARED
@@ -566,7 +566,7 @@ def test_leaves_go_before_what_they_continue() -> None:
     for base in range(8):
         tokens = tuple(range(1000 * (base + 1), 1000 * (base + 1) + 2 * BLOCK))
         serve(prefixes, make, tokens)
-        hit = longest_match(prefixes._roots[SHARED], np.arange(16 * BLOCK, dtype=np.int32))
+        hit = longest_match(prefixes._roots[SHARED], np.arange(16 * BLOCK, dtype=np.int32), accepted_by(None))
         found.append(0 if hit is None else hit.length // BLOCK)
     assert found == [16, 16, 14, 12, 10, 8, 6, 4]  # shrinks from its end, and stays usable
 

@@ -44,6 +44,7 @@ from .errors import InvalidRequestError as InvalidRequestError
 from .errors import LoadError as LoadError
 from .errors import PairMismatchError as PairMismatchError
 from .errors import PeerLostError as PeerLostError
+from .errors import Refused as Refused
 from .errors import RequestCancelled as RequestCancelled
 from .errors import SettingsError as SettingsError
 from .errors import SparseUnsupportedError as SparseUnsupportedError

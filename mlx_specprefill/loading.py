@@ -276,7 +276,9 @@ def _read_draft(
             raise LoadError("retrieval heads that were trained on a draft can't be split: --draft-placement first")
         model, tokenizer, config, _ = read_part(draft, dtype, on_progress, ranks, "tensor")
         return _DraftSource(model, tokenizer, config, placement)
-    return _DraftSource(*(read(draft, dtype, on_progress) if ranks.leads else (None, None, None)), placement)
+    if ranks.leads:
+        return _DraftSource(*read(draft, dtype, on_progress), placement)
+    return _DraftSource(placement=placement)
 
 
 def with_heads(pair: ModelPair, heads: DraftHeads, *, exit_early: bool = True) -> ModelPair:

@@ -43,6 +43,7 @@ from mlx_specprefill import (
     SpeculationReport,
     TokenEvent,
 )
+from mlx_specprefill.errors import Refused
 from mlx_specprefill.speculative.rollback import Rollback
 from mlx_specprefill.speculative.strategies import STRATEGIES, refusal
 from mlx_specprefill_evals.corpus import modules, paragraphs
@@ -176,7 +177,7 @@ def engines(pair: ModelPair, options: argparse.Namespace) -> Iterator[tuple[str,
     if "full" in options.prefills:
         yield "full", Engine(pair, config)
     if "sparse" in options.prefills and sparse:
-        yield "sparse", Engine(replace(pair, staged="measured without stages"), uncached)
+        yield "sparse", Engine(replace(pair, staged=Refused("measured without stages")), uncached)
     if "staged" in options.prefills and sparse and pair.stages is not None:
         yield "staged", Engine(pair, uncached)
 

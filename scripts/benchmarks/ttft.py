@@ -40,6 +40,7 @@ from mlx_specprefill import RULE_NAMES, Engine, EngineConfig, ModelPair, keep_pc
 from mlx_specprefill.adapters.depth import full_draft_model, layers_of
 from mlx_specprefill.cache.positioned import make_positioned_cache
 from mlx_specprefill.engine.caches import empty_draft_cache
+from mlx_specprefill.errors import Refused
 from mlx_specprefill.specprefill.mapped import map_task
 from mlx_specprefill.specprefill.plan import forced_mask, forced_ranges
 from mlx_specprefill.specprefill.question import question_span
@@ -207,9 +208,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     shares = [keep_pct(share, "--keep") for share in options.keep]
     pair, rng, config = load(options), np.random.default_rng(0), EngineConfig(rule=options.rule)
     if options.not_staged:
-        pair = replace(pair, staged="turned off")
+        pair = replace(pair, staged=Refused("turned off"))
     if options.rule == "paper":
-        pair = replace(pair, draft=full_draft_model(pair.draft), heads=None, staged="the paper's rule")
+        pair = replace(pair, draft=full_draft_model(pair.draft), heads=None, staged=Refused("the paper's rule"))
     if options.counts:
         with Engine(pair, replace(config, prefill_step=64, prefix_cache_bytes=0)) as engine:
             counts = [row for sparse in (False, True) for rows in (1, 4) for row in count_steps(engine, sparse, rows)]

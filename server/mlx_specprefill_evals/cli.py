@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from mlx_specprefill import Engine, EngineConfig, SelectionConfig
+from mlx_specprefill import Engine, EngineConfig, Refused, SelectionConfig
 from mlx_specprefill_evals.arms import ARM_KINDS, Arm
 from mlx_specprefill_evals.arms import arms as make_arms
 from mlx_specprefill_evals.command import Options, Predict
@@ -99,7 +99,7 @@ def evaluate(
         settings = make_settings(chosen)
         loaded = load(chosen, models.dtype, settings, calibrate=True)
         if not_staged:
-            loaded = replace(loaded, staged="--not-staged")
+            loaded = replace(loaded, staged=Refused("--not-staged"))
         with Engine(loaded, examination(selection)) as engine:
             predict = _predict(engine, settings.engine_config())
             typer.echo(json.dumps(run(options, LocalModel(engine), _tell, predict)))

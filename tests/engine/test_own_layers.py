@@ -33,7 +33,7 @@ from mlx_specprefill import (
 from mlx_specprefill.adapters.depth import FirstLayers, first_layers
 from mlx_specprefill.engine.costs import CostModel
 from mlx_specprefill.engine.footprint import measure_footprint, weight_bytes
-from mlx_specprefill.errors import SparseUnsupportedError
+from mlx_specprefill.errors import Refused, SparseUnsupportedError
 from mlx_specprefill.specprefill.scorer import PaperScorer, Scores
 from tests.support.scoring import scoring_input
 from tests.support.steps import finish
@@ -78,7 +78,7 @@ def own_pair(family: str = "llama", count: int | None = LAYERS, target: nn.Modul
     config = {"max_position_embeddings": 4096, "vocab_size": VOCAB}
     pair = make_pair(target or tiny_model(family, 1), tokenizer(), config, draft="self")
     pair = pair if count is None else on_own_layers(pair, count)
-    return replace(pair, staged="the layers above read the kept tokens from the first one on")
+    return replace(pair, staged=Refused("the layers above read the kept tokens from the first one on"))
 
 
 def asked(length: int = 200, how: SpeculationName | None = None) -> GenerationRequest:

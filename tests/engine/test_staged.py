@@ -30,6 +30,7 @@ from mlx_specprefill.adapters.staged import StagedModel
 from mlx_specprefill.cache.positioned import leaves, make_positioned_cache
 from mlx_specprefill.engine import loop
 from mlx_specprefill.engine.decode_batch import DecodeBatch, DecodeRow
+from mlx_specprefill.errors import Refused
 from mlx_specprefill.sampling import greedy
 from mlx_specprefill.specprefill.sparse_prefill import HiddenStates, UpperLayersModel
 from tests.support import precision
@@ -116,7 +117,7 @@ def test_dense_answers_are_those_of_the_target_alone() -> None:
     pair, request = own_pair(), asked(enabled=False)
     with Engine(pair, CONFIG) as engine:
         tokens, _ = generated(engine.generate(request))
-    with Engine(replace(pair, draft=None, draft_id=None, staged="no draft"), CONFIG) as engine:
+    with Engine(replace(pair, draft=None, draft_id=None, staged=Refused("no draft")), CONFIG) as engine:
         assert generated(engine.generate(request))[0] == tokens
 
 

@@ -38,10 +38,11 @@ from .config import DtypeName
 from .distributed.ranks import Ranks
 from .errors import LoadError
 
-log = logging.getLogger(__name__)
 Sharding = Literal["tensor", "pipeline"]  # every layer over all ranks, or some layers to each rank
+
 _PART = 4096  # bytes
 _PARTS = 64  # of every file
+
 _TOKENIZERS = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.*", "tekken.json", "tokenization_*.py")
 _SIZES = frozenset(
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads max_position_embeddings".split()
@@ -51,11 +52,15 @@ _NOT_MADE = (
 )  # fmt: skip
 LOADED_FILES = tuple(DEFAULT_ALLOW_PATTERNS)
 """Patterns of the repository files that loading needs."""
+
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _ID = re.compile(r"(?P<repository>[\w][\w.-]*/[\w][\w.-]*)(?:/(?P<file>[^/].*\.gguf))?", re.ASCII)
+
+log = logging.getLogger(__name__)
 _DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 _PIECE = 128 << 20  # bytes
 _LONGEST = 1 << 20  # tokens; models without positions state no limit, or 2^31 - 1
+
 OnProgress = Callable[[int, int], None]
 """Called with the bytes that are in memory, and those of the whole model."""
 Read = tuple[nn.Module, TokenizerWrapper, dict[str, Any]]

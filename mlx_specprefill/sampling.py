@@ -38,7 +38,6 @@ _HIGHEST_XTC = 0.5  # two tokens can't both be above it
 _LONGEST_BAD_WORD = 1024  # tokens; every generated token is compared with all of them, at the length of the longest
 # Tokens of a forward whose logits are all read: each row has the size of the vocabulary.
 LOGITS_ROWS = 128
-_ANY, _NONE = -1, -2  # no token has these ids
 
 _ANY, _NONE = -1, -2  # no token has these ids
 

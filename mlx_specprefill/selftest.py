@@ -58,24 +58,6 @@ _OWN = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"
 _SHARED = _OWN.pop("shared")
 # Metal has kernels for these head sizes. All experts are chosen, because rounding would swap the last ones.
 FAMILIES: dict[str, dict[str, Any]] = {name: {**_SHARED, **own} for name, own in _OWN.items()}
-_TEMPERATURE = 0.8
-_SEEN = [3, 5, 3, 9]  # the answer so far
-_DRAWS = 20_000
-# About three times the errors of MLX's CPU backend.
-_LIMITS: dict[Dtype, float] = {"float32": 1e-5, "bfloat16": 0.025, "float16": 0.005}
-_ROWS = 4  # times as much, for the attention of a single row
-_PACKED = 0.01  # more, where keys and values have 8 bits
-_PATIENCE_S = 30  # for an answer that takes milliseconds
-_ANSWER, _LOGPROBS = 10, 20
-_CONFIG = EngineConfig(
-    prefill_step=32,
-    prefix_cache_bytes=0,
-    speculation=SpeculationConfig(budget=64, chunk=4, sinks=4, window=16, ngram_match=1),
-)
-_LENGTHS = tuple(2**power for power in range(12))  # 1 to 2048 tokens
-_FITTED = 128  # tokens from which on a forward reads nearly all experts of a mixture
-_LONGEST_MS, _LONG_MS = 30_000.0, 2_000.0  # of a forward: longer ones are not measured, or only once
-_CHUNK, _BEHIND = 512, 16384
 
 _TEMPERATURE = 0.8
 _SEEN = [3, 5, 3, 9]  # the answer so far

@@ -33,12 +33,6 @@ from .capture import Active
 from .registry import architecture_of
 
 _states: Active[list[mx.array]] = Active()
-ARCHITECTURES = ("qwen3_5", "qwen3_5_moe")
-Tensors = dict[str, mx.array]
-_PREFIX = re.compile(r"^(?:.*\.)?mtp\.")
-_EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(\w+)\.(\w+)$")
-# Norms whose weights lie around 1. A raw checkpoint stores them minus 1.
-_TELLING_NORMS = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
 
 ARCHITECTURES = ("qwen3_5", "qwen3_5_moe")
 Tensors = dict[str, mx.array]

@@ -31,7 +31,6 @@ _GAPPED = np.array([0, 1, 2, 9, 10, 23, 24, 40, 41, 58, 77, 90], dtype=np.int32)
 _SPLIT = 5  # the gapped prompt has two chunks: the second one meets a cache with gaps
 _SHIFT = 7
 _TOLERANCE = {mx.float32: 1e-3, mx.float16: 1e-2, mx.bfloat16: 4e-2}
-FLOAT16_MAX = 65504.0
 
 FLOAT16_MAX = 65504.0
 

@@ -42,7 +42,6 @@ RECURRENT = (
     "recurrent_gemma:RecurrentBlock",
 )
 _INPUTS = ("x", "inputs", "hidden_states", "input_states")
-_calls: Active[list[RecurrentCall]] = Active()
 
 _calls: Active[list[RecurrentCall]] = Active()
 

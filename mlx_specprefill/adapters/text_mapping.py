@@ -30,38 +30,6 @@ from .backend import encode_text
 
 Piece = Callable[[str], bytes]
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
-log = logging.getLogger(__name__)
-_BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
-Ends = npt.NDArray[np.int64]
-LEAST_ALIGNED = 0.999  # share of bytes
-_BREAK, _UNKNOWN = b"\n", b"\0"  # text of the target's special tokens, and of the draft's
-_UNDECODABLE = re.compile("[\udc80-\udcff]")
-# English and code, to measure the ratio of draft tokens to target tokens.
-_PLAIN = """\
-The committee met on 14 March 2024 to discuss the report. Nobody had expected that the figures would differ so much from
-those of the previous year; the chairwoman asked whether "estimated" meant what it usually means. It didn't.
-
-def mean(values: Sequence[float], default: float = 0.0) -> float:
-    '''The arithmetic mean; `default` without values.'''
-    total = sum(value for value in values if value is not None)
-    return total / len(values) if values else default
-
-{"name": "Zoë", "items": [1, 2.5, -3e7], "path": "/usr/local/lib/python3.11", "done": true, "next": null}
-"""
-# Texts on which tokenizers differ: scripts, joined and decomposed characters, spaces, line ends, control characters.
-_SCRIPTS = """\
-Déjà vu, naïve, Łódź, straße, İstanbul, tiếng Việt; decomposed: e\u0301 n\u0303 A\u030a \u1100\u1161\u11a8.
-Все счастливые семьи похожи. Όλοι οι άνθρωποι. Հայերեն. ქართული.
-בראשית ברא. بِسْمِ الله. हिन्दी भाषा. বাংলা. தமிழ். ภาษาไทย. မြန်မာ.
-中文文本，繁體字。日本語の文章です。カタカナ、ｶﾅ。한국어 문장입니다.
-🙂 👩\u200d💻 🏳\ufe0f\u200d🌈 🇩🇪 𝒜 ∫∂x ≤ ﬁ ™ ½ ① € “quoted” – — …
-\t  two  spaces,\ttab\r\n\r\nline ends
-
-
-   \u00a0\u3000wide spaces \u200b|\u2028|\u0085| 12345.67 x_y=(a+b)[0]; <|im_start|> </s> <unk> [UNK] don't
-"""
-# Text on which two tokenizers with one vocabulary can still differ: normalisers, pre-tokenizers, merges.
-_PROBE_TEXT = "Hello  World\n\tdéjà vu 12345.67 don't 中文 🙂 x_y=(a+b)[0]; ﬁ <|im_start|>"
 
 _BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
 

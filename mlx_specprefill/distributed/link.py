@@ -29,12 +29,6 @@ from ..errors import LoadError, PeerLost, PeerLostError, SettingsError
 CONTROL_VARIABLE = "MLX_SPECPREFILL_CONTROL"
 KEY_VARIABLE = "MLX_SPECPREFILL_RANK_KEY"
 _NO_CONTROL = f"rank 0's address is not known: set {CONTROL_VARIABLE} to HOST:PORT on all machines (mlx.launch --env)"
-log = logging.getLogger(__name__)
-_Backend = tuple[int, tuple[str, int] | None, Sequence[str]]
-_BEATS = 4  # heartbeats within the timeout
-_MISSED = 2  # missed heartbeats after which a process is the one that the others wait for
-_RETRY_S = 0.1
-_END, _BEAT = "end", "beat"
 
 _Backend = tuple[int, tuple[str, int] | None, Sequence[str]]
 

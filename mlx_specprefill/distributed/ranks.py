@@ -20,7 +20,6 @@ from ..errors import LoadError
 from .link import Link, RankInfo, rank_info
 
 T = TypeVar("T")
-_PACKAGES = ("mlx-specprefill", "mlx", "mlx-lm")
 
 _PACKAGES = ("mlx-specprefill", "mlx", "mlx-lm")
 

@@ -58,7 +58,7 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Choice:
-    """What the draft says of the prompt, and the tokens that are chosen by it.
+    """The scoring of the prompt, and the tokens that are chosen by it.
 
     Attributes:
         scorer, scoring: the scorer, if any, and a description of its method.

@@ -12,7 +12,7 @@ from ...config import RuleName, Scope
 
 @dataclass(frozen=True, slots=True)
 class SelectionKey:
-    """How a request chooses tokens. The sparse turns of one conversation share it.
+    """The way in which a request chooses tokens. The sparse turns of one conversation share it.
 
     Attributes:
         share: of the chunks, as the request or the server states it.

@@ -15,7 +15,7 @@ from .errors import NothingToDoError
 from .model_under_test import ModelUnderTest
 from .records import Cell, Record, Records
 from .report import markdown, summarise
-from .tasks import CALLS, CODE_QA, REAL, TASKS, Item
+from .tasks import CALLS, CODE_QA, PLACE_TASKS, REAL, TASKS, Item
 
 Tell = Callable[[str], None]
 Predict = Callable[[int, Arm], float]
@@ -130,9 +130,8 @@ def _sessions(options: Options) -> dict[str, str]:
 
 def _corpus(sources: Sequence[suite.Source]) -> dict[str, str]:
     """Return the description of the real text if a task uses it. Other text makes other items."""
-    return (
-        {"corpus": corpus.described()} if any(source.cell.task in REAL | CALLS | CODE_QA for source in sources) else {}
-    )
+    on_real_text = REAL | CALLS | CODE_QA | PLACE_TASKS
+    return {"corpus": corpus.described()} if any(source.cell.task in on_real_text for source in sources) else {}
 
 
 def _longbench_sources(examples: Sequence[longbench.Example]) -> Iterator[suite.Source]:

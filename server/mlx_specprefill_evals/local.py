@@ -150,7 +150,7 @@ class LocalModel:
         Returns:
             The prompt, the places of its gold, and all places of each mention.
         """
-        messages: list[dict[str, str]] = []
+        messages = item.messages_before
         for turn in item.turns:
             messages.append({"role": turn.role, "content": turn.question})
             messages.append({"role": "assistant", "content": turn.answer})

@@ -70,7 +70,7 @@ class RemoteModel:
 
     def _converse(self, item: Item, options: Mapping[str, Any], answer_tokens: int) -> Reply:
         """Run all turns with the server's own answers in between. The last one counts."""
-        messages: list[dict[str, str]] = []
+        messages = item.messages_before
         for turn in item.turns:
             began = time.monotonic()
             messages.append({"role": "user", "content": turn.question})

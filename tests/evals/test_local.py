@@ -74,6 +74,13 @@ def test_measures_are_in_their_ranges(replies):
     assert found["sparse@0.2"].measures["kl"] < 0.1 < found["random@0.2"].measures["kl"]  # nobody knows the code
 
 
+def test_a_system_message_is_part_of_the_prompt(model):
+    made = make_item(TASKS["place_system"], "place_system", 3, Space(700, model.count))
+    prompt, gold, _ = model._rendered(made)
+    assert [span.kind for span in prompt.spans] == ["system", "user"]
+    assert made.gold[0] in model._decode(prompt.tokens[slice(*gold[0])].tolist())
+
+
 def test_the_oracle_does_not_apply_where_everything_counts(model):
     item = replace(make_item(TASKS["needle"], "needle", 0, Space(600, model.count)), gold=())
     asked = model.ask(item, arms(["oracle", "random"], ["0.2"]), 4, 0, False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -78,6 +79,14 @@ def test_turns_follow_each_other_and_arms_send_their_fields():
     assert (bodies[0]["model"], bodies[0]["max_tokens"], bodies[0]["temperature"]) == ("tiny", 9, 0)
     asked = len(server.bodies[0][0]["messages"][0]["content"])  # 1000 tokens by the server's count
     assert tested.count("x" * asked) == 1000
+
+
+def test_a_system_message_comes_first():
+    with serving(good) as (server, url):
+        RemoteModel(url).ask(replace(ITEM, system="Be brief."), [FULL], 9, 0, False)
+    for body, _ in server.bodies[1:]:
+        assert body["messages"][0] == {"role": "system", "content": "Be brief."}
+        assert body["messages"][1]["role"] == "user"
 
 
 def test_the_server_can_decide_alone():

@@ -6,10 +6,11 @@ from functools import cache
 
 import pytest
 
-from mlx_specprefill_evals.tasks import TASKS, Item, Space, make_item
+from mlx_specprefill_evals.tasks import PLACE_TASKS, TASKS, Item, Space, make_item
 from mlx_specprefill_evals.tasks.ruler import RULER
 
-NAMES = sorted(TASKS.keys() - RULER.keys())
+SOME_PLACES = {"place_end", "place_turn_before", "place_between"}  # all of them: test_places
+NAMES = sorted(TASKS.keys() - RULER.keys() - PLACE_TASKS.keys() | SOME_PLACES)
 
 
 def count(text: str) -> int:
@@ -37,7 +38,7 @@ def test_the_gold_answer_scores_one_and_another_items_answer_does_not(name: str)
 def test_gold_passages_are_in_the_document_once(name: str) -> None:
     for seed in range(3):
         made = item(name, seed)
-        document = made.turns[0].question
+        document = "\n".join(turn.question for turn in made.turns)
         assert all(passage in document for passage in made.gold)
         if name not in ("counting", "order_tracking"):
             assert all(document.count(passage) == 1 for passage in made.gold)
@@ -48,7 +49,7 @@ def test_gold_passages_are_in_the_document_once(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_prompts_fill_their_length_and_fit(name: str, length: int) -> None:
     made = item(name, 1, length)
-    size = sum(count(turn.question) for turn in made.turns)
+    size = sum(count(text) for text in (made.system, *(turn.question for turn in made.turns)))
     assert 0.5 * length < size <= length
     assert count(made.turns[-1].answer) <= 2 * TASKS[name].answer_tokens
 

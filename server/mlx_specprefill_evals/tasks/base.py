@@ -41,6 +41,7 @@ class Item:
         earlier: the conversation's turns before this one, where they are judged as well; each goes on from the last.
         mentions: words of the last answer that occur in the conversation, often more than once.
         group: items of one group are not independent: intervals resample groups. Empty: the item stands alone.
+        system: a system message in front of the turns; none if empty.
     """
 
     turns: tuple[Turn, ...]
@@ -50,6 +51,12 @@ class Item:
     earlier: tuple[Item, ...] = ()
     mentions: tuple[str, ...] = ()
     group: str = ""
+    system: str = ""
+
+    @property
+    def messages_before(self) -> list[dict[str, str]]:
+        """Return the system message, if there is one."""
+        return [{"role": "system", "content": self.system}] if self.system else []
 
 
 @dataclass(frozen=True)

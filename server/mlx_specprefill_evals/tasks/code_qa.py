@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from .. import corpus, scoring
@@ -94,23 +95,22 @@ def _code_qa(rng: random.Random, space: Space) -> Item:
     if not line:
         raise NotMeasuredError(f"{question.module} of this Python does not define {question.answer} once")
     asked = ASK.format(question.asked)
-    document = _around(rng, source, line, space.without(asked), space)
+    lines = source.splitlines()
+    document = lines_around(rng, lines, lines.index(line), space.without(asked), space)
     return Item((Turn(f"{document}\n\n{asked}", question.answer),), (question.answer,), (line,))
 
 
-def _around(rng: random.Random, source: str, line: str, budget: int, space: Space) -> str:
+def lines_around(rng: random.Random, lines: Sequence[str], at: int, budget: int, space: Space) -> str:
     """Return the lines around one of them, `budget` tokens at most, with that line at a random depth."""
-    lines = source.splitlines(keepends=True)
-    first = next(number for number, text in enumerate(lines) if text.startswith(line))
     budget = int(budget * JOINED)
     left = int(rng.uniform(*DEPTHS) * budget)
-    last, budget = first, budget - left
-    while first and (size := space.count(lines[first - 1])) <= left:
+    first, last, budget = at, at, budget - left
+    while first and (size := space.count(lines[first - 1] + "\n")) <= left:
         first, left = first - 1, left - size
     budget += left
-    while last < len(lines) and (size := space.count(lines[last])) <= budget:
+    while last < len(lines) and (size := space.count(lines[last] + "\n")) <= budget:
         last, budget = last + 1, budget - size
-    return "".join(lines[first:last]).rstrip()
+    return "\n".join(lines[first:last]).rstrip()
 
 
 CODE_QA: dict[str, Task] = {"code_qa": Task(_code_qa, scoring.all_values, 16)}

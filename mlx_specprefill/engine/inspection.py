@@ -42,6 +42,8 @@ class Inspection:
     Attributes:
         importance: float32 (M,).
         forced_ranges: prompt indices [start, end) and the rule that keeps each range; ranges may overlap.
+        asking: prompt indices [start, end) of the lines whose attention gives the importance; they may overlap. Empty
+            if other scores count.
         kept_spans: the tokens that the target would see, as maximal [start, end).
         predicted: times to first token of both prefills with empty caches; None before any measurement.
     """
@@ -54,6 +56,7 @@ class Inspection:
     chunks: tuple[ChunkInfo, ...]
     forced_ranges: tuple[tuple[int, int, str], ...]
     kept_spans: tuple[tuple[int, int], ...] = ()
+    asking: tuple[tuple[int, int], ...] = ()
     predicted: Prediction | None = None
 
 
@@ -95,6 +98,7 @@ def inspect_prompt(prefiller: Prefiller, request: GenerationRequest) -> Generato
         chunks=chunks,
         forced_ranges=ranges,
         kept_spans=kept_spans(selection.kept),
+        asking=prefiller.scorer.asking(request, plan, text),
         predicted=plan.predicted,
     )
 

@@ -76,6 +76,17 @@ class PromptScorer:
         steps = self._by_draft(request, plan, mapped.task, mapped.task.question[0])
         return _converted(steps, mapped.scores)
 
+    def asking(self, request: GenerationRequest, plan: PrefillPlan, text: PromptText) -> tuple[tuple[int, int], ...]:
+        """Return the ranges [start, end) of the prompt whose attention scores it, ascending.
+
+        Empty for other scores: the request's own, and those of tokens that the draft looks ahead at.
+        """
+        if request.specprefill.importance is not None or plan.rule == "paper" or self.pair.heads is None:
+            return ()
+        task, scoring = self._task(request, plan, text), self.config.scoring
+        before = repeated_question_spans(request.spans, scoring, text.units) if self.pair.mapping is None else ()
+        return tuple(sorted({*(before or (task.question,)), *((ask.start, ask.end) for ask in task.asks)}))
+
     def _task(self, request: GenerationRequest, plan: PrefillPlan, text: PromptText) -> ScoringInput:
         scoring = self.config.scoring
         said = request.spans[-1].content_end if request.spans else None

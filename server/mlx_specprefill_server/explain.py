@@ -27,9 +27,11 @@ def explain_chunks(tokenizer: Any, tokens: TokenIds, inspection: Inspection) -> 
     by_score = sorted(chunks, key=lambda chunk: (-chunk.score, chunk.index))
     ranks = {chunk.index: rank for rank, chunk in enumerate(by_score, 1)}
     rules = _rules(inspection)
+    places = [f"{ranks[chunk.index]} of {len(chunks)}" for chunk in chunks]
+    reasons = [_reason(*about) + _asks(about[0], inspection) for about in zip(chunks, places, rules, strict=True)]
     return [
-        ExplainedChunk(chunk, text, ranks[chunk.index], _reason(chunk, f"{ranks[chunk.index]} of {len(chunks)}", named))
-        for chunk, text, named in zip(chunks, _texts(tokenizer, tokens, chunks), rules, strict=True)
+        ExplainedChunk(chunk, text, ranks[chunk.index], reason)
+        for chunk, text, reason in zip(chunks, _texts(tokenizer, tokens, chunks), reasons, strict=True)
     ]
 
 
@@ -42,6 +44,7 @@ def explanation(inspection: Inspection, chunks: Sequence[ExplainedChunk]) -> dic
         "kept_tokens": inspection.kept_tokens,
         "kept_spans": [list(span) for span in inspection.kept_spans],
         "forced": [{"start": start, "end": end, "reason": why} for start, end, why in inspection.forced_ranges],
+        "asking": [list(span) for span in inspection.asking],
         "chunks": [_chunk(chunk) for chunk in chunks],
     }
     if inspection.predicted is not None:
@@ -71,6 +74,11 @@ def _rules(inspection: Inspection) -> list[str]:
         for index in range(start // size, -(-end // size)):
             named[index][why] = None
     return [", ".join(names) for names in named]
+
+
+def _asks(chunk: ChunkInfo, inspection: Inspection) -> str:
+    asks = any(start < chunk.end and chunk.start < end for start, end in inspection.asking)
+    return "; asks for what is kept" if asks else ""
 
 
 def _reason(chunk: ChunkInfo, place: str, rules: str) -> str:

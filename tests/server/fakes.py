@@ -286,6 +286,7 @@ def inspection(request: GenerationRequest) -> Inspection:
         chunks=chunks,
         forced_ranges=((0, min(size, M), "first chunk"),),
         kept_spans=kept,
+        asking=((max(0, M - 4), M),),
         predicted=Prediction(2000.0, 500.0),
     )
 

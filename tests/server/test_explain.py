@@ -47,6 +47,13 @@ def test_every_chunk_says_why(client: TestClient) -> None:
     assert third["reason"].startswith("kept for its score, 3 of ")
 
 
+def test_lines_that_ask_are_named(client: TestClient) -> None:
+    answer = explain(client, prompt=TEXT)
+    assert answer["asking"] == [[answer["prompt_tokens"] - 4, answer["prompt_tokens"]]]
+    asking = [chunk["reason"].endswith("; asks for what is kept") for chunk in answer["chunks"]]
+    assert asking == [False] * (len(asking) - 1) + [True]
+
+
 def test_predicted_times_and_options(client: TestClient, engine: FakeEngine) -> None:
     answer = explain(client, prompt=[1, 2, 3], specprefill_keep_pct=0.5)
     assert answer["predicted"] == {"full_ms": 2000.0, "sparse_ms": 500.0}

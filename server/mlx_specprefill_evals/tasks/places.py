@@ -22,7 +22,7 @@ from .. import corpus, scoring
 from ..errors import NotMeasuredError
 from ..facts import Turn
 from .base import Item, Space, Task
-from .code_qa import QUESTIONS, lines_around
+from .code_qa import lines_around
 
 # What other programs write around a question: Aider, Cline, Open WebUI, LangChain, Claude Code.
 _EDIT_RULES = """
@@ -87,6 +87,7 @@ _MODULES = (
     "gettext gzip imaplib inspect ipaddress mailbox optparse pickle plistlib queue random shelve shlex shutil smtplib "
     "socket ssl statistics string subprocess tarfile tempfile textwrap threading turtle typing uuid wave zipfile"
 ).split()
+_DEFINITION = re.compile(r" *def (?P<name>\w{5,})\((?P<arguments>\w[^()]{3,})\):")
 
 
 class Asked(NamedTuple):
@@ -190,13 +191,15 @@ def _known(text: tuple[str, ...], rows: str, number: int) -> Asked:
 
 
 def _code(rng: random.Random, number: int, length: int) -> Asked:
-    question = QUESTIONS[number % len(QUESTIONS)]
-    source = next((module.source for module in corpus.modules() if module.name == question.module), "")
-    line = question.line(source)
-    if not line:
-        raise NotMeasuredError(f"{question.module} of this Python does not define {question.answer} once")
-    lines = tuple(source.splitlines())
-    return Asked(lines, lines.index(line), line, question.asked, question.answer)
+    """Ask for the arguments of a function in its own words: `code_qa` asks for one in other words."""
+    modules = [module for module in corpus.modules() if module.name in _MODULES]
+    while True:
+        lines = tuple(rng.choice(modules).source.splitlines())
+        at = rng.randrange(len(lines))
+        found = _DEFINITION.fullmatch(lines[at])
+        if found is not None and sum(found["name"] in line for line in lines) == 1:
+            question = f"Which arguments does {found['name']} take?"
+            return Asked(lines, at, lines[at], question, found["arguments"])
 
 
 def _log(rng: random.Random, number: int, length: int) -> Asked:

@@ -218,7 +218,10 @@ export class TextMap {
       find("detail").textContent = this.chunks.length ? HINT : "";
       return;
     }
-    find("detail").replaceChildren(...this.#why(index), element("span", { className: "faint",
+    const asking = this.explanation.asking ?? []; // stored conversations may lack it
+    const asks = asking.some(([start, end]) => start < chunk.end && chunk.start < end);
+    const asked = asks ? " What a line of it looks at is read: it may be the question." : "";
+    find("detail").replaceChildren(...this.#why(index), asked, element("span", { className: "faint",
       textContent: ` Tokens ${count(chunk.start)} to ${count(chunk.end - 1)}, score ${chunk.score.toExponential(2)}.` }));
   }
 

@@ -20,7 +20,8 @@ _USERS = 2  # newest user messages that may ask
 _HEAD, _TAIL = 48, 160  # tokens at the ends of a user message in which a line may ask
 _SYSTEM = 64  # tokens at the end of a system message
 _QUESTIONS = 8  # lines with a question mark elsewhere in these messages
-_ROWS = 256  # tokens that are fed again in all
+_ROWS = 64, 256  # least and most tokens that are fed again in all, by the prompt's length
+_PART = 16  # of the prompt's tokens one may be fed again
 _LEAST = 3  # tokens of a line that can ask
 _MARK_AT = 3  # last tokens of a question, among which its mark is
 _QUESTION_WEIGHT = 3.0  # of a line with a question mark, beside others
@@ -77,7 +78,7 @@ class Ask(NamedTuple):
 def possible_questions(
     spans: Sequence[PromptSpan], prompt_len: int, text: PromptText, config: ScoringConfig
 ) -> tuple[Ask, ...]:
-    """Return the lines that may ask beside the last one, in reading order, at most 256 tokens in all.
+    """Return the lines that may ask beside the last one, in reading order: a sixteenth of the prompt, 64 to 256 tokens.
 
     None if the last line of the last user message is a question, and no other line is.
 
@@ -98,7 +99,7 @@ def possible_questions(
     others = [line for line in ends if line.end < end]
     if any(line.end > end - config.question_rows[1] for line in asking):  # as in "Who is it? Answer in one word."
         others = []
-    chosen, left = [], _ROWS
+    chosen, left = [], min(_ROWS[1], max(_ROWS[0], prompt_len // _PART))
     for line in dict.fromkeys([*asking, *others]):
         if line.end - line.start <= left:
             chosen.append(line)

@@ -143,7 +143,10 @@ def test_one_model_is_not_called_two(page: Page, live: Any, engine: FakeEngine, 
     engine.script = lambda request: [Progress("draft", 3, 12), release, *engine.tokens("Hello")]
     base, _ = live()
     page.open(base)
-    assert page.find("#models").text == "Model demo/target, its first layers choose what the others read, window of 100,000 tokens"
+    assert (
+        page.find("#models").text
+        == "Model demo/target, its first layers choose what the others read, window of 100,000 tokens"
+    )
     assert page.find("#intro").text.startswith("The model's first layers read all of it")
     page.set("#mode", "sparse")
     page.find("#question").send_keys("Hello", Keys.ENTER)

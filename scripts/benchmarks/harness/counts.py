@@ -13,6 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_specprefill import Engine, Event, GenerationRequest, Progress, SpecPrefillOptions
+from mlx_specprefill.engine.chunks import ChunkSizer
 from mlx_specprefill.engine.job import Job
 from mlx_specprefill.engine.loop import EngineCore
 
@@ -50,13 +51,18 @@ def count_steps(engine: Engine, sparse: bool, rows: int) -> list[dict[str, Any]]
     Kinds: chunks of the `draft` and of the target (`prefill`), `select`, `decode` of all rows in one batch, and
     `changing`, a decode step of fewer rows or in which rows join or leave.
     """
-    found, advance, decode = defaultdict[str, Counter[str]](Counter), Job.advance, EngineCore._decode
+    found, before_step = defaultdict[str, Counter[str]](Counter), Counter[str]()
+    begin, observe, decode = ChunkSizer.begin, ChunkSizer.observe, EngineCore._decode
 
-    def counted_advance(job: Job) -> Event | None:
-        before, event = counts.copy(), advance(job)
+    def counted_begin(chunks: ChunkSizer, job: Job) -> None:
+        begin(chunks, job)
+        before_step.clear()
+        before_step.update(counts)
+
+    def counted_observe(chunks: ChunkSizer, job: Job, event: Event) -> None:
         if isinstance(event, Progress) and event.done:
-            found[event.stage] |= counts - before
-        return event
+            found[event.stage] |= counts - before_step
+        observe(chunks, job, event)
 
     def counted_decode(core: EngineCore) -> None:
         before, batch = counts.copy(), core._rows._batch
@@ -67,7 +73,10 @@ def count_steps(engine: Engine, sparse: bool, rows: int) -> list[dict[str, Any]]
 
     prompts = np.random.default_rng(0).integers(10, engine.pair.vocab_size, (rows, 256)).tolist()
     requests = [GenerationRequest(prompt, 48, specprefill=SpecPrefillOptions(sparse)) for prompt in prompts]
-    wrapped = patch.multiple(Job, advance=counted_advance), patch.multiple(EngineCore, _decode=counted_decode)
+    wrapped = (
+        patch.multiple(ChunkSizer, begin=counted_begin, observe=counted_observe),
+        patch.multiple(EngineCore, _decode=counted_decode),
+    )
     with counted() as counts, wrapped[0], wrapped[1], ThreadPoolExecutor(rows) as clients:
         list(clients.map(lambda request: list(engine.generate(request)), requests))
     how = {"sparse": sparse, "rows": rows}

@@ -1,4 +1,4 @@
-"""The access log: one line per request with its id, path, status, times and token counts, never any content.
+"""The access log: the fields that are logged of each request (id, path, status, times, tokens), never any content.
 
 The id and the deadline of the current request are read from here.
 """

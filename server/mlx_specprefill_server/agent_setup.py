@@ -1,4 +1,4 @@
-"""The known agents: their configuration files and the required values.
+"""The agents that `mlx-specprefill connect` knows: their configuration files and the required values.
 
 Every setting was run with the version that docs/clients names, except Zed and Open WebUI, which need a screen.
 """

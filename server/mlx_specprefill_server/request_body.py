@@ -1,4 +1,4 @@
-"""Request bodies: read, decompressed, parsed and validated in bounded time and memory; wrong fields are named."""
+"""Request bodies, read in bounded time: one that is too large, no JSON or has a wrong field is refused."""
 
 from __future__ import annotations
 

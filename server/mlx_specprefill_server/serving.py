@@ -1,4 +1,4 @@
-"""From any dialect's body to the engine's requests (limits, sampling, grammars), and to the response."""
+"""From any dialect's body to the engine's request (limit of tokens, sampling, grammars), and to the response."""
 
 from __future__ import annotations
 

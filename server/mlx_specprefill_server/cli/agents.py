@@ -1,4 +1,4 @@
-"""`mlx-specprefill connect` and `warm`: what an agent needs of a running server."""
+"""The commands `connect` and `warm`: they ask a running server, write an agent's files, and read its prompt before."""
 
 from __future__ import annotations
 

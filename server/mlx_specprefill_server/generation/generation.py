@@ -1,4 +1,4 @@
-"""The bridge between MLX thread and event loop: events to deltas, keep-alives, deadlines, clients that read too slowly.
+"""Events of the MLX thread become deltas: keep-alive signs, deadlines, clients that read a stream too slowly.
 
 Events arrive through `ThreadsafeCalls`. Everything else in this module runs on the event loop.
 """

@@ -9,7 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from .options import PairOptions, SettingsCommand, takes_pair, takes_settings
+from .options import PairOptions, takes_pair
+from .serve_options import SettingsCommand, takes_settings
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 

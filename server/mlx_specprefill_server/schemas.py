@@ -1,4 +1,4 @@
-"""JSON schemas: the one answer to what may stand in a place. Parsers of calls and grammars that force them both ask it.
+"""JSON schemas with `$ref` followed: the one answer to what may stand in a place, for parsers and grammars of calls.
 
 Clients write the schemas: whatever in them is no schema allows anything.
 """

@@ -1,4 +1,4 @@
-"""The output format of a model, detected from its chat template and vocabulary."""
+"""The table of output formats (tool calls, reasoning), and the one that a model writes, by template and vocabulary."""
 
 from __future__ import annotations
 

@@ -312,10 +312,7 @@ class Prefiller:
             model = active.drafting.reading(model, indices)
         ends = self._ends(indices.size, tuple(stops))
         try:
-            for fed, output in feed(model, cache, active.request.prompt[indices], kept, ends):
-                if output is not None:
-                    logits = output[:, -1, :]
-                    mx.eval(logits)
+            for fed, logits in feed(model, cache, active.request.prompt[indices], kept, ends, logits=True):  # noqa: B007
                 if fed in stops:
                     self._store(active, stops[fed])
                 yield Progress("prefill", before + fed, before + indices.size)
@@ -323,6 +320,7 @@ class Prefiller:
             if fed and kept is None:
                 self._store(active, start + fed)
             raise
+        assert logits is not None, "the last token's were asked for"
         return logits
 
     def _store(self, active: ActiveRequest, length: int) -> None:

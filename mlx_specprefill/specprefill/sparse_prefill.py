@@ -34,17 +34,19 @@ def feed(
     tokens: TokenIds,
     positions: npt.NDArray[np.int32] | None,
     ends: Iterable[int],
+    logits: bool = False,
 ) -> Generator[tuple[int, mx.array | None], None, None]:
-    """Feed tokens, forward by forward. Yield after each the count of fed tokens, and the output of the last one.
+    """Feed tokens, forward by forward. Yield after each the count of fed tokens, and None or the last token's logits.
 
     After a sparse prefill the cache decodes from the next position although it holds fewer tokens.
 
     Args:
-        model: called as `model(tokens, cache=cache)` with tokens (1, L). An output that is not used is never computed.
+        model: called as `model(tokens, cache=cache)` with tokens (1, L). Its other output is never computed.
         cache: positioned, if there are positions; any mlx-lm cache without.
         tokens: N token ids.
         positions: int32 (N,), ascending, or those of recalled tokens; None: they follow what the cache holds.
         ends: counts of tokens at which forwards end, ascending, up to N. Each is asked for before its forward.
+        logits: compute those of the last token, (1, V), in the model's dtype.
 
     Raises:
         SparseUnsupportedError: the cache can't hold positions.
@@ -56,8 +58,9 @@ def feed(
         if positions is not None:
             place(cache, positions[start:end])
         output = model(ids[:, start:end], cache=cache)
-        mx.eval([part.state for part in cache])
-        yield end, output if end == ids.shape[1] else None
+        wanted = output[:, -1, :] if logits and end == ids.shape[1] else None
+        mx.eval(wanted, [part.state for part in cache])
+        yield end, wanted
         start = end
 
 

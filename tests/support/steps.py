@@ -32,11 +32,12 @@ def prefill(
     """
     ids = np.asarray(prompt, dtype=np.int32)
     tokens, positions = (ids, None) if kept is None else (ids[kept], kept + np.int32(offset))
-    output = None
-    for fed, output in feed(model, cache, tokens, positions, forward_ends(tokens.size, lambda: step, cuts)):  # noqa: B007
+    logits = None
+    ends = forward_ends(tokens.size, lambda: step, cuts)
+    for fed, logits in feed(model, cache, tokens, positions, ends, logits=True):  # noqa: B007
         yield fed
-    assert output is not None
-    return output[:, -1, :]
+    assert logits is not None
+    return logits
 
 
 def recall(

@@ -37,9 +37,7 @@ def prefill(model: Any, cache: list[Any], prompt: Sequence[int], kept: np.ndarra
     """Return the logits of the last token, (1, V), after the kept ones (N,); None: after all."""
     ids = np.asarray(prompt, dtype=np.int32)
     tokens = ids if kept is None else ids[kept]
-    *_, (_, output) = feed(model, cache, tokens, kept, forward_ends(tokens.size, lambda: step))
-    logits = output[:, -1, :]
-    mx.eval(logits)
+    *_, (_, logits) = feed(model, cache, tokens, kept, forward_ends(tokens.size, lambda: step), logits=True)
     return logits
 
 

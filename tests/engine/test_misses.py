@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from mlx_specprefill import CacheLabel, Engine, EngineConfig, Finished, GenerationRequest, PrefillReport, PromptSpan
+from mlx_specprefill.engine.misses import explain_miss
 from tests.support.tiny import generated, random_prompt, tiny_pair
 
 PROMPT = random_prompt(2600)
@@ -57,17 +59,14 @@ ASKED_AGAIN = (*TURNS, PromptSpan("user", 810, 814, 2590, 2600))
         (ASKED_AGAIN, 900, True),  # in the last question, behind the same first one
     ],
 )
-def test_only_one_conversation_s_own_words_are_quoted(
-    engine: Engine, spans: tuple[PromptSpan, ...], place: int, shown: bool
-) -> None:
+def test_only_one_conversation_s_own_words_are_quoted(spans: tuple[PromptSpan, ...], place: int, shown: bool) -> None:
     changed = (*PROMPT[:place], (PROMPT[place] + 1) % 50, *PROMPT[place + 1 :])
-    read(engine, PROMPT)
-    _, last = generated(engine.generate(GenerationRequest(changed, 2, spans=spans, label=KEY)))
-    assert isinstance(last, Finished)
-    assert last.report.miss is not None
-    assert last.report.miss.token == place
-    assert (last.report.miss.was is not None) == shown
-    assert last.report.miss.now
+    request = GenerationRequest(changed, 2, spans=spans)
+    miss = explain_miss(request, (place, [np.array(PROMPT, dtype=np.int32)]), lambda ids: " ".join(map(str, ids)))
+    assert miss is not None
+    assert miss.token == place
+    assert miss.was == (str(PROMPT[place]) if shown else None)
+    assert miss.now == str(changed[place])
 
 
 def test_another_key_never_learns_of_it(engine: Engine) -> None:

@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .adapters.depth import first_layers, full_draft_model, layers_of
+from .adapters.depth import FirstLayers, first_layers, full_draft_model, layers_of
 from .adapters.gguf import is_gguf
 from .adapters.heads import DraftHeads, read_heads, shipped_heads
 from .adapters.mtp import MTPHead, load_mtp_head
@@ -409,6 +409,8 @@ def _split_target(target: nn.Module, draft: nn.Module | None, ranks: Ranks | Non
     model = staged_model(target, draft)
     refusal = None if isinstance(model, StagedModel) else model
     refusal = broadcast(ranks, "staged", lambda: refusal)
+    if refusal is not None and isinstance(draft, FirstLayers) and draft.whole is target:
+        log.warning("no prefill in stages, the first layers read twice: %s", refusal)
     return model if isinstance(model, StagedModel) and refusal is None else Refused(str(refusal))
 
 

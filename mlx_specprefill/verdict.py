@@ -23,7 +23,8 @@ class Verdict:
         reason: why there is no comparison; empty with one.
         tokens: int32, those of the answer.
         is_sampled: the tokens were drawn, not the likeliest ones.
-        agrees: bool. The token is full reading's own choice; of a sampled answer, full reading could have drawn it.
+        agrees: bool. The token is full reading's own choice, but for the rounding of logits; of a sampled answer, full
+            reading could have drawn it.
         counted: bool. A grammar or budget did not decide on the token: more than one was allowed, and full reading's
             favourite was among them.
         own: int32, full reading's own choices under the request's penalties and grammar.

@@ -1,14 +1,15 @@
 """Checks at start-up: the model follows explicit positions, its hidden values fit into float16, its draft serves it.
 
 The verified table covers architectures; a checkpoint can enable an untested variant. A few forwards of at most 12
-tokens compare the position mapping with ordinary forwards of the same model. Nothing is kept.
+tokens compare the position mapping with ordinary forwards of the same model, layer by layer on the same hidden states:
+rounding does not accumulate, and no other layer hides what one does. Nothing is kept.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,6 +22,7 @@ from ..distributed.ranks import Ranks, broadcast
 from ..errors import SparseUnsupportedError
 from .depth import FirstLayers, Observed, layers_of, replace_layers
 from .registry import adapter_for, architecture_of
+from .relay import Hidden, Relay
 from .staged import StagedModel
 
 Positions = npt.NDArray[np.int32]
@@ -30,6 +32,7 @@ TOKENS = [(7 * i + 3) % 29 for i in range(_COUNT)]  # every vocabulary has small
 _GAPPED = np.array([0, 1, 2, 9, 10, 23, 24, 40, 41, 58, 77, 90], dtype=np.int32)
 _SPLIT = 5  # the gapped prompt has two chunks: the second one meets a cache with gaps
 _SHIFT = 7
+# What one layer's rounding may change, relative to the largest value. Keys rotated by other angles differ by some .3.
 _TOLERANCE = {mx.float32: 1e-3, mx.float16: 1e-2, mx.bfloat16: 4e-2}
 
 FLOAT16_MAX = 65504.0
@@ -60,9 +63,9 @@ def probe_quantized(model: nn.Module, cache: list[Any], bits: int) -> str | None
     """
 
     def check() -> None:
-        _forward(model, cache, [_COUNT])
+        mx.eval(model(mx.array([TOKENS]), cache=cache))
         quantized, _ = quantize_kv(cache, bits)
-        _forward(model, quantized, [1])
+        mx.eval(model(mx.array([TOKENS[:1]]), cache=quantized))
 
     return _refusal(check, "its attention can't read quantised keys and values")
 
@@ -90,81 +93,117 @@ def probe_staged(model: StagedModel) -> str | None:
 
 
 def _probe_parts(model: StagedModel) -> str | None:
-    stock, tolerance = _stock(model.whole)
-    contiguous = np.arange(_COUNT, dtype=np.int32)
-    if not _distance(_in_parts(model, contiguous, [_SPLIT, _COUNT - _SPLIT])[:_COUNT], stock) < tolerance:
+    relay = Relay(model.whole)
+    parts, tolerance = StagedModel(relay.model, model.count), _tolerance(model.whole)
+    stock = _feed(relay, make_prompt_cache(model.whole), [_COUNT])
+    contiguous = _in_parts(parts, relay, np.arange(_COUNT, dtype=np.int32), [_SPLIT, _COUNT - _SPLIT])
+    if not _agree(contiguous._replace(logits=contiguous.logits[:_COUNT]), stock, tolerance):
         return "its layers in two parts differ from the model"
-    chunks, single = (_in_parts(model, _GAPPED, sizes) for sizes in ([_SPLIT, _COUNT - _SPLIT], [1] * _COUNT))
-    if not _distance(chunks, single) < tolerance:
+    relay.given = {}
+    single = _in_parts(parts, relay, _GAPPED, [1] * _COUNT)
+    relay.given = single.hidden
+    if not _agree(_in_parts(parts, relay, _GAPPED, [_SPLIT, _COUNT - _SPLIT]), single, tolerance):
         return "behind the first layers, a chunk with gaps differs from the same tokens fed one by one"
     return None
 
 
-def _in_parts(model: StagedModel, positions: Positions, sizes: Sequence[int]) -> mx.array:
+def _in_parts(model: StagedModel, relay: Relay, positions: Positions, sizes: Sequence[int]) -> _Run:
     """Run the first layers over a longer text, the others over the probe's tokens at `positions` in chunks, then the
-    model over one more; return the logits (13, V).
+    model over one more token.
     """
     text = np.arange(positions[-1] + 1, dtype=np.int32) % 29
     text[positions] = TOKENS
     cache = make_positioned_cache(model.whole)
     lower, upper = model.split(cache)
+    relay.expect(range(text.size) if text.size == _COUNT else range(0))
     hidden = model.lower(mx.array(text)[None], cache=lower)[:, mx.array(positions)]
 
-    def read(tokens: mx.array, start: int) -> mx.array:
-        return model.upper(tokens, hidden[:, start : start + tokens.shape[1]], upper)
+    def read(tokens: mx.array, part: slice) -> Any:
+        place(upper, positions[part])
+        return model.upper(tokens, hidden[:, part], upper)
 
-    logits, start = [], 0
-    for size in sizes:
-        place(upper, positions[start : start + size])
-        logits.append(read(mx.array(TOKENS[start : start + size])[None], start)[0])
-        mx.eval(logits[-1], [part.state for part in cache])
-        start += size
+    logits = _in_chunks(relay, read, sizes)
     model.unite(cache, positions)
+    relay.expect(range(_COUNT, _COUNT + 1))
     logits.append(model.whole(mx.array([TOKENS[:1]]), cache=cache)[0])
-    return mx.concatenate(logits)
+    return _Run(mx.concatenate(logits), relay.arrived(), _keys(upper))
 
 
 def _probe(model: nn.Module) -> str | None:
-    stock, tolerance = _stock(model)
+    relay, tolerance = Relay(model), _tolerance(model)
+    stock = _feed(relay, make_prompt_cache(model), [_COUNT])
     contiguous = np.arange(_COUNT, dtype=np.int32)
-    gapped = _at_positions(model, _GAPPED)
+    gapped = _at_positions(relay, _GAPPED)
     # Single tokens have one integer offset: mlx-lm's own path through every RoPE.
-    single = _forward(model, make_positioned_cache(model), [1] * _COUNT, lambda cache, at: place(cache, _GAPPED[at]))
-    if not all(bool(mx.isfinite(logits).all().item()) for logits in (stock, gapped, single)):
+    single = _feed(relay, make_positioned_cache(model), [1] * _COUNT, lambda cache, at: place(cache, _GAPPED[at]))
+    if not all(bool(mx.isfinite(run.logits).all().item()) for run in (stock, gapped, single)):
         return "its logits are not finite"
-    if not _distance(_at_positions(model, contiguous), stock) < tolerance:
+    if not _agree(_at_positions(relay, contiguous)._replace(keys=[]), stock, tolerance):
         return "explicit contiguous positions change its logits"
-    if not _distance(gapped, single) < tolerance:
+    if not _agree(gapped, single, tolerance):
         return "a chunk with gaps differs from the same tokens fed one by one"
     if adapter_for(architecture_of(model)).absolute:
         return None
-    if not _distance(_at_positions(model, _GAPPED + _SHIFT), gapped) < 2 * tolerance:  # other angles, other rounding
+    moved = _at_positions(relay, _GAPPED + _SHIFT)._replace(keys=[])  # keys turn with their positions
+    if not _agree(moved, gapped, 2 * tolerance):  # other angles, other rounding
         return "moving all positions by the same amount changes its logits"
     return None
 
 
-def _forward(
-    model: nn.Module, cache: list[Any], sizes: Sequence[int], before: Callable[[list[Any], slice], None] | None = None
-) -> mx.array:
-    """Feed the probe's tokens in chunks of `sizes`; return their logits, (12, V)."""
-    logits, start = [], 0
-    for size in sizes:
-        part = slice(start, start + size)
+class _Run(NamedTuple):
+    """A forward of the probe's tokens.
+
+    Attributes:
+        logits: (T, V).
+        hidden: what came to each layer, by layer, call and token, each (1, 1, ...).
+        keys: what the layers stored of each token, (1, heads, T, D).
+    """
+
+    logits: mx.array
+    hidden: Hidden
+    keys: list[mx.array]
+
+
+def _feed(
+    relay: Relay, cache: list[Any], sizes: Sequence[int], before: Callable[[list[Any], slice], None] | None = None
+) -> _Run:
+    """Feed the probe's tokens in chunks of `sizes`. Later runs give the layers what came to them in the first."""
+
+    def read(tokens: mx.array, part: slice) -> Any:
         if before is not None:
             before(cache, part)
-        logits.append(model(mx.array(TOKENS[part])[None], cache=cache)[0])
+        return relay.model(tokens, cache=cache)
+
+    logits = _in_chunks(relay, read, sizes)
+    hidden = relay.arrived()
+    relay.given = relay.given or hidden
+    return _Run(mx.concatenate(logits), hidden, _keys(cache))
+
+
+def _in_chunks(relay: Relay, read: Callable[[mx.array, slice], Any], sizes: Sequence[int]) -> list[mx.array]:
+    """Return the logits (T, V) of each chunk."""
+    logits, start = [], 0
+    for size in sizes:
+        relay.expect(range(start, start + size))
+        logits.append(read(mx.array([TOKENS[start : start + size]]), slice(start, start + size))[0])
         mx.eval(logits[-1])
         start += size
-    return mx.concatenate(logits)
+    return logits
 
 
-def _stock(model: nn.Module) -> tuple[mx.array, float]:
-    """Return the logits without any mapping, and their tolerance: some times the rounding of tokens fed one by one."""
-    logits, singly = (_forward(model, make_prompt_cache(model), sizes) for sizes in ([_COUNT], [1] * _COUNT))
-    return logits, max(_TOLERANCE.get(logits.dtype, 4e-2), 4 * _distance(logits, singly))
+def _keys(cache: Sequence[Any]) -> list[mx.array]:
+    """Return keys and values of all attention with positions, in the order of its layers. No ring is full yet."""
+    held = [part for part in leaves(cache) if isinstance(part, Positioned) and not part.empty()]
+    return [array[:, :, : part.slots] for part in held for array in part.inner.state[:2]]
 
 
-def _at_positions(model: nn.Module, positions: Positions) -> mx.array:
+def _tolerance(model: nn.Module) -> float:
+    """Return the tolerance of the type in which the model computes."""
+    hidden = model(mx.array([TOKENS[:1]]), cache=make_prompt_cache(model))
+    return _TOLERANCE.get(hidden.dtype, 4e-2)
+
+
+def _at_positions(relay: Relay, positions: Positions) -> _Run:
     def explicit(cache: list[Any], part: slice) -> None:
         """Set positions as a matrix even without gaps, so that the mapping runs."""
         on_device = mx.array(positions[part])[None]
@@ -172,15 +211,35 @@ def _at_positions(model: nn.Module, positions: Positions) -> mx.array:
             if isinstance(layer, Positioned):
                 layer._placed = (positions[part], on_device)
 
-    return _forward(model, make_positioned_cache(model), [_SPLIT, _COUNT - _SPLIT], explicit)
+    return _feed(relay, make_positioned_cache(relay.whole), [_SPLIT, _COUNT - _SPLIT], explicit)
+
+
+def _agree(one: _Run, other: _Run, tolerance: float) -> bool:
+    """Return whether two runs differ by rounding only, in what came to each layer, in the logits and in the keys."""
+    pairs = [(one.logits, other.logits), *_shared(one.hidden, other.hidden)]
+    for a, b in zip(one.keys, other.keys, strict=False):
+        if a.shape == b.shape:
+            pairs.append((mx.moveaxis(a[0], 1, 0), mx.moveaxis(b[0], 1, 0)))
+    return all(_distance(a, b) < tolerance for a, b in pairs)
+
+
+def _shared(one: Hidden, other: Hidden) -> list[tuple[mx.array, mx.array]]:
+    """Return what came to each call of a layer in both runs, (T, ...)."""
+    tokens: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    for key in sorted(one.keys() & other.keys()):
+        tokens.setdefault(key[:2], []).append(key)
+    return [
+        (mx.concatenate([one[key][0] for key in keys]), mx.concatenate([other[key][0] for key in keys]))
+        for keys in tokens.values()
+    ]
 
 
 def _distance(a: mx.array, b: mx.array) -> float:
-    """Return the median over tokens of the largest difference, relative to the largest logit.
+    """Return the median over tokens, the first axis, of the largest difference, relative to the largest value.
 
     In half precision a mixture-of-experts router may flip on one token, which does not affect the median.
     """
-    a, b = a.astype(mx.float32), b.astype(mx.float32)
+    a, b = (array.reshape(array.shape[0], -1).astype(mx.float32) for array in (a, b))
     worst = mx.abs(a - b).max(axis=-1) / mx.maximum(mx.abs(b).max(), 1e-9)
     return float(np.median(np.array(worst)))
 

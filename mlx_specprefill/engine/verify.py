@@ -85,10 +85,18 @@ class _Comparison:
             free, wanted = mx.argmax(wanted, axis=-1), self._process(mx.where(allowed, raw, -mx.inf))
             counted = mx.logical_and(free == mx.argmax(wanted, axis=-1), allowed.sum(axis=-1) > 1)
         own = mx.argmax(wanted, axis=-1).astype(mx.int32)
-        agrees = own == tokens if self._filtered is None else _of(self._filtered(wanted), tokens) > -mx.inf
+        agrees = self._reaches(wanted, tokens, _rounding(raw, logits.dtype))
         self._parts.append((agrees, counted, own, _of(scores, tokens), _of(scores, own)))
         mx.eval(self._parts[-1])
         self._done += tokens.size
+
+    def _reaches(self, wanted: mx.array, tokens: mx.array, rounding: mx.array) -> mx.array:
+        """Return whether each token is the choice, or could be drawn, if logits may be off by `rounding` (R, 1)."""
+        reached = _of(wanted, tokens)[:, None]
+        if self._filtered is None:
+            return (wanted <= reached + rounding).all(axis=-1)
+        lowered = mx.where(wanted > reached, wanted - rounding, wanted)
+        return _of(self._filtered(lowered), tokens) > -mx.inf
 
     def verdict(self, sparse: tuple[float, ...]) -> Verdict:
         agrees, counted, own, full, own_full = (
@@ -118,6 +126,14 @@ class _Comparison:
             masks.append(self._grammar.mask(size))
             self._grammar.accept(token)
         return mx.array(stack_masks(masks, size))
+
+
+def _rounding(logits: mx.array, dtype: mx.Dtype) -> mx.array:
+    """Return by how much a row's logits may differ between forwards of other sizes, (R, 1): two units in the last place
+    of its largest one, in the type in which the model has written them.
+    """
+    largest = mx.where(mx.isfinite(logits), mx.abs(logits), 0).max(axis=-1, keepdims=True)
+    return largest * mx.finfo(dtype).eps
 
 
 def _of(table: mx.array, tokens: mx.array) -> mx.array:

@@ -115,7 +115,7 @@ def build(name: str, dtype: mx.Dtype | None = None, seed: int = 0, times: int = 
     """
     mx.random.seed(seed)
     model = _construct(name, times)
-    model.update(tree_map(_perturbed, model.parameters()))
+    model.update(tree_map(perturbed, model.parameters()))
     precision.cast(model, dtype)
     model.eval()
     mx.eval(model.parameters())
@@ -145,7 +145,7 @@ def has_experts(name: str) -> bool:
     return precision.gathers(_construct(name))
 
 
-def _perturbed(parameter: mx.array) -> mx.array:
+def perturbed(parameter: mx.array) -> mx.array:
     """Norms of one, zero biases, zero sinks: a constant would hide what it multiplies."""
     if not mx.issubdtype(parameter.dtype, mx.floating) or parameter.size < 2:
         return parameter

@@ -34,7 +34,8 @@ def gpt_oss(layers: int) -> dict[str, Any]:
     return {
         "model_type": "gpt_oss", "num_hidden_layers": layers, "num_local_experts": 32, "num_experts_per_tok": 4,
         "hidden_size": 192, "intermediate_size": 192, "head_dim": 16, "num_attention_heads": 8, "sliding_window": 128,
-        "rope_theta": 150000, "rope_scaling": YARN, "layer_types": ["sliding_attention", "full_attention"] * (layers // 2),
+        "rope_theta": 150000, "rope_scaling": YARN,
+        "layer_types": ["sliding_attention", "full_attention"] * (layers // 2),
     } | SIZES  # fmt: skip
 
 

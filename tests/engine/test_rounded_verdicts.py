@@ -1,0 +1,101 @@
+"""In half precision full reading agrees with its own answer, though forwards of other sizes round otherwise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_specprefill import GenerationRequest, SamplingParams, Verdict
+from mlx_specprefill.engine.verify import _Comparison
+from tests.support.oracle import build, on_the_cpu_unfused
+from tests.support.precision import float32_only
+from tests.support.rounding import HALVES, rounded
+
+pytestmark = float32_only("it rounds by itself")
+ANSWER, PROMPT = 100, 40
+FOUND = 0.3  # nats
+TOP_P = SamplingParams(temperature=1.0, top_p=0.5, seed=1)
+EACH = pytest.mark.parametrize(
+    ("half", "answers"), [(half, n) for half in HALVES for n in (3, pytest.param(20, marks=pytest.mark.nightly))]
+)
+
+
+@pytest.fixture(autouse=True)
+def _on_the_cpu() -> Iterator[None]:
+    with on_the_cpu_unfused():
+        yield
+
+
+def prompt(seed: int) -> list[int]:
+    return [int(token) for token in np.random.default_rng(seed).integers(0, 120, PROMPT)]
+
+
+def greedy(model: nn.Module, seed: int) -> list[int]:
+    """An answer, one token per forward."""
+    cache = make_prompt_cache(model)
+    logits, answer = model(mx.array([prompt(seed)]), cache=cache)[0, -1], []
+    for _ in range(ANSWER):
+        answer.append(int(mx.argmax(logits).item()))
+        logits = model(mx.array([answer[-1:]]), cache=cache)[0, -1]
+    return answer
+
+
+def read_again(model: nn.Module, seed: int, answer: list[int], sampling: SamplingParams) -> tuple[Verdict, mx.array]:
+    """The verdict of full reading on an answer, and the logits (T, V) by which it chose."""
+    cache = make_prompt_cache(model)
+    first = model(mx.array([prompt(seed)]), cache=cache)[0, -1:]
+    rest = model(mx.array([answer]), cache=cache)[0]
+    comparison = _Comparison(GenerationRequest(prompt(seed), ANSWER, sampling), None, tuple(answer), first.shape[-1])
+    comparison.read(first)
+    comparison.read(rest)
+    return comparison.verdict(tuple([0.0] * len(answer))), mx.concatenate([first, rest[:-1]])
+
+
+@EACH
+def test_full_reading_agrees_with_itself(half: str, answers: int) -> None:
+    model = rounded(build("llama"), HALVES[half])
+    for seed in range(answers):
+        verdict, _ = read_again(model, seed, greedy(model, seed), SamplingParams())
+        assert verdict.word == "same", verdict.first
+
+
+def test_the_oracle_meets_tokens_that_rounding_decides() -> None:
+    model = rounded(build("llama"), HALVES["bf16"])
+    verdicts = [read_again(model, seed, greedy(model, seed), SamplingParams())[0] for seed in range(3)]
+    assert any((verdict.own != verdict.tokens).any() for verdict in verdicts)
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_a_difference_that_is_no_rounding_is_found(half: str) -> None:
+    """At one place of the answer stands a token that is less likely by .3 nats and more."""
+    model = rounded(build("llama"), HALVES[half])
+    answer = greedy(model, 0)
+    _, logits = read_again(model, 0, answer, SamplingParams())
+    for place in (0, 17, 60):
+        row = np.array(logits[place].astype(mx.float32))
+        behind = np.flatnonzero(row < row.max() - FOUND)
+        planted = [*answer[:place], int(behind[row[behind].argmax()])]
+        assert read_again(model, 0, planted, SamplingParams())[0].first == place
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_a_drawn_token_at_the_edge_of_top_p_is_within_reach(half: str) -> None:
+    """One that is by a rounding below the last token within reach agrees, one far below it does not."""
+    model = rounded(build("llama"), HALVES[half])
+    _, logits = read_again(model, 0, prompt(1), TOP_P)
+    row = np.array(logits[0].astype(mx.float32)).astype(np.float64)
+    order = np.argsort(-row, kind="stable")
+    shares = np.exp(row[order] - row.max())
+    shares /= shares.sum()
+    last = int(np.flatnonzero(shares.cumsum() >= TOP_P.top_p)[0])
+    rounding = float(np.abs(row).max()) * math.ldexp(1, {"bf16": -7, "fp16": -10}[half])
+    near = [int(token) for token in order[last + 1 :] if row[order[last]] - row[token] < rounding / 2]
+    for token in [int(order[last]), *near]:
+        assert read_again(model, 0, [token], TOP_P)[0].agrees.tolist() == [True]
+    assert read_again(model, 0, [int(order[-1])], TOP_P)[0].agrees.tolist() == [False]

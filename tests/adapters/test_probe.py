@@ -19,7 +19,7 @@ from tests.support.precision import float32_only, numbers
 
 VERIFIED = [name for name, tiny in tiny_models().items() if adapter_for(tiny.architecture).sparse_refusal is None]
 FLAT = float32_only("its attention is so flat that gaps change its logits by less than half precision does")
-HALF = ["llama", "llama+window", "qwen3", "qwen3_5", "nemotron_h", "gemma3_text", "gemma2", "lfm2"]
+HALF = ["llama", "llama+window", "qwen3", "qwen3_5", "nemotron_h", "gemma3_text", "gemma2", "lfm2", "gemma3n"]
 
 
 @pytest.fixture(autouse=True)

@@ -60,6 +60,10 @@ SHAPES = {
     "qwen3.5-35b": qwen3_5(40, 256),
     "qwen3.5-122b": qwen3_5(48, 384),
 }
+REFUSALS = (
+    "explicit contiguous positions change its logits",
+    "a chunk with gaps differs from the same tokens fed one by one",
+)
 EACH = [name if name in ("gpt-oss", "qwen3.5") else pytest.param(name, marks=pytest.mark.nightly) for name in SHAPES]
 
 
@@ -102,7 +106,7 @@ def test_rounding_is_no_alarm(name: str, half: str) -> None:
 @pytest.mark.parametrize("name", EACH)
 def test_a_layer_that_ignores_offsets_is_one(name: str, half: str) -> None:
     model = with_a_layer_that_ignores_offsets(random_model(name))
-    assert probe_sparse(rounded(model, HALVES[half])) == "a chunk with gaps differs from the same tokens fed one by one"
+    assert probe_sparse(rounded(model, HALVES[half])) in REFUSALS
 
 
 @pytest.mark.parametrize("half", HALVES)

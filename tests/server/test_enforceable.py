@@ -40,6 +40,7 @@ LEFT_OUT = [
     ({"pattern": r"(a)\1"}, "`pattern` at the top is not supported: look-around and back-references"),
     ({"patternProperties": {"(?!a)": {}}}, "`patternProperties` at the top is not supported: look-around"),
     ({"$ref": "https://example.com/a.json"}, "`$ref` at the top is not supported to another document"),
+    ({"type": []}, "`type` at the top is not supported for []"),
     ({"oneOf": [{"type": "string"}, {"minLength": 3}]}, "`oneOf` at the top is taken as anyOf"),
     ({"oneOf": [{"const": 1}, {"enum": [2, 1]}]}, "`oneOf` at the top is taken as anyOf"),
     *(({word: {"a": ["b"]}}, f"`{word}` at the top") for word in ("dependentRequired", "dependencies")),

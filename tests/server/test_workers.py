@@ -130,3 +130,10 @@ def test_a_failed_call_is_over() -> None:
     asyncio.run(fail())
     time.sleep(0.01)
     assert (workers.waiting, workers.longest_s) == (0, 0.0)
+
+
+def test_a_call_that_ends_like_an_iterator_fails_and_does_not_hang() -> None:
+    workers = Workers(1)
+    with pytest.raises(RuntimeError, match="ended like an iterator"):
+        asyncio.run(asyncio.wait_for(workers.run(lambda: next(iter(()))), 60))
+    workers.close()

@@ -151,7 +151,7 @@ def every_place(client: TestClient, path: str) -> Iterator[tuple[dict[str, Any],
             yield body, way
 
 
-@pytest.mark.nightly
+@pytest.mark.extended
 @pytest.mark.parametrize("path", BODIES)
 def test_no_type_in_any_place_is_a_failure_of_the_server(lasting: TestClient, path: str) -> None:
     """Two values in a place, others in the next: each value in many places."""

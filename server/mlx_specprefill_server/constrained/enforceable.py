@@ -144,9 +144,9 @@ class EnforceableSchema:
             beyond = [word for word in group if word in schema and not _is_ordinary(schema[word])]
             alone = [word for word in beyond if self._is_refused(schema, [word])]
             self._remove(alone, schema, path, "is beyond what can be enforced")
-            while beyond and self._is_refused(schema, group):
-                worst = next(word for word in group if word in schema)
-                self._remove([worst], schema, path, "can't be enforced beside the other limits")
+            left = [word for word in group if word in schema]
+            while beyond and left and self._is_refused(schema, group):
+                self._remove([left.pop(0)], schema, path, "can't be enforced beside the other limits")
 
     def _remove(self, words: Iterable[str], schema: Schema, path: tuple[str, ...], why: str) -> None:
         for word in words:
@@ -227,7 +227,8 @@ def _differ(branches: Sequence[_Branch]) -> bool:
 
 
 def _names_types(value: Any) -> bool:
-    return all(isinstance(name, str) and name in TYPES for name in (value if isinstance(value, list) else [value]))
+    names = value if isinstance(value, list) else [value]
+    return bool(names) and all(isinstance(name, str) and name in TYPES for name in names)
 
 
 def _is_beyond(patterns: str | Mapping[str, Any]) -> bool:

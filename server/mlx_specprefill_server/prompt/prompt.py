@@ -306,6 +306,8 @@ class Workers:
         self._begun[job] = time.monotonic()
         try:
             return call()
+        except StopIteration as error:
+            raise RuntimeError("a call ended like an iterator") from error  # a future would never get a StopIteration
         finally:
             del self._begun[job]
 

@@ -175,10 +175,10 @@ class BackgroundPrefill:
         self._to_verify += turn.is_to_verify
         return self._samples and turn.is_to_verify and self._to_verify % _EVERY == 0
 
-    def make_job(self, turn: IdleTurn, uid: int) -> Job:
-        """Return the job of a turn that does not wait for idle time."""
-        need = self._memory.need_idle(len(turn.tokens), dense=True)
-        return Job(uid, self._steps(turn), need, on_end=partial(self._finish, turn), rereads=turn.request)
+    def make_job(self, turn: IdleTurn, uid: int, background: bool = False) -> Job:
+        """Return the job of a turn. In the background, no request waits for it."""
+        need, on_end = self._memory.need_idle(len(turn.tokens), not turn.drafts), partial(self._finish, turn)
+        return Job(uid, self._steps(turn), need, on_end=on_end, background=background, rereads=turn.request)
 
     def _is_expecting(self, turn: IdleTurn) -> bool:
         return turn.handle.expecting
@@ -211,13 +211,11 @@ class BackgroundPrefill:
             if self._is_expecting(turn) and not self._is_expecting(now):
                 self._now[1].cancel()  # its finished steps stay in the cache, and its turn in the queue
             return None
-        need = self._memory.need_idle(len(turn.tokens), not turn.drafts)
-        if not self._memory.reserve_free(uid, need):
+        job = self.make_job(turn, uid, background=True)
+        if not self._memory.reserve_free(uid, job.need):
             log.info("no memory to read %d tokens in idle time", len(turn.tokens))
             self._give_up(turn, "there was no memory to read the prompt in full")
             return None
-        on_end = partial(self._finish, turn)
-        job = Job(uid, self._steps(turn), need, on_end=on_end, background=True, rereads=turn.request)
         self._now = turn, job.handle
         return job
 

@@ -24,6 +24,24 @@ from ..facts import Turn
 from .base import Item, Space, Task
 from .code_qa import lines_around
 
+# A sentence to find, the question that it answers, and the answer.
+_ENGLISH = """\
+All identifiers are converted into the normal form|Into which normal form are identifiers converted?|NFKC
+the debugger will pause execution just before|Before which line of a module will the debugger pause execution?|first
+Zero and negative values of *n* clear the sequence.|What do zero and negative values of n do to a sequence?|clear
+The unary "~" (invert) operator yields|What does the unary invert operator yield?|bitwise inversion
+are used to create anonymous functions|What are lambda expressions used to create?|anonymous functions
+Private names are transformed to a longer form|To what are private names transformed?|longer form
+Some objects contain references to “external” resources|Which external resources do some objects refer to?|open files"""
+_GERMAN = """\
+Das Amt des Bundespräsidenten dauert|Wie lange dauert das Amt des Bundespräsidenten?|fünf Jahre
+Die Bundesflagge ist|Welche Farben hat die Bundesflagge?|schwarz-rot-gold
+Die Hauptstadt der Bundesrepublik Deutschland ist|Welche Stadt ist die Hauptstadt der Bundesrepublik?|Berlin
+Wahlberechtigt ist, wer|Welches Lebensjahr muß vollendet haben, wer wahlberechtigt ist?|achtzehnte
+Der Bundestag tritt spätestens|Wann nach der Wahl tritt der Bundestag spätestens zusammen?|dreißigsten Tag
+Der Bundesrat wählt seinen Präsidenten|Für wie lange wählt der Bundesrat seinen Präsidenten?|ein Jahr
+bestimmt die Richtlinien der Politik|Wer bestimmt die Richtlinien der Politik?|Bundeskanzler
+Begnadigungsrecht|In welchen Fällen übt er das Begnadigungsrecht aus?|Einzelfalle"""
 # What other programs write around a question: Aider, Cline, Open WebUI, LangChain, Claude Code.
 _EDIT_RULES = """
 # *SEARCH/REPLACE block* Rules:
@@ -140,24 +158,6 @@ PLACES = {
     "turn_before": Place((Turn("$question", "Please send me the text."), Turn("$document", ""))),
     "between": _alone("$first\n\n$question\n\n$second"),
 }
-
-_ENGLISH = """\
-All identifiers are converted into the normal form|Into which normal form are identifiers converted?|NFKC
-the debugger will pause execution just before|Before which line of a module will the debugger pause execution?|first
-Zero and negative values of *n* clear the sequence.|What do zero and negative values of n do to a sequence?|clear
-The unary "~" (invert) operator yields|What does the unary invert operator yield?|bitwise inversion
-are used to create anonymous functions|What are lambda expressions used to create?|anonymous functions
-Private names are transformed to a longer form|To what are private names transformed?|longer form
-Some objects contain references to “external” resources|Which external resources do some objects refer to?|open files"""
-_GERMAN = """\
-Das Amt des Bundespräsidenten dauert|Wie lange dauert das Amt des Bundespräsidenten?|fünf Jahre
-Die Bundesflagge ist|Welche Farben hat die Bundesflagge?|schwarz-rot-gold
-Die Hauptstadt der Bundesrepublik Deutschland ist|Welche Stadt ist die Hauptstadt der Bundesrepublik?|Berlin
-Wahlberechtigt ist, wer|Welches Lebensjahr muß vollendet haben, wer wahlberechtigt ist?|achtzehnte
-Der Bundestag tritt spätestens|Wann nach der Wahl tritt der Bundestag spätestens zusammen?|dreißigsten Tag
-Der Bundesrat wählt seinen Präsidenten|Für wie lange wählt der Bundesrat seinen Präsidenten?|ein Jahr
-bestimmt die Richtlinien der Politik|Wer bestimmt die Richtlinien der Politik?|Bundeskanzler
-Begnadigungsrecht|In welchen Fällen übt er das Begnadigungsrecht aus?|Einzelfalle"""
 
 
 def _prose(rng: random.Random, number: int, length: int) -> Asked:

@@ -38,6 +38,8 @@ from .lark import Lark
 from .unquoted import ForcedTool, Gemma, Keywords, Unquoted
 
 Tool = Mapping[str, Any]  # in the form of chat completions
+_OPEN = {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref", "if", "not"}
+_MOST_CALLS = 16  # calls in one answer; a weak model could write them without end
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +113,6 @@ def resolve_tool_choice(tools: Sequence[Tool], choice: ToolChoice) -> tuple[tupl
                 raise refusal("tool_choice", f"no tool is called {min(missing)!r}")
             return tuple(tool for tool in tools if tool_name(tool) in choice.names), choice.mode
     return tuple(tools), choice
-
-
-_OPEN = {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref", "if", "not"}
-_MOST_CALLS = 16  # calls in one answer; a weak model could write them without end
 
 
 def forced_tools(tools: Sequence[Tool], choice: ToolChoice) -> Sequence[Tool]:

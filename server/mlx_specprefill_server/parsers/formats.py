@@ -46,6 +46,34 @@ from .python_calls import read_python_calls
 from .tag_calls import read_functions, read_glm_body, tag_reader
 from .tagged import Bare, TaggedText
 
+BudgetMarks = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+
+THINK_TAGS: Mapping[str, tuple[str, str]] = {
+    "think": ("<think>", "</think>"),
+    "mistral": ("[THINK]", "[/THINK]"),
+    "gemma": ("<|channel>thought", "<channel|>"),
+    "seed": ("<seed:think>", "</seed:think>"),
+    "command": ("<|START_THINKING|>", "<|END_THINKING|>"),
+}
+# Marks around answers that say nothing.
+AROUND: Mapping[str | None, tuple[str, ...]] = {"command": ("<|START_RESPONSE|>", "<|END_RESPONSE|>")}
+# Marks in templates; the first one found decides. Gemma's and GLM's templates also have marks of later rows.
+MARKS: Sequence[tuple[ToolParser, tuple[str, ...]]] = (
+    ("harmony", ("<|channel|>", "<|message|>")),
+    ("gemma", GEMMA_4[:2]),
+    ("gemma", FUNCTION_GEMMA[:1]),
+    ("glm", ("<tool_call>", "<arg_key>")),
+    ("xml", ("<tool_call>", "<function=")),
+    ("minimax", (MINIMAX.call,)),
+    ("seed", (SEED.call,)),
+    ("kimi", (KIMI.section,)),
+    ("deepseek", (DEEPSEEK.section,)),
+    ("dsml", (DSML.call,)),
+    ("command", (COMMAND,)),
+    ("granite", (GRANITE,)),
+    ("mistral", (MISTRAL_TAG,)),
+    ("hermes", ("<tool_call>",)),
+)
 # Errors of parsers for well-formed calls on malformed ones.
 FAULTS = (ValueError, TypeError, LookupError, AttributeError, SyntaxError, ArithmeticError, RecursionError, MemoryError)
 
@@ -113,35 +141,6 @@ OWN: dict[str, ToolParser] = {CALL: "hermes", **{mark: name for name in READERS 
 
 # Calls without a tag.
 BARE, BARE_GEMMA = Bare(read_bare, "{", '{"name"'), Bare(read_bare_gemma, GEMMA_CALL, "")
-
-BudgetMarks = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-
-THINK_TAGS: Mapping[str, tuple[str, str]] = {
-    "think": ("<think>", "</think>"),
-    "mistral": ("[THINK]", "[/THINK]"),
-    "gemma": ("<|channel>thought", "<channel|>"),
-    "seed": ("<seed:think>", "</seed:think>"),
-    "command": ("<|START_THINKING|>", "<|END_THINKING|>"),
-}
-# Marks around answers that say nothing.
-AROUND: Mapping[str | None, tuple[str, ...]] = {"command": ("<|START_RESPONSE|>", "<|END_RESPONSE|>")}
-# Marks in templates; the first one found decides. Gemma's and GLM's templates also have marks of later rows.
-MARKS: Sequence[tuple[ToolParser, tuple[str, ...]]] = (
-    ("harmony", ("<|channel|>", "<|message|>")),
-    ("gemma", GEMMA_4[:2]),
-    ("gemma", FUNCTION_GEMMA[:1]),
-    ("glm", ("<tool_call>", "<arg_key>")),
-    ("xml", ("<tool_call>", "<function=")),
-    ("minimax", (MINIMAX.call,)),
-    ("seed", (SEED.call,)),
-    ("kimi", (KIMI.section,)),
-    ("deepseek", (DEEPSEEK.section,)),
-    ("dsml", (DSML.call,)),
-    ("command", (COMMAND,)),
-    ("granite", (GRANITE,)),
-    ("mistral", (MISTRAL_TAG,)),
-    ("hermes", ("<tool_call>",)),
-)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import { find, newId } from "./format.js";
 import { isSample, SAMPLE, sampleText } from "./sample.js";
 import { Settings } from "./settings.js";
 import * as store from "./store.js";
-import { breakOff, isAnsweredElsewhere, messagesOf, newTurn, Turn } from "./turn.js";
+import { endAs, isAnsweredElsewhere, isRunning, messagesOf, newTurn, Turn } from "./turn.js";
 import { agreed, GOES_ON, goingOn, nextWords, verdictOn } from "./verdict.js";
 
 const SAVE_MS = 500; // after the last change
@@ -38,20 +38,12 @@ export class Chat {
     find("score").addEventListener("click", () => this.#may() && this.#run((signal) => this.#score(signal)));
     find("stop").addEventListener("click", () => this.running?.abort());
     find("question").addEventListener("input", () => this.#changed());
-    find("question").addEventListener("keydown", (event) => {
-      if (event.key === "Escape") this.running?.abort();
-      if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
-      event.preventDefault();
-      find("form").requestSubmit();
-    });
+    find("question").addEventListener("keydown", ({ key }) => key === "Escape" && this.running?.abort());
+    onEnter(find("question"), () => find("form").requestSubmit());
     find("sample-question").textContent = SAMPLE.question;
     find("sample").addEventListener("click", () => !this.running && this.#run((signal) => this.#askSample(signal)));
     find("edit-dialog").addEventListener("close", () => this.#edited());
-    find("edited").addEventListener("keydown", (event) => {
-      if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
-      event.preventDefault();
-      find("edit-dialog").querySelector("[value=use]").click();
-    });
+    onEnter(find("edited"), () => find("edit-dialog").querySelector("[value=use]").click());
     addEventListener("focusin", ({ target }) => this.#closePopovers(target));
     this.#followAnswer();
     addEventListener("pagehide", () => this.#leftBehind());
@@ -75,7 +67,7 @@ export class Chat {
     const record = conversation.id === id && conversation.turns.find((one) => one.id === turn);
     if (!record) return;
     record.arms = arms;
-    breakOff(record);
+    endAs("broken", record);
     this.touched.add(record);
   }
 
@@ -202,7 +194,7 @@ export class Chat {
     clearTimeout(this.watch);
     const before = new Map(this.turns.map((turn) => [turn.record, turn]));
     const { turns } = this.conversation;
-    for (const record of turns) if (record !== this.answering && !isAnsweredElsewhere(record)) breakOff(record);
+    for (const record of turns) if (record !== this.answering && !isAnsweredElsewhere(record)) endAs("broken", record);
     if (turns.some((record) => record !== this.answering && isAnsweredElsewhere(record))) {
       this.watch = setTimeout(() => this.#absorb(this.conversation, true), BEAT_MS);
     }
@@ -219,7 +211,7 @@ export class Chat {
     const same = turns.length === conversation.turns.length && turns.every((record, index) => record === conversation.turns[index]);
     Object.assign(conversation, { gone, title: conversation.title || both.title, turns });
     if (same && !again) return;
-    if (again) this.turns = this.turns.filter(({ record }) => record.arms.every(({ state }) => state !== "running"));
+    if (again) this.turns = this.turns.filter(({ record }) => !isRunning(record));
     this.#lay();
     this.#recount();
     this.#refresh();
@@ -433,7 +425,7 @@ export class Chat {
       if (other) await other.run(messages, { ...this.settings.answering("full", most), cache_salt: `compare ${id}` }, signal);
     } finally {
       if (!turn.plain && !record.explanation) this.map.clear();
-      for (const arm of record.arms) if (arm.state === "running") arm.state = "stopped";
+      endAs("stopped", record);
       clearInterval(beat);
       this.answering = null;
       this.touched.add(record);
@@ -498,6 +490,15 @@ export class Chat {
     if (explanation.chunks) this.map.show(explanation, null, this.#draft().question);
     else this.tell(explanation.message);
   }
+}
+
+/** Enter acts; with Shift, or in the middle of a composed word, it does what it does in a text. */
+function onEnter(field, act) {
+  field.addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    event.preventDefault();
+    act();
+  });
 }
 
 function describe(error) {

@@ -35,14 +35,14 @@ export const newTurn = (asked, arms) =>
   ({ ...asked, id: newId(), version: 0, asked: Date.now(), alive: Date.now(), arms, explanation: null });
 
 /** Whether some of its answers are still to come. */
-const isRunning = ({ arms }) => arms.some(({ state }) => state === "running");
+export const isRunning = ({ arms }) => arms.some(({ state }) => state === "running");
 
 /** Whether it is being answered in another tab; given that it is not in this one. */
 export const isAnsweredElsewhere = (record) => isRunning(record) && Date.now() - record.alive < ALIVE_MS;
 
-/** Ends what nobody answers any more: the page was left meanwhile. */
-export function breakOff(record) {
-  for (const arm of record.arms) if (arm.state === "running") arm.state = "broken";
+/** Ends what is not answered any more. */
+export function endAs(state, { arms }) {
+  for (const arm of arms) if (arm.state === "running") arm.state = state;
 }
 
 export class Turn {

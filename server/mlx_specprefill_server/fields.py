@@ -72,9 +72,7 @@ class SpecPrefillFields(Body):
     """Fields for prefill, caching and speculative decoding, the same on every endpoint that generates."""
 
     specprefill: bool | None = None
-    specprefill_keep_pct: (
-        Annotated[Fraction, PlainValidator(field_values.keep, json_schema_input_type=Share)] | None
-    ) = None
+    specprefill_keep_pct: KeptShare | None = None
     specprefill_return_spans: bool = False
     specprefill_rule: RuleName | None = None
     specprefill_scope: Scope | None = None

@@ -2,7 +2,6 @@
 
 import importlib
 import logging
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from zlib import crc32
@@ -24,7 +23,7 @@ STARTS_PROCESSES = ("distributed", "e2e", "clients", "packaging", "web", "cli")
 ASIDE = ("evals", "recording", "selftest", "training", "web")  # only with --all, or where the command line names them
 REPRESENTATIVE = frozenset({"llama", "qwen3_5"})  # in every run: plain attention, and a recurrent hybrid
 IN_ENGINES = frozenset({"llama"})  # all else that differs between models, the other folders test
-TENTHS = 10  # each run of CI takes one of the nightly tests
+SHARES = {"nightly": 10, "extended": 4}  # a run of CI takes a tenth, and a fourth, in turn
 IN_CI = REPRESENTATIVE | {"gpt_oss", "deepseek_v3"}  # with --all: also windows with experts, and a latent cache
 
 
@@ -32,21 +31,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run the extended tests too")
     parser.addoption("--dtype", choices=precision.DTYPES, default="float32", help="of tiny models")
     parser.addoption("--device", choices=["cpu"], help="what MLX computes on, instead of its own choice")
-    parser.addoption("--tenth", type=_tenth, help="of the nightly tests: its number, or a commit's hash that gives it")
-    parser.addoption("--passed", type=Path, help="leave out the tests that this file lists, and add those that pass")
+    parser.addoption("--turn", type=_turn, help="only marked tests whose turn it is: a number, or a commit's hash")
 
 
-def _tenth(number: str) -> int:
-    return int(number, 16) % TENTHS
+def _turn(number: str) -> int:
+    return int(number, 16)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     choose_device(config)
     precision.choose(config.getoption("--dtype"))
     settings.load_profile("steady" if config.getoption("--all") else "quick")
-    file = config.getoption("--passed")
-    if file is not None and "PYTEST_XDIST_WORKER" not in os.environ:
-        config.pluginmanager.register(_Passed(file))
+    if config.getoption("--turn") is not None:
+        config.option.markexpr = ""  # nightly tests have their turn too
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -70,39 +67,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("extended")
         if architectures - (REPRESENTATIVE if of_engine else IN_CI):
             item.add_marker("nightly")
-    passed = _passed_before(config)
-    left_out = {item for item in items if item.nodeid in passed}
+    left_out: set[pytest.Item] = set()
     if not (config.getoption("--all") or _is_named(config, items)):
         left_out |= {item for item in items if item.get_closest_marker("extended") is not None}
-    tenth = config.getoption("--tenth")
-    if tenth is not None:
-        left_out |= {item for item in items if crc32(item.nodeid.encode()) % TENTHS != tenth}
+    turn = config.getoption("--turn")
+    if turn is not None:
+        left_out |= {item for item in items if not _is_its_turn(item, turn)}
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
     items.sort(key=lambda item: item.path.parent.name not in (*STARTS_PROCESSES, *ASIDE, "properties", "engine"))
     skip_other_processes(config, [item for item in items if item.path.parent.name in STARTS_PROCESSES])
 
 
-def _passed_before(config: pytest.Config) -> set[str]:
-    file: Path | None = config.getoption("--passed")
-    return set(file.read_text().splitlines()) if file is not None and file.is_file() else set()
-
-
-class _Passed:
-    """Writes down which tests passed, in the process that reports."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self._passed: list[str] = []
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when == "call" and report.passed:
-            self._passed.append(report.nodeid)
-
-    def pytest_sessionfinish(self) -> None:
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        with self._file.open("a") as file:
-            file.writelines(f"{name}\n" for name in self._passed)
+def _is_its_turn(item: pytest.Item, turn: int) -> bool:
+    """Return whether a marked test is one of this turn's share; those of a file that starts processes go together."""
+    share = next((share for mark, share in SHARES.items() if item.get_closest_marker(mark) is not None), None)
+    together = item.path.parent.name in (*STARTS_PROCESSES, *ASIDE)
+    name = item.nodeid.partition("::")[0] if together else item.nodeid
+    return share is not None and (crc32(name.encode()) + turn) % share == 0
 
 
 def _architectures_of(item: pytest.Item) -> set[str]:

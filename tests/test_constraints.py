@@ -210,6 +210,7 @@ BOMBS = {
 }
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", BOMBS)
 def test_no_grammar_takes_long(name: str) -> None:
     """Refused when compiled or on the way, or followed: each step in little CPU time."""
@@ -232,6 +233,7 @@ def test_a_tokenizer_without_bytes_is_refused() -> None:
         Grammars(tokenizer(), frozenset({1})).check(Constraint('start: "a"'))
 
 
+@pytest.mark.extended
 def test_forgotten_grammars_are_compiled_anew() -> None:
     grammars = Grammars(words_tokenizer(), frozenset({EOS}))
     grammars.check(Constraint('start: "a"', "grammar"))

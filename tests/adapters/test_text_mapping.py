@@ -214,6 +214,7 @@ def test_a_decoder_that_changes_the_text_is_noticed():
         map_text(wrapped(backend), kind("byte-level"))
 
 
+@pytest.mark.extended
 def test_real_vocabularies(smollm2):
     """SmolLM2's from its GGUF file and the demo pair's, both ways."""
     try:

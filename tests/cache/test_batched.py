@@ -151,6 +151,7 @@ def decoded_alone(model: Model, row: int) -> Positioned:
     return cache
 
 
+@pytest.mark.extended
 @settings(max_examples=examples(300))
 @given(
     st.booleans(),
@@ -478,6 +479,7 @@ def test_layers_that_no_forward_writes_to() -> None:
     assert extract_row(batch, 1)[0].empty()
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_5"])
 def test_mlx_lms_own_caches_are_batched_by_mlx_lm(name: str) -> None:
     """For whoever serves dense prompts only."""
@@ -506,6 +508,7 @@ def continue_with(model: Any, cache: list[Any], logits: mx.array, count: int = 1
     return rows
 
 
+@pytest.mark.extended
 @near_ties()
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "qwen3_5"])
 def test_mlx_lms_generation_batch_decodes_them(family: str) -> None:

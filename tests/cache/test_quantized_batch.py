@@ -96,6 +96,7 @@ moves = st.one_of(
 )
 
 
+@pytest.mark.extended
 @settings(max_examples=60)
 @given(
     st.sampled_from([8, 6, 4, 3]),

@@ -229,6 +229,7 @@ class TestServe:
         assert [str(service.engine.config.policy.keep_pct) for service in services] == ["2/5", "2/5"]
         assert [service.settings.model_alias for service in services] == ["mine", "mine"]
 
+    @pytest.mark.extended
     def test_the_environment_beats_the_pair_file(
         self, models: list[str], served: list[Models], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -240,6 +241,7 @@ class TestServe:
 
 
 class TestEval:
+    @pytest.mark.extended
     def test_results_of_another_chunk_size_stay_apart(self, tmp_path: Path) -> None:
         arguments = [*"eval --pair demo --task needle --length 400 -n 1 --arm sparse --out".split(), str(tmp_path)]
         done = run(*arguments, "--chunk-size", "32")

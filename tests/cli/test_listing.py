@@ -183,6 +183,7 @@ def config_of(name: str) -> dict[str, Any]:
     return shapes.config_of(whole, role)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['target']}+{row.get('draft', 'self')}".replace("/", "-"))
 def test_figures_are_those_of_the_layers(row: dict[str, Any]) -> None:
     draft = [row["draft"]] if "draft" in row else []
@@ -194,6 +195,7 @@ def test_figures_are_those_of_the_layers(row: dict[str, Any]) -> None:
     assert row["source"]
 
 
+@pytest.mark.extended
 def test_the_largest_come_first() -> None:
     sizes = [stored_bytes(row["target"]) for row in ROWS]
     assert sizes == sorted(sizes, reverse=True)

@@ -179,6 +179,7 @@ def test_smollm2_needs_no_second_model() -> None:
     assert row.draft == "self"
 
 
+@pytest.mark.extended
 def test_smollm2_is_the_expected_file(smollm2: Path) -> None:
     assert smollm2.stat().st_size == 98_362_432
     with smollm2.open("rb") as file:

@@ -84,6 +84,7 @@ def test_what_is_there_is_not_fetched_again(
     assert pull("a", pairs_file).exit_code == 0
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("there", "broken"),
     [

@@ -258,6 +258,7 @@ def calls_to(name: str) -> dict[str, list[ast.Call]]:
     return found
 
 
+@pytest.mark.extended
 def test_nobody_holds_the_primitives_by_another_name() -> None:
     """`rope = mx.fast.rope` or `from mlx.core.fast import rope` would go around the wrappers."""
     names = {"rope", "scaled_dot_product_attention", "softmax"}
@@ -304,6 +305,7 @@ def test_an_import_of_a_kernel_that_rotates_is_found(source: str) -> None:
     assert imported(source) & rotating_kernels()
 
 
+@pytest.mark.extended
 def test_models_with_kernels_that_rotate_are_refused() -> None:
     """On Metal alone the wrapped `mx.fast.rope` would see nothing of these rotations."""
     rotating = rotating_kernels()
@@ -314,6 +316,7 @@ def test_models_with_kernels_that_rotate_are_refused() -> None:
         assert found <= refusals.keys()
 
 
+@pytest.mark.extended
 def test_take_along_axis_is_told_its_axis() -> None:
     """Without one it flattens both arrays."""
     for path in Path(mlx_specprefill.__file__).parent.rglob("*.py"):
@@ -322,6 +325,7 @@ def test_take_along_axis_is_told_its_axis() -> None:
                 assert "axis" in {word.arg for word in node.keywords}, f"{path.name}: {ast.unparse(node)}"
 
 
+@pytest.mark.extended
 def test_the_kernel_behind_rope_gets_its_offset_by_keyword() -> None:
     calls = [call for found in calls_to("rope").values() for call in found if "mx.fast" in ast.unparse(call.func)]
     assert len(calls) >= 10

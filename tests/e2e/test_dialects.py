@@ -91,6 +91,7 @@ def _messages(base: str, name: str, streamed: bool) -> Said:
     return thought.strip(), "".join(block.text for block in answer.content if block.type == "text").strip(), calls
 
 
+@pytest.mark.extended
 @FLAVOURS
 @STREAMED
 def test_what_the_model_writes_arrives(said: Ask, flavour: Flavour, streamed: bool) -> None:

@@ -194,6 +194,7 @@ def test_what_is_on_the_machine_is_shown(command: str, tmp_path: Path) -> None:
     assert subprocess.check_output(arguments, env=environment, text=True, timeout=240)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("block", [b for b in blocks("python") if b.page != "README.md"], ids=lambda block: block.page)
 def test_programs_do_what_they_say(server: Server, block: Block, capsys: pytest.CaptureFixture[str]) -> None:
     program = block.text.replace(ADDRESS, server.base).replace('model="local"', 'model="target"')

@@ -147,6 +147,7 @@ def random_history(engine: Engine, rng: random.Random, count: int) -> Iterator[E
         texts.append((*first.request.prompt.tolist(), *first.tokens))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(1, 12))])
 def test_no_tick_exceeds_the_limit_by_more_than_a_chunks_scratch(pair: ModelPair, seed: int) -> None:
     rng = random.Random(seed)
@@ -159,6 +160,7 @@ def test_no_tick_exceeds_the_limit_by_more_than_a_chunks_scratch(pair: ModelPair
     assert accountant.peak <= limit + scratch + SMALL
 
 
+@pytest.mark.extended
 def test_all_logits_of_a_prompt_are_reserved(pair: ModelPair) -> None:
     """They are read 128 rows at a time, whatever the chunk."""
     request = GenerationRequest(random_prompt(900), 1, prompt_logprobs=2, specprefill=OFF)
@@ -170,6 +172,7 @@ def test_all_logits_of_a_prompt_are_reserved(pair: ModelPair) -> None:
         assert accountant.peak - engine.memory.weights <= need + SMALL
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("enabled", [False, True])
 @pytest.mark.parametrize("strategy", ["draft", "triforce"])
 def test_what_proposes_is_reserved(pair: ModelPair, strategy: SpeculationName, enabled: bool) -> None:
@@ -185,6 +188,7 @@ def test_what_proposes_is_reserved(pair: ModelPair, strategy: SpeculationName, e
         assert accountant.peak - engine.memory.weights <= reserved + SMALL
 
 
+@pytest.mark.extended
 def test_an_answer_goes_without_proposals_where_memory_has_no_room_for_them(pair: ModelPair) -> None:
     plain = GenerationRequest(random_prompt(500), 20, specprefill=OFF)
     drafted = replace(plain, specprefill=SpecPrefillOptions(False, speculative="draft"))
@@ -197,6 +201,7 @@ def test_an_answer_goes_without_proposals_where_memory_has_no_room_for_them(pair
     assert "memory has no room" in last.report.speculation.reason
 
 
+@pytest.mark.extended
 def test_a_long_answer_is_reserved_as_it_grows(pair: ModelPair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Admission counts a part of what it may have. What is cached gives way to the rest."""
     for module in (loop, memory):
@@ -218,6 +223,7 @@ def test_a_long_answer_is_reserved_as_it_grows(pair: ModelPair, monkeypatch: pyt
     assert accountant.peak <= limit + scratch + SMALL
 
 
+@pytest.mark.extended
 def test_prefixes_have_the_room_that_requests_leave(pair: ModelPair) -> None:
     """Beside running requests less of a prefix is stored, and not what the next admission would evict."""
     requests = [GenerationRequest(random_prompt(500, seed), 100, specprefill=OFF) for seed in range(3)]
@@ -235,6 +241,7 @@ def test_prefixes_have_the_room_that_requests_leave(pair: ModelPair) -> None:
     assert accountant.peak <= limit + scratch + SMALL
 
 
+@pytest.mark.extended
 def test_a_request_that_waits_evicts_nothing(pair: ModelPair) -> None:
     """It would not fit even if the cache were empty, as long as the first one runs."""
     long = [GenerationRequest(random_prompt(400, seed), 400, specprefill=OFF) for seed in (100, 101)]

@@ -157,6 +157,7 @@ def test_densified_in_idle_time_the_next_turn_is_an_ordinary_hit(family):
     assert tokens == greedy(pair.target, more, 6)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_cancelled_prefill_goes_on_where_it_stopped(family):
     pair, prompt = tiny_pair(family), random_prompt(700)
@@ -258,6 +259,7 @@ def test_slices_that_take_next_to_nothing_share_a_tick():
     assert order[-8:] == ["TokenEvent", "Finished"] * 4  # of one step: they have joined together
 
 
+@pytest.mark.extended
 def test_a_short_request_overtakes_a_long_prefill():
     """It comes when the long one's first slice is done."""
     finished, ended, begun = [], threading.Semaphore(0), threading.Event()

@@ -109,6 +109,7 @@ def constrained(seed: int) -> GenerationRequest:
     return request(f"list {seed}", seed, constraint=by_schema(schema), max_tokens=60)
 
 
+@pytest.mark.extended
 def test_constrained_and_free_rows_do_not_disturb_each_other(engine: Engine) -> None:
     requests = [constrained(seed) for seed in range(4)]
     requests += [request(f"free {seed}", seed, logprobs=2) for seed in range(3)] + [request("greedy"), request("other")]
@@ -198,6 +199,7 @@ def test_min_tokens(engine: Engine) -> None:
 # --- seeds -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.extended
 @settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     seed=st.integers(0, 2**40),

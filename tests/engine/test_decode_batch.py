@@ -465,6 +465,7 @@ def copying_is_over(batch: DecodeBatch) -> bool:
 steps = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 6)), min_size=1, max_size=14)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "qwen3_5"])
 @settings(max_examples=15)
 @given(

@@ -103,6 +103,7 @@ WHERE: dict[str, tuple[bool, str, Fails]] = {
 }
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("where", WHERE)
 def test_out_of_memory_fails_the_request_and_makes_room_for_the_next(
     engine: Engine, models: Models, where: str

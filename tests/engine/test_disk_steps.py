@@ -74,6 +74,7 @@ def test_each_record_is_copied_between_two_tokens(config: EngineConfig, monkeypa
     assert len(set(counts)) == len(counts)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("end", ["read", "cancelled", "forgotten", "corrupt"])
 def test_a_slow_disk_holds_up_nobody_else(
     end: str, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -135,6 +136,7 @@ def steps_of(prefixes: StoredPrefixCache, prompt: tuple[int, ...], chance: rando
         assert same(hit.cache, filled(prefixes._layout._make, prompt[: hit.length]))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("stateful", [False, True])
 @pytest.mark.parametrize("seed", range(10))
 def test_anything_may_happen_between_two_steps(

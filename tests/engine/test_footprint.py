@@ -50,6 +50,7 @@ def peak_of(model: nn.Module, tokens: int, step: int) -> int:
     return int(mx.get_peak_memory()) - before
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "name", ["plain", *(pytest.param(name, marks=pytest.mark.nightly) for name in MODELS if name != "plain")]
 )
@@ -62,6 +63,7 @@ def test_the_peak_of_a_prefill_is_predicted_whatever_its_length_and_step(name: s
         assert FACTOR[0] < predicted / peak_of(model, tokens, step) < FACTOR[1], (tokens, step)
 
 
+@pytest.mark.extended
 def test_scores_are_counted_where_a_kernel_holds_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """MLX frees on a thread of its own: on a busy machine a peak is now and then higher by some arrays."""
     model = model_of("plain")

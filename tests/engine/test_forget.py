@@ -132,6 +132,7 @@ def test_nothing_is_left_and_nothing_comes_back(
         assert last.report.cached_tokens > 0
 
 
+@pytest.mark.extended
 def test_everybodys_prompts_go(quiet: Callable[[], None]) -> None:
     with Engine(tiny_pair(), CONFIG) as engine:
         for seed, label in enumerate((ANN, BOB, CacheLabel())):
@@ -174,6 +175,7 @@ def forget_meanwhile(engine: Engine, held: Held, owner: str) -> None:
     assert not asking.is_alive()
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("sparse", [False, True], ids=["full", "sparse"])
 @pytest.mark.parametrize("cancelled", [False, True], ids=["to its end", "cancelled"])
 @pytest.mark.parametrize("stage", ["queued", "prefill", "decode"])
@@ -252,6 +254,7 @@ def test_the_folder_is_rid_of_what_was_asked_of_other_models(tmp_path: Path, qui
         assert [bool(files_with(tmp_path, seed)) for seed in range(3)] == [False, True, False]
 
 
+@pytest.mark.extended
 def test_files_are_forgotten_without_an_engine(tmp_path: Path, quiet: Callable[[], None]) -> None:
     for place in (tmp_path, tmp_path / "rank-1-of-2"):
         with Engine(tiny_pair(), replace(CONFIG, prefix_cache_dir=place)) as engine:

@@ -107,6 +107,7 @@ def _drop_salted(engine: Engine) -> None:
             assert engine._inbox.call(lambda cache=cache, entry=entry: cache.drop(entry.id))
 
 
+@pytest.mark.extended
 def test_the_token_by_token_attack_learns_nothing(monkeypatch: pytest.MonkeyPatch, quiet: Callable[[], None]) -> None:
     """The attacker knows all but the next token and tries every one: all tries look alike."""
     known = 256

@@ -180,6 +180,7 @@ def test_the_engine_tells_of_arrays_that_are_nobodys(caplog: pytest.LogCaptureFi
     assert len(caplog.records) == 1
 
 
+@pytest.mark.extended
 def test_decoding_rows_are_accounted_for(uncollected: None) -> None:
     """In a batch and by proposals, at any moment."""
     most: list[int] = []

@@ -31,6 +31,7 @@ def read(engine: Engine, prompt: tuple[int, ...], label: CacheLabel = KEY) -> Pr
     return last.report
 
 
+@pytest.mark.extended
 def test_a_changed_token_is_told_with_what_is_read_behind_it(engine: Engine) -> None:
     assert read(engine, PROMPT).miss is None
     report = read(engine, CHANGED)
@@ -69,12 +70,14 @@ def test_only_one_conversation_s_own_words_are_quoted(spans: tuple[PromptSpan, .
     assert miss.now == str(changed[place])
 
 
+@pytest.mark.extended
 def test_another_key_never_learns_of_it(engine: Engine) -> None:
     read(engine, PROMPT)
     assert read(engine, CHANGED, CacheLabel("bob")).miss is None
     assert read(engine, CHANGED, replace(KEY, salt="other")).miss is None
 
 
+@pytest.mark.extended
 def test_nothing_looks_for_a_reason_where_the_prefix_was_found_whole(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

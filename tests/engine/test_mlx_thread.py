@@ -191,6 +191,7 @@ def answers(engine: Engine, at_once: bool) -> list[list[int]]:
 FAMILIES = ("llama", "qwen3", "qwen3_5")
 
 
+@pytest.mark.extended
 def test_engines_that_share_a_thread_answer_as_alone() -> None:
     alone = []
     for family in FAMILIES:

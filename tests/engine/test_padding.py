@@ -48,6 +48,7 @@ def test_rows_take_no_more_than_is_reserved(family: str, monkeypatch: pytest.Mon
         assert memory.reserved == 0
 
 
+@pytest.mark.extended
 def test_a_long_row_beside_short_ones_is_not_paid_for_by_them() -> None:
     """In an engine: what the rows take is what each would take alone."""
     with Engine(tiny_pair(), CONFIG) as engine:

@@ -70,6 +70,7 @@ def test_a_short_prompt_waits_for_no_two_chunks_of_the_oldest_however_short_they
             run.chunk(10 if run.scheduler.pick() == 0 else MS)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("own", [MS, MS // 2, MS // 4])
 @pytest.mark.parametrize("count", [1, 4, 31])
 def test_the_oldest_long_prefill_gets_a_fifth_of_the_time(count, own):

@@ -125,6 +125,7 @@ def wants(patch: pytest.MonkeyPatch, *chunks: int) -> None:
     patch.setattr(QueryCapture, "_add", looks_at)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_later_question_recalls_what_it_wants_and_nothing_is_read_again(
     family: str, monkeypatch: pytest.MonkeyPatch
@@ -172,6 +173,7 @@ def test_how_far_a_dropped_token_must_stand_out_is_configured(stands_out: float,
     assert last.report.recalled_tokens <= 256
 
 
+@pytest.mark.extended
 def test_no_more_is_recalled_than_a_part_of_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     """A quarter of what would be kept of the old text, where that is more than 256 tokens."""
     pair, prompt = tiny_pair(), random_prompt(3700)
@@ -278,6 +280,7 @@ def test_no_turn_reads_more_than_the_same_server_in_full(
                     generated(engine.generate(GenerationRequest((*prompt, *answer), 1, specprefill=OFF)))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("restarted", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_retry_starts_at_once_after_a_restart_too(
@@ -325,6 +328,7 @@ def test_two_branches_share_what_they_have_in_common(family: str, monkeypatch: p
             assert last.report.mode == "sparse"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_a_changed_prompt_goes_on_from_what_is_left(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client writes the end of the last turn anew: nothing before it is read again."""

@@ -78,6 +78,7 @@ def ask(engine: Engine, prompt: tuple[int, ...], tokens: int = 2) -> Finished:
     return last
 
 
+@pytest.mark.extended
 def test_a_short_request_waits_for_two_chunks_of_others_and_for_no_place(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -75,6 +75,7 @@ def engine(pair: ModelPair) -> Iterator[Engine]:
         yield running
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("how", NAMES)
 def test_an_answer_is_the_plain_one(engine: Engine, how: SpeculationName, sparse: bool) -> None:
@@ -136,6 +137,7 @@ def after(posted: threading.Event, inbox: queue.SimpleQueue[Any]) -> Callable[[E
     return on_event
 
 
+@pytest.mark.extended
 def test_rows_of_all_kinds_beside_each_other(engine: Engine) -> None:
     """Plain, drafted, sparse and dense rows that start while others run; each answers what it answers alone."""
     kinds: tuple[SpeculationName | None, ...] = (None, *NAMES, "triforce", None, "draft")
@@ -255,6 +257,7 @@ def test_a_draft_like_its_target_is_always_right(family: str) -> None:
 COLUMNS = len(byte_tokenizer()) + 9
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("how", ["draft", "triforce", "ngram"])
 def test_drafted_answers_follow_their_grammar(how: SpeculationName, temperature: float) -> None:
@@ -342,6 +345,7 @@ def test_a_quantised_cache_drafts_but_is_not_retrieved() -> None:
 # --- beside others ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.extended
 def test_beside_others_a_drafted_answer_joins_the_batch(engine: Engine) -> None:
     """Its report says so, and what it proposed before still counts; the one that comes is not drafted at all."""
     requests = [asked(2, "draft", True, 80), asked(3, "draft", True, 80)]

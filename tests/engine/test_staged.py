@@ -193,6 +193,7 @@ def test_a_dense_prefix_is_not_read_again_by_the_upper_layers() -> None:
     assert tokens == again
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_dense_request_finds_the_beginning_that_all_layers_have_read(family: str) -> None:
     """So does a staged one, whose first layers read no more than the rest, too."""

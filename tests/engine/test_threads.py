@@ -98,6 +98,7 @@ def test_a_request_that_is_admitted_meanwhile_is_counted(monkeypatch: pytest.Mon
     assert health.running + health.queued == 1
 
 
+@pytest.mark.extended
 def test_sizes_are_asked_for_while_chunks_are_timed() -> None:
     costs = CostModel(tiny_pair(), EngineConfig())
     scheduler = Scheduler()

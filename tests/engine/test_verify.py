@@ -260,6 +260,7 @@ def test_penalties_and_biases_are_full_reading_s_own_too() -> None:
     assert answer.verdict.agrees.tolist() == [a == b for a, b in zip(own, answer.tokens, strict=True)]
 
 
+@pytest.mark.extended
 def test_what_a_grammar_decided_is_left_out() -> None:
     """A token counts where full reading's favourite was allowed and was not alone."""
     pair = load("demo", False)
@@ -291,6 +292,7 @@ def test_a_turn_that_is_overtaken_is_unknown() -> None:
     assert later.verdict.why_unknown == "the server stopped"
 
 
+@pytest.mark.extended
 def test_one_answer_in_twenty_is_verified_on_a_machine_that_is_never_idle() -> None:
     pair = tiny_pair()
     with Engine(pair, config(verify_busy=True)) as engine, pytest.MonkeyPatch.context() as patch:

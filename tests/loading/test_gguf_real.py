@@ -12,6 +12,7 @@ from mlx_specprefill.adapters.gguf.weights import EXACT_BITS, read_arrays
 from tests.support.real_model import smollm2_file
 
 
+@pytest.mark.extended
 def test_packed_arrays_are_those_of_mlx():
     """MLX has a loader of its own for these types, written in C++."""
     file = smollm2_file()

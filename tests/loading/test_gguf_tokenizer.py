@@ -247,6 +247,7 @@ def expected_ids(stored, text, controls, *, prefix):
 processor_of = cache(processor)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("prefix", [True, False])
 def test_sentencepiece_equals_the_library(prefix):
     stored = trained()

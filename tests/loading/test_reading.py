@@ -43,6 +43,7 @@ def test_progress_is_told_piece_by_piece(checkpoints: tuple[Path, ...], monkeypa
     assert told[-1] == (told[0][1],) * 2
 
 
+@pytest.mark.extended
 def test_what_progress_raises_ends_the_loading_and_leaves_nothing(
     checkpoints: tuple[Path, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,6 +49,7 @@ def sparse_allowed(name: str) -> bool:
     return adapter_for(tiny_models()[name].architecture).sparse_refusal is None
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.nightly) for name in MORE)])
 def test_eight_mixed_rows_answer_64_tokens_as_alone(name: str) -> None:
     model = tiny_model(name) if name in FAMILIES else build(name)

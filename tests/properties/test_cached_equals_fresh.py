@@ -103,6 +103,7 @@ def assert_same(found: Answers, fresh: Answers) -> None:
     assert_close([values for _, values in found], [values for _, values in fresh], atol=1e-4)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("name", NAMES)
 def test_later_dense_answers_are_those_of_a_fresh_engine(name: str, how: How, tmp_path: Path) -> None:

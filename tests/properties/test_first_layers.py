@@ -39,6 +39,7 @@ def _on_the_cpu() -> Iterator[None]:
 # --- what they compute -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", DRAFTS)
 def test_hidden_states_attention_and_caches_are_those_of_the_whole_model(name: str) -> None:
     assert [depth.differs for depth in measure_depths(name) if depth.spans] == [
@@ -53,6 +54,7 @@ def test_depths_are_allowed_exactly_where_attention_to_the_whole_prompt_is_captu
     ]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", DEEPER)
 def test_the_same_where_the_first_layer_that_sees_everything_comes_late(name: str) -> None:
     model = build(name, times=2)

@@ -150,6 +150,7 @@ def test_proposals_on_top_of_recalled_tokens_are_taken_back(name: str) -> None:
     assert_same_contents(cache, plain, atol=1e-4)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", ["llama", "qwen3_5", "gpt_oss", "deepseek_v3"])
 def test_upper_layers_recall_from_hidden_states(name: str) -> None:
     """The layers below have read everything in order."""

@@ -115,6 +115,7 @@ def speculate(
 SMALL = SpeculationConfig(budget=64, chunk=4, sinks=4, window=16, ngram_match=1)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("name", "strategy"),
     [*cases(*FAMILIES), *(pytest.param(*case, marks=pytest.mark.nightly) for case in cases(*MORE))],
@@ -170,6 +171,7 @@ def test_answers_longer_than_the_budget(strategy: StrategyName) -> None:
     assert len(running.tokens) > 3 * config.budget
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("name", "strategy"), cases("llama", "qwen3_5", "gpt_oss"))
 def test_nothing_follows_the_end(name: str, strategy: StrategyName) -> None:
     """First and last of a round, in its middle; what is left of the row is what a plain one leaves."""

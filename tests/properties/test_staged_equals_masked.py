@@ -99,6 +99,7 @@ def test_caches_in_the_slots_of_the_first_layers_are_what_masks_and_positions_ne
     assert max(relative_error(staged(model, case, n), masked_from(model, case, n)) for n in splits(model)) > 1e-3
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", STAGED)
 def test_keeping_every_token_is_bit_identical_to_mlx_lm(name: str) -> None:
     model = deep_enough(name)
@@ -132,6 +133,7 @@ def test_keys_that_layers_share_across_the_split_are_refused_when_the_model_is_s
 # --- the probe -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", STAGED)
 def test_the_probe_passes_where_the_oracle_does(name: str) -> None:
     model = deep_enough(name)

@@ -127,6 +127,7 @@ def check_contents(tokenizer: TokenizerWrapper, contents: list[str]) -> None:
             assert rest.strip() == "<|im_end|>", content
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "name", [name if name == "demo/target" else pytest.param(name, marks=pytest.mark.nightly) for name in BUNDLED]
 )
@@ -145,6 +146,7 @@ def test_every_special_token_in_content_is_text_to_smollm2(smollm2: Path) -> Non
     check_contents(tokenizer, hostile(names, 1000))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("style", STYLES)
 def test_every_special_token_is_text_in_every_template(style: str) -> None:
     names = [*SPECIALS]

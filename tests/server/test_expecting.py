@@ -45,6 +45,7 @@ def handles(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[RequestHand
     return seen
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("dialect", [chat, responses, messages])
 def test_a_call_is_told_and_a_text_is_not(

@@ -137,6 +137,7 @@ def talks(draw: Any) -> Talk:
     return talk
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", FORMS)
 @settings(max_examples=examples(15), deadline=None)
 @given(talk=talks(), has_tools=st.booleans())

@@ -40,6 +40,7 @@ def check(lasting: Any, path: str, body: bytes) -> None:
     assert engine.idle()
 
 
+@pytest.mark.extended
 @settings(max_examples=examples(300), suppress_health_check=list(HealthCheck))
 @given(body=CHAT)
 def test_chat(lasting: Any, body: dict[str, Any]) -> None:

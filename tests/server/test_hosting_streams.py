@@ -108,6 +108,7 @@ def slowly(host: FakeHost) -> None:
     threading.Thread(target=lambda: (host.loading.wait(30), time.sleep(0.2), host.held_up.set()), daemon=True).start()
 
 
+@pytest.mark.extended
 def test_the_sdks_know_nothing_of_it(live: Any, host: FakeHost) -> None:
     base, models = live
     with openai.OpenAI(base_url=f"{base}/v1", api_key="k", max_retries=0) as client:

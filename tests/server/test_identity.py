@@ -175,6 +175,7 @@ def cached_tokens(client: TestClient, who: str, prompt: Any, **fields: Any) -> i
     return usage
 
 
+@pytest.mark.extended
 def test_guessing_another_keys_prompt_gets_nothing(clean: Engine) -> None:
     client = client_to(clean, api_keys=KEYS)
     assert cached_tokens(client, "ann", SECRET) == 0

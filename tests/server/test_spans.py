@@ -210,6 +210,7 @@ def test_empty_contents_leave_no_wrong_span() -> None:
     assert build("chatml", [turn("user", "")]).spans == ()
 
 
+@pytest.mark.extended
 def test_a_text_full_of_our_marks_takes_no_longer_than_another() -> None:
     """Looking for a mark that is not in the text must not go through the text once for each that is."""
     marks = " ".join(f"Qk{i}zX" for i in range(60_000))

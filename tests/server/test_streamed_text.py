@@ -139,6 +139,7 @@ def whole(name: str, prompt: Sequence[int], ids: Sequence[int]) -> str:
     return decode([*prompt, *ids])[len(decode(prompt)) :]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", FALLBACK + BYTE_LEVEL)
 def test_pieces_of_any_script_are_the_whole_decode(name: str) -> None:
     rng = random.Random(name)

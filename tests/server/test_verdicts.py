@@ -74,6 +74,7 @@ def is_told(client: TestClient, name: str = "one") -> bool:
     return all(entry["verdict"] != "pending" for entry in known(client, name)["data"])
 
 
+@pytest.mark.extended
 def test_a_verdict_is_told_everywhere_and_to_its_own_key_alone(
     client: TestClient, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -165,6 +166,7 @@ def test_an_unknown_verdict_has_its_reason() -> None:
     assert answer.to_dict() | {"verdict": "unknown", "reason": "the server stopped"} == answer.to_dict()
 
 
+@pytest.mark.extended
 def test_forgetting_drops_verdicts_and_what_a_next_turn_would_be_told(client: TestClient) -> None:
     for name in ("one", "two"):
         chat(client, name)

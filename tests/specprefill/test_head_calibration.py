@@ -170,6 +170,7 @@ def test_calls_of_windows_are_never_eligible() -> None:
     assert _eligible_calls(tiny_model("qwen3_5")) == {0, 1}
 
 
+@pytest.mark.extended
 def test_windows_that_gain_most_are_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a short item a window sees everything, and may look at gold."""
     tokenizer = load(DEMO / "draft")

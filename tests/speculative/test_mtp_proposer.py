@@ -109,6 +109,7 @@ PATTERNS: list[frozenset[int]] = [
 ]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("wrong", PATTERNS, ids=["right", "wrong", "every third", "mixed"])
 @pytest.mark.parametrize("number", range(3))
 def test_entries_are_those_of_a_fresh_run(number: int, wrong: frozenset[int]) -> None:

@@ -166,6 +166,7 @@ def assert_close(ours: list[Any], theirs: list[Any]) -> None:
                 precision.assert_close(x[..., -count:, :], y[..., -count:, :], rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(
     max_examples=12,

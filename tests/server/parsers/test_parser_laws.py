@@ -72,6 +72,7 @@ def read_again(fmt: ToolParser, text: str, cuts: list[int], prompt: str, complet
     return out
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_many_broken_calls_take_linear_time(fmt: ToolParser) -> None:
     """Each beginning is tried once; 100 000 characters would take minutes in squared time."""

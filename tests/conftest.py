@@ -23,7 +23,8 @@ STARTS_PROCESSES = ("distributed", "e2e", "clients", "packaging", "web", "cli")
 ASIDE = ("evals", "recording", "selftest", "training", "web")  # only with --all, or where the command line names them
 REPRESENTATIVE = frozenset({"llama", "qwen3_5"})  # in every run: plain attention, and a recurrent hybrid
 IN_ENGINES = frozenset({"llama"})  # all else that differs between models, the other folders test
-SHARES = {"nightly": 10, "extended": 4}  # a run of CI takes a tenth, and a fourth, in turn
+SHARES_A_SERVER = ("clients", "e2e", "web")  # between the tests of a file
+TURNS = {"nightly": 20, "extended": 4}  # until CI has taken each of these tests
 IN_CI = REPRESENTATIVE | {"gpt_oss", "deepseek_v3"}  # with --all: also windows with experts, and a latent cache
 
 
@@ -80,11 +81,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _is_its_turn(item: pytest.Item, turn: int) -> bool:
-    """Return whether a marked test is one of this turn's share; those of a file that starts processes go together."""
-    share = next((share for mark, share in SHARES.items() if item.get_closest_marker(mark) is not None), None)
-    together = item.path.parent.name in (*STARTS_PROCESSES, *ASIDE)
-    name = item.nodeid.partition("::")[0] if together else item.nodeid
-    return share is not None and (crc32(name.encode()) + turn) % share == 0
+    """Return whether a marked test is one of this turn's share; those of a file with one server have one turn."""
+    turns = next((turns for mark, turns in TURNS.items() if item.get_closest_marker(mark) is not None), None)
+    name = item.nodeid.partition("::")[0] if item.path.parent.name in SHARES_A_SERVER else item.nodeid
+    return turns is not None and (crc32(name.encode()) + turn) % turns == 0
 
 
 def _architectures_of(item: pytest.Item) -> set[str]:

@@ -1,4 +1,4 @@
-"""The answers of the engine: the frozen events of a request, and the report of its prefill, as sent to clients."""
+"""The events that the engine sends of a request, frozen: tokens, progress, the end, and the report of its prefill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loads a target and a draft, with calibrated heads and an MTP head, and checks that they fit together."""
+"""Loads a target and a draft, or takes as many of its own first layers for one; and checks that they fit together."""
 
 from __future__ import annotations
 

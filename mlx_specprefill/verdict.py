@@ -1,4 +1,4 @@
-"""Verdicts: an answer compared with full reading, token by token, and the words that sum it up."""
+"""The outcome of a verdict: how the tokens of an answer compare with full reading, summed up in one word."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one place that calls `Tokenizer.encode` of the package tokenizers, whose next version changes it."""
+"""Encodes a text with a tokenizer of the package tokenizers: the one call that its next version changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Looks up and stores what is read for a request, for target and draft; forgets it, and knows when the disk has."""
+"""The engine's prefix caches, of target and draft: looks prompts up, stores what was read, forgets an owner's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One engine's memory: predicts what a request needs, reserves it or lets it wait, and reports the use. In bytes."""
+"""One engine's memory: predicts what a request needs, reserves it where it fits, and reports the use. In bytes."""
 
 from __future__ import annotations
 

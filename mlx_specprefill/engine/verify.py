@@ -1,4 +1,4 @@
-"""Makes verdicts: the target reads a sparse answer behind the whole prompt, and says which tokens it would have given.
+"""Makes verdicts: the target reads a sparse answer behind the whole prompt; which tokens agree, within rounding.
 
 The prompt is dense after idle time, and the answer has to be read behind it for the next turn anyway. That forward's
 logits say what full reading thinks of each token. MLX thread only.

@@ -1,4 +1,4 @@
-"""Checks of single values in request bodies: whole numbers, shares, texts, stop strings, words, biases of tokens."""
+"""Parses single values that pydantic has no type for: shares, texts, stop strings, words, biases of tokens."""
 
 from __future__ import annotations
 

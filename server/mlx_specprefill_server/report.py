@@ -1,4 +1,4 @@
-"""Usage, timings, warnings and the prefill report of a response; and which progress of a prefill a stream shows."""
+"""The parts of a response about how it was made: usage, timings, warnings, the prefill report as JSON, progress."""
 
 from __future__ import annotations
 

@@ -16,7 +16,8 @@ from tests.support.oracle import build
 from .ranks import logs, started
 from .worker import MORE_NAMES, NAMES, SPLIT_KINDS, SPLIT_NAMES
 
-LIMIT_S = 300.0
+LIMIT_S = 800.0  # on two cores: the two processes of a case compute some 200 s
+pytestmark = pytest.mark.timeout(LIMIT_S + 60)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The models of one server: which one a request names, which ones are in memory, and which is unloaded for another.
+"""The models of one server: the one that a request names or its 404, those in memory, and which makes room for another.
 
 One model is loaded or unloaded at a time. Requests for models in memory run meanwhile.
 """

@@ -1,4 +1,4 @@
-"""The words of a verdict: on an answer and on each argument of its calls, its log line, and the counts of each API key.
+"""Sentences about a verdict: on an answer and each argument of its calls, its log line, and counts per API key.
 
 Used on the event loop.
 """

@@ -91,6 +91,7 @@ from .selftest import forward_times as forward_times
 from .selftest import sync_ms as sync_ms
 from .specprefill.head_calibration import calibrated_heads as calibrated_heads
 from .specprefill.head_calibration import find_heads as find_heads
+from .speculative.strategies import drafts_with_draft as drafts_with_draft
 from .unloaded import Blueprint as Blueprint
 from .unloaded import blueprint as blueprint
 from .unloaded import loaded_bytes as loaded_bytes

@@ -16,7 +16,6 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .adapters.depth import FirstLayers, first_layers, full_draft_model, layers_of
 from .adapters.gguf import is_gguf
 from .adapters.heads import DraftHeads, read_heads, shipped_heads
-from .adapters.mtp import MTPHead, load_mtp_head
 from .adapters.patches import install_patches
 from .adapters.probe import sparse_refusal, staged_model
 from .adapters.registry import adapter_for, architecture_of
@@ -32,7 +31,6 @@ from .reading import (
     OnProgress,
     Read,
     Sharding,
-    cast_model,
     context_length,
     dtype_name,
     read_model,
@@ -41,6 +39,8 @@ from .reading import (
     stated_sampling,
     vocab_size,
 )
+from .speculative.proposer import OwnPart
+from .speculative.strategies import load_own_parts
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,6 @@ _Reader = Callable[[str | Path, DtypeName, OnProgress], Read]
 _PIPELINE = "each machine has some of the target's layers, so these can't score prompts: name a draft model"
 
 _WHOLE = Refused("the draft is not the target's own first layers")
-_NO_HEAD = Refused("it was not loaded from a checkpoint")
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class ModelPair:
     Attributes:
         tokenizer: mlx-lm's wrapper around the target's tokenizer.
         sparse_refusal: why prompts can't be prefilled sparsely; None if they can.
-        mtp: the target's head for multi-token prediction, or `Refused`.
+        own_parts: what strategies of drafting loaded from the target's files for themselves, by their names.
         context_length: the target's window in tokens; `draft_context` the draft's, None without one.
         dtype: of the target's floating-point weights.
         target_config, draft_config: contents of their config.json.
@@ -85,7 +84,7 @@ class ModelPair:
     sparse_refusal: str | None
     target_config: dict[str, Any]
     draft_config: dict[str, Any] | None
-    mtp: MTPHead | Refused
+    own_parts: Mapping[str, OwnPart | Refused] = field(default_factory=dict)
     heads: DraftHeads | None = None
     staged: StagedModel | Refused = _WHOLE
     mapping: TextMapping | None = None
@@ -199,7 +198,7 @@ def load_pair(
         PairMismatchError: the draft has another tokenizer, and the target's text can't be mapped to its tokens.
     """
     read = read_model if loaded is None else loaded.read
-    model, tokenizer, config, mtp, sharding = _read_target(target, dtype, on_progress, read, ranks)
+    model, tokenizer, config, sharding = _read_target(target, dtype, on_progress, read, ranks)
     draft_from, source = target, _DraftSource()
     if draft == "self":
         source = _own_layers(ranks, sharding)
@@ -215,12 +214,13 @@ def load_pair(
         draft_id=_name(draft_from),
         draft_heads=draft_heads,
         draft_tokenizer=source.tokenizer,
-        mtp=mtp,
         ranks=ranks,
         sharding=sharding,
         draft_placement=source.placement,
     )
-    pair = replace(pair, sampling=stated_sampling(target))
+    folder = resolve_model_path(target) or Path(target)
+    own_parts = {} if ranks is not None else load_own_parts(model, folder, dtype)
+    pair = replace(pair, sampling=stated_sampling(target), own_parts=own_parts)
     if draft == "self" and pair.draft is None:
         return replace(pair, sparse_refusal=_PIPELINE)
     known = broadcast(ranks, "draft's heads", lambda: _calibrated_heads(pair, heads, draft_from))
@@ -229,13 +229,11 @@ def load_pair(
 
 def _read_target(
     target: str | Path, dtype: DtypeName, on_progress: OnProgress, read: _Reader, ranks: Ranks | None
-) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any], MTPHead | Refused, Sharding | None]:
-    """Read a target and its MTP head, or this rank's part of it."""
+) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any], Sharding | None]:
+    """Read a target, or this rank's part of it."""
     if ranks is None:
-        model, tokenizer, config = read(target, dtype, on_progress)
-        return model, tokenizer, config, _load_head(model, target, dtype), None
-    model, tokenizer, config, sharding = read_part(target, dtype, on_progress, ranks)
-    return model, tokenizer, config, Refused("the target runs on several machines"), sharding
+        return *read(target, dtype, on_progress), None
+    return read_part(target, dtype, on_progress, ranks)
 
 
 @dataclass(frozen=True)
@@ -334,7 +332,6 @@ def make_pair(
     draft_id: str = "draft",
     draft_heads: str | Path | None = None,
     draft_tokenizer: TokenizerWrapper | None = None,
-    mtp: MTPHead | Refused = _NO_HEAD,
     ranks: Ranks | None = None,
     sharding: Sharding | None = None,
     draft_placement: DraftPlacement | None = None,
@@ -374,7 +371,6 @@ def make_pair(
         sparse_refusal=refusal,
         target_config=config,
         draft_config=draft_config,
-        mtp=mtp,
         heads=known_heads(draft) if isinstance(draft, RetrievalDraft) else None,
         staged=_split_target(target, draft, ranks) if refusal is None else Refused(refusal),
         mapping=mapping,
@@ -412,20 +408,6 @@ def _split_target(target: nn.Module, draft: nn.Module | None, ranks: Ranks | Non
     if refusal is not None and isinstance(draft, FirstLayers) and draft.whole is target:
         log.warning("no prefill in stages, the first layers read twice: %s", refusal)
     return model if isinstance(model, StagedModel) and refusal is None else Refused(str(refusal))
-
-
-def _load_head(model: nn.Module, where: str | Path, dtype: DtypeName) -> MTPHead | Refused:
-    """Load the MTP head from the target's files, which mlx-lm skips, if there is one."""
-    try:
-        head = load_mtp_head(model, resolve_model_path(where) or Path(where))
-    except LoadError as error:
-        return Refused(str(error))
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        log.warning("%s: its MTP head can't be read: %s", where, error)
-        return Refused(f"its MTP head can't be read: {error}")
-    cast_model(head.layers, dtype)
-    mx.eval(head.layers)
-    return head
 
 
 def _name(where: str | Path) -> str:

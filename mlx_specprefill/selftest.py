@@ -34,7 +34,7 @@ from .adapters.heads import DraftHeads, Head
 from .adapters.mtp import ARCHITECTURES, MTPLayers
 from .adapters.staged import StagedModel
 from .cache.positioned import fill, make_positioned_cache, place
-from .config import EngineConfig, SpeculationConfig
+from .config import EngineConfig, SpeculationConfig, SpeculationName
 from .engine.costs import ForwardCost, LearntCost
 from .engine.engine import Engine
 from .events import Event, Failed, Finished, TokenEvent
@@ -43,7 +43,7 @@ from .reading import read_model
 from .request import GenerationRequest, SamplingParams, SpecPrefillOptions
 from .sampling import choose, logits_processors, make_sampler
 from .specprefill.sparse_prefill import UpperLayersModel
-from .speculative.strategies import STRATEGIES, StrategyName
+from .speculative.strategies import STRATEGIES
 from .speculative.verification import TokenSampler
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -378,7 +378,7 @@ def _rows(case: Case) -> float:
 
 class _Request(NamedTuple):
     sparse: bool
-    strategy: StrategyName | None = None
+    strategy: SpeculationName | None = None
 
 
 def _answer_error(case: Case, engine: Engine, *requests: _Request) -> float:

@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import wraps
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +27,7 @@ from mlx_lm.models.qwen3_5 import DecoderLayer, TextModel, TextModelArgs
 from mlx_lm.utils import infer_quant_config
 
 from ..errors import LoadError
-from .capture import Active
 from .registry import architecture_of
-
-_states: Active[list[mx.array]] = Active()
 
 ARCHITECTURES = ("qwen3_5", "qwen3_5_moe")
 Tensors = dict[str, mx.array]
@@ -40,29 +35,6 @@ _PREFIX = re.compile(r"^(?:.*\.)?mtp\.")
 _EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(\w+)\.(\w+)$")
 # Norms whose weights lie around 1. A raw checkpoint stores them minus 1.
 _TELLING_NORMS = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
-
-
-def wrap_hidden(call: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """Wrap a text model's `__call__` to show its output to the active recording."""
-
-    @wraps(call)
-    def run(module: nn.Module, *args: Any, **kwargs: Any) -> mx.array:
-        hidden = call(module, *args, **kwargs)
-        if _states.value is not None:
-            _states.value.append(hidden)
-        return hidden
-
-    return run
-
-
-@contextmanager
-def record_hidden() -> Iterator[list[mx.array]]:
-    """Collect the target's final hidden states (B, L, D) of the forwards on this thread, in order.
-
-    They are the input of its output projection, after the last norm: what a Qwen3.5's inner text model returns.
-    """
-    with _states.during([]) as states:
-        yield states
 
 
 class MTPLayers(nn.Module):  # type: ignore[misc]
@@ -99,13 +71,19 @@ class MTPHead:
         return int(self._text.args.hidden_size)
 
     @property
-    def dtype(self) -> mx.Dtype:
-        dtype: mx.Dtype = self.layers.norm.weight.dtype
-        return dtype
-
-    @property
     def nbytes(self) -> int:
         return sum(int(array.nbytes) for _, array in tree_flatten(self.layers.parameters()))
+
+    @property
+    def entry_bytes(self) -> int:
+        """Return the bytes of one entry's keys and values."""
+        args = self._text.args
+        return 2 * int(args.num_key_value_heads * args.head_dim) * int(self.layers.norm.weight.dtype.size)
+
+    def run_target(self, tokens: mx.array, cache: Any) -> tuple[mx.array, mx.array]:
+        """Run the target; return its logits (1, L, V), and the hidden states (1, L, D) behind its last norm."""
+        hidden: mx.array = self._text.model(tokens, cache)
+        return self.logits(hidden), hidden
 
     def __call__(self, hidden: mx.array, following: mx.array, cache: Any) -> mx.array:
         """Read entries; return the hidden state for the next guess, (1, L, D).

@@ -16,7 +16,6 @@ from functools import reduce
 from typing import Any
 
 from .capture import wrap_attention, wrap_softmax
-from .mtp import wrap_hidden
 from .recurrence import RECURRENT, wrap_recurrence
 from .rope import PositionMappedRoPE, wrap_attention_scale, wrap_dynamic_ntk
 
@@ -31,7 +30,6 @@ PATCHES: Mapping[str, Callable[[Function], Function]] = {
     "mlx_lm.models.ministral3:_get_llama_4_attn_scale": wrap_attention_scale,
     "mlx_lm.models.mistral4:_get_llama_4_attn_scale": wrap_attention_scale,
     **{f"mlx_lm.models.{name}.__call__": wrap_recurrence for name in RECURRENT},
-    "mlx_lm.models.qwen3_5:Qwen3_5TextModel.__call__": wrap_hidden,
 }
 """The wrapper of each function, `module:attribute.path`. Reasons and tests are in docs/development/architecture.md."""
 

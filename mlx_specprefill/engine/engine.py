@@ -43,7 +43,7 @@ from .mlx_thread import MLXThread
 from .prefill import Prefiller
 from .rows import Rows
 from .scheduler import Scheduler
-from .speculation import AnswerDrafter, Speculator
+from .speculation import Speculator
 from .wired import wire
 
 _ERASING_S = 0.01  # between two looks whether the disk has forgotten
@@ -368,9 +368,7 @@ class Engine:
         return job
 
     def _answer_job(self, uid: int, request: GenerationRequest, plan: PrefillPlan) -> Job:
-        strategy = request.specprefill.strategy(self.config.speculation)
-        has_room = self.memory.can_draft(request, plan.mode)
-        drafting = None if strategy == "off" else AnswerDrafter(self._speculator, request, strategy, has_room)
+        drafting = self._speculator.drafter(request, self.memory.can_draft(request, plan.mode))
         active = ActiveRequest(uid, request, plan, Times(time.perf_counter()), self._guide(request), drafting)
         need = self.memory.need(request, plan.mode)
         return AnswerJob(uid, self.prefiller.run(active), need, active=active)

@@ -12,10 +12,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from ..adapters.mtp import MTPHead
 from ..adapters.staged import StagedModel
 from ..cache.positioned import fill, leaves
-from ..errors import Refused
 
 _SHORT = 128  # tokens of the first measuring forward
 _FAR, _DEPTH = 32, 2048  # tokens of the second one, and cached tokens before them
@@ -119,15 +117,6 @@ def cache_footprint(cache: list[Any]) -> Footprint:
 def hidden_bytes(model: StagedModel) -> int:
     """Return the bytes per token that the first layers pass on. Computes nothing."""
     return int(model.lower(mx.zeros((1, 1), dtype=mx.int32), cache=model.lower.make_cache()).nbytes)
-
-
-def measure_head_footprint(head: MTPHead | Refused) -> Footprint:
-    """Measure the cache entries of an MTP head. Computes a few at a time, beside larger forwards."""
-    if isinstance(head, Refused):
-        return Footprint(0, 0)
-    cache = KVCache()
-    mx.eval(head(mx.zeros((1, 1, head.hidden_size), head.dtype), mx.zeros((1, 1), dtype=mx.int32), cache))
-    return Footprint(_bytes_per_token(cache), 0)
 
 
 def _bytes_per_token(part: KVCache | RotatingKVCache) -> int:

@@ -23,28 +23,29 @@ from ..loading import ModelPair
 from ..request import GenerationRequest
 from ..sampling import LOGITS_ROWS
 from ..specprefill.sparse_prefill import TAIL
+from ..speculative.proposer import Held
 from ..speculative.strategies import STRATEGIES, refusal
-from .active_request import ActiveRequest
 from .caches import EngineCaches
 from .footprint import (
     Footprint,
     cache_bytes,
     hidden_bytes,
     measure_footprint,
-    measure_head_footprint,
     weight_bytes,
     weights_by_array,
 )
 from .job import AnswerJob, Job, Need
 from .leaks import LeakDetector
 from .shared_memory import SharedMemory
-from .speculation import AnswerDrafter
+from .speculation import models_of
 
 log = logging.getLogger(__name__)
 ANSWER_TOKENS = 2048  # of the answer that admission counts: clients ask for the whole context and use little of it
 # Per word of the vocabulary and row: a model's logits, as float32, normalised, and as a sampler changes them.
 _ROW_BYTES = 16
 _TAIL_BYTES = 4 * 2 * TAIL  # per word: the model's logits of the last tokens of a prompt
+# Predicts what a strategy holds of a prompt's tokens, and of those of prompt and answer.
+_Proposing = Callable[[int, int], Held]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +105,8 @@ class Memory:
         self._pair = pair
         self._config = config
         self._caches = caches
-        self._target = self._draft = self._head = self._whole = Footprint(0, 0)  # whole: the draft with all its layers
-        self._strategies: frozenset[str] = frozenset()  # in which answers can be drafted
+        self._target = self._draft = self._whole = Footprint(0, 0)  # whole: the draft with all its layers
+        self._proposing: dict[str, _Proposing] = {}  # by the strategies in which answers can be drafted
         self._target_weights = 0
         self._longest = pair.context_length  # tokens of prompt and answer that every rank has room for
         self._hidden_bytes = 0  # per token, passed on by the target's first layers
@@ -131,11 +132,10 @@ class Memory:
         self.common.join(self)
         self._caches.budget.room = self.room_for_prefixes
         try:
-            self._strategies = self._possible_strategies()
+            self._proposing = self._possible_strategies()
             self._target = measure_footprint(pair.target, pair.context_length)
             self._draft = measure_footprint(pair.draft, pair.draft_context)
             self._whole = self._measure_whole()
-            self._head = measure_head_footprint(pair.mtp)
             self._hidden_bytes = 0 if pair.stages is None else hidden_bytes(pair.stages)
         except Exception as error:  # noqa: BLE001 - the first request reports the error
             self._go_without(error)
@@ -155,12 +155,10 @@ class Memory:
             return self._draft
         return self._target if whole is pair.target else measure_footprint(whole, pair.draft_context)
 
-    def _possible_strategies(self) -> frozenset[str]:
-        pair, quantized = self._pair, self._config.kv_bits is not None
-        if pair.ranks is not None:
-            return frozenset()
-        found = ((name, refusal(name, pair.target, pair.proposer, pair.mtp, quantized)) for name in STRATEGIES)
-        return frozenset(name for name, reason in found if reason is None)
+    def _possible_strategies(self) -> dict[str, _Proposing]:
+        models = models_of(self._pair, self._config)
+        possible = (name for name in STRATEGIES if refusal(name, models) is None)
+        return {name: partial(STRATEGIES[name].predict, models) for name in possible}
 
     def _go_without(self, error: Exception) -> None:
         log.error("could not measure memory use: requests are admitted without a prediction", exc_info=error)
@@ -334,11 +332,10 @@ class Memory:
         """Predict the need of scoring a prompt."""
         return self._need((self._whole if self._is_paper(request) else self._draft, self._draft_tokens(request)))
 
-    def _strategy(self, request: GenerationRequest) -> str | None:
-        strategy = request.specprefill.strategy(self._config.speculation)
-        return strategy if strategy in self._strategies else None
+    def _strategy(self, request: GenerationRequest) -> _Proposing | None:
+        return self._proposing.get(request.specprefill.strategy(self._config.speculation))
 
-    def _predict(self, request: GenerationRequest, mode: Mode, strategy: str | None, rows: int) -> Need:
+    def _predict(self, request: GenerationRequest, mode: Mode, strategy: _Proposing | None, rows: int) -> Need:
         tokens, prompt = self._tokens(request), len(request.prompt)
         parts, read, more = [(self._target, tokens)], 0, self._row_bytes
         if mode == "sparse" and self._is_paper(request):
@@ -348,8 +345,9 @@ class Memory:
         elif mode == "sparse":
             read = self._draft_tokens(request)
         if strategy is not None:
-            read = max(read, self._drafted_tokens(strategy, tokens, prompt))
-            parts += self._proposing(strategy, tokens)
+            held = strategy(prompt, tokens)
+            read, more = max(read, held.draft), more + held.nbytes
+            parts += [(self._target, held.target)] if held.target else []
         return self._need(*parts, *([(self._draft, read)] if read else []), rows=rows, more=more)
 
     @property
@@ -362,19 +360,6 @@ class Memory:
 
     def _draft_tokens(self, request: GenerationRequest) -> int:
         return round(len(request.prompt) * self._pair.draft_ratio)
-
-    def _drafted_tokens(self, strategy: str, tokens: int, prompt: int) -> int:
-        """Return the tokens of prompt and answer that the draft holds while it proposes."""
-        if strategy == "triforce":
-            speculation = self._config.speculation
-            return tokens - max(0, prompt - speculation.sinks - speculation.window)
-        return tokens if strategy == "draft" else 0
-
-    def _proposing(self, strategy: str, tokens: int) -> list[tuple[Footprint, int]]:
-        """Return the other footprints of what proposes an answer, and the tokens of each."""
-        if strategy == "triforce":  # a part of the target's cache is copied
-            return [(self._target, min(tokens, self._config.speculation.budget))]
-        return [(self._head, tokens)] if strategy == "mtp" else []
 
     def _need(self, *parts: tuple[Footprint, int], rows: int = 0, more: int = 0) -> Need:
         """Return the need of sequences that are prefilled one after the other. Caches grow by steps.
@@ -440,18 +425,9 @@ class Memory:
             return max(read, self._reserved.get(job.uid, Need()).held)
         active, drafting = job.active, job.active.drafting
         total = cache_bytes(active.cache) + (0 if active.staging is None else active.staging.hidden.nbytes)
-        if active.stage == "draft" and (drafting is None or not drafting.cache):
+        if active.stage == "draft" and (drafting is None or not drafting.caches):
             total += self._draft.of_held(job.done.get("draft", 0))
-        return total if drafting is None else total + self._drafting(active, drafting)
-
-    def _drafting(self, active: ActiveRequest, drafting: AnswerDrafter) -> int:
-        """Return the bytes of an answer's proposer."""
-        total = cache_bytes(drafting.cache)
-        if drafting.reader is not None:
-            total += self._head.per_token * (len(active.request.prompt) + len(active.decoded.tokens))
-        if drafting.strategy == "triforce":
-            total += self._target.per_token * self._config.speculation.budget
-        return total
+        return total if drafting is None else total + cache_bytes(drafting.caches)
 
     def _cache_bytes(self, job: Job) -> int:
         """Return the bytes of the request's target cache so far."""
@@ -470,9 +446,9 @@ def _rows_of(request: GenerationRequest) -> int:
 
 
 def _weights(pair: ModelPair) -> tuple[int, int]:
-    """Return the bytes of the target with its MTP head, and of the draft."""
-    head = 0 if isinstance(pair.mtp, Refused) else pair.mtp.nbytes
-    return weight_bytes(pair.target) + head, weight_bytes(pair.draft, pair.target) if pair.draft else 0
+    """Return the bytes of the target with what proposes for it, and of the draft."""
+    own = sum(part.nbytes for part in pair.own_parts.values() if not isinstance(part, Refused))
+    return weight_bytes(pair.target) + own, weight_bytes(pair.draft, pair.target) if pair.draft else 0
 
 
 def check_limit(pair: ModelPair, config: EngineConfig) -> None:

@@ -261,14 +261,14 @@ class Prefiller:
 
     def _begin_drafting(self, active: ActiveRequest, scores: Scores | None) -> Generator[Progress, None, None]:
         """Prepare the draft to propose the answer from the cache of its scoring, if it will."""
-        drafting = active.drafting
-        draft = None if drafting is None else drafting.begin(active.staging is not None)
-        if drafting is not None and draft is not None:
-            if scores is None:
-                active.stage = "draft"
-                drafting.cache = yield from self.scorer.read(draft, active.request)
-            else:
-                drafting.cache = scores.cache
+        proposer = None if active.drafting is None else active.drafting.begin(active.staging is not None)
+        if proposer is None or proposer.prompt_reader is None:
+            return
+        if scores is None:
+            active.stage = "draft"
+            proposer.cache = yield from self.scorer.read(proposer.prompt_reader, active.request)
+        else:
+            proposer.cache = scores.cache
 
     def select(
         self, text: PromptText, scores: Scores, plan: PrefillPlan, start: int = 0, end: int | None = None
@@ -308,8 +308,7 @@ class Prefiller:
         start, before, fed = active.prefix.length, active.choice.recalled, 0
         indices = np.arange(start, len(active.request.prompt), dtype=np.int32) if kept is None else kept
         stops = self._stops(active, kept)
-        if active.drafting is not None:
-            model = active.drafting.reading(model, indices)
+        model = _read_along(active, model, indices)
         ends = self._ends(indices.size, tuple(stops))
         try:
             for fed, logits in feed(model, cache, active.request.prompt[indices], kept, ends, logits=True):  # noqa: B007
@@ -416,10 +415,7 @@ class Prefiller:
         """Run a full prefill with every row's logits. Those of 128 tokens exist at a time, and none between steps."""
         prompt, M = active.request.prompt, len(active.request.prompt)
         tokens, start = mx.array(prompt)[None], 0
-        entries, drafting = [], active.drafting
-        model = self.pair.target
-        if drafting is not None:
-            model = drafting.reading(model, np.arange(M, dtype=np.int32))
+        entries, model = [], _read_along(active, self.pair.target, np.arange(M, dtype=np.int32))
         while start < M:
             end = min(start + self.step(), start + LOGITS_ROWS, M)
             logits: mx.array = model(tokens[:, start:end], cache=active.cache)[0]
@@ -431,6 +427,12 @@ class Prefiller:
             start = end
         yield PromptLogprobs(tuple(entries))
         return logits
+
+
+def _read_along(active: ActiveRequest, model: Model, fed: Kept) -> Model:
+    """Return the model that reads the prompt indices `fed` as what drafts the answer runs it."""
+    proposer = None if active.drafting is None else active.drafting.proposer
+    return model if proposer is None else proposer.read_along(model, fed)
 
 
 def _is_staged(plan: PrefillPlan) -> bool:

@@ -17,7 +17,7 @@ from ..events import TokenEvent
 from ..loading import ModelPair
 from ..sampling import make_sampler, processors_of
 from ..speculative.proposer import Proposer
-from ..speculative.row import Limits, SpeculativeRow
+from ..speculative.row import SpeculativeRow
 from ..speculative.verification import TokenSampler
 from .active_request import ActiveRequest
 from .caches import empty_cache
@@ -114,7 +114,7 @@ class Rows:
             logits,
             proposer,
             TokenSampler(request.sampling, V, processors, active.grammar, stops),
-            Limits(request.max_tokens, stops),
+            request.max_tokens,
             logprobs=active.logprobs,
             shift=active.decoded.shift,
         )

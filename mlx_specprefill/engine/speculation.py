@@ -6,24 +6,18 @@ A request without drafting has none of this. MLX thread only, except `Speculator
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import mlx.core as mx
-import mlx.nn as nn
-import numpy as np
-import numpy.typing as npt
-
-from ..config import EngineConfig
-from ..errors import Refused, RequestCancelled, device_error
+from ..config import EngineConfig, SpeculationName
+from ..errors import RequestCancelled, device_error
 from ..events import Progress, SpeculationReport, TokenEvent
 from ..loading import ModelPair
 from ..request import GenerationRequest
-from ..speculative.mtp_proposer import PromptReader
-from ..speculative.proposer import Proposer
+from ..speculative.proposer import Models, Proposer
 from ..speculative.row import SpeculativeRow
-from ..speculative.strategies import StrategyName, make_proposer, refusal
+from ..speculative.strategies import STRATEGIES, refusal
 
 log = logging.getLogger(__name__)
 _PLAIN = "autoregressive"
@@ -40,26 +34,41 @@ class Speculator:
     """
 
     def __init__(self, pair: ModelPair, config: EngineConfig, is_answering: Callable[[], bool]) -> None:
-        self.pair = pair
-        self.config = config.speculation
-        self.quantized = config.kv_bits is not None
+        self.models = models_of(pair, config)
         self._is_answering = is_answering
-        self._refusals: dict[StrategyName, str | None] = {}
+        self._refusals: dict[SpeculationName, str | None] = {}
 
-    def refusal(self, strategy: StrategyName, request: GenerationRequest) -> str | None:
+    def refusal(self, strategy: SpeculationName, request: GenerationRequest) -> str | None:
         """Return why an answer can't be drafted now; None if it can."""
         if strategy not in self._refusals:
-            pair = self.pair
-            self._refusals[strategy] = (
-                refusal(strategy, pair.target, pair.proposer, pair.mtp, self.quantized)
-                if pair.ranks is None
-                else "the target runs on several machines"
-            )
+            self._refusals[strategy] = refusal(strategy, self.models)
         if (reason := self._refusals[strategy]) is not None:
             return reason
         if request.sampling.seed is not None and request.sampling.temperature > 0:
             return _SEEDED
         return _SHARED if self._is_answering() else None
+
+    def drafter(self, request: GenerationRequest, has_room: bool) -> AnswerDrafter | None:
+        """Return what drafts the answer, if that is wanted.
+
+        Args:
+            has_room: memory was reserved for it.
+        """
+        strategy = request.specprefill.strategy(self.models.config)
+        return AnswerDrafter(self, request, strategy, has_room) if strategy in STRATEGIES else None
+
+
+def models_of(pair: ModelPair, config: EngineConfig) -> Models:
+    """Return what a pair's answers are drafted with."""
+    return Models(
+        target=pair.target,
+        draft=pair.proposer,
+        config=config.speculation,
+        own_parts=pair.own_parts,
+        draft_vocab=pair.draft_vocab,
+        quantized=config.kv_bits is not None,
+        spread=pair.ranks is not None,
+    )
 
 
 class AnswerDrafter:
@@ -69,80 +78,57 @@ class AnswerDrafter:
     shares the weights, which is most of what proposals save.
 
     Attributes:
-        strategy: None decodes autoregressively.
-        cache: the draft's cache of the prompt; empty unless the draft proposes.
-        reader: the target's MTP head, which reads the prompt along with it.
-        proposer: proposes tokens behind the prefilled cache; `row` decodes with it.
+        proposer: proposes tokens; None decodes autoregressively.
+        row: decodes with it behind the prefilled cache.
     """
 
-    strategy: StrategyName | None
-    cache: list[Any]
-    reader: PromptReader | None
     proposer: Proposer | None
     row: SpeculativeRow | None
     _report: SpeculationReport
 
     def __init__(
-        self, speculator: Speculator, request: GenerationRequest, asked: StrategyName, has_room: bool = True
+        self, speculator: Speculator, request: GenerationRequest, strategy: SpeculationName, has_room: bool
     ) -> None:
-        """Args:
-        has_room: memory was reserved for it.
-        """
         self._has_room = has_room
         self._speculator = speculator
-        self._pair = speculator.pair
         self._request = request
-        self._asked = asked
+        self._strategy = strategy
         self._decline("not started")
 
-    def begin(self, staged: bool = False) -> nn.Module | None:
+    @property
+    def caches(self) -> Sequence[Any]:
+        """Return what it holds beside the target's cache."""
+        return () if self.proposer is None else self.proposer.caches
+
+    def begin(self, staged: bool = False) -> Proposer | None:
         """Decide before the target's first forward, and again if its prefill starts anew.
 
         Args:
             staged: the target's layers will hold different numbers of tokens.
-
-        Returns:
-            The draft, if it proposes tokens, so that it has to read the prompt.
         """
-        refusal = self._speculator.refusal(self._asked, self._request) or (None if self._has_room else _NO_ROOM)
-        if staged and self._asked == "mtp":
-            refusal = refusal or "in a staged prefill the MTP head does not read the prompt"
+        kind = STRATEGIES[self._strategy]
+        refusal = self._speculator.refusal(self._strategy, self._request) or (None if self._has_room else _NO_ROOM)
+        if staged:
+            refusal = refusal or kind.staged_refusal
         self._decline(refusal or "requested")
         if refusal is None:
-            self.strategy, self._report = self._asked, replace(self._report, strategy=self._asked)
-        return self._pair.draft if self.strategy == "draft" else None
-
-    def reading(self, model: Callable[..., mx.array], fed: npt.NDArray[np.int32]) -> Callable[..., mx.array]:
-        """Return the target as a model with which the MTP head reads the prompt indices `fed` along, if it proposes."""
-        head = self._pair.mtp
-        if self.strategy != "mtp" or isinstance(head, Refused):
-            return model
-        self.reader = PromptReader(head, self._request.prompt, fed)
-        return self.reader.with_target(model)
+            self.proposer = kind(self._speculator.models, self._request.prompt)
+            self._report = replace(self._report, strategy=self._strategy)
+        return self.proposer
 
     def end(self, cache: list[Any]) -> Generator[Progress, None, None]:
-        """Make the proposer for a prefilled cache. A failure costs the saving, never the answer."""
-        if self.strategy is None:
+        """Start the proposer behind a prefilled cache. A failure costs the saving, never the answer."""
+        if self.proposer is None:
             return
         try:
-            self.proposer = yield from make_proposer(
-                self.strategy,
-                self._pair.target,
-                cache,
-                self._request.prompt,
-                self._speculator.config,
-                draft=self._pair.draft,
-                draft_cache=self.cache,
-                reader=self.reader,
-                draft_vocab=self._pair.draft_vocab,
-            )
+            yield from self.proposer.start(cache)
         except RequestCancelled:
             raise
         except Exception as error:
             if device_error(error) is not None:
                 raise
-            log.exception("%s could not start", self.strategy)
-            self._decline(f"{self.strategy} could not start: {type(error).__name__}: {error}")
+            log.exception("%s could not start", self._strategy)
+            self._decline(f"{self._strategy} could not start: {type(error).__name__}: {error}")
 
     def step(self, row: SpeculativeRow, alone: bool) -> tuple[list[TokenEvent], str | None]:
         """Step the row; return its tokens, and why it has to join the plain batch, if it has to."""
@@ -176,6 +162,5 @@ class AnswerDrafter:
 
     def _decline(self, reason: str) -> None:
         """Decode plainly, and hold nothing."""
-        self.strategy = self.reader = self.proposer = self.row = None
-        self.cache = []
+        self.proposer = self.row = None
         self._report = SpeculationReport(_PLAIN, reason)

@@ -3,45 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ..cache.positioned import Snapshot
-from .proposer import Proposal, Proposer, Verified, draft_tokens
+from ..errors import Refused
+from ..request import TokenIds
+from .proposer import Held, Models, Proposal, Proposer, Verified, draft_tokens
 from .verification import TokenSampler
 
 
 class Drafter(Proposer):
-    """A model that drafts on its own cache, one token at a time.
+    """The draft, one token at a time.
 
-    Args:
-        cache: holds the prompt, or the part that the model has read.
-        vocab_size: rows of its embedding. The target may have more: it reads its last row for tokens without one.
+    Its embedding may have fewer rows than the target's: it reads its last row for tokens without one.
 
     Attributes:
+        cache: holds the prompt, or the part that the model has read.
         held: generated tokens in the cache.
     """
 
-    def __init__(self, model: nn.Module, cache: list[Any], gamma: int, vocab_size: int | None = None) -> None:
-        self.model = model
-        self.cache = cache
-        self.gamma = gamma
-        self._vocab_size = vocab_size
+    uses_draft = True
+
+    def __init__(self, models: Models, prompt: TokenIds) -> None:
+        assert not isinstance(models.draft, Refused)
+        self.model: nn.Module = models.draft
+        self.prompt_reader = self.model
+        self.gamma = models.config.gamma
+        self._vocab_size = models.draft_vocab
         self.held = 0
         self._snapshot: Snapshot | None = None
         self._settled = 0  # tokens that can't be taken back
 
+    @classmethod
+    def predict(cls, models: Models, prompt: int, tokens: int) -> Held:
+        return Held(draft=tokens)
+
     def propose(self, text: Sequence[int], count: int, sampler: TokenSampler) -> Proposal:
         return draft_tokens(self._catch_up(text), self._feed, text, count, sampler)
 
-    def settle(self, verified: Verified) -> None:
+    def accept(self, verified: Verified) -> None:
         self.keep(verified.length)
         self._snapshot = None
 
     def keep(self, length: int) -> None:
-        """Cut the cache to the first `length` generated tokens. More can be taken back until `settle`."""
+        """Cut the cache to the first `length` generated tokens. More can be taken back until `accept`."""
         if self._snapshot is not None and self.held > length:
             self.held -= self._snapshot.take_back(self.held - length, fed=self.held - self._settled)
 

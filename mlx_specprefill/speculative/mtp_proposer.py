@@ -7,106 +7,136 @@ target's hidden states.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+import logging
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
-import numpy.typing as npt
+from mlx_lm.models.cache import KVCache
 
-from ..adapters.mtp import MTPHead, record_hidden
+from ..adapters.mtp import MTPHead, load_mtp_head
 from ..cache.positioned import PositionedKVCache, place
+from ..config import DtypeName
+from ..errors import LoadError, Refused
+from ..reading import cast_model
 from ..request import TokenIds
-from .proposer import Proposal, Proposer, Verified, draft_tokens
+from .proposer import Held, Model, Models, Proposal, Proposer, Verified, draft_tokens
 from .verification import TokenSampler
 
-Indices = npt.NDArray[np.int32]
+log = logging.getLogger(__name__)
+_NAME = "mtp"
+_NO_HEAD = Refused("it was not loaded from a checkpoint")
 
 
-class PromptReader:
-    """Reads a prompt with the head while the target does.
-
-    Args:
-        fed: prompt indices that the target will read, ascending up to the last one.
-
-    Attributes:
-        cache: the head's entries.
-        hidden: the target's hidden states from the last prompt token on, (1, R, D), after the prefill.
-    """
-
-    def __init__(self, head: MTPHead, prompt: Sequence[int] | TokenIds, fed: Indices) -> None:
-        self.head = head
-        self.cache = PositionedKVCache()
-        self.length = len(prompt)
-        self.hidden: mx.array | None = None
-        self._tokens = np.asarray(prompt, dtype=np.int32)
-        self._fed = fed
-        self._done = 0
-
-    def read(self, forwards: Sequence[mx.array]) -> None:
-        """Read the hidden states (1, L, D) of one or more target forwards."""
-        for hidden in forwards:
-            self._read(hidden)
-        mx.eval(self.hidden, [] if self.cache.empty() else self.cache.state)
-
-    def with_target(self, model: Callable[..., mx.array]) -> Callable[..., mx.array]:
-        """Return the target as a model whose forwards are read along."""
-
-        def forward(tokens: mx.array, cache: Any) -> mx.array:
-            with record_hidden() as forwards:
-                output = model(tokens, cache=cache)
-            self.read(forwards)
-            return output
-
-        return forward
-
-    def _read(self, hidden: mx.array) -> None:
-        first, end = self._done, self._done + hidden.shape[1]
-        if self.hidden is not None:  # of the previous token, whose successor is known now
-            first, hidden = first - 1, mx.concatenate([self.hidden, hidden], axis=1)
-        at = self._fed[first:end]  # ends with the prompt; later tokens are ignored
-        self._done = first + at.size
-        self.hidden = hidden[:, at.size - 1 :]
-        followed = np.flatnonzero(np.diff(at) == 1)
-        if followed.size:
-            positions = at[followed]
-            place([self.cache], positions)
-            following = mx.array(self._tokens[positions + 1])[None]
-            self.head(hidden[:, mx.array(followed)], following, self.cache)
+def _head_of(models: Models) -> MTPHead | Refused:
+    head = models.own_parts.get(_NAME, _NO_HEAD)
+    assert isinstance(head, (MTPHead, Refused))
+    return head
 
 
 class MTPProposer(Proposer):
-    """Proposals of the head: the first from the target's hidden state, further ones from the head's own output."""
+    """Proposals of the head: the first from the target's hidden state, further ones from the head's own output.
 
-    def __init__(self, reader: PromptReader, gamma: int) -> None:
-        assert reader.hidden is not None
-        self.gamma = gamma
-        self.head = reader.head
-        self.cache = reader.cache
-        self._hidden = reader.hidden  # of the tokens before the unread ones
-        self._next = reader.length - 1  # position of its next entry
+    Attributes:
+        entries: the head's cache.
+    """
+
+    staged_refusal = "in a staged prefill the MTP head does not read the prompt"
+
+    def __init__(self, models: Models, prompt: TokenIds) -> None:
+        head = _head_of(models)
+        assert not isinstance(head, Refused)
+        self.head = head
+        self.gamma = models.config.gamma
+        self.entries = PositionedKVCache()
+        self._prompt = np.asarray(prompt, dtype=np.int32)
+        self._fed = self._prompt[:0]  # prompt indices that the target reads
+        self._done = 0  # of these, read
+        self._hidden: mx.array | None = None  # (1, R, D), of the tokens before the unread ones
+        self._next = self._prompt.size - 1  # position of the next entry behind the prompt
         self._settled = self._next  # the same without entries from its own drafts
         self._read = 0  # tokens of the generated text that it has read
 
-    def recording(self) -> AbstractContextManager[list[mx.array]]:
-        return record_hidden()
+    @classmethod
+    def load(cls, target: nn.Module, folder: Path, dtype: DtypeName) -> MTPHead | Refused:
+        """Load the head from the target's files, which mlx-lm skips, if there is one."""
+        try:
+            head = load_mtp_head(target, folder)
+        except LoadError as error:
+            return Refused(str(error))
+        except (OSError, ValueError, KeyError, RuntimeError) as error:
+            log.warning("%s: its MTP head can't be read: %s", folder, error)
+            return Refused(f"its MTP head can't be read: {error}")
+        cast_model(head.layers, dtype)
+        mx.eval(head.layers)
+        return head
+
+    @classmethod
+    def refusal(cls, models: Models) -> str | None:
+        head = _head_of(models)
+        return head.reason if isinstance(head, Refused) else None
+
+    @classmethod
+    def predict(cls, models: Models, prompt: int, tokens: int) -> Held:
+        head = _head_of(models)
+        return Held() if isinstance(head, Refused) else Held(nbytes=head.entry_bytes * (tokens + KVCache.step))
+
+    @property
+    def caches(self) -> Sequence[Any]:
+        return [self.entries]
+
+    def read_along(self, target: Model, fed: TokenIds) -> Model:
+        self._fed = fed
+
+        def forward(tokens: mx.array, cache: Any) -> mx.array:
+            logits, hidden = self.head.run_target(tokens, cache)
+            self._read_prompt(hidden)
+            return logits
+
+        return forward
+
+    def record(self, target: Model) -> Model:
+        def forward(tokens: mx.array, cache: Any) -> mx.array:
+            logits, self._recorded = self.head.run_target(tokens, cache)
+            return logits
+
+        return forward
 
     def propose(self, text: Sequence[int], count: int, sampler: TokenSampler) -> Proposal:
+        assert self._hidden is not None
         new = text[self._read :]
         logits = self._feed(self._hidden[:, : len(new)], new)
         self._read, self._settled = len(text), self._next
         return draft_tokens(logits, lambda token: self._feed(self._out, token), text, count, sampler)
 
-    def settle(self, verified: Verified) -> None:
-        self.cache.trim(self._next - self._settled)
+    def accept(self, verified: Verified) -> None:
+        self.entries.trim(self._next - self._settled)
         self._next = self._settled
-        (self._hidden,) = verified.recorded
+        self._hidden = self._recorded
+
+    def _read_prompt(self, hidden: mx.array) -> None:
+        """Add the entries of one of the target's forwards, from its hidden states (1, L, D)."""
+        first, end = self._done, self._done + hidden.shape[1]
+        if self._hidden is not None:  # of the previous token, whose successor is known now
+            first, hidden = first - 1, mx.concatenate([self._hidden, hidden], axis=1)
+        at = self._fed[first:end]  # ends with the prompt; later tokens are ignored
+        self._done = first + at.size
+        self._hidden = hidden[:, at.size - 1 :]
+        followed = np.flatnonzero(np.diff(at) == 1)
+        if followed.size:
+            positions = at[followed]
+            place([self.entries], positions)
+            following = mx.array(self._prompt[positions + 1])[None]
+            self.head(hidden[:, mx.array(followed)], following, self.entries)
+        mx.eval(self._hidden, [] if self.entries.empty() else self.entries.state)
 
     def _feed(self, hidden: mx.array, following: Sequence[int]) -> mx.array:
         """Add entries; return the logits (1, V) of the last one."""
         count = len(following)
-        place([self.cache], np.arange(self._next, self._next + count, dtype=np.int32))
+        place([self.entries], np.arange(self._next, self._next + count, dtype=np.int32))
         self._next += count
-        self._out = self.head(hidden, mx.array([list(following)]), self.cache)[:, -1:]
+        self._out = self.head(hidden, mx.array([list(following)]), self.entries)[:, -1:]
         return self.head.logits(self._out)[0]

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ..config import SpeculationConfig
 from ..request import TokenIds
-from .proposer import Proposal, Proposer, Verified
+from .proposer import Models, Proposal, Proposer, Verified
 from .verification import TokenSampler
 
 _LONGEST = 32  # compared tokens of a match
@@ -27,18 +26,14 @@ class NgramProposer(Proposer):
     Adapts the number of proposed tokens to the last result: doubled after a proposal that was accepted in full, else
     the number accepted. After a proposal without accepted tokens, a match has to be twice as long; after the next right
     one, the normal length. So an answer that does not repeat its prompt costs little.
-
-    Args:
-        prompt: its token ids.
-        config: `ngram` and `ngram_match` are used.
     """
 
-    def __init__(self, prompt: TokenIds, config: SpeculationConfig) -> None:
-        self.gamma = config.ngram
+    def __init__(self, models: Models, prompt: TokenIds) -> None:
+        self.gamma = models.config.ngram
         self._text = np.asarray(prompt, dtype=np.int32)
         self._size = self._text.size  # used part: the prompt and the tokens of the answer
         self._prompt_size = self._size
-        self._shortest = self._least = config.ngram_match
+        self._shortest = self._least = models.config.ngram_match
         self._trusted = _FIRST
 
     def idle(self, text: Sequence[int]) -> bool:
@@ -53,7 +48,7 @@ class NgramProposer(Proposer):
         tokens: list[int] = ids[: sampler.count_permitted(text, ids.tolist())].tolist()
         return Proposal(tokens, list(tokens))
 
-    def settle(self, verified: Verified) -> None:
+    def accept(self, verified: Verified) -> None:
         if verified.proposed:
             whole = verified.accepted == verified.proposed
             self._trusted = max(1, 2 * verified.accepted if whole else verified.accepted)

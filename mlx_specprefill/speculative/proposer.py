@@ -1,16 +1,60 @@
-"""The interface of what proposes tokens of an answer: propose, settle by the verification, count what was accepted."""
+"""The interface of a strategy of drafting: from the refusal and the prefill on, then propose and accept by turns."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import mlx.core as mx
+import mlx.nn as nn
 
+from ..adapters.depth import FirstLayers
+from ..config import DtypeName, SpeculationConfig
+from ..errors import Refused
+from ..events import Progress
+from ..request import TokenIds
+from .rollback import rollback_refusal
 from .verification import Distribution, TokenSampler, draw
+
+Model = Callable[..., mx.array]
+
+
+class OwnPart(Protocol):
+    """What a strategy loads for itself from the target's files."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Models:
+    """What the answers of a pair are drafted with.
+
+    Attributes:
+        draft: the model that may propose; `draft_vocab`: rows of its embedding, if the target may have more.
+        own_parts: what strategies have loaded, by their names.
+        quantized: the target's cache will be quantised.
+        spread: the target runs on several machines.
+    """
+
+    target: nn.Module
+    draft: nn.Module | Refused
+    config: SpeculationConfig
+    own_parts: Mapping[str, OwnPart | Refused] = field(default_factory=dict)
+    draft_vocab: int | None = None
+    quantized: bool = False
+    spread: bool = False
+
+
+class Held(NamedTuple):
+    """What a proposer holds of a prompt and its answer: tokens in caches of the draft and the target, other bytes."""
+
+    draft: int = 0
+    target: int = 0
+    nbytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -29,14 +73,12 @@ class Verified:
         length: generated tokens that the target's cache holds now.
         proposed, accepted: tokens of the proposal.
         row: the last kept token's row in the verification's forward.
-        recorded: the proposer's record of that forward.
     """
 
     length: int
-    proposed: int
-    accepted: int
-    row: int
-    recorded: Any = None
+    proposed: int = 0
+    accepted: int = 0
+    row: int = 0
 
 
 @dataclass
@@ -57,19 +99,65 @@ class AcceptanceCounts:
 
 
 class Proposer(ABC):
-    """One row's source of proposals.
+    """One answer's source of proposals. Its class is a strategy: one line of `strategies.STRATEGIES` registers it.
+
+    It is made before the target's prefill. The target's forwards go through `read_along` in the prefill, `start`
+    follows, and then they go through `record`.
 
     Attributes:
+        uses_draft: the pair's draft proposes, with all of its layers.
+        staged_refusal: why it can't propose after a prefill in stages; None if it can.
         gamma: tokens to ask for at a time.
         inner: acceptance of the level below, if there is one.
+        prompt_reader: a model whose cache of the whole prompt it wants as `cache`.
     """
+
+    uses_draft: ClassVar[bool] = False
+    staged_refusal: ClassVar[str | None] = None
 
     gamma: int
     inner: AcceptanceCounts | None = None
+    prompt_reader: nn.Module | None = None
+    cache: Sequence[Any] = ()
 
-    def recording(self) -> AbstractContextManager[Any]:
-        """Return the context in which a forward of the target runs. Its value becomes `Verified.recorded`."""
-        return nullcontext()
+    @abstractmethod
+    def __init__(self, models: Models, prompt: TokenIds) -> None: ...
+
+    @classmethod
+    def load(cls, target: nn.Module, folder: Path, dtype: DtypeName) -> OwnPart | Refused | None:
+        """Load what the strategy needs of the target's files beside the target; None if it needs nothing."""
+        return None
+
+    @classmethod
+    def refusal(cls, models: Models) -> str | None:
+        """Return why the strategy can't run with these models; None if it can."""
+        return _draft_refusal(models.draft) if cls.uses_draft else None
+
+    @classmethod
+    def predict(cls, models: Models, prompt: int, tokens: int) -> Held:
+        """Return what it will hold of `tokens` tokens of prompt and answer, the prompt's `prompt` among them."""
+        return Held()
+
+    @property
+    def caches(self) -> Sequence[Any]:
+        """Return what it holds now, in addition to the target's cache."""
+        return self.cache
+
+    def read_along(self, target: Model, fed: TokenIds) -> Model:
+        """Return the target as its prefill runs it. fed: prompt indices that it will read, up to the last one."""
+        return target
+
+    def start(self, cache: list[Any]) -> Generator[Progress, None, None]:
+        """Prepare for proposals behind the prefilled cache of the target. Yields between forwards.
+
+        Raises:
+            SparseUnsupportedError: it can't propose behind this cache.
+        """
+        yield from ()
+
+    def record(self, target: Model) -> Model:
+        """Return the target as the answer's forwards run it."""
+        return target
 
     def idle(self, text: Sequence[int]) -> bool:
         """Return whether the generated `text` gives no hint, so that the row does not wait for its next token."""
@@ -80,8 +168,17 @@ class Proposer(ABC):
         """Return about `count` tokens that may follow the final generated `text`; fewer if it can't."""
 
     @abstractmethod
-    def settle(self, verified: Verified) -> None:
-        """Update from the target's verification."""
+    def accept(self, verified: Verified) -> None:
+        """Keep what the target's verification accepted, and forget the rest. The recorded forward was the last one."""
+
+
+def _draft_refusal(draft: nn.Module | Refused) -> str | None:
+    if isinstance(draft, Refused):
+        return draft.reason
+    if isinstance(draft, FirstLayers):
+        return f"the draft runs its first {draft.count} layers only, which do not say what token comes next"
+    refused = rollback_refusal(draft)
+    return None if refused is None else f"the draft: {refused}"
 
 
 def draft_tokens(

@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
 
 from ..adapters.recurrence import RecurrentCall, record_recurrence, replay_refusal
 from ..adapters.rope import adjust_offsets
@@ -22,8 +22,9 @@ from ..errors import SparseUnsupportedError
 _RINGS = (RotatingKVCache, PositionedRotatingKVCache)
 
 
-def rollback_refusal(model: nn.Module, cache: Sequence[Any]) -> str | None:
+def rollback_refusal(model: nn.Module) -> str | None:
     """Return why tokens can't be taken back from this model's caches; None if they can."""
+    cache = make_prompt_cache(model)
     for part in leaves(cache):
         if getattr(part, "keep", 0):
             return "its window keeps first tokens"

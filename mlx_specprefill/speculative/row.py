@@ -9,7 +9,6 @@ plain rows, so an idle proposer costs nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -22,25 +21,13 @@ from .rollback import Rollback
 from .verification import TokenSampler, draw, verify
 
 
-@dataclass(frozen=True)
-class Limits:
-    """The end of an answer: stop tokens and length."""
-
-    max_tokens: int
-    stop_ids: frozenset[int] = frozenset()
-
-    def cut(self, tokens: Sequence[int], done: int) -> int:
-        """Return the number of leading tokens that belong to an answer of `done` tokens so far."""
-        stop = next((i + 1 for i, token in enumerate(tokens) if token in self.stop_ids), len(tokens))
-        return min(stop, self.max_tokens - done)
-
-
 class SpeculativeRow:
     """One sequence that decodes alone, beside other rows.
 
     Args:
         cache: the target's, prefilled; the row owns it until it ends.
         logits: of the last prompt token, (1, V).
+        sampler: its stops end the answer.
         logprobs: None, or how many alternatives to report per token.
         shift: positions minus slots for caches that can't carry it.
 
@@ -59,15 +46,15 @@ class SpeculativeRow:
         logits: mx.array,
         proposer: Proposer,
         sampler: TokenSampler,
-        limits: Limits,
+        max_tokens: int,
         *,
         logprobs: int | None = None,
         shift: int = 0,
     ) -> None:
-        self.model = model
+        self.model = proposer.record(model)
         self.cache = cache
         self.proposer = proposer
-        self.limits = limits
+        self.max_tokens = max_tokens
         self.tokens: list[int] = []
         self.steps = 0
         self.acceptance = AcceptanceCounts()
@@ -82,8 +69,8 @@ class SpeculativeRow:
 
     @property
     def ended(self) -> bool:
-        stopped = bool(self.tokens) and self.tokens[-1] in self.limits.stop_ids
-        return stopped or len(self.tokens) >= self.limits.max_tokens
+        stopped = bool(self.tokens) and self.tokens[-1] in self._sampler.stops
+        return stopped or len(self.tokens) >= self.max_tokens
 
     def step(self) -> list[TokenEvent]:
         """Run one target forward, after the proposer's; return the tokens that it adds.
@@ -94,32 +81,32 @@ class SpeculativeRow:
             return self._feed_unread()
         first = self._choose_next()
         text = [*self.tokens, first]
-        room = self.limits.max_tokens - len(text)
+        room = self.max_tokens - len(text)
         proposal = Proposal()
-        if room > 0 and first not in self.limits.stop_ids:
+        if room > 0 and first not in self._sampler.stops:
             proposal = self._propose(text, min(self.proposer.gamma, room))
         tokens, distributions = proposal.tokens[:room], proposal.distributions[:room]
         fed = [first, *tokens]
         rollback = Rollback(self.cache, self._shift)
-        rows, recorded = self._forward(rollback, mx.array([fed]))
+        rows = self._forward(rollback, mx.array([fed]))
         if not tokens:
             self._next = None
-            self._verified = Verified(len(text), 0, 0, 0, recorded)
+            self._verified = Verified(len(text))
             return self._commit(fed, rows)
         verdict = verify(self._sampler.distributions(rows, text, tokens), distributions, tokens, self._sampler.rng)
         self.acceptance.add(len(tokens), verdict.accepted)
-        kept = self.limits.cut(fed[: 1 + verdict.accepted], len(self.tokens))
+        kept = self._cut(fed[: 1 + verdict.accepted])
         rollback.keep(kept)
         self._next = verdict.token
         events = self._commit(fed[:kept], rows[:kept])
-        self._verified = Verified(len(self.tokens), len(tokens), verdict.accepted, kept - 1, recorded)
+        self._verified = Verified(len(self.tokens), len(tokens), verdict.accepted, kept - 1)
         return events
 
     def leave(self) -> list[TokenEvent]:
         """Feed the chosen token. Then `logits` decide the next one."""
         if self.ended or self._next is None:
             return []
-        rows, _ = self._forward(Rollback(self.cache, self._shift), mx.array([[self._next]]))
+        rows = self._forward(Rollback(self.cache, self._shift), mx.array([[self._next]]))
         return self._commit([self._next], rows)
 
     def _rests(self) -> bool:
@@ -134,9 +121,9 @@ class SpeculativeRow:
         token = self._sampler.choose(self.logits, self.tokens)
         # Evaluated alone: arrays that are queued together can only be read once all are done.
         mx.async_eval(token)  # type: ignore[no-untyped-call]
-        rows, recorded = self._forward(Rollback(self.cache, self._shift), token[None])
+        rows = self._forward(Rollback(self.cache, self._shift), token[None])
         events = self._commit([int(np.array(token)[0])], rows)
-        self._verified = Verified(len(self.tokens), 0, 0, 0, recorded)
+        self._verified = Verified(len(self.tokens))
         return events
 
     def _choose_next(self) -> int:
@@ -149,18 +136,22 @@ class SpeculativeRow:
     def _propose(self, text: list[int], count: int) -> Proposal:
         self.proposing = True
         if self._verified is not None:
-            self.proposer.settle(self._verified)
+            self.proposer.accept(self._verified)
         proposal = self.proposer.propose(text, count, self._sampler)
         self.proposing = False
         return proposal
 
-    def _forward(self, rollback: Rollback, fed: mx.array) -> tuple[mx.array, Any]:
-        """Queue the forward of `fed` (1, R); return logits (R, V), and the proposer's record."""
+    def _cut(self, tokens: Sequence[int]) -> int:
+        """Return the number of leading tokens that still belong to the answer."""
+        stop = next((i + 1 for i, token in enumerate(tokens) if token in self._sampler.stops), len(tokens))
+        return min(stop, self.max_tokens - len(self.tokens))
+
+    def _forward(self, rollback: Rollback, fed: mx.array) -> mx.array:
+        """Queue the forward of `fed` (1, R); return logits (R, V)."""
         self.steps += 1
-        with self.proposer.recording() as recorded:
-            rows = rollback.forward(self.model, fed)
+        rows = rollback.forward(self.model, fed)
         mx.async_eval(rows)  # type: ignore[no-untyped-call]
-        return rows, recorded
+        return rows
 
     def _commit(self, tokens: list[int], rows: mx.array) -> list[TokenEvent]:
         """Append tokens whose forward gave the logits `rows` (R, V) to the answer."""

@@ -11,24 +11,27 @@ recent tokens. Keys keep their rotation: dropped chunks leave gaps, and nothing 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import ArraysCache, CacheList, KVCache
+import numpy as np
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, make_prompt_cache
 
 from ..adapters.capture import AttentionRecord, record_attention
 from ..cache.positioned import PositionedKVCache, Runs, leaves
 from ..config import SpeculationConfig
 from ..errors import SparseUnsupportedError
+from ..events import Progress
+from ..request import TokenIds
 from .drafter import Drafter
-from .proposer import AcceptanceCounts, Proposal, Proposer, Verified
+from .proposer import AcceptanceCounts, Held, Model, Models, Proposal, Proposer, Verified
 from .rollback import Rollback
 from .verification import TokenSampler, verify
 
 _MAX_RING = 512
+_READ_STEP = 256  # tokens per forward while the small model reads
 _SHORTLIST = 4  # factor of chunks chosen by their mean keys, then compared by their own keys
 _CARRY = 0.25  # part of a chunk's score that the next one gets at least: copied text continues there
 
@@ -163,6 +166,11 @@ class RetrievalPromptCache:
         self.caches: list[Any] = []
 
     @property
+    def copied(self) -> list[Any]:
+        """Return the caches of the chosen parts."""
+        return list(self._small.values())
+
+    @property
     def full(self) -> bool:
         """Return whether `rebuild` is needed before further drafts."""
         return any(small.full for small in self._small.values() if not small.source.empty())
@@ -202,6 +210,22 @@ class RetrievalPromptCache:
         return mirrored
 
 
+def read_ends(draft: nn.Module, prompt: TokenIds, sinks: int, window: int) -> Generator[Progress, None, list[Any]]:
+    """Return a small model's cache of a prompt's first `sinks` and last `window` tokens, read as one text.
+
+    The cost does not depend on the prompt's length.
+    """
+    ids = np.asarray(prompt, dtype=np.int32)
+    read = mx.array(np.concatenate([ids[:sinks], ids[max(sinks, ids.size - window) :]]))[None]
+    cache: list[Any] = make_prompt_cache(draft)
+    for start in range(0, read.shape[1], _READ_STEP):
+        end = min(start + _READ_STEP, read.shape[1])
+        draft(read[:, start:end], cache=cache)
+        mx.eval([part.state for part in cache])
+        yield Progress("draft", end, read.shape[1])
+    return cache
+
+
 class TriForceProposer(Proposer):
     """A small model drafts, the target on its retrieved cache verifies and corrects, and the result is proposed.
 
@@ -210,33 +234,65 @@ class TriForceProposer(Proposer):
     rejection).
     """
 
+    uses_draft = True
     inner: AcceptanceCounts
 
-    def __init__(self, model: nn.Module, source: Sequence[Any], config: SpeculationConfig, drafter: Drafter) -> None:
-        self.model = model
-        self.gamma = config.gamma2
-        self.retrieved = RetrievalPromptCache(source, config)
-        self.drafter = drafter
+    def __init__(self, models: Models, prompt: TokenIds) -> None:
+        self.model = models.target
+        self.gamma = models.config.gamma2
+        self.drafter = Drafter(models, prompt)
         self.inner = AcceptanceCounts()
+        self._config = models.config
+        self._prompt = prompt
+        self._retrieved: RetrievalPromptCache | None = None
+        self._attention = AttentionRecord()
 
-    def recording(self) -> AbstractContextManager[AttentionRecord]:
-        return record_attention()
+    @classmethod
+    def refusal(cls, models: Models) -> str | None:
+        quantized = "parts of a quantised cache can't be retrieved" if models.quantized else None
+        return super().refusal(models) or quantized
+
+    @classmethod
+    def predict(cls, models: Models, prompt: int, tokens: int) -> Held:
+        """The draft reads the prompt's ends, and a part of the target's cache is copied."""
+        config = models.config
+        skipped = max(0, prompt - config.sinks - config.window)
+        return Held(draft=tokens - skipped, target=min(tokens, config.budget))
+
+    @property
+    def caches(self) -> Sequence[Any]:
+        copied = [] if self._retrieved is None else self._retrieved.copied
+        return [*self.drafter.cache, *copied]
+
+    def start(self, cache: list[Any]) -> Generator[Progress, None, None]:
+        config = self._config
+        self.drafter.cache = yield from read_ends(self.drafter.model, self._prompt, config.sinks, config.window)
+        self._retrieved = RetrievalPromptCache(cache, config)
+
+    def record(self, target: Model) -> Model:
+        def forward(tokens: mx.array, cache: Any) -> mx.array:
+            with record_attention() as self._attention:
+                return target(tokens, cache=cache)
+
+        return forward
 
     def propose(self, text: Sequence[int], count: int, sampler: TokenSampler) -> Proposal:
         proposal = Proposal()
-        if not self.retrieved.caches:
+        if self._retrieved is None or not self._retrieved.caches:
             return proposal  # the first forward is an ordinary one, whose queries choose the chunks
         while len(proposal.tokens) < count:
             so_far = [*text, *proposal.tokens]
-            drafted = self.drafter.propose(so_far, self.drafter.gamma, sampler)
-            self._verify(so_far, drafted, proposal, sampler)
+            drafted = self.drafter.propose(so_far, self._config.gamma1, sampler)
+            self._verify(self._retrieved.caches, so_far, drafted, proposal, sampler)
             if proposal.tokens[-1] in sampler.stops:
                 break
         return proposal
 
-    def _verify(self, text: list[int], drafted: Proposal, proposal: Proposal, sampler: TokenSampler) -> None:
+    def _verify(
+        self, caches: list[Any], text: list[int], drafted: Proposal, proposal: Proposal, sampler: TokenSampler
+    ) -> None:
         """Run one inner round: append the kept tokens and the next one to `proposal`. Does not feed the last one."""
-        rollback = Rollback(self.retrieved.caches)
+        rollback = Rollback(caches)
         logits = rollback.forward(self.model, mx.array([[text[-1], *drafted.tokens]]))
         distributions = sampler.distributions(logits, text, drafted.tokens)
         verdict = verify(distributions, drafted.distributions, drafted.tokens, sampler.rng)
@@ -246,8 +302,9 @@ class TriForceProposer(Proposer):
         proposal.distributions.extend(distributions[: verdict.accepted + 1])
         self.inner.add(len(drafted.tokens), verdict.accepted)
 
-    def settle(self, verified: Verified) -> None:
-        self.drafter.settle(verified)
-        if verified.accepted < verified.proposed or self.retrieved.full:
-            self.retrieved.rebuild(verified.recorded, verified.row)
-        self.retrieved.follow()
+    def accept(self, verified: Verified) -> None:
+        assert self._retrieved is not None
+        self.drafter.accept(verified)
+        if verified.accepted < verified.proposed or self._retrieved.full:
+            self._retrieved.rebuild(self._attention, verified.row)
+        self._retrieved.follow()

@@ -43,6 +43,7 @@ from mlx_specprefill import (
     SpeculationReport,
     TokenEvent,
 )
+from mlx_specprefill.engine.speculation import models_of
 from mlx_specprefill.errors import Refused
 from mlx_specprefill.speculative.rollback import Rollback
 from mlx_specprefill.speculative.strategies import STRATEGIES, refusal
@@ -274,7 +275,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     if min(options.n, options.tokens) < 1 or options.length < 64:
         raise BenchError("-n and --tokens must be at least 1, --length at least 64 tokens")
     pair = pairs.loaded(options, settings=Settings(speculative="draft"))  # all layers of the draft, which propose
-    refused = {name: refusal(name, pair.target, pair.proposer, pair.mtp) for name in STRATEGIES}
+    models = models_of(pair, EngineConfig())
+    refused = {name: refusal(name, models) for name in STRATEGIES}
     able: list[SpeculationName] = [name for name, reason in refused.items() if reason is None]
     for name in options.arms or ():
         if refused[name] is not None:

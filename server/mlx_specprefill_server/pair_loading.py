@@ -18,6 +18,7 @@ from mlx_specprefill import (
     RankedEngine,
     Ranks,
     calibrated_heads,
+    drafts_with_draft,
     load_pair,
     with_heads,
 )
@@ -88,7 +89,7 @@ def load(
     names = pair.target if pair.draft in (None, "self") else f"{pair.target} and {pair.draft}"
     own = pair.draft in (None, "self")
     # A draft that may propose tokens needs all of its layers. The target's own first layers propose none.
-    early = own or settings is None or settings.speculative not in ("draft", "triforce")
+    early = own or settings is None or not drafts_with_draft(settings.speculative)
     with tell(f"Loading {names}") as progress:
         made = load_pair(
             pair.target,

@@ -8,9 +8,9 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 import pytest
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from mlx_specprefill.adapters.mtp import MTPHead, record_hidden
+from mlx_specprefill.adapters.mtp import MTPHead
 from mlx_specprefill.cache.positioned import PositionedKVCache, place
 from tests.support.oracle import build
 from tests.support.precision import assert_close
@@ -100,9 +100,7 @@ def test_logits_are_those_of_the_formulas(positions: list[int], tied: bool) -> N
         model.language_model.args.tie_word_embeddings = True
     head = tiny_head(model)
     tokens = list(random_prompt(13, 4))
-    with record_hidden() as seen:
-        model(mx.array([tokens[:12]]))
-    (hidden,) = seen
+    _, hidden = head.run_target(mx.array([tokens[:12]]), make_prompt_cache(model))
     cache, plain = PositionedKVCache(), Plain(head)
     for start, end in ((0, 5), (5, 6), (6, 12)):
         place([cache], np.array(positions[start:end], dtype=np.int32))
@@ -119,11 +117,10 @@ def test_logits_are_those_of_the_formulas(positions: list[int], tied: bool) -> N
 def test_the_hidden_state_is_what_the_output_projection_reads() -> None:
     model = tiny_model("qwen3_5", 3)
     head = tiny_head(model)
-    with record_hidden() as seen:
-        logits = model(mx.array([[3, 4, 5]]))
-    assert_close(head.logits(seen[0]), logits, atol=1e-5, rtol=1e-5)
-    model(mx.array([[3, 4, 5]]))
-    assert len(seen) == 1  # nothing is recorded outside
+    text = mx.array([[3, 4, 5]])
+    logits, hidden = head.run_target(text, make_prompt_cache(model))
+    assert_close(logits, model(text), atol=1e-5, rtol=1e-5)
+    assert_close(head.logits(hidden), logits, atol=1e-5, rtol=1e-5)
 
 
 def test_a_head_with_experts() -> None:

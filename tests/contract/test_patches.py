@@ -16,7 +16,6 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_specprefill.adapters.capture import QueryCapture, record_attention, wrap_attention
-from mlx_specprefill.adapters.mtp import record_hidden
 from mlx_specprefill.adapters.patches import PATCHES, install_patches
 from mlx_specprefill.adapters.recurrence import record_recurrence
 from tests.support.oracle import build, on_the_cpu_unfused
@@ -124,7 +123,6 @@ def forwards(model: nn.Module, tokens: int) -> None:
 RECORDINGS: dict[str, tuple[str, Callable[[], AbstractContextManager[Any]], Callable[[Any], int]]] = {
     "attention": ("llama", record_attention, lambda record: len(record.queries)),
     "recurrence": ("qwen3_5", record_recurrence, len),
-    "hidden": ("qwen3_5", record_hidden, len),
 }
 
 

@@ -166,7 +166,7 @@ def test_an_answer_drafted_by_ngrams_is_the_masked_run_too(family: str) -> None:
 
 def test_an_mtp_head_has_not_read_a_staged_prompt() -> None:
     pair = own_pair("qwen3_5")
-    with Engine(replace(pair, mtp=tiny_head(pair.target)), CONFIG) as engine:
+    with Engine(replace(pair, own_parts={"mtp": tiny_head(pair.target)}), CONFIG) as engine:
         plain, _ = generated(engine.generate(asked()))
         tokens, last = generated(engine.generate(asked(speculative="mtp")))
     assert tokens == plain

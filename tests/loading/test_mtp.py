@@ -57,7 +57,7 @@ def outputs(head: MTPHead) -> Any:
 
 
 def loaded(folder: Path) -> MTPHead:
-    head = load_pair(folder).mtp
+    head = load_pair(folder).own_parts["mtp"]
     assert isinstance(head, MTPHead), head
     return head
 
@@ -101,7 +101,7 @@ def text_config(name: str) -> dict[str, Any]:
 def test_the_head_is_cast_with_its_model(tmp_path: Path, dtype: Any) -> None:
     folder = save_checkpoint(tmp_path / "m", "qwen3_5", 1)
     write(folder, head_tensors(tiny_head(tiny_model("qwen3_5", 1))))
-    head = load_pair(folder, dtype=dtype).mtp
+    head = load_pair(folder, dtype=dtype).own_parts["mtp"]
     assert isinstance(head, MTPHead)
     assert head.dtype == getattr(mx, dtype)
 
@@ -129,7 +129,7 @@ def test_experts_in_every_layout(layout: str) -> None:
 
 
 def refusal(folder: Path) -> str:
-    head = load_pair(folder).mtp
+    head = load_pair(folder).own_parts["mtp"]
     assert isinstance(head, Refused)
     return head.reason
 

@@ -50,7 +50,7 @@ def test_a_model_of_the_cache_is_loaded_under_its_id(home: Path) -> None:
     save_checkpoint(cached(home, "org/draft"), "qwen3")
     pair = load_pair("org/target", "org/draft")
     assert (pair.target_id, pair.draft_id, pair.sparse_refusal) == ("org/target", "org/draft", None)
-    assert pair.mtp == Refused("MTP heads of llama are not supported")
+    assert pair.own_parts["mtp"] == Refused("MTP heads of llama are not supported")
 
 
 def test_the_cache_is_laid_out_as_huggingface_hub_reads_it(home: Path) -> None:

@@ -96,7 +96,7 @@ def test_an_mtp_head(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path / "target", "qwen3_5", text_config=text)
     arrays = nn.utils.tree_flatten(tiny_head(tiny_model("qwen3_5")).layers.parameters())
     mx.save_safetensors(str(folder / "mtp.safetensors"), {f"mtp.{name}": array for name, array in arrays})
-    head = load_pair(folder).mtp
+    head = load_pair(folder).own_parts["mtp"]
     assert isinstance(head, MTPHead), head
 
     def run() -> None:

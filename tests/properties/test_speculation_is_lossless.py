@@ -14,15 +14,15 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_specprefill.adapters.mtp import ARCHITECTURES as HEADED
 from mlx_specprefill.adapters.mtp import MTPHead
-from mlx_specprefill.config import SpeculationConfig
+from mlx_specprefill.config import SpeculationConfig, SpeculationName
 from mlx_specprefill.engine.caches import empty_cache
 from mlx_specprefill.events import TokenEvent
 from mlx_specprefill.request import SamplingParams
 from mlx_specprefill.sampling import logits_processors
 from mlx_specprefill.speculative import verification as verify
-from mlx_specprefill.speculative.mtp_proposer import PromptReader
-from mlx_specprefill.speculative.row import Limits, SpeculativeRow
-from mlx_specprefill.speculative.strategies import STRATEGIES, StrategyName, make_proposer, refusal
+from mlx_specprefill.speculative.proposer import Models
+from mlx_specprefill.speculative.row import SpeculativeRow
+from mlx_specprefill.speculative.strategies import STRATEGIES, refusal
 from mlx_specprefill.speculative.verification import Rng, TokenSampler
 from tests.speculative.probabilities import enumerate_distribution, total_variation
 from tests.support.oracle import build, on_the_cpu_unfused, vocabulary
@@ -51,7 +51,13 @@ def head_of(name: str) -> MTPHead | None:
     return tiny_head(model_of(name)) if name in HEADED else None
 
 
-def cases(*names: str) -> list[tuple[str, StrategyName]]:
+def models_of(name: str, draft: Any, config: SpeculationConfig) -> Models:
+    head = head_of(name)
+    own_parts = {} if head is None else {"mtp": head}
+    return Models(model_of(name), draft, config, own_parts, getattr(draft, "rows", None))
+
+
+def cases(*names: str) -> list[tuple[str, SpeculationName]]:
     """Every strategy that a model of that name can have."""
     return [(name, strategy) for name in names for strategy in STRATEGIES if strategy != "mtp" or name in HEADED]
 
@@ -81,7 +87,7 @@ def read(draft: Any, prompt: tuple[int, ...]) -> list[Any]:
 
 def speculate(
     name: str,
-    strategy: StrategyName,
+    strategy: SpeculationName,
     row: Row,
     config: SpeculationConfig,
     draft: Any = None,
@@ -92,20 +98,16 @@ def speculate(
     model = model_of(name)
     draft = model if draft is None else draft
     prompt_cache = empty_cache(model)
-    head = head_of(name)
     fed = np.arange(len(row.prompt), dtype=np.int32) if row.kept is None else row.kept
-    reader = PromptReader(head, row.prompt, fed) if strategy == "mtp" and head is not None else None
-    reading = model if reader is None else reader.with_target(model)
-    logits = finish(prefill(reading, prompt_cache, row.prompt, row.kept, 16))
-    reading = read(draft, row.prompt) if strategy == "draft" else None
-    vocab = logits.shape[-1]
-    sampler = TokenSampler(row.sampling, vocab, logits_processors(row.sampling))
+    models = models_of(name, draft, config)
+    proposer = STRATEGIES[strategy](models, np.array(row.prompt, np.int32))
+    logits = finish(prefill(proposer.read_along(model, fed), prompt_cache, row.prompt, row.kept, 16))
+    if proposer.prompt_reader is not None:
+        proposer.cache = read(draft, row.prompt)
+    sampler = TokenSampler(row.sampling, logits.shape[-1], logits_processors(row.sampling), stops=stops)
     sampler.rng = rng or sampler.rng
-    inputs = {"draft": draft, "draft_cache": reading, "reader": reader, "draft_vocab": getattr(draft, "rows", None)}
-    proposer = finish(make_proposer(strategy, model, prompt_cache, row.prompt, config, **inputs))
-    running = SpeculativeRow(
-        model, prompt_cache, logits, proposer, sampler, Limits(count, stops), logprobs=row.logprobs
-    )
+    finish(proposer.start(prompt_cache))
+    running = SpeculativeRow(model, prompt_cache, logits, proposer, sampler, count, logprobs=row.logprobs)
     events = [running.first]
     while not running.ended:
         events += running.step()
@@ -120,13 +122,13 @@ SMALL = SpeculationConfig(budget=64, chunk=4, sinks=4, window=16, ngram_match=1)
     ("name", "strategy"),
     [*cases(*FAMILIES), *(pytest.param(*case, marks=pytest.mark.nightly) for case in cases(*MORE))],
 )
-def test_greedy_answers_are_identical(name: str, strategy: StrategyName) -> None:
+def test_greedy_answers_are_identical(name: str, strategy: SpeculationName) -> None:
     """Drafted by the same and by another model.
 
     Afterwards the target's cache is that of a plain run, whatever was accepted and rejected on the way.
     """
     model = model_of(name)
-    assert refusal(strategy, model, model, head_of(name) or "no head") is None
+    assert refusal(strategy, models_of(name, model, SMALL)) is None
     for index, row in enumerate(rows_of(name)):
         expected, held = plain(name, index)
         draft = model if index % 2 else model_of(name, 9)
@@ -162,7 +164,7 @@ def test_a_budget_for_everything_accepts_everything(name: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["draft", "triforce"])
 @pytest.mark.extended
-def test_answers_longer_than_the_budget(strategy: StrategyName) -> None:
+def test_answers_longer_than_the_budget(strategy: SpeculationName) -> None:
     """Rings fill up many times, and chunks of the answer itself are chosen."""
     row, config = rows_of("llama")[2], replace(SMALL, budget=32)
     expected, _ = alone(model_of("llama"), row, 100)
@@ -173,7 +175,7 @@ def test_answers_longer_than_the_budget(strategy: StrategyName) -> None:
 
 @pytest.mark.extended
 @pytest.mark.parametrize(("name", "strategy"), cases("llama", "qwen3_5", "gpt_oss"))
-def test_nothing_follows_the_end(name: str, strategy: StrategyName) -> None:
+def test_nothing_follows_the_end(name: str, strategy: SpeculationName) -> None:
     """First and last of a round, in its middle; what is left of the row is what a plain one leaves."""
     row, answer = rows_of(name)[3], tokens(plain(name, 3)[0])
     for stop in {answer[index] for index in (0, 4, 6, 7, 8, 15)}:
@@ -208,7 +210,7 @@ PENALISED = SamplingParams(presence_penalty=1.5, frequency_penalty=0.5, repetiti
 
 
 @pytest.mark.parametrize(("name", "strategy"), [*cases("llama"), ("qwen3_5", "mtp")])
-def test_penalties_follow_the_text_inside_a_proposal(name: str, strategy: StrategyName) -> None:
+def test_penalties_follow_the_text_inside_a_proposal(name: str, strategy: SpeculationName) -> None:
     row = replace(make_rows(VOCAB, 4, seed=3)[1], sampling=PENALISED)
     expected, _ = alone(model_of(name), row, COUNT)
     events, _ = speculate(name, strategy, row, SMALL, model_of(name, 9))
@@ -246,7 +248,7 @@ def two_tokens(name: str, seed: int, size: int = 2) -> Any:
 @pytest.mark.parametrize(("strategy", "mutated"), [*((name, False) for name in STRATEGIES), ("draft", True)])
 @pytest.mark.extended
 def test_the_running_code_has_the_targets_distribution(
-    strategy: StrategyName, mutated: bool, monkeypatch: pytest.MonkeyPatch
+    strategy: SpeculationName, mutated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every random choice is enumerated, on two tokens; with the published rejection rule it fails.
 
@@ -275,7 +277,7 @@ def test_the_running_code_has_the_targets_distribution(
 @pytest.mark.parametrize("sizes", [(2, 3), (3, 2), (2, 4)], ids=lambda sizes: f"{sizes[0]} and {sizes[1]} rows")
 @pytest.mark.parametrize("strategy", ["draft", "triforce", "ngram"])
 def test_models_with_other_padding_have_the_targets_distribution(
-    strategy: StrategyName, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    strategy: SpeculationName, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Target and draft have another number of rows. A row that does not exist is never read."""
     target, draft = two_tokens("llama", 0, sizes[0]), two_tokens("llama", 9, sizes[1])

@@ -167,7 +167,7 @@ def test_no_truth_is_computed_while_the_engine_answers(folder: Callable[[str], P
 
 @pytest.mark.nightly
 def test_a_refused_strategy_fails(folder: Callable[[str], Path], monkeypatch: Patch) -> None:
-    monkeypatch.setattr(strategies, "rollback_refusal", lambda model, cache: "not today")
+    monkeypatch.setattr(strategies, "rollback_refusal", lambda model: "not today")
     found = operations(folder)
     assert failed(found) == DRAFTED
     assert {check.words for check in found if check.state == "failed"} == {"RuntimeError: not today"}

@@ -11,11 +11,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_specprefill.adapters.mtp import MTPHead, record_hidden
+from mlx_specprefill.adapters.mtp import MTPHead
 from mlx_specprefill.cache.positioned import PositionedKVCache, place
+from mlx_specprefill.config import SpeculationConfig
 from mlx_specprefill.engine.caches import empty_cache
-from mlx_specprefill.speculative.mtp_proposer import MTPProposer, PromptReader
-from mlx_specprefill.speculative.row import Limits, SpeculativeRow
+from mlx_specprefill.errors import Refused
+from mlx_specprefill.speculative.mtp_proposer import MTPProposer
+from mlx_specprefill.speculative.proposer import Models
+from mlx_specprefill.speculative.row import SpeculativeRow
 from mlx_specprefill.speculative.verification import TokenSampler
 from tests.support.oracle import on_the_cpu_unfused
 from tests.support.rows import Row, alone, assert_same_contents, tokens
@@ -57,6 +60,9 @@ class Knowing(MTPHead):
         self._last = cache.next - 1  # entry p guesses token p + 2
         return out
 
+    def run_target(self, tokens: mx.array, cache: Any) -> tuple[mx.array, mx.array]:
+        return MTPHead(model(), self.layers).run_target(tokens, cache)
+
     def logits(self, out: mx.array) -> mx.array:
         index = self._last + 2 - self._start
         right = self._answer[index] if index < len(self._answer) else 0
@@ -67,11 +73,11 @@ class Knowing(MTPHead):
 def drafted(head: MTPHead, row: Row, count: int, gamma: int) -> tuple[SpeculativeRow, MTPProposer]:
     cache_of_target = empty_cache(model())
     fed = np.arange(len(row.prompt), dtype=np.int32) if row.kept is None else row.kept
-    reader = PromptReader(head, row.prompt, fed)
-    logits = finish(prefill(reader.with_target(model()), cache_of_target, row.prompt, row.kept, 7))
-    proposer = MTPProposer(reader, gamma)
+    models = Models(model(), Refused("none"), SpeculationConfig(gamma=gamma), {"mtp": head})
+    proposer = MTPProposer(models, np.array(row.prompt, np.int32))
+    logits = finish(prefill(proposer.read_along(model(), fed), cache_of_target, row.prompt, row.kept, 7))
     sampler = TokenSampler(row.sampling, logits.shape[-1])
-    running = SpeculativeRow(model(), cache_of_target, logits, proposer, sampler, Limits(count))
+    running = SpeculativeRow(model(), cache_of_target, logits, proposer, sampler, count)
     while not running.ended:
         running.step()
     return running, proposer
@@ -93,11 +99,10 @@ def entries(number: int) -> PositionedKVCache:
     fresh = PositionedKVCache()
     for position in positions:
         place(cache_of_target, np.array([position], dtype=np.int32))
-        with record_hidden() as seen:
-            model()(mx.array([[text[position]]]), cache=cache_of_target)
+        _, hidden = head.run_target(mx.array([[text[position]]]), cache_of_target)
         if position + 1 in positions:
             place([fresh], np.array([position], dtype=np.int32))
-            head(seen[0], mx.array([[text[position + 1]]]), fresh)
+            head(hidden, mx.array([[text[position + 1]]]), fresh)
     return fresh
 
 
@@ -120,13 +125,13 @@ def test_entries_are_those_of_a_fresh_run(number: int, wrong: frozenset[int]) ->
     assert running.tokens == answer
     assert running.acceptance.rate == (0.0 if len(wrong) == COUNT else 1.0) or 0 < len(wrong) < COUNT
     if running._verified is not None:
-        proposer.settle(running._verified)
+        proposer.accept(running._verified)
     fresh = copy.deepcopy(entries(number))
-    fresh.trim(fresh.slots - proposer.cache.slots)
-    assert_same_contents([proposer.cache], [fresh], atol=1e-4)
+    fresh.trim(fresh.slots - proposer.entries.slots)
+    assert_same_contents([proposer.entries], [fresh], atol=1e-4)
     kept = np.arange(len(row.prompt)) if row.kept is None else row.kept
     pairs = int((np.diff(kept) == 1).sum())
-    assert proposer.cache.slots >= pairs + COUNT - 4  # the last round needs no proposal
+    assert proposer.entries.slots >= pairs + COUNT - 4  # the last round needs no proposal
 
 
 def test_a_right_head_saves_forwards() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
+import mlx.nn as nn
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,9 +13,10 @@ from hypothesis import strategies as st
 
 from mlx_specprefill.config import SpeculationConfig
 from mlx_specprefill.constraints import Constraint, Grammars
+from mlx_specprefill.errors import Refused
 from mlx_specprefill.request import SamplingParams
 from mlx_specprefill.speculative.ngram import NgramProposer, continuation_of
-from mlx_specprefill.speculative.proposer import Verified
+from mlx_specprefill.speculative.proposer import Models, Verified
 from mlx_specprefill.speculative.verification import TokenSampler
 from tests.server.fakes import byte_tokenizer
 
@@ -37,7 +39,8 @@ def test_the_latest_of_the_longest_matches_goes_on(text: list[int], least: int, 
 
 
 def proposer(prompt: Sequence[int], **changes: int) -> NgramProposer:
-    return NgramProposer(np.array(prompt, dtype=np.int32), SpeculationConfig(**changes))
+    models = Models(nn.Module(), Refused("none"), SpeculationConfig(**changes))
+    return NgramProposer(models, np.array(prompt, dtype=np.int32))
 
 
 def sampler(**changes: object) -> TokenSampler:
@@ -53,11 +56,11 @@ def test_an_answer_that_repeats_the_prompt_is_trusted_more_and_more() -> None:
         assert proposal.tokens == prompt[text[-1] + 1 :][: asked[-1]]
         assert proposal.distributions == proposal.tokens
         text += proposal.tokens
-        given.settle(Verified(len(text), asked[-1], asked[-1], 0))
+        given.accept(Verified(len(text), asked[-1], asked[-1], 0))
     assert asked == [2, 4, 8, 8]
-    given.settle(Verified(len(text), 8, 3, 0))
+    given.accept(Verified(len(text), 8, 3, 0))
     assert len(given.propose(text, 8, sampler()).tokens) == 3
-    given.settle(Verified(len(text), 3, 0, 0))
+    given.accept(Verified(len(text), 3, 0, 0))
     assert len(given.propose(text, 8, sampler()).tokens) == 1
 
 
@@ -76,7 +79,7 @@ def test_after_wrong_proposals_only_longer_matches_count() -> None:
     shortest = []
     for accepted in (0, 0, 0, 0, 1):
         shortest.append(next(length for length in range(1, 40) if found(length)))
-        given.settle(Verified(1, 4, accepted, 0))
+        given.accept(Verified(1, 4, accepted, 0))
     assert shortest == [3, 6, 12, 24, 32]
     assert not found(2)
     assert found(3)
@@ -101,7 +104,7 @@ def test_what_the_grammar_forbids_is_not_proposed() -> None:
     grammar = Grammars(tokenizer, end).state(Constraint(f"start: {json.dumps('xyabQ')}"), end)
     prompt, text = (tokenizer.encode(part, add_special_tokens=False) for part in ("xyabcdef", "xy"))
     given = proposer(prompt, ngram_match=2)
-    given.settle(Verified(2, 2, 2, 0))
+    given.accept(Verified(2, 2, 2, 0))
     assert tokenizer.decode(given.propose(text, 8, sampler()).tokens) == "abcd"
     bound = sampler(grammar=grammar)
     bound.commit(text[:1])

@@ -119,7 +119,7 @@ def test_every_architecture_goes_back_or_says_why_not(name: str) -> None:
     """And what goes back goes back right; composites, latent attention and gates included."""
     model = build(name)
     stock = make_prompt_cache(model)
-    refusal = rollback_refusal(model, stock)
+    refusal = rollback_refusal(model)
     assert (refusal is None) == (name not in REFUSED), refusal
     if refusal is not None:
         return

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from mlx_specprefill.config import SpeculationConfig
+from mlx_specprefill.errors import Refused
 from mlx_specprefill.request import SamplingParams
 from mlx_specprefill.speculative.ngram import NgramProposer
-from mlx_specprefill.speculative.row import Limits, SpeculativeRow
+from mlx_specprefill.speculative.proposer import Models
+from mlx_specprefill.speculative.row import SpeculativeRow
 from mlx_specprefill.speculative.verification import Distribution, TokenSampler
 from tests.support.autoregressive import decode
 from tests.support.rows import Row, alone, assert_same_contents, logprob_error, prefilled, tokens
@@ -33,9 +35,10 @@ class Counting(TokenSampler):
 
 def begun(model: Any, row: Row, match: int, **sampling: Any) -> tuple[SpeculativeRow, Counting]:
     cache, logits = prefilled(model, row)
-    proposer = NgramProposer(np.array(row.prompt, np.int32), SpeculationConfig(ngram=4, ngram_match=match))
+    models = Models(model, Refused("none"), SpeculationConfig(ngram=4, ngram_match=match))
+    proposer = NgramProposer(models, np.array(row.prompt, np.int32))
     sampler = Counting(SamplingParams(**sampling), VOCAB)
-    return SpeculativeRow(model, cache, logits, proposer, sampler, Limits(COUNT), logprobs=row.logprobs), sampler
+    return SpeculativeRow(model, cache, logits, proposer, sampler, COUNT, logprobs=row.logprobs), sampler
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5", "gpt_oss"])

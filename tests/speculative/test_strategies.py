@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-from mlx_specprefill.speculative.strategies import read_ends
+from mlx_specprefill.speculative.triforce import read_ends
 from tests.support.precision import assert_close
 from tests.support.steps import finish
 from tests.support.tiny import random_prompt, tiny_model

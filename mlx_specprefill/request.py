@@ -172,6 +172,8 @@ class GenerationRequest:
         logprobs: None, or how many alternatives per generated token (0..20) to report.
         prompt_logprobs: None, or as `logprobs` for the prompt's own tokens (echo); forces a full prefill.
         spans: the rendered messages in prompt order, empty for a raw completion.
+        about_everything: the words of the question that ask for the whole prompt, as the report quotes them. It is then
+            read in full, unless a sparse prefill is requested.
         constraint: None, or the grammar of the generated text.
         reasoning: None, or the budget of reasoning tokens.
         min_tokens: number of tokens before stop ids may be generated, unless the constraint leaves nothing else.
@@ -185,6 +187,7 @@ class GenerationRequest:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     specprefill: SpecPrefillOptions = field(default_factory=SpecPrefillOptions)
     spans: tuple[PromptSpan, ...] = ()
+    about_everything: str | None = None
     stop_token_ids: frozenset[int] = frozenset()
     logprobs: int | None = None
     prompt_logprobs: int | None = None

@@ -26,7 +26,6 @@ from ..loading import ModelPair
 from ..request import GenerationRequest
 from ..sampling import LOGITS_ROWS, log_softmax, top_logprobs
 from ..specprefill.plan import PrefillPlan, plan_prefill
-from ..specprefill.question import question_span
 from ..specprefill.scorer import Scores
 from ..specprefill.selector import Selection, missing_of, select_tokens, selection_by, strongest
 from ..specprefill.sparse_prefill import TAIL, HiddenStates, UpperLayersModel, feed, forward_ends, recalling
@@ -41,7 +40,6 @@ log = logging.getLogger(__name__)
 Kept = npt.NDArray[np.int32]
 Model = Callable[..., mx.array]
 PrefillSteps = Generator[Progress | PromptLogprobs, None, mx.array]
-_OPENING = 32  # tokens of a message whose first line may be an instruction
 _LEAST_RECALL = 256  # tokens that may always be recalled
 _LEAST_CHECKPOINT = 128  # tokens of a dense beginning that is worth a forward end
 _STATE_EVERY = 4096  # tokens between checkpoints of state that can't be trimmed
@@ -90,27 +88,12 @@ class Prefiller:
             staged=pair.stages is not None,
             cached_tokens=cached,
             predict=partial(self.predict, len(request.prompt), cached or 0) if pair.has_draft else None,
-            question=partial(self.question_text, request),
         )
 
     @property
     def _refusal(self) -> Reason | None:
         words = self.pair.sparse_refusal
         return None if words is None else Reason("unsupported" if self.pair.has_draft else "no-draft", words)
-
-    def question_text(self, request: GenerationRequest) -> str:
-        """Return the first line and the last line or sentence of the last user message. May be called from any thread.
-
-        Tool results behind it hold no question.
-        """
-        said = [(span.content_start, span.content_end) for span in request.spans if span.kind == "user"]
-        first, end = said[-1] if said else (0, len(request.prompt))
-        most = max(first, end - self.config.scoring.question_rows[1])  # the question begins no earlier
-        units = self.text.read(request.prompt[most:end]).units + np.int32(most)
-        begin, end = question_span(len(request.prompt), self.config.scoring, end, units)
-        decode = self.pair.tokenizer.decode
-        opening = decode(request.prompt[first : min(first + _OPENING, end)].tolist()).lstrip().split("\n", 1)[0]
-        return f"{opening}\n{decode(request.prompt[max(first, begin) : end].tolist())}"
 
     def predict(self, tokens: int, cached: int, kept: int) -> Prediction:
         """Return the times of both prefills of a prompt if the target sees `kept` of its uncached tokens.

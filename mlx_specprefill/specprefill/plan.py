@@ -1,12 +1,7 @@
-"""Chooses sparse or full prefill and the forced tokens, before any work is done. Pure functions.
-
-A question about a whole text (a count, a summary, a list of everything) is read in full. Scores do not show it: a
-draft's heads attend to each relevant place, but no single place holds the answer. So the question's words are checked.
-"""
+"""Chooses sparse or full prefill and the forced tokens, before any work is done. Pure functions."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -24,26 +19,9 @@ from .selector import selection_by
 
 Bools = npt.NDArray[np.bool_]
 
-_WHOLE = re.compile(
-    r"""\bhow\ (?:many|often)\b
-    | \b(?:count|tally|enumerate|summari[sz]e|summary|overview|outline|gist|tl;?dr|proofread|paraphrase|rephrase)\b
-    | \bnumber\ of\ (?:times|occurrences)\b
-    | \b(?:list|name|give|find|show|extract|identify|collect|mention)\ (?:me\ )?(?:all|every|each)\b
-    | \b(?:most|least)\ (?:common|frequent|often|frequently)\b
-    | \b(?:main|key|central)\ (?:points?|ideas?|topics?|themes?|messages?)\b
-    | \b(?:rewrite|reword|refactor|translate|reformat|convert|correct|edit|shorten|review)\ (?:the|this|it|all|my)\b
-    | \b(?:everything|whole|entire|throughout|overall|all\ of\ (?:the|them|this)|in\ total|altogether)\b""",
-    re.IGNORECASE | re.VERBOSE,
-)
 USER_WHOLE, USER_HEAD, USER_TAIL = (2048, 8), (128, 64), (512, 16)  # (most tokens, divisor of the prompt length)
 TOOL_HEAD, TOOL_TAIL = 64, 128  # of a tool result after the last user message
 SYSTEM_WHOLE, SYSTEM_ENDS = 512, 256  # tokens: a shorter system text is kept in full, of a longer one both ends
-
-
-def about_everything(question: str) -> str | None:
-    """Return the words that ask for the whole text; None if there are none. English only."""
-    found = _WHOLE.search(question)
-    return None if found is None else found.group()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +59,6 @@ def plan_prefill(
     staged: bool = False,
     cached_tokens: int | None = 0,
     predict: Callable[[int], Prediction] | None = None,
-    question: Callable[[], str] | None = None,
 ) -> PrefillPlan:
     """Decide from the request, the server's policy and the pair's abilities.
 
@@ -92,7 +69,6 @@ def plan_prefill(
         cached_tokens: prompt tokens that a prefix cache already holds; all else looks at the rest. None: not known yet.
             The plan is then sparse if it could become so: all that is forced may be cached.
         predict: returns the times of both prefills if the target sees that many tokens of the rest; None: not known.
-        question: returns the text of the question; None: it is not looked at.
     """
     M = len(request.prompt)
     options, policy = request.specprefill, config.policy
@@ -123,16 +99,13 @@ def plan_prefill(
         plan = _by_policy(plan, config, rest.size)
     if plan.mode == "sparse":
         plan = _possible(plan, config, rest)
-    if plan.selection_key is None or options.enabled or question is None:
+    if plan.selection_key is None or options.enabled or request.about_everything is None:
         return plan
-    return _by_question(plan, question())
+    return _read_everything(plan, request.about_everything)
 
 
-def _by_question(plan: PrefillPlan, question: str) -> PrefillPlan:
-    """Read in full, behind a dense prefix at most, if the question is about everything."""
-    words = about_everything(question)
-    if words is None:
-        return plan
+def _read_everything(plan: PrefillPlan, words: str) -> PrefillPlan:
+    """Read in full, behind a dense prefix at most: the words of the question ask for everything."""
     if plan.mode == "sparse":
         plan = plan.as_full("everything", f'the question is about the whole prompt ("{words}")')
     return replace(plan, selection_key=None)

@@ -108,6 +108,7 @@ class LocalPair:
             SamplingParams(temperature=temperature),
             SpecPrefillOptions(specprefill, share),
             spans=prompt.spans,
+            about_everything=prompt.about_everything,
             stop_token_ids=self.engine.pair.eos_token_ids,
         )
         text, end = stream_text(self.engine, request, on_text or (lambda text: None))

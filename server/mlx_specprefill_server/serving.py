@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -127,6 +127,18 @@ async def count_tokens(request: Request, service: Service, conversation: Convers
     return len(prompt.tokens)
 
 
+def prompt_of_ids(service: Service, ids: Sequence[int]) -> Prompt:
+    """Return a prompt that the client has tokenized.
+
+    Raises:
+        InvalidRequestError: an id is not in the vocabulary.
+    """
+    size = service.vocabulary.size
+    if not all(0 <= token < size for token in ids):
+        raise refusal("prompt", f"token ids must be from 0 to {size - 1}")
+    return service.prompts.ids(ids)
+
+
 def make_spec(
     service: Service,
     body: AnswerFields,
@@ -164,6 +176,7 @@ def make_spec(
         sampling=params,
         specprefill=replace(body.options(), verify=service.engine.verifies),
         spans=prompt.spans,
+        about_everything=prompt.about_everything,
         stop_token_ids=frozenset(body.stop_token_ids) | ends,
         logprobs=body.alternatives(),
         prompt_logprobs=prompt_logprobs,

@@ -45,7 +45,8 @@ def engine(pair: ModelPair) -> Iterator[Engine]:
 def request(engine: Engine, messages: Sequence[Mapping[str, str]], enabled: bool | None = None) -> GenerationRequest:
     said = conversation([dict(message) for message in messages])
     prompt = asyncio.run(PromptBuilder(engine.pair.tokenizer).chat(said))
-    return GenerationRequest(prompt.tokens, 2, specprefill=SpecPrefillOptions(enabled), spans=prompt.spans)
+    options, words = SpecPrefillOptions(enabled), prompt.about_everything
+    return GenerationRequest(prompt.tokens, 2, specprefill=options, spans=prompt.spans, about_everything=words)
 
 
 def asked(engine: Engine, *contents: str, enabled: bool | None = None) -> PrefillReport:
@@ -82,9 +83,15 @@ def test_behind_tool_results_the_user_has_asked(engine: Engine) -> None:
 def test_a_short_question_ends_where_its_message_begins(engine: Engine) -> None:
     """The last words of a system message are no question, though they stand just before it."""
     messages = [{"role": "system", "content": f"Be brief. {ALL}"}, {"role": "user", "content": "Why?"}]
-    short = request(engine, messages)
-    words = engine.prefiller.question_text(short)
-    assert words.split() == ["Why?", "Why?"]
+    assert request(engine, messages).about_everything is None
+    assert request(engine, [*messages, {"role": "user", "content": ALL}]).about_everything == "How many"
+
+
+def test_a_raw_prompt_is_one_message_whether_as_text_or_as_ids(engine: Engine) -> None:
+    prompts = PromptBuilder(engine.pair.tokenizer)
+    for text, words in ((f"{TEXT}\n\n{ALL}", "How many"), (f"{ALL}\n\n{TEXT}", "How many"), (TEXT, None)):
+        raw = asyncio.run(prompts.raw(text))
+        assert raw.about_everything == prompts.ids(raw.tokens.tolist()).about_everything == words
 
 
 def test_an_inspection_says_the_same(engine: Engine) -> None:

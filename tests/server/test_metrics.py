@@ -202,13 +202,14 @@ ESTIMATED = {"threshold": None, "min_kept": 0}
         ("no-draft", SpecPrefillOptions(True), {}, {"sparse_refusal": Reason("no-draft", "no draft model is loaded")}),
         ("draft-context", SpecPrefillOptions(True), {}, {"draft_context": 100}),
         ("short", SpecPrefillOptions(), {"threshold": None}, {}),
-        ("everything", SpecPrefillOptions(), {"threshold": 10}, {"question": lambda: "How many ships left?"}),
+        ("everything", SpecPrefillOptions(), {"threshold": 10}, {"about_everything": "How many"}),
         ("predicted", SpecPrefillOptions(), ESTIMATED, {"predict": lambda kept: Prediction(1.0, 5000.0)}),
         ("predicted", SpecPrefillOptions(), ESTIMATED, {"predict": lambda kept: Prediction(1.0, 2.0)}),
     ],
 )
 def test_what_the_planner_says_has_a_word(label: str, options: Any, config: Any, more: dict[str, Any]) -> None:
-    request = GenerationRequest(tuple(range(600)), 1, specprefill=options)
+    words = more.pop("about_everything", None)
+    request = GenerationRequest(tuple(range(600)), 1, specprefill=options, about_everything=words)
     engine_config = EngineConfig(policy=SpecPrefillPolicy(**config))
     plan = plan_prefill(request, engine_config, **{"sparse_refusal": None, **more})
     assert plan.reason.code == label

@@ -168,6 +168,7 @@ def generate(
                 SamplingParams(temperature=temperature),
                 options,
                 spans=prompt.spans,
+                about_everything=prompt.about_everything,
                 stop_token_ids=engine.pair.eos_token_ids,
             )
             _answer(engine, request)
@@ -221,7 +222,13 @@ def inspect(
         settings = make_settings(chosen, rule=rule, **ONE_SHOT)
         with load_engine(chosen, models.dtype, settings, settings.engine_config()) as engine:
             prompt = make_prompt(engine.pair, text, question, raw)
-            request = GenerationRequest(prompt.tokens, 1, specprefill=options, spans=prompt.spans)
+            request = GenerationRequest(
+                prompt.tokens,
+                1,
+                specprefill=options,
+                spans=prompt.spans,
+                about_everything=prompt.about_everything,
+            )
             with StageBars(notes()) as bars:
                 inspection = engine.inspect(request, bars.show)
             chunks = explain_chunks(engine.pair.tokenizer, prompt.tokens, inspection)

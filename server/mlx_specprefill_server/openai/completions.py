@@ -18,7 +18,6 @@ from mlx_specprefill import (
     PromptLogprobs,
     TokenEvent,
     TokenIds,
-    as_token_ids,
 )
 
 from ..auth import IdentityDep
@@ -35,7 +34,7 @@ from ..prompt.prompt import Prompt
 from ..report import ProgressReporter, Report
 from ..request_body import body_of
 from ..service import Service
-from ..serving import make_spec, respond, sampling_params
+from ..serving import make_spec, prompt_of_ids, respond, sampling_params
 from ..while_connected import while_connected
 from .protocol import LOWEST_LOGPROB, Envelope, GenerationFields, refuse_best_of
 
@@ -148,10 +147,7 @@ async def _prompt(service: Service, prompt: str | tuple[int, ...], suffix: str) 
         return await service.prompts.raw(fill_in_the_middle(service.vocabulary, prompt, suffix) if suffix else prompt)
     if suffix:
         raise refusal("suffix", "needs a prompt of text")
-    size = service.vocabulary.size
-    if not all(0 <= token < size for token in prompt):
-        raise refusal("prompt", f"token ids must be from 0 to {size - 1}")
-    return Prompt(as_token_ids(prompt))
+    return prompt_of_ids(service, prompt)
 
 
 def fill_in_the_middle(vocabulary: Vocabulary, prompt: str, suffix: str) -> str:

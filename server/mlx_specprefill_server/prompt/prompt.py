@@ -25,6 +25,7 @@ from ..errors import refusal
 from .conversation import Conversation, Message
 from .forms import Form, messages_in, tools_in
 from .probe import ask, notation_of
+from .question import about_everything
 from .spans import Render, left_out, locate, mark, to_tokens, turn_ends
 from .special_tokens import ControlTokens, Encoded, Encoder, EscapedConversation
 from .stable import remove_volatile_lines
@@ -34,6 +35,7 @@ T = TypeVar("T")
 WORKERS = 4  # threads; the tokenizer releases the GIL while it works
 PIECE = 16  # characters per token of the context in one tokenizer call; several times the rate of prose
 SLACK = 2  # times the context; pieces may have a few more tokens than the whole, at the cuts
+ENDS = 48  # tokens at each end of a prompt of ids in which its question is sought
 ENDING = 256  # characters; more than a template writes to open an answer, for templates without a marker
 
 MOST_NAMED = 8  # parts that warnings name
@@ -46,13 +48,21 @@ TEMPLATE_ERRORS = (ValueError, TypeError, LookupError, AttributeError, Arithmeti
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """Token ids, and the rendered messages among them (none for a raw prompt); `ending`: what the text has
-    of the assistant's turn that the answer goes on with; `left_out`: sentences about text that is not in it."""
+    """A prompt for one answer.
+
+    Attributes:
+        tokens: its ids.
+        spans: the rendered messages among them; none for a raw prompt.
+        ending: what the text has of the assistant's turn that the answer goes on with.
+        left_out: sentences about text that is not in it.
+        about_everything: the words of its question that ask for the whole text.
+    """
 
     tokens: TokenIds
     spans: tuple[PromptSpan, ...] = ()
     ending: str = ""
     left_out: tuple[str, ...] = ()
+    about_everything: str | None = None
 
 
 @dataclass(frozen=True)
@@ -130,7 +140,13 @@ class PromptBuilder:
             ContextLengthError: it can't fit the context.
         """
         starts_itself = bool(self._tokenizer.bos_token) and text.startswith(self._tokenizer.bos_token)
-        return Prompt(as_token_ids(await self.tokens(text, special=not starts_itself, field="prompt")))
+        ids = await self.tokens(text, special=not starts_itself, field="prompt")
+        return Prompt(as_token_ids(ids), about_everything=about_everything(text))
+
+    def ids(self, ids: Sequence[int]) -> Prompt:
+        """Return a prompt of token ids."""
+        ends = map(self._tokenizer.decode, (list(ids[:ENDS]), list(ids[-ENDS:])))
+        return Prompt(as_token_ids(ids), about_everything=about_everything("\n".join(ends)))
 
     async def text(self, conversation: Conversation) -> str:
         """Return the rendered conversation as text; raises as `chat`."""
@@ -179,10 +195,12 @@ class PromptBuilder:
         marked = mark(fitted.messages, fitted.rendered, fitted.render)
         missing = map(fitted.unescape, islice(left_out(fitted.messages, fitted.rendered, marked), MOST_NAMED))
         sentences = (*fitted.left_out, *missing)
+        asked = [message["content"] for message in conversation.messages if message["role"] == "user"]
+        words = about_everything(asked[-1]) if asked else None
         if offsets is None:
-            return Prompt(as_token_ids(tokens), ending=ending, left_out=sentences)
+            return Prompt(as_token_ids(tokens), (), ending, sentences, words)
         spans = locate(fitted.messages, fitted.rendered, marked, self._ends, bool(conversation.tools))
-        return Prompt(as_token_ids(tokens), to_tokens(spans, offsets), ending, sentences)
+        return Prompt(as_token_ids(tokens), to_tokens(spans, offsets), ending, sentences, words)
 
     def _fit(self, conversation: Conversation) -> _Fitted:
         """Return the conversation in the form that the template takes, without volatile lines."""

@@ -20,7 +20,6 @@ from mlx_specprefill import (
     InvalidRequestError,
     SparseUnsupportedError,
     SpecPrefillOptions,
-    as_token_ids,
 )
 
 from ..anthropic.protocol import CountRequest
@@ -42,7 +41,7 @@ from ..report import Report
 from ..request_body import body_of, validate
 from ..schemas import items_of, mapping_of
 from ..service import Service
-from ..serving import max_tokens_within
+from ..serving import max_tokens_within, prompt_of_ids
 from ..while_connected import while_connected
 
 router = APIRouter()
@@ -160,7 +159,13 @@ async def explain(
     if not prompt.tokens.size:
         raise refusal(field, "the prompt has no tokens")
     max_tokens_within(len(prompt.tokens), 1, service.context_length, field)
-    inspected = GenerationRequest(prompt.tokens, 1, specprefill=body.options(), spans=prompt.spans)
+    inspected = GenerationRequest(
+        prompt.tokens,
+        1,
+        specprefill=body.options(),
+        spans=prompt.spans,
+        about_everything=prompt.about_everything,
+    )
     try:
         inspection = await while_connected(request, service.inspect(inspected, identity, body.cache_salt))
     except SparseUnsupportedError as error:
@@ -176,7 +181,7 @@ async def _prompt(service: Service, body: ExplainRequest) -> Prompt:
         return await service.prompts.chat(body.conversation())
     if isinstance(body.prompt, str):
         return await service.prompts.raw(body.prompt)
-    return Prompt(as_token_ids(body.prompt))
+    return prompt_of_ids(service, body.prompt)
 
 
 class WarmRequest(Body):

@@ -22,7 +22,7 @@ import mlx.core as mx  # noqa: E402
 import mlx_lm  # noqa: E402
 from mlx_lm.utils import MODEL_REMAPPING  # noqa: E402
 
-from tests import oracle, staged_oracle  # noqa: E402
+from tests.support import oracle, staged_oracle  # noqa: E402
 
 TABLE = ROOT / "mlx_specprefill" / "adapters" / "verified.json"
 PAGE = ROOT / "docs" / "reference" / "supported-models.md"

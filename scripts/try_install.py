@@ -72,7 +72,7 @@ def install(artefact: Path, installer: str, folder: Path) -> Path:
         return folder / "bin" / "mlx-specprefill"
     venv.create(folder / "venv", with_pip=True)
     programs = folder / "venv" / "bin"
-    command = [programs / "python", "-m", "pip", "install", "--quiet", "--no-compile", artefact]
+    command = [str(programs / "python"), "-m", "pip", "install", "--quiet", "--no-compile", str(artefact)]
     subprocess.run(command, cwd=folder, check=True)
     return programs / "mlx-specprefill"
 

@@ -108,7 +108,7 @@ def asked(tokens: int, opened: bool = True, **fields: object) -> GenerationReque
     budget = ReasoningBudget(tokens, THINK, DONE, DONE, opened)
     fields = {"sampling": SamplingParams(temperature=1.0, seed=1), "max_tokens": 24} | fields
     prompt = tuple(TOKENIZER.encode("think about this for a while " * 3))
-    return GenerationRequest(prompt, reasoning=budget, **fields)  # type: ignore[arg-type]
+    return GenerationRequest(prompt, reasoning=budget, **fields)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 7])

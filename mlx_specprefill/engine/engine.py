@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import queue
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, replace
 from functools import partial
@@ -383,7 +383,7 @@ class Engine:
         counted, rows = replace(request, max_tokens=len(continuation)), len(continuation) if attention else LOGITS_ROWS
         return Job(uid, steps, self.memory.need(counted, self.prefiller.plan(request).mode, rows))
 
-    def generate(self, request: GenerationRequest) -> Iterator[Event]:
+    def generate(self, request: GenerationRequest) -> Generator[Event, None, None]:
         """Submit and yield the events as they come; closing the iterator cancels."""
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         handle = self.submit(request, events.put)

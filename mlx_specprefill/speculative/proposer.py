@@ -23,7 +23,7 @@ Model = Callable[..., mx.array]
 
 
 class OwnPart(Protocol):
-    """What a strategy loads for itself from the target's files."""
+    """Weights that a strategy loads for itself from the target's files."""
 
     @property
     def nbytes(self) -> int: ...
@@ -31,7 +31,7 @@ class OwnPart(Protocol):
 
 @dataclass(frozen=True)
 class Models:
-    """What the answers of a pair are drafted with.
+    """The models of a pair that answers are drafted with.
 
     Attributes:
         draft: the model that may propose; `draft_vocab`: rows of its embedding, if the target may have more.
@@ -50,7 +50,7 @@ class Models:
 
 
 class Held(NamedTuple):
-    """What a proposer holds of a prompt and its answer: tokens in caches of the draft and the target, other bytes."""
+    """Memory of a proposer for a prompt and its answer: tokens in caches of the draft and the target, other bytes."""
 
     draft: int = 0
     target: int = 0

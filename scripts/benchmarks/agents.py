@@ -290,10 +290,10 @@ def checkpoints(options: argparse.Namespace) -> Iterator[Copies]:
         return
     tokenizer, _ = pairs.checkpoints(options)
     with tempfile.TemporaryDirectory() as name:
-        sides = (
+        target, draft = (
             shapes.save_random(options, side, tokenizer, Path(name, side), TEMPLATE) for side in ("target", "draft")
         )
-        yield Copies(*sides, Path(name), options.start_s)
+        yield Copies(target, draft, Path(name), options.start_s)
 
 
 def start(copies: Copies, stack: ExitStack, options: argparse.Namespace) -> list[Arm]:

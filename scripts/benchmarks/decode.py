@@ -42,6 +42,7 @@ from mlx_specprefill import (
     SpeculationName,
     SpeculationReport,
     TokenEvent,
+    as_token_ids,
 )
 from mlx_specprefill.engine.speculation import models_of
 from mlx_specprefill.errors import Refused
@@ -204,7 +205,9 @@ def answers_of(pair: ModelPair, arms: Sequence[SpeculationName], options: argpar
 
 def answered(engine: Engine, prompt: tuple[int, ...], arm: SpeculationName, count: int, sparse: bool) -> Answer:
     asked = SpecPrefillOptions(enabled=sparse, speculative=arm)
-    request = GenerationRequest(prompt, count, stop_token_ids=engine.pair.eos_token_ids, specprefill=asked)
+    request = GenerationRequest(
+        as_token_ids(prompt), count, stop_token_ids=engine.pair.eos_token_ids, specprefill=asked
+    )
     tokens, clock = list[int](), Clock()
     with counted_rows() as rows:
         for event in engine.generate(request):

@@ -171,7 +171,8 @@ class Pairs:
 def _comparison(pairs: Sequence[tuple[float, float]]) -> Comparison:
     old, new = (statistics.median(values) for values in zip(*pairs, strict=True))
     ratios = [after / before for before, after in pairs]
-    return Comparison(old, new, statistics.median(ratios), *median_interval(ratios), len(pairs))
+    least, most = median_interval(ratios)
+    return Comparison(old, new, statistics.median(ratios), least, most, len(pairs))
 
 
 def take_turns(old: AnyArm, new: AnyArm, steps: Mapping[str, Step[AnyArm]], turn: int, pairs: Pairs) -> None:

@@ -36,13 +36,13 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from mlx_specprefill import RULE_NAMES, Engine, EngineConfig, ModelPair, keep_pct
+from mlx_specprefill import RULE_NAMES, Engine, EngineConfig, ModelPair, as_token_ids, keep_pct
 from mlx_specprefill.adapters.depth import full_draft_model, layers_of
 from mlx_specprefill.cache.positioned import make_positioned_cache
 from mlx_specprefill.engine.caches import empty_draft_cache
 from mlx_specprefill.errors import Refused
 from mlx_specprefill.specprefill.mapped import map_task
-from mlx_specprefill.specprefill.plan import forced_mask, forced_ranges
+from mlx_specprefill.specprefill.plan import forced_mask, forced_ranges, template_mask
 from mlx_specprefill.specprefill.question import question_span
 from mlx_specprefill.specprefill.scorer import Scores, ScoringInput, scorer_for
 from mlx_specprefill.specprefill.selector import select_tokens, selection_by
@@ -90,7 +90,8 @@ def score(setup: Setup, prompt: list[int], hidden: HiddenStates | None) -> Score
     question = question_span(len(prompt), config.scoring)
     cache = empty_draft_cache(pair.draft, pair.stages is not None)
     ids = np.asarray(prompt, dtype=np.int32)
-    task = ScoringInput(ids, question, None, pair.eos_token_ids, cache, lambda: setup.step, seen=seen)
+    template = template_mask((), question, np.ones(ids.size, dtype=np.bool_))
+    task = ScoringInput(ids, question, template, pair.eos_token_ids, cache, lambda: setup.step, seen=seen)
     scorer = scorer_for(config.rule, pair.heads, config.scoring)
     if pair.mapping is None:
         return finish(scorer.score(pair.draft, task))
@@ -101,7 +102,7 @@ def score(setup: Setup, prompt: list[int], hidden: HiddenStates | None) -> Score
 def select(setup: Setup, prompt: list[int], importance: np.ndarray, keep: Fraction) -> np.ndarray:
     rule = selection_by(setup.config.rule, setup.config.selection)
     forced = forced_mask(forced_ranges((), importance.size, rule), importance.size)
-    return select_tokens(importance, forced, setup.text.read(prompt), keep, rule).kept
+    return select_tokens(importance, forced, setup.text.read(as_token_ids(prompt)), keep, rule).kept
 
 
 def sparse_arm(setup: Setup, prompt: list[int], keep: Fraction) -> Run:

@@ -68,7 +68,8 @@ def lay_out(document: Document, tokenizer: Any) -> Layout:
         positions += range(length, length + len(words) + len(rest))
         for start, end in question.gold:
             gold[number, len(head) :] |= (offsets[:, 1] > start) & (offsets[:, 0] < end)
-    return Layout(*map(torch.tensor, (rows, positions, groups)), len(head), torch.tensor(asked), torch.from_numpy(gold))
+    ids, places, parts = map(torch.tensor, (rows, positions, groups))
+    return Layout(ids, places, parts, len(head), torch.tensor(asked), torch.from_numpy(gold))
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:

@@ -255,7 +255,7 @@ def _draw_kinds(rng: random.Random, mixture: Mixture, number: int) -> list[str]:
 
 def _fitting(facts: Sequence[Fact], length: int, count: Count) -> list[Fact]:
     """Return the first facts that fit with their questions and answers, at least one."""
-    left, fitting = length - 40, []
+    left, fitting = length - 40, list[Fact]()
     for fact in facts:
         left -= sum(count(text) + 5 for text in (*fact.pieces, fact.turn.question, fact.turn.answer))
         if fitting and left < 0:

@@ -517,7 +517,7 @@ def test_no_capture_stays_active_after_its_block() -> None:
     with capture.row(1):
         mx.eval(model(mx.array([[1]])))
     observed = []
-    capture.observe = lambda *args: observed.append(args)  # type: ignore[method-assign]
+    capture.observe = lambda *args: observed.append(args)
     mx.eval(model(mx.array([[1]])))
     assert observed == []
     assert len(capture.rows) == 1

@@ -80,7 +80,7 @@ def test_flags_a_mapping_that_closes_the_gaps(name: str, monkeypatch: pytest.Mon
 def test_an_exception_becomes_the_reason() -> None:
     model = build("llama")
 
-    class Broken(type(model)):  # type: ignore[misc]
+    class Broken(type(model)):
         def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
             raise TypeError("takes no cache")
 

@@ -182,13 +182,13 @@ def follow(ring: bool, window: int | None, chunk: int, schedule: list[Any]) -> N
                 batch = joining
             model.rows += [list(positions) for positions in argument]
         elif name == "merge" and model.rows:  # with rows that have decoded together already
-            joining = Model(ring)
-            joining.rows = [sorted(positions) if ring else list(positions) for positions in argument]
-            other = merge_rows([[single(ring, positions, chunk)] for positions in joining.rows])
+            fresh = Model(ring)
+            fresh.rows = [sorted(positions) if ring else list(positions) for positions in argument]
+            other = merge_rows([[single(ring, positions, chunk)] for positions in fresh.rows])
             for _ in range(len(argument[0])):
-                decode_step(other, joining, window)
+                decode_step(other, fresh, window)
             extend_batch(batch, other)
-            model.rows += joining.rows
+            model.rows += fresh.rows
         elif name == "leave" and model.rows:
             leave(batch, model, argument % len(model.rows), swap=argument % 3 != 0)
         elif name == "step" and model.rows:
@@ -532,7 +532,7 @@ def test_mlx_lms_generation_batch_decodes_them(family: str) -> None:
             counts,
         )
 
-    batch, got = generation([0, 1], [30, 11]), {index: [] for index in range(4)}
+    batch, got = generation([0, 1], [30, 11]), {index: list[Any]() for index in range(4)}
     for step in range(45):
         if step == 5:
             batch.extend(generation([2, 3], [30, 30]))

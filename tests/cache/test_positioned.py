@@ -311,7 +311,7 @@ def test_recalled_tokens_and_what_follows_see_what_is_stored_by_then_at_lower_po
     first: list[int], parts: list[tuple[bool, int, int]], window: int | None
 ) -> None:
     """Texts and recalls in turn, in forwards of one token and of several."""
-    cache, stored, coming = PositionedKVCache(), [], first
+    cache, stored, coming = PositionedKVCache(), list[Any](), first
     for recalled, count, seed in [(False, 0, 0), *parts]:
         missing = sorted(set(range(cache.next)) - set(stored))
         if recalled and missing:

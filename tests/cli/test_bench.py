@@ -11,8 +11,7 @@ from typing import Any
 
 import make_machines
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from mlx_specprefill import SparseUnsupportedError
 from mlx_specprefill_server import cli

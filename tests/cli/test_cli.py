@@ -9,10 +9,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from mlx_specprefill import __version__
+from mlx_specprefill._blas import BlasStatus
 from mlx_specprefill_server import cli
 from mlx_specprefill_server.cli import common, run_server
 from mlx_specprefill_server.cli.options import PairOptions
@@ -353,7 +353,7 @@ class TestRefusals:
 
 
 def test_the_blas_notice_is_shown_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    status = common.BLAS.__class__("missing", notice="Install OpenBLAS.")
+    status = BlasStatus("missing", notice="Install OpenBLAS.")
     monkeypatch.setattr(common, "BLAS", status)
     done = run("serve", "--pair", "nonsense")
     assert done.stderr.splitlines()[0] == "note: Install OpenBLAS."

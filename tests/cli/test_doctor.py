@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import platform
 import socket
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 import mlx_specprefill
 from mlx_specprefill import BlasStatus, Check, ForwardTimes
@@ -94,12 +95,12 @@ def mac(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     def run_there(release: str = "15.1", made_for: str = "arm64", metal: bool = True, wired: str = "0") -> Result:
         said = {"mac_ver": (release, ("", "", ""), made_for), "machine": made_for}
         for name, value in said.items():
-            monkeypatch.setattr(doctor.platform, name, lambda value=value: value)
+            monkeypatch.setattr(platform, name, lambda value=value: value)
         here = replace(mlx_specprefill.machine(), device="gpu" if metal else "cpu", has_metal=metal)
         monkeypatch.setattr(doctor, "machine", lambda: here)
-        monkeypatch.setattr(doctor.sys, "platform", "darwin")
+        monkeypatch.setattr(sys, "platform", "darwin")
         done = subprocess.CompletedProcess((), 0, f"{wired}\n")
-        monkeypatch.setattr(doctor.subprocess, "run", lambda asked, **_: done if "wired" in asked[-1] else None)
+        monkeypatch.setattr(subprocess, "run", lambda asked, **_: done if "wired" in asked[-1] else None)
         return run()
 
     return run_there

@@ -11,10 +11,9 @@ from typing import Any
 import mlx.nn as nn
 import pytest
 from benchmarks.harness import shapes
-from click.testing import Result
 from huggingface_hub import constants
 from mlx_lm.models.switch_layers import SwitchLinear
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from mlx_specprefill import blueprint
 from mlx_specprefill_server import cli

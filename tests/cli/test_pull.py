@@ -12,8 +12,7 @@ from typing import Any
 from zipfile import ZipFile
 
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from mlx_specprefill_server import cli, pairs
 from mlx_specprefill_server.pairs import find_pair

@@ -14,9 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from click.testing import Result
 from huggingface_hub import constants, snapshot_download
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from mlx_specprefill import find_model, load_pair
 from mlx_specprefill_server import cli

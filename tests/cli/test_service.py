@@ -11,8 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from mlx_specprefill_server import cli
 from mlx_specprefill_server.cli import service as service_module

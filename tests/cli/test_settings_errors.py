@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import typer
-from click.testing import Result
 from pydantic import ValidationError
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from mlx_specprefill_server import cli
 from mlx_specprefill_server.settings import Settings, flag_of, unknown_variables, what_is_wrong
@@ -53,7 +52,7 @@ def test_an_option_is_named_as_it_is_spelled(options: list[str], message: str) -
 
 def test_a_key_is_never_shown() -> None:
     with pytest.raises(ValidationError) as caught:
-        Settings(api_keys=({"geheim": 1},))  # type: ignore[arg-type]
+        Settings(api_keys=({"geheim": 1},))
     assert "geheim" not in what_is_wrong(caught.value, {})
     assert "--api-key" in what_is_wrong(caught.value, {})
 

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import Result
 from ruamel.yaml import YAML
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from mlx_specprefill_server.agent_setup import AGENTS
 from mlx_specprefill_server.cli import app

@@ -187,7 +187,7 @@ def broken(engine: Engine) -> dict[str, Any]:
         raise ValueError("the draft is broken")
         yield
 
-    engine.prefiller.scorer._by_draft = fail  # type: ignore[method-assign]
+    engine.prefiller.scorer._by_draft = fail
     tokens, report = answered(engine, request(PROMPT, Fraction(1, 5)))
     reason = report.reason.replace("EngineError: ", "")  # which is how the other ranks hear of it
     return {"tokens": tokens, "reason": reason, "kept": report.kept_tokens}
@@ -242,7 +242,7 @@ def _talk(engine: Engine, seed: int, failed: list[str]) -> None:
             failed += [str(event.error)] if isinstance(event, Failed) else []
             said += [event.token] if isinstance(event, TokenEvent) else []
             if count == last:
-                events.close()  # type: ignore[attr-defined]
+                events.close()
         said += prompt(chance.randint(5, 120), 100 * seed + turn)
         if seed % 3 == turn:
             engine.inspect(asked)
@@ -299,7 +299,7 @@ def more(ranks: Ranks) -> dict[str, Any]:
 
 def leave_hanging_threads() -> None:
     """Wait at an engine's end for a second, not for thirty: its thread may hang in the ring."""
-    RankedEngine.close = partialmethod(RankedEngine.close, timeout=1.0)  # type: ignore[method-assign, assignment]
+    RankedEngine.close = partialmethod(RankedEngine.close, timeout=1.0)
 
 
 def die(ranks: Ranks) -> dict[str, Any]:
@@ -337,7 +337,7 @@ def hang(ranks: Ranks) -> dict[str, Any]:
     made = pair("llama", ranks)
     leave_hanging_threads()
     if not ranks.leads:
-        ranks.broadcast_tokens = lambda tokens: time.sleep(1000) or tokens  # type: ignore[method-assign, func-returns-value]
+        ranks.broadcast_tokens = lambda tokens: time.sleep(1000) or tokens
     try:
         with running(made) as engine:
             if engine is not None:

@@ -48,7 +48,7 @@ def test_an_agent_that_connect_has_set_up_completes_its_task(
             if not said.tool_calls:
                 break
             for call in said.tool_calls:
-                command = json.loads(call.function.arguments)["command"]  # type: ignore[union-attr]
+                command = json.loads(call.function.arguments)["command"]
                 output = subprocess.check_output(["sh", "-c", command], cwd=tmp_path, text=True)
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": output})
     assert said.content == DONE

@@ -45,5 +45,5 @@ def test_a_pulled_pair_answers_without_a_network(tmp_path: Path, models: Path) -
         command = [sys.executable, "-m", "mlx_specprefill_server", "pull", "org/target", "--draft", "org/draft"]
         subprocess.run(command, env={**os.environ, **settings}, check=True, timeout=240)
     body = answer(tmp_path, settings)
-    assert body["usage"]["completion_tokens"] > 0  # type: ignore[index]
-    assert body["specprefill"]["prompt_tokens"] == 90  # type: ignore[index]
+    assert body["usage"]["completion_tokens"] > 0
+    assert body["specprefill"]["prompt_tokens"] == 90

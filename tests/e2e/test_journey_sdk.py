@@ -57,7 +57,7 @@ def test_a_short_chat(client: openai.OpenAI) -> None:
 def test_a_message_goes_on(client: openai.OpenAI, options: dict[str, Any]) -> None:
     """The answer is what is still missing, and nothing of what was there."""
     code, messages = needle(0, salt=90 + options["specprefill"])  # else the second prompt would be cached in full
-    begun = {"role": "assistant", "content": "The secret code for Anna is"}
+    begun: Any = {"role": "assistant", "content": "The secret code for Anna is"}
     extra = {**options, "continue_final_message": True, "add_generation_prompt": False}
     answer = client.chat.completions.create(model="any", messages=[*messages, begun], max_tokens=30, extra_body=extra)
     assert answer.choices[0].message.content == f" {code}."
@@ -401,7 +401,7 @@ def test_a_forced_call_comes_whole_and_ends(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(model="any", messages=HI, tools=tools, tool_choice="required")
     (choice,) = answer.choices
     assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
-    calls = [orjson.loads(call.function.arguments) for call in choice.message.tool_calls or []]  # type: ignore[union-attr]
+    calls = [orjson.loads(call.function.arguments) for call in choice.message.tool_calls or []]
     assert calls in (
         [{"colour": one} for one in order] for order in (["red"], ["green"], ["red", "green"], ["green", "red"])
     )

@@ -30,7 +30,7 @@ MOST_LINES = 2700
 MOST_FRAMES = 10
 LONGEST = 60  # lines of a function
 P90 = 16
-MOST_LATE = 44  # assignments of modules behind their first class or function
+MOST_LATE = 40  # assignments of modules behind their first class or function
 LIBRARY, SERVER = (Path(str(package.__file__)).parent for package in (mlx_specprefill, mlx_specprefill_server))
 LOG = "\n".join(f"On day {day} the ship sailed {day * 7 % 50} miles and met nobody." for day in range(60))
 
@@ -77,13 +77,13 @@ class Tracer:
 def traced(run: Callable[[Tracer], None]) -> Tracer:
     """Return the tracer after a run that turns it on and off."""
     tracer, before = Tracer(), sys.gettrace()
-    threading.settrace(tracer)  # type: ignore[arg-type]
-    sys.settrace(tracer)  # type: ignore[arg-type]
+    threading.settrace(tracer)
+    sys.settrace(tracer)
     try:
         run(tracer)
     finally:
         sys.settrace(before)
-        threading.settrace(None)  # type: ignore[arg-type]
+        threading.settrace(None)
     return tracer
 
 

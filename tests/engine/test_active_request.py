@@ -48,4 +48,4 @@ def test_an_extended_turn_says_how_much_is_new() -> None:
 def test_nothing_is_found_yet_at_the_start() -> None:
     active = ActiveRequest(1, GenerationRequest((1, 2), 1), SPARSE)
     assert (active.way, active.prefix.tokens, active.tokens_seen, active.is_sparse) == (None, 0, 2, False)
-    assert AnswerJob(1, iter(()), active=active).tokens_cached == 0  # type: ignore[arg-type]
+    assert AnswerJob(1, iter(()), active=active).tokens_cached == 0

@@ -43,7 +43,7 @@ class Machine:
 
     def __init__(self, law: ForwardCost, beside: bool = False, config: EngineConfig = GPU) -> None:
         self.law, self.scheduler, self.costs = law, Scheduler(), Costs(law)
-        self.sizer = ChunkSizer(tiny_pair(), config, self.scheduler, self.costs)  # type: ignore[arg-type]
+        self.sizer = ChunkSizer(tiny_pair(), config, self.scheduler, self.costs)
         if beside:
             self.scheduler.add(0)
             self.scheduler.admit(0)
@@ -56,7 +56,7 @@ class Machine:
         Returns the tokens and milliseconds of each chunk but the last, which has 32 tokens.
         """
         self.uid += 1
-        job = Job(self.uid, iter(()), background=background)  # type: ignore[arg-type]
+        job = Job(self.uid, iter(()), background=background)
         (self.scheduler.add_background if background else self.scheduler.add)(self.uid)
         if not background:
             self.scheduler.admit(self.uid)
@@ -160,7 +160,7 @@ def test_what_came_from_a_cache_is_not_learnt_from(stage: Any, done: int, learns
     run = Machine(MACHINES["35B-A3B, M4 Max"])
     run.scheduler.add(1)
     run.scheduler.admit(1)
-    job = Job(1, iter(()))  # type: ignore[arg-type]
+    job = Job(1, iter(()))
     run.sizer.begin(job)
     run.sizer.size(stage)
     job.step_s = 0.1

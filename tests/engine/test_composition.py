@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from fractions import Fraction
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -161,7 +162,7 @@ def test_densified_in_idle_time_the_next_turn_is_an_ordinary_hit(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_cancelled_prefill_goes_on_where_it_stopped(family):
     pair, prompt = tiny_pair(family), random_prompt(700)
-    ended, box, progress = threading.Event(), [], []
+    ended, box, progress = threading.Event(), list[Any](), list[Any]()
     with Engine(pair, CONFIG) as engine:
         gate = threading.Event()
 
@@ -185,7 +186,7 @@ def test_a_cancelled_prefill_goes_on_where_it_stopped(family):
 
 def test_a_cancelled_draft_prefill_goes_on_where_it_stopped():
     pair, (prompt, _) = tiny_pair(), chat(700)
-    ended, box, drafted = threading.Event(), [], []
+    ended, box, drafted = threading.Event(), list[Any](), list[Any]()
     config = dataclasses.replace(CONFIG, scoring=dataclasses.replace(CONFIG.scoring, prefill_step=128))
     with Engine(pair, config) as engine:
         gate = threading.Event()
@@ -303,7 +304,7 @@ def test_many_requests_at_once_each_get_their_own_answer():
     pair = tiny_pair()
     prompts = [random_prompt(20 + 37 * i, seed=i) for i in range(10)]
     expected = [greedy(pair.target, prompt, 12) for prompt in prompts]
-    answers, done = {i: [] for i in range(10)}, threading.Semaphore(0)
+    answers, done = {i: list[Any]() for i in range(10)}, threading.Semaphore(0)
     with Engine(pair, CONFIG) as engine:
 
         def collect(i):

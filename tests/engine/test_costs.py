@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import mlx.nn as nn
 import pytest
@@ -187,7 +188,7 @@ def test_a_prior_counts_packed_weights_as_what_they_stand_for():
     class Model(nn.Module):
         def __init__(self, layer: nn.Module) -> None:
             super().__init__()
-            self.layer, self.layers = layer, []
+            self.layer, self.layers = layer, list[Any]()
 
     linear = nn.Linear(64, 96, bias=False)
     for packed in (linear, linear.to_quantized(group_size=32, bits=4), linear.to_quantized(group_size=32, bits=5)):

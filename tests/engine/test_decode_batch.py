@@ -66,7 +66,7 @@ class Counting:
 
 def counted(model: Any) -> tuple[DecodeBatch, list[int]]:
     batch = crowd(model)
-    batch._model = counting = Counting(model)  # type: ignore[assignment]
+    batch._model = counting = Counting(model)
     return batch, counting.rows
 
 
@@ -242,7 +242,7 @@ def rows_of(*lengths: int) -> list[Row]:
 
 def by_length(model: Any, *lengths: int, **changes: Any) -> tuple[DecodeBatch, list[int]]:
     batch = DecodeBatch(model, **changes)
-    batch._model = counting = Counting(model)  # type: ignore[assignment]
+    batch._model = counting = Counting(model)
     for uid, row in enumerate(rows_of(*lengths)):
         batch.add(batch_row(model, uid, row))
     return batch, counting.rows

@@ -21,9 +21,11 @@ from mlx_specprefill import (
     RequestHandle,
     SpecPrefillOptions,
     SpecPrefillPolicy,
+    TokenIds,
 )
 from mlx_specprefill.engine import background, loop
 from mlx_specprefill.engine.background import BackgroundQueue, IdleTurn
+from mlx_specprefill.engine.densify import densify
 from mlx_specprefill.engine.prefill import Prefiller
 from tests.support.steps import finish
 from tests.support.tiny import VOCAB, generated, random_prompt, tiny_pair
@@ -116,10 +118,9 @@ def release(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return lambda: monkeypatch.setattr(loop.EngineCore, "_quiet_s", 0.0)
 
 
-def watch(engine: Engine, patch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], int]]:
+def watch(engine: Engine, patch: pytest.MonkeyPatch) -> list[tuple[TokenIds, int]]:
     """Record each background prefill at its start: the prompt, and how much of it is dense by then."""
-    taken: list[tuple[tuple[int, ...], int]] = []
-    densify = background.densify
+    taken: list[tuple[TokenIds, int]] = []
 
     def watched(prefiller: Prefiller, request: GenerationRequest, choice: str) -> Generator[Any, None, None]:
         hit = finish(engine.caches.target_prefix(request.prompt, request.label))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from fractions import Fraction
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -104,7 +105,7 @@ def test_a_stop_token_ends_the_answer(engine):
 
 def test_cancel_while_decoding(engine):
     handle_seen, tokens, done = threading.Event(), [], threading.Event()
-    box = []
+    box: list[Any] = []
 
     def on_event(event):
         if isinstance(event, TokenEvent):
@@ -126,7 +127,7 @@ def test_cancel_while_decoding(engine):
 
 @pytest.mark.parametrize("stage", ["draft", "prefill"])
 def test_cancel_in_prefill_is_not_a_fallback(engine, stage):
-    seen, done, box = [], threading.Event(), []
+    seen, done, box = list[Any](), threading.Event(), list[Any]()
     ready = threading.Event()
 
     def on_event(event):

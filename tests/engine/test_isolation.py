@@ -58,7 +58,7 @@ def fed(pair: ModelPair, patch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 
 
 def asked(prompt: tuple[int, ...], label: CacheLabel, sparse: bool, speculative: str = "off") -> GenerationRequest:
-    options = SpecPrefillOptions(sparse, speculative=speculative)  # type: ignore[arg-type]
+    options = SpecPrefillOptions(sparse, speculative=speculative)
     spans = (PromptSpan("user", 0, 0, len(prompt), len(prompt)),)
     return GenerationRequest(prompt, 2, specprefill=options, spans=spans, label=label)
 
@@ -115,7 +115,7 @@ def test_the_token_by_token_attack_learns_nothing(monkeypatch: pytest.MonkeyPatc
         look(engine, asked(SECRET, ANN, False), monkeypatch)
 
         def tries(owner: str) -> list[Seen]:
-            seen = []
+            seen: list[Any] = []
             for token in range(2, 96, 7):
                 for guess in (SECRET[known], token):
                     label = CacheLabel(owner, f"try{len(seen)}")  # a try must not warm the next one

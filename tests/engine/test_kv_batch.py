@@ -95,7 +95,7 @@ class Counting:
 
 def eight_rows(model: nn.Module, bits: int) -> tuple[DecodeBatch, Counting]:
     batch = crowd(model)
-    batch._model = counting = Counting(model)  # type: ignore[assignment]
+    batch._model = counting = Counting(model)
     for uid, row in enumerate(make_rows(vocabulary(model), ROWS)):
         batch.add(quantised_row(model, uid, row, bits))
     return batch, counting
@@ -153,7 +153,7 @@ def test_an_engine_takes_one_forward_per_step(pair: ModelPair, monkeypatch: pyte
     """All eight answers are long enough for all rows to be there; no step then has two forwards."""
     with Engine(pair, configured(8)) as engine:
         batch = crowded(engine.rows._batch)
-        batch._model = counting = Counting(pair.target)  # type: ignore[assignment]
+        batch._model = counting = Counting(pair.target)
         steps: list[int] = []
         step = batch.step
         monkeypatch.setattr(batch, "step", lambda: (steps.append(len(batch)), step())[1])
@@ -175,7 +175,7 @@ def test_prefixes_of_rows_that_were_batched_serve_the_next_turn(pair: ModelPair)
         ]
         seconds = list(pool.map(lambda request: generated(engine.generate(request)), turns))
     for request, turn, (first, _), (second, end) in zip(requests, turns, firsts, seconds, strict=True):
-        assert end.report.cached_tokens == len(request.prompt)  # type: ignore[union-attr]
+        assert end.report.cached_tokens == len(request.prompt)
         with Engine(pair, configured(8)) as fresh:
             assert first == generated(fresh.generate(request))[0]
             assert second == generated(fresh.generate(turn))[0]

@@ -6,6 +6,7 @@ import json
 import logging
 from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -154,7 +155,7 @@ def mapped():
 
 def conversation(*texts):
     """A prompt of messages, each in special tokens of the target's, and where they lie."""
-    tokens, spans, tokenizer = [], [], target_tokenizer()
+    tokens, spans, tokenizer = list[Any](), list[Any](), target_tokenizer()
     for number, text in enumerate(texts):
         start = len(tokens)
         role = "user" if number % 2 == 0 else "assistant"
@@ -198,7 +199,7 @@ def test_a_cached_prefix_of_the_drafts_own_tokens_changes_no_score(mapped):
             alone.append(engine.inspect(GenerationRequest(max_tokens=1, specprefill=FORCED, **given)).importance)
     with Engine(mapped) as engine:
         for given, expected in zip(prompts * 2, alone * 2, strict=True):
-            read = []
+            read: list[Any] = []
             request = GenerationRequest(max_tokens=1, specprefill=FORCED, **given)
             found = engine.inspect(request, lambda event, read=read: read.append(event))
             assert_close(found.importance, expected, rtol=1e-3, atol=1e-6)

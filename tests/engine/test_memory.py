@@ -23,6 +23,8 @@ from mlx_specprefill import (
 from mlx_specprefill.cache.positioned import leaves
 from mlx_specprefill.engine import prefill as prefiller
 from mlx_specprefill.engine import scoring
+from mlx_specprefill.specprefill.scorer import scorer_for
+from mlx_specprefill.specprefill.sparse_prefill import feed as read
 from tests.support import tiny
 
 
@@ -49,7 +51,6 @@ class Watch:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.left: list[weakref.ref[Any]] = []
         self.alive: list[int] = []
-        scorer_for, read = scoring.scorer_for, prefiller.feed
 
         def watched_scorer(*args: Any) -> Any:
             scorer = scorer_for(*args)

@@ -74,7 +74,7 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> tuple[MLXThread, Callable[..., Tic
 
     def add(name: str, ms: int, **given: Any) -> Ticks:
         loop = Ticks(name, ms, clock, log, **given)
-        thread._members.append(_Member(loop))  # type: ignore[arg-type]
+        thread._members.append(_Member(loop))
         return loop
 
     return thread, add, log

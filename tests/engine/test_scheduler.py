@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ class Run:
     """A scheduler and how much each of its prefills has left."""
 
     def __init__(self, *lengths: int, **options: int) -> None:
-        self.scheduler, self.left = Scheduler(**options), {}
+        self.scheduler, self.left = Scheduler(**options), dict[Any, Any]()
         self.spent: dict[int, int] = {}
         for length in lengths:
             self.admit(length)
@@ -237,7 +238,7 @@ def test_random_schedules_finish_everything_and_leak_nothing(seed):
         }
         cancels = {uid: rng.randrange(100) for uid in arrivals if rng.random() < 0.3}
         left = {uid: [prefill, decode] for uid, (_, prefill, decode) in arrivals.items()}
-        ended, step = set(), 0
+        ended, step = set[Any](), 0
         work = sum(prefill + decode for _, prefill, decode in arrivals.values())
         while len(ended) < len(arrivals):
             assert step < 200 + 4 * work, "starvation"

@@ -202,7 +202,7 @@ def test_tool_results_recall_nothing(kind: str, monkeypatch: pytest.MonkeyPatch)
         prompt = (*prompt, *answer, *tool_result(0))
         spans += [
             PromptSpan("assistant", FIRST, FIRST, end, end),
-            PromptSpan(kind, end, end, len(prompt), len(prompt)),  # type: ignore[arg-type]
+            PromptSpan(kind, end, end, len(prompt), len(prompt)),
         ]
         meter.take()
         _, last = generated(engine.generate(GenerationRequest(prompt, ANSWER, specprefill=AUTO, spans=tuple(spans))))
@@ -513,10 +513,7 @@ class Chat:
         starts = [i for i, token in enumerate(prompt) if token == start]
         ends = [i for i, token in enumerate(prompt) if token == end]
         kinds = [message["role"] for message in self.messages]
-        return tuple(
-            PromptSpan(kind, a, a + 3, z, z + 2)  # type: ignore[arg-type]
-            for kind, a, z in zip(kinds, starts, ends, strict=False)
-        )
+        return tuple(PromptSpan(kind, a, a + 3, z, z + 2) for kind, a, z in zip(kinds, starts, ends, strict=False))
 
 
 def index_of(pair: ModelPair, prompt_text: Sequence[int], code: str) -> set[int]:

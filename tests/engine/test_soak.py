@@ -45,6 +45,8 @@ from mlx_specprefill.cache.positioned import make_positioned_cache
 from mlx_specprefill.engine import prefill as prefiller_module
 from mlx_specprefill.engine import rows, scoring
 from mlx_specprefill.engine.decode_batch import DecodeBatch
+from mlx_specprefill.sampling import processors_of
+from mlx_specprefill.specprefill.sparse_prefill import feed
 from tests.engine.held import unaccounted
 from tests.support.steps import finish, prefill
 from tests.support.tiny import random_prompt, tiny_pair
@@ -88,8 +90,8 @@ class Faults:
         with pytest.MonkeyPatch.context() as patch:
             for module, name in ((scoring, "scorer_for"), (prefiller_module, "select_tokens")):
                 patch.setattr(module, name, self._before(name, getattr(module, name)))
-            patch.setattr(prefiller_module, "feed", self._during(prefiller_module.feed))
-            patch.setattr(rows, "processors_of", self._processors(rows.processors_of))
+            patch.setattr(prefiller_module, "feed", self._during(feed))
+            patch.setattr(rows, "processors_of", self._processors(processors_of))
             yield
 
     def _before(self, stage: str, work: Callable[..., Any]) -> Callable[..., Any]:
@@ -396,7 +398,7 @@ def test_a_first_choice_that_fails_fails_alone(monkeypatch: pytest.MonkeyPatch) 
 def test_a_first_token_that_cannot_be_read_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another row goes on to its last token, and no row is left behind."""
     request, read = GenerationRequest(random_prompt(30), 3), DecodeBatch.first_token
-    long, events = GenerationRequest(random_prompt(20, 1), 200), queue.SimpleQueue()
+    long, events = GenerationRequest(random_prompt(20, 1), 200), queue.SimpleQueue[Any]()
     with Engine(tiny_pair(), CONFIG) as engine:
         engine.submit(long, events.put)
         while not isinstance(events.get(timeout=60), TokenEvent):

@@ -33,6 +33,7 @@ from mlx_specprefill import (
     make_pair,
 )
 from mlx_specprefill.engine import speculation as module
+from mlx_specprefill.speculative.row import SpeculativeRow
 from tests.server.fakes import byte_tokenizer
 from tests.support import precision
 from tests.support.precision import near_ties
@@ -98,11 +99,11 @@ def test_an_answer_is_the_plain_one(engine: Engine, how: SpeculationName, sparse
 @pytest.mark.parametrize("sparse", [False, True])
 def test_the_first_token_needs_no_forward(engine: Engine, monkeypatch: pytest.MonkeyPatch, sparse: bool) -> None:
     """Neither the plain nor the drafted one: it comes of the prompt's last forward."""
-    rows: list[module.SpeculativeRow] = []
+    rows: list[SpeculativeRow] = []
     steps: list[int] = []
 
     def noted(*args: Any, **options: Any) -> Any:
-        rows.append(module.SpeculativeRow(*args, **options))
+        rows.append(SpeculativeRow(*args, **options))
         return rows[-1]
 
     monkeypatch.setattr("mlx_specprefill.engine.rows.SpeculativeRow", noted)
@@ -121,7 +122,7 @@ def test_the_first_token_needs_no_forward(engine: Engine, monkeypatch: pytest.Mo
 
 
 def collected(inbox: queue.SimpleQueue[Any]) -> tuple[list[int], Any]:
-    events = []
+    events: list[Any] = []
     while not events or not isinstance(events[-1], (Finished, Failed)):
         events.append(inbox.get(timeout=60))
     return generated(iter(events))
@@ -319,7 +320,7 @@ def test_what_a_pair_cannot_do_is_told() -> None:
     with Engine(alone, configured()) as engine:
         plain, _ = generated(engine.generate(asked(1, None)))
         for how, reason in (("draft", "there is no draft model"), ("triforce", "there is no draft model")):
-            tokens, last = generated(engine.generate(asked(1, how)))  # type: ignore[arg-type]
+            tokens, last = generated(engine.generate(asked(1, how)))
             assert tokens == plain
             _, speculation = told(last)
             assert (speculation.strategy, speculation.reason) == ("autoregressive", reason)
@@ -389,7 +390,7 @@ def test_a_seeded_text_is_not_drafted(engine: Engine) -> None:
 def test_a_request_that_asks_for_no_drafts_has_no_drafter(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "AnswerDrafter", fail)
     for how in (None, "off"):
-        _, last = generated(engine.generate(asked(1, how, True)))  # type: ignore[arg-type]
+        _, last = generated(engine.generate(asked(1, how, True)))
         assert isinstance(last, Finished)
         assert last.report.speculation is None
 

@@ -81,7 +81,7 @@ def test_prefixes_are_counted() -> None:
 def test_a_fallback_is_counted_by_its_stage() -> None:
     pair = tiny_pair()
     with engine_of(pair) as engine:
-        engine.caches.draft_prefix = None  # type: ignore[method-assign, assignment]
+        engine.caches.draft_prefix = None
         finish(engine, GenerationRequest(random_prompt(600), 1, specprefill=SPARSE))
         assert engine.stats().fallbacks == {"draft": 1}
 

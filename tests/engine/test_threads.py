@@ -118,7 +118,7 @@ def test_a_plan_does_not_touch_the_chunk_that_runs() -> None:
         scheduler.add(uid)
         scheduler.admit(uid)
     scheduler.to_decode(2)
-    job = Job(1, iter(()))  # type: ignore[arg-type]
+    job = Job(1, iter(()))
     sizer = ChunkSizer(tiny_pair(), EngineConfig(prefill_step=2048), scheduler, costs)
     sizer.begin(job)
     given = sizer.size("draft")

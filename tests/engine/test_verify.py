@@ -51,7 +51,7 @@ ROUNDING = 2e-3  # of log-probabilities in float32
 
 def config(kv_bits: int | None = None, verify_busy: bool = False, **changes: object) -> EngineConfig:
     policy = SpecPrefillPolicy(threshold=100, keep_pct=Fraction(1, 5), verify_busy=verify_busy)
-    return EngineConfig(policy=policy, prefill_step=128, prefix_cache_bytes=256 << 20, kv_bits=kv_bits, **changes)  # type: ignore[arg-type]
+    return EngineConfig(policy=policy, prefill_step=128, prefix_cache_bytes=256 << 20, kv_bits=kv_bits, **changes)
 
 
 @dataclass
@@ -124,7 +124,7 @@ def check(answer: Answer, pair: ModelPair, kv_bits: int | None) -> None:
     verdict = answer.verdict
     tolerance = ROUNDING if kv_bits is None else 0.05
     np.testing.assert_allclose(verdict.full, truth.of_answer, atol=tolerance)
-    np.testing.assert_allclose(verdict.sparse, answer.logprobs, atol=ROUNDING)  # type: ignore[arg-type]
+    np.testing.assert_allclose(verdict.sparse, answer.logprobs, atol=ROUNDING)
     if truth.margin > 2 * tolerance:
         assert verdict.own.tolist() == truth.own
     assert verdict.counted.all()
@@ -219,7 +219,7 @@ def test_two_hundred_verdicts_equal_a_dense_rerun(family: str, kv_bits: int | No
 
 def tiny_request(length: int = 400, seed: int = 0, **changes: object) -> GenerationRequest:
     prompt = random_prompt(length, seed)
-    return dataclasses.replace(GenerationRequest(prompt, LENGTH, specprefill=ASKED, logprobs=1), **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(GenerationRequest(prompt, LENGTH, specprefill=ASKED, logprobs=1), **changes)
 
 
 def test_one_forward_more_than_making_the_prompt_dense(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +231,7 @@ def test_one_forward_more_than_making_the_prompt_dense(monkeypatch: pytest.Monke
         def counting(model: object, tokens: object, *args: object, **kwargs: object) -> object:
             if model is pair.target and tokens.shape[1] > 1:  # type: ignore[attr-defined]
                 read.append(tokens.shape[1])  # type: ignore[attr-defined]
-            return call(model, tokens, *args, **kwargs)  # type: ignore[arg-type]
+            return call(model, tokens, *args, **kwargs)
 
         answer = begin(engine, tiny_request(1200, specprefill=ASKED))
         assert answer.ended.wait(60)

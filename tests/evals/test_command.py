@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,7 +33,7 @@ def options(**more):
 
 
 def run(model, **more):
-    told = []
+    told: list[Any] = []
     return evaluate(options(**more), model, told.append), told
 
 
@@ -56,7 +57,7 @@ def test_the_cost_is_told_first_and_only_of_what_is_left(tmp_path):
         return tokens * (0.01 if arm.kind == "full" else 0.002)
 
     def told(**more):
-        lines = []
+        lines: list[Any] = []
         evaluate(options(out=tmp_path, **more), FakeModel(gold), lines.append, seconds)
         return lines[0]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,7 @@ def test_the_corpus_is_large_unique_and_described() -> None:
 
 
 def test_a_python_without_sources_has_no_real_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(corpus.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     corpus.modules.cache_clear()
     try:
         with pytest.raises(NothingToDoError, match="has none"):
@@ -110,7 +111,7 @@ def test_a_helper_is_defined_far_above_its_call_and_mentioned_nowhere_else() -> 
     for number in range(4):
         made = item("code", number, 3000)
         text, (definition,) = made.turns[0].question, made.gold
-        name = re.fullmatch(r"(?:async )?def (\w+)\(.*", definition)[1]  # type: ignore[index]
+        name = re.fullmatch(r"(?:async )?def (\w+)\(.*", definition)[1]
         assert text.endswith(f"{name}(")
         assert len(re.findall(rf"\b{name}\b", text)) == 2
         assert (len(text) - text.index(definition)) > 0.25 * len(text)

@@ -7,6 +7,7 @@ import threading
 from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,17 @@ from mlx_specprefill_evals.tasks import GROUPS, TASKS, Item, Space, make_item
 ITEM = Item((Turn("First?", "One."), Turn("Second?", "Two.")), ("two",))
 
 
+class Answering(ThreadingHTTPServer):
+    answer: Any
+
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        self.bodies: list[Any] = []
+
+
 class Handler(BaseHTTPRequestHandler):
+    server: Answering
+
     def do_GET(self):
         self.respond(200, {"data": [{"id": "tiny"}]})
 
@@ -41,8 +52,8 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def serving(answer):
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.answer, server.bodies = answer, []
+    server = Answering(("127.0.0.1", 0), Handler)
+    server.answer = answer
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:

@@ -206,14 +206,14 @@ def trained(**options):
 
 def processor(stored, prefix):
     """The library's own tokenizer, with or without a space before the text."""
-    proto = sentencepiece_model_pb2.ModelProto.FromString(stored)
+    proto = sentencepiece_model_pb2.ModelProto.FromString(stored)  # type: ignore[attr-defined]
     proto.normalizer_spec.add_dummy_prefix = prefix
     return sentencepiece.SentencePieceProcessor(model_proto=proto.SerializeToString())
 
 
 def pieces_of(stored):
     """Return the metadata of a SentencePiece model as llama.cpp writes it. The types have the same numbers."""
-    pieces = sentencepiece_model_pb2.ModelProto.FromString(stored).pieces
+    pieces = sentencepiece_model_pb2.ModelProto.FromString(stored).pieces  # type: ignore[attr-defined]
     names = [piece.piece for piece in pieces]
     return {
         "tokenizer.ggml.model": "llama",

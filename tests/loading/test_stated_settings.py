@@ -147,7 +147,7 @@ def tokenizer(template: str, eos: str, added: tuple[str, ...] = (), **more: Any)
 def test_what_the_template_writes_behind_an_answer_ends_answers(
     template: str, eos: str, added: tuple[str, ...], turn_end: str | None
 ) -> None:
-    made, config = tokenizer(template, eos, added), {}
+    made, config = tokenizer(template, eos, added), dict[Any, Any]()
     end_with_turns(made, config)
     assert config.get(TURN_END) == turn_end
     ends = {eos} | ({turn_end} & set(added))

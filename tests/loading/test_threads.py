@@ -139,7 +139,7 @@ def test_a_target_alone(family: str, tmp_path: Path) -> None:
         assert report_of(engine).mode == "full"
 
 
-class Hidden(nn.Module):  # type: ignore[misc]
+class Hidden(nn.Module):
     """Scales embeddings by a lazy array that nobody finds among the module's own."""
 
     def __init__(self, inner: nn.Module) -> None:

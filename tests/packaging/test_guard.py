@@ -205,7 +205,7 @@ def test_both_arms_get_the_same_prompts_and_no_other_pair_does() -> None:
     arms: list[Any] = [argparse.Namespace(commit=None, server=Canned(1.0, TIMES)) for _ in range(2)]
     steps = {name: step for name, step in guard.steps_of(Text(0), options()).items() if name != "import"}
     for turn in range(2):
-        take_turns(*arms, steps, turn, Pairs())
+        take_turns(arms[0], arms[1], steps, turn, Pairs())
     old, new = ([text for text, _ in arm.server.asked] for arm in arms)
     assert sorted(old) == sorted(new)
     assert len(set(old)) == len(old)

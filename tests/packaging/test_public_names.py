@@ -12,15 +12,17 @@ from pathlib import Path
 import mlx_specprefill
 from mlx_specprefill import errors
 
+PUBLIC: list[str] = vars(mlx_specprefill)["__all__"]
+
 
 def test_every_public_name_is_what_type_checkers_see() -> None:
     stub = ast.parse(Path(mlx_specprefill.__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
     places = {name.asname: line.module for line in stub.body if isinstance(line, ast.ImportFrom) for name in line.names}
     for name, module in places.items():
         assert getattr(mlx_specprefill, name) is getattr(import_module(f"mlx_specprefill.{module}"), name), name
-    declared = {line.target.id for line in stub.body if isinstance(line, ast.AnnAssign)}  # type: ignore[union-attr]
-    assert set(mlx_specprefill.__all__) == set(places) | declared
-    assert dir(mlx_specprefill) == sorted(mlx_specprefill.__all__)
+    declared = {line.target.id for line in stub.body if isinstance(line, ast.AnnAssign)}
+    assert set(PUBLIC) == set(places) | declared
+    assert dir(mlx_specprefill) == sorted(PUBLIC)
 
 
 def test_the_import_loads_no_library_of_models() -> None:
@@ -30,7 +32,7 @@ def test_the_import_loads_no_library_of_models() -> None:
 
 
 def test_every_error_is_public() -> None:
-    assert set(all_errors()) <= set(mlx_specprefill.__all__)
+    assert set(all_errors()) <= set(PUBLIC)
 
 
 def all_errors() -> dict[str, type]:

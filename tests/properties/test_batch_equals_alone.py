@@ -28,7 +28,6 @@ CLOSE = 1e-4
 COUNT = 64
 JOINS = (0, 0, 0, 3, 3, 10, 31, 70)  # the last one finds a batch that most rows have left
 RUNNABLE = [name for name, tiny in tiny_models().items() if tiny.architecture not in {*BATCH_REFUSALS}]
-GROUP = 32  # values that share a scale
 # Those of the tiny models with full attention and heads that divide by it. mlx-lm's gemma2 can't read such caches.
 QUANTISED = [
     *("Klear", "ernie4_5", "ernie4_5_moe", "gemma", "glm", "glm4", "glm4_moe", "granite", "granitemoe", "hunyuan"),
@@ -82,7 +81,7 @@ def test_every_architecture_whose_caches_are_quantised(name: str) -> None:
     rows = make_rows(vocabulary(model), 4, seed=5, sparse=sparse_allowed(name))
 
     def made(model: nn.Module, uid: int, row: Row) -> DecodeRow:
-        return quantised_row(model, uid, row, 8, GROUP)
+        return quantised_row(model, uid, row, 8)
 
     assert batch_key(made(model, 0, rows[0]).cache) is not None
     counts = [12, 5, 9, 12]

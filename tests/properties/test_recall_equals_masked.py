@@ -129,7 +129,7 @@ def test_rows_with_recalled_tokens_answer_together_what_they_answer_alone(name: 
     model = build(name)
     rows = [prefilled(model, recalled_case(oracle.vocabulary(model), seed)) for seed in range(3)]
     expected = [list(decode(model, copy.deepcopy(cache), logits, greedy, [], 24, 3)) for cache, logits in rows]
-    batch, got = DecodeBatch(model), [[] for _ in rows]
+    batch, got = DecodeBatch(model), [list[Any]() for _ in rows]
     for uid, (cache, logits) in enumerate(rows):
         batch.add(DecodeRow(uid, cache, logits, sampler=greedy, processors=[], logprobs=3))
     for _ in range(24):

@@ -196,7 +196,7 @@ def test_the_draft_holds_what_precedes_the_next_token() -> None:
     draft = model_of("llama", 9)
     _, running = speculate("llama", "draft", row, SMALL, draft, count=30)
     held = running.proposer.held  # type: ignore[attr-defined]
-    cache_of_draft = running.proposer.cache  # type: ignore[attr-defined]
+    cache_of_draft = running.proposer.cache
     assert all(part.offset == len(row.prompt) + held for part in cache_of_draft)
     rest = [*running.tokens[held:], 5]
     ours = draft(mx.array([rest]), cache=cache_of_draft)[0, -1]

@@ -14,6 +14,7 @@ import pytest
 
 from mlx_specprefill import Check, Engine, check_device, forward_times, load_pair, loading, sampling, selftest, sync_ms
 from mlx_specprefill.adapters.capture import HeadCapture
+from mlx_specprefill.cache.positioned import quantize_kv
 from mlx_specprefill.engine import prefill as engine_prefill
 from mlx_specprefill.engine import rows
 from mlx_specprefill.selftest import FAMILIES, VOCAB, Case, Dtype, sampler_errors, save_checkpoint
@@ -91,8 +92,7 @@ def accept_what_is_wrong(monkeypatch: Patch) -> None:
 
 
 def keep_two_bits(monkeypatch: Patch) -> None:
-    kept = rows.quantize_kv
-    monkeypatch.setattr(rows, "quantize_kv", lambda cache, bits: kept(cache, 2))
+    monkeypatch.setattr(rows, "quantize_kv", lambda cache, bits: quantize_kv(cache, 2))
 
 
 def see_too_sharply(monkeypatch: Patch) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from mlx_specprefill_server.parsers.formats import Format, ToolParser
+from mlx_specprefill_server.parsers.formats import Format
+from mlx_specprefill_server.settings import ToolParser
 
 
 class Number(str):

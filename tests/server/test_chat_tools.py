@@ -12,7 +12,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from starlette.testclient import TestClient
 
 from mlx_specprefill import GenerationRequest
-from mlx_specprefill_server.parsers.formats import ToolParser
+from mlx_specprefill_server.settings import ToolParser
 
 from .conftest import client_of
 from .fakes import FakeEngine, FakePair, Step, byte_tokenizer

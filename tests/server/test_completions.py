@@ -262,7 +262,7 @@ def test_all_prompts_are_taken_or_none(client: TestClient, engine: FakeEngine) -
         engine.full = True
         return handle
 
-    engine.submit = full_after_one  # type: ignore[method-assign]
+    engine.submit = full_after_one
     engine_full = client.post(URL, json={"prompt": ["a", "b"]})
     assert engine_full.status_code == 503
     assert engine.idle()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import socket
 import threading
@@ -220,9 +221,9 @@ def test_nonsense_is_answered_in_json(live: Any, dial: Any) -> None:
 def limits(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A process with ten files open and the limits that a test sets."""
     state = {"now": (256, resource.RLIM_INFINITY)}
-    monkeypatch.setattr(connections.os, "listdir", lambda _: ["x"] * 10)
-    monkeypatch.setattr(connections.resource, "getrlimit", lambda _: state["now"])
-    monkeypatch.setattr(connections.resource, "setrlimit", lambda _, to: state.update(now=to))
+    monkeypatch.setattr(os, "listdir", lambda _: ["x"] * 10)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: state["now"])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, to: state.update(now=to))
     return state
 
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from mlx_specprefill.constraints import Grammars
 from mlx_specprefill_server.constrained.output_format import constraint_of
 from mlx_specprefill_server.deltas import CallDelta, CallEnd, CallStart, TextDelta
-from mlx_specprefill_server.parsers.formats import Format, ToolParser
+from mlx_specprefill_server.parsers.formats import Format
+from mlx_specprefill_server.settings import ToolParser
 
 from .fakes import byte_tokenizer
 

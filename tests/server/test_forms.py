@@ -162,7 +162,7 @@ def marks_of(content: Any) -> list[str]:
 def test_every_text_lies_in_a_span_of_its_role(name: str, talk: Talk) -> None:
     """Sparse prefill knows by the spans what it may drop."""
     prompt = build(name, talk.messages)
-    kinds = {}
+    kinds: dict[Any, Any] = {}
     for span in prompt.spans:
         content = byte_tokenizer().decode(list(prompt.tokens[span.content_start : span.content_end]))
         kinds |= dict.fromkeys(MARK.findall(content), span.kind)
@@ -174,7 +174,7 @@ def test_every_text_lies_in_a_span_of_its_role(name: str, talk: Talk) -> None:
 
 # --- what is asked, and what is learnt --------------------------------------------------------------------------------
 
-LEARNT = {
+LEARNT: dict[str, dict[str, Any]] = {
     "all is shown": {},
     "arguments one by one": {},
     "no calls": {"calls": "written"},

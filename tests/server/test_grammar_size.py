@@ -171,7 +171,7 @@ def test_what_fails_at_the_second_token_is_refused_by_the_check() -> None:
 def test_grammars_are_built_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch, engine: FakeEngine) -> None:
     threads: list[str] = []
 
-    class Watched(lark.EnforceableSchema):
+    class Watched(EnforceableSchema):
         def __init__(self, *given: Any) -> None:
             threads.append(threading.current_thread().name)
             super().__init__(*given)

@@ -163,7 +163,7 @@ def test_requests_in_the_queue_whose_clients_leave_are_not_run(live: Any, engine
         lines = first.iter_lines()
         next(lines)
         for sent, streamed in enumerate((True, False), 2):
-            leave(base, endpoint, streamed, lambda sent=sent: len(engine.handles) == sent)  # type: ignore[misc]
+            leave(base, endpoint, streamed, lambda sent=sent: len(engine.handles) == sent)
         wait_for(lambda: [handle.cancelled.is_set() for handle in engine.handles] == [False, True, True])
         release.set()
         assert list(lines)[-2] == "data: [DONE]"

@@ -51,7 +51,7 @@ def refusal(client: TestClient, **fields: Any) -> str:
 
 def answer_of(engine: FakeEngine, pieces: list[AnswerDelta], **settings: Any) -> MessageAnswer:
     body = MessagesRequest(messages=HI, max_tokens=10)
-    return MessageAnswer(Service(engine, Settings(**settings)), body, Given(pieces))  # type: ignore[arg-type]
+    return MessageAnswer(Service(engine, Settings(**settings)), body, Given(pieces))
 
 
 def whole(engine: FakeEngine, pieces: list[AnswerDelta]) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def test_a_streamed_message(client: TestClient, engine: FakeEngine) -> None:
     assert payloads[-2]["specprefill"]["prompt_tokens"] == n
     assert "timings" not in answer.text.replace('"timings":{"queue_ms"', "")  # llama.cpp's; the report has its own
     message = accumulated(payloads)
-    assert message.content[0].text == "Hello"  # type: ignore[union-attr]
+    assert message.content[0].text == "Hello"
     assert message.stop_reason == "end_turn"
 
 
@@ -248,7 +248,7 @@ def test_pings_fill_silence_and_content_is_stirred_before_clients_give_up(
     assert sum(payload["type"] == "ping" for payload in payloads) == 9
     empty = [payload for payload in payloads if payload.get("delta") == {"type": "thinking_delta", "thinking": ""}]
     assert 2 <= len(empty) < 8
-    assert accumulated(payloads).content[-1].text == "Good day"  # type: ignore[union-attr]
+    assert accumulated(payloads).content[-1].text == "Good day"
 
 
 @pytest.mark.parametrize(
@@ -269,7 +269,7 @@ def test_stirring_suits_the_open_block(
     answer._thinks = thinks
     payloads = streamed(answer.stream())
     assert delta in [payload.get("delta") for payload in payloads]
-    assert accumulated(payloads).content[-1].text == "Good day"  # type: ignore[union-attr]
+    assert accumulated(payloads).content[-1].text == "Good day"
 
 
 def test_a_failure_in_a_stream_is_its_last_event(client: TestClient, engine: FakeEngine) -> None:
@@ -282,7 +282,7 @@ def test_a_failure_in_a_stream_is_its_last_event(client: TestClient, engine: Fak
     assert last["error"]["type"] == "api_error"
     assert "boom" in last["error"]["message"]
     assert last["specprefill"]["reason"].startswith("failed: ")
-    assert accumulated(payloads[:-1]).content[0].text == "He"  # type: ignore[union-attr]
+    assert accumulated(payloads[:-1]).content[0].text == "He"
 
 
 def test_a_failure_of_a_whole_message_has_a_status(client: TestClient, engine: FakeEngine) -> None:

@@ -64,7 +64,7 @@ def test_head_ends_an_app_that_does_not_look_whether_the_client_has_left() -> No
 
     async def ask() -> None:
         scope = {"type": "http", "method": "HEAD", "path": "/v1/specprefill/stats/stream"}
-        await asyncio.wait_for(HeadMiddleware(endless)(scope, asyncio.Event().wait, send), 5)  # type: ignore[arg-type]
+        await asyncio.wait_for(HeadMiddleware(endless)(scope, asyncio.Event().wait, send), 5)
 
     asyncio.run(ask())
     assert sent == [start, {"type": "http.response.body", "body": b""}]

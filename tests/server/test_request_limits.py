@@ -120,7 +120,7 @@ def test_a_server_that_can_compute_nothing_ends_by_itself_with_an_exit_status(
     monkeypatch.setattr(process, "TELLING_S", 2.0)
     settings = Settings(port=0)
     with bound_sockets(settings.host, 0) as sockets, ThreadPoolExecutor(1) as pool:
-        models = Models.of(Service(engine, settings))  # type: ignore[arg-type] # as much of one as it needs
+        models = Models.of(Service(engine, settings))  # as much of one as it needs
         served = pool.submit(process.serve_models, models, sockets)
         base = f"http://127.0.0.1:{sockets[0].getsockname()[1]}"
         assert eventually(lambda: httpx.get(f"{base}/health", timeout=60).status_code == 200)

@@ -51,7 +51,7 @@ def refusal(client: TestClient, **fields: Any) -> dict[str, Any]:
 
 def answer_of(engine: FakeEngine, pieces: list[AnswerDelta], **fields: Any) -> ResponsesAnswer:
     body = ResponsesRequest(**({"input": "Hi"} | fields))
-    return ResponsesAnswer(Service(engine, Settings()), body, Given(pieces))  # type: ignore[arg-type]
+    return ResponsesAnswer(Service(engine, Settings()), body, Given(pieces))
 
 
 def checked(payloads: list[dict[str, Any]]) -> list[dict[str, Any]]:

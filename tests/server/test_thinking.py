@@ -82,7 +82,7 @@ def test_harmony_goes_on_in_another_channel() -> None:
     assert budget.end == (special["<|end|>"],)
     assert budget.closing[:2] == (special["<|end|>"], special["<|start|>"])
     opened = "<|start|>assistant<|channel|>analysis<|message|>Hm"
-    assert [detect(byte_tokenizer(), tools="harmony").budget(5, text).opened for text in ("", opened)] == [False, True]  # type: ignore[union-attr]
+    assert [detect(byte_tokenizer(), tools="harmony").budget(5, text).opened for text in ("", opened)] == [False, True]
 
 
 @pytest.mark.parametrize(

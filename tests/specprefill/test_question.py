@@ -31,7 +31,7 @@ def said(*messages: tuple[str, int]) -> tuple[list[PromptSpan], int]:
     spans, at = [], 0
     for kind, lines in messages:
         start = at + 2
-        spans.append(PromptSpan(kind, at, start, start + lines * LINE, start + lines * LINE + 1))  # type: ignore[arg-type]
+        spans.append(PromptSpan(kind, at, start, start + lines * LINE, start + lines * LINE + 1))
         at = spans[-1].end
     return spans, at
 

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlx_specprefill import Constraint
 from mlx_specprefill.config import SpeculationConfig
-from mlx_specprefill.constraints import Constraint, Grammars
+from mlx_specprefill.constraints import Grammars
 from mlx_specprefill.errors import Refused
 from mlx_specprefill.request import SamplingParams
 from mlx_specprefill.speculative.ngram import NgramProposer, continuation_of
@@ -44,7 +45,7 @@ def proposer(prompt: Sequence[int], **changes: int) -> NgramProposer:
 
 
 def sampler(**changes: object) -> TokenSampler:
-    return TokenSampler(SamplingParams(temperature=0), 256, **changes)  # type: ignore[arg-type]
+    return TokenSampler(SamplingParams(temperature=0), 256, **changes)
 
 
 def test_an_answer_that_repeats_the_prompt_is_trusted_more_and_more() -> None:

@@ -52,4 +52,4 @@ def decode(
 
 def _queue(token: mx.array, scores: mx.array, logprobs: int | None) -> None:
     """Scores too if they are read: later they would wait for the forward after this one."""
-    mx.async_eval(token, *([] if logprobs is None else [scores]))  # type: ignore[no-untyped-call]
+    mx.async_eval(token, *([] if logprobs is None else [scores]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -53,7 +54,7 @@ def run(*arguments: object) -> None:
     script.main([str(argument) for argument in arguments])
 
 
-def target_of(checkpoint: Path) -> tuple[Target, RetrievalDraft, object]:
+def target_of(checkpoint: Path) -> tuple[Target, RetrievalDraft, Any]:
     pair = load_pair(checkpoint, dtype="float32")
     weights = {name: torch.from_numpy(np.array(value)) for name, value in tree_flatten(pair.target.parameters())}
     return Target(pair.target_config, weights, torch.float32), pair.target, pair.tokenizer._tokenizer

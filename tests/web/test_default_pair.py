@@ -40,5 +40,5 @@ def test_the_sample_has_its_headline_and_the_next_question_reads_little(page: Pa
     page.find("#question").send_keys("Say it again: what is the secret code?")
     page.press("#send", within=600)
     again = page.all(".turn")[-1]
-    known, kept = re.search(r"Already read: ([\d,]+) of ([\d,]+) tokens\.", again.text).groups()  # type: ignore[union-attr]
+    known, kept = re.search(r"Already read: ([\d,]+) of ([\d,]+) tokens\.", again.text).groups()
     assert int(known.replace(",", "")) > 0.5 * int(kept.replace(",", ""))

@@ -69,7 +69,7 @@ def test_another_share_is_what_the_server_would_choose(page: Page, server: Serve
     for percent in (5, 12, 33, 70, 100):
         page.set("#what-if", str(percent))
         body = {"messages": [{"role": "user", "content": f"{document}\n\n{question}"}]}
-        body["specprefill_keep_pct"] = percent / 100  # type: ignore[assignment]
+        body["specprefill_keep_pct"] = percent / 100
         told = httpx.post(f"{server.base}/v1/specprefill/explain", json=body, timeout=120).json()
         shown = page.run(
             "return [...document.querySelectorAll('#prompt [data-index]')].map((s) => s.className.split(' ')[0])"

@@ -33,7 +33,7 @@ def options(page: Page) -> list[str]:
 
 
 def test_with_one_model_there_is_nothing_to_choose(page: Page, live: object) -> None:
-    base, _ = live()  # type: ignore[operator]
+    base, _ = live()
     page.open(base)
     assert not page.find("#picker").is_displayed()
     page.find("nav a[href='#server']").click()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.metadata import version
 from typing import Any
 
 import mlx.core as mx
@@ -50,7 +51,7 @@ def median_interval(values: Sequence[float]) -> tuple[float, float] | tuple[None
 
 def machine() -> dict[str, Any]:
     """Return the description of the machine."""
-    return {"device": str(mx.default_device()), "blas": BLAS.library, "mlx": mx.__version__}
+    return {"device": str(mx.default_device()), "blas": BLAS.library, "mlx": version("mlx")}
 
 
 def rounded(value: Any, digits: int = 4) -> Any:

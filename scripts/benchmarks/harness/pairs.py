@@ -9,7 +9,7 @@ from pathlib import Path
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer
 
-from mlx_specprefill import ModelPair
+from mlx_specprefill import DtypeName, ModelPair
 from mlx_specprefill_server.cli.common import choose
 from mlx_specprefill_server.cli.options import PairOptions
 from mlx_specprefill_server.cli.pull import load
@@ -27,7 +27,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-draft", action="store_true", help="the target's own first layers, also of a pair")
 
 
-def loaded(options: argparse.Namespace, dtype: str = "auto", settings: Settings | None = None) -> ModelPair:
+def loaded(options: argparse.Namespace, dtype: DtypeName = "auto", settings: Settings | None = None) -> ModelPair:
     """Return the requested pair, with its draft's options in pairs.toml.
 
     Raises:

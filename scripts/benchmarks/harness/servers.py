@@ -213,8 +213,8 @@ def copies(options: argparse.Namespace, template: str | None = None) -> Iterator
     target, draft = checkpoints(options)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        both = (copy_checkpoint(path, folder / path.name, template) for path in (target, draft))
-        yield Copies(*both, folder, options.start_s)
+        copied, copied_draft = (copy_checkpoint(path, folder / path.name, template) for path in (target, draft))
+        yield Copies(copied, copied_draft, folder, options.start_s)
 
 
 @contextmanager

@@ -104,8 +104,15 @@ def random_pair(options: argparse.Namespace, tokenizer: TokenizerWrapper, **chan
         )  # frequencies are no parameters, and engines have threads
         models[side] = model, config
     (target, config), (draft, draft_config) = models.values()
-    names = {"target_id": f"random {options.shape}", "draft_id": f"random draft of {options.shape}"}
-    return make_pair(target, tokenizer, config, draft=draft, draft_config=draft_config, **names)
+    return make_pair(
+        target,
+        tokenizer,
+        config,
+        target_id=f"random {options.shape}",
+        draft=draft,
+        draft_config=draft_config,
+        draft_id=f"random draft of {options.shape}",
+    )
 
 
 # --- checkpoints that any server loads -------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ def prefill(model: Any, cache: list[Any], prompt: Sequence[int], kept: np.ndarra
     ids = np.asarray(prompt, dtype=np.int32)
     tokens = ids if kept is None else ids[kept]
     *_, (_, logits) = feed(model, cache, tokens, kept, forward_ends(tokens.size, lambda: step), logits=True)
+    assert logits is not None
     return logits
 
 

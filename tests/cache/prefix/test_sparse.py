@@ -81,9 +81,9 @@ def test_what_was_fed_by_when_is_counted_one_by_one() -> None:
         assert fed.slots(length) == (behind[-1] + 1 if behind else 0)
     assert fed.dense_tokens == 19
     assert fed.within(8, 16) is None
-    assert [int(i) for i in fed.within(16, 24)] == [16, 17, 18, 23]  # type: ignore[union-attr]
-    assert [int(i) for i in fed.within(48, 56)] == [20, 21, 27, *range(50, 56)]  # type: ignore[union-attr]
-    assert fed.within(33, 40).size == 0  # type: ignore[union-attr]
+    assert [int(i) for i in fed.within(16, 24)] == [16, 17, 18, 23]
+    assert [int(i) for i in fed.within(48, 56)] == [20, 21, 27, *range(50, 56)]
+    assert fed.within(33, 40).size == 0
     assert Fed(np.arange(5, dtype=np.int32)).dense_tokens == 5
 
 

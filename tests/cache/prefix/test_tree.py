@@ -206,7 +206,7 @@ def test_the_property_meets_hits_evictions_and_restarts(family: str, tmp_path: P
 def test_a_hit_is_bit_equal_to_the_run_that_was_stored(family: str) -> None:
     model, prompt = model_of(family), random_prompt(45, 7)
     prefixes = prefix_cache(family)
-    cache, snapshots, logits = make_positioned_cache(model), {}, {}
+    cache, snapshots, logits = make_positioned_cache(model), dict[Any, Any](), dict[Any, Any]()
     for end in (8, 16, 21, 32, 45):
         start = max(snapshots, default=0)
         logits[end] = feed(model, cache, prompt[start:end], end - start)
@@ -314,7 +314,7 @@ def test_prompts_share_the_blocks_they_have_in_common() -> None:
     assert hit is not None
     assert hit.length == 20
     assert same(hit.cache, filled(make, tuple(range(20))))
-    assert prefixes.lookup(two, 39).length == 39  # type: ignore[union-attr]
+    assert prefixes.lookup(two, 39).length == 39
 
 
 _PER_TOKEN = 2 * 2 * (4 + 2) * 4  # two layers, two heads, four and two float32
@@ -556,7 +556,7 @@ def test_looking_up_again_does_not_count_as_another_request() -> None:
     assert prefixes.entries()[0].hits == 0
     for seed in range(6):
         serve(prefixes, make, short(seed))
-    assert prefixes.lookup(range(512)) is None or prefixes.lookup(range(512)).length < 512  # type: ignore[union-attr]
+    assert prefixes.lookup(range(512)) is None or prefixes.lookup(range(512)).length < 512
 
 
 def test_leaves_go_before_what_they_continue() -> None:
@@ -652,7 +652,7 @@ def test_counts_entries_and_drop(stateful: bool) -> None:
     assert prefixes.drop(newest.id)
     assert not prefixes.drop(newest.id)
     assert prefixes.nbytes == 40 * _PER_TOKEN + 2 * state == prefixes._budget.used
-    assert prefixes.lookup((*two, 1)).length == 16  # type: ignore[union-attr]
+    assert prefixes.lookup((*two, 1)).length == 16
     prefixes.clear()
     assert prefixes.nbytes == prefixes._budget.used == 0
     assert prefixes.entries() == []

@@ -16,7 +16,8 @@ from mlx_specprefill_server.deltas import (
     ReasoningDelta,
     TextDelta,
 )
-from mlx_specprefill_server.parsers.formats import Format, ToolParser
+from mlx_specprefill_server.parsers.formats import Format
+from mlx_specprefill_server.settings import ToolParser
 
 THINK = ("<think>", "</think>")
 

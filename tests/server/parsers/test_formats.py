@@ -21,7 +21,8 @@ from mlx_lm.tool_parsers import (
 )
 
 from mlx_specprefill_server.parsers.base import find_first
-from mlx_specprefill_server.parsers.formats import ToolParser, detect
+from mlx_specprefill_server.parsers.formats import detect
+from mlx_specprefill_server.settings import ToolParser
 
 from ..fakes import byte_tokenizer
 from .reading import TOOLS, Read, collected, read
@@ -357,7 +358,7 @@ VALUES = st.text(alphabet='ab "\\{}\n:,é', max_size=12)
 @settings(max_examples=60)
 @given(city=VALUES, days=st.integers(-5, 10**6), exact=st.booleans())
 def test_well_formed_calls_mean_what_they_mean_to_mlx_lm(city: str, days: int, exact: bool) -> None:
-    given_ = {"city": city, "days": days, "exact": exact}
+    given_: dict[str, Any] = {"city": city, "days": days, "exact": exact}
     body = json.dumps({"name": "get_weather", "arguments": given_}, ensure_ascii=False)
     tagged = "".join(
         f"<parameter={k}>\n{v if k == 'city' else json.dumps(v)}\n</parameter>\n" for k, v in given_.items()

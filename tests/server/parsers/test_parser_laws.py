@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mlx_specprefill_server.parsers.formats import ToolParser
+from mlx_specprefill_server.settings import ToolParser
 from tests.support.examples import examples
 
 from .reading import Read, read

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from mlx_specprefill_server.parsers.formats import ToolParser, detect
+from mlx_specprefill_server.parsers.formats import detect
+from mlx_specprefill_server.settings import ToolParser
 
 from ..fakes import byte_tokenizer
 from .reading import THINK, Read, read

@@ -164,8 +164,6 @@ def make_spec(
         InvalidRequestError: the prompt has no tokens.
         ContextLengthError: the prompt leaves no room for an answer.
     """
-    if not prompt.tokens.size:
-        raise refusal(field, "the prompt has no tokens")
     room = max_tokens_within(len(prompt.tokens), body.limit(), service.context_length, field)
     # `ignore_eos` has no effect with a grammar, which ends by itself
     ignored = body.ignore_eos and constraint is None
@@ -208,8 +206,11 @@ def max_tokens_within(prompt_tokens: int, limit: int | None, context_length: int
     A limit beyond the window is cut, not refused: agents ask for their maximum on every call.
 
     Raises:
+        InvalidRequestError: the prompt has no tokens.
         ContextLengthError: not one token fits.
     """
+    if not prompt_tokens:
+        raise refusal(field, "the prompt has no tokens")
     left = context_length - prompt_tokens
     least = 0 if limit == 0 else 1
     if left < least:

@@ -156,8 +156,6 @@ async def explain(
     """Score the prompt with the draft. The target does not run."""
     field = "messages" if body.prompt is None else "prompt"
     prompt = await while_connected(request, _prompt(service, body))
-    if not prompt.tokens.size:
-        raise refusal(field, "the prompt has no tokens")
     max_tokens_within(len(prompt.tokens), 1, service.context_length, field)
     inspected = GenerationRequest(
         prompt.tokens,

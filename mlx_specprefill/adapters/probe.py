@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-import numpy.typing as npt
 from mlx_lm.models.cache import make_prompt_cache
 
+from ..arrays import Positions
 from ..cache.positioned import Positioned, leaves, make_positioned_cache, place, quantize_kv
 from ..distributed.ranks import Ranks, broadcast
 from ..errors import SparseUnsupportedError
@@ -24,8 +24,6 @@ from .depth import FirstLayers, Observed, layers_of, replace_layers
 from .registry import adapter_for, architecture_of
 from .relay import Hidden, Relay
 from .staged import StagedModel
-
-Positions = npt.NDArray[np.int32]
 
 _COUNT = 12
 TOKENS = [(7 * i + 3) % 29 for i in range(_COUNT)]  # every vocabulary has small ids

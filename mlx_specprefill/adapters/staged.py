@@ -18,7 +18,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import CacheList, make_prompt_cache
 
-from ..cache.positioned import Positions, hold_alike, leaves
+from ..arrays import Positions
+from ..cache.positioned import hold_alike, leaves
 from ..errors import SparseUnsupportedError
 from .capture import Active
 from .depth import FirstLayers, Observed, StandIn, layers_of, replace_layers

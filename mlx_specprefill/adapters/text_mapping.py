@@ -24,6 +24,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import Tokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from ..arrays import Ends
 from ..errors import PairMismatchError, SparseUnsupportedError
 from ..request import TokenIds
 from .backend import encode_text
@@ -33,7 +34,6 @@ _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 _BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
 
-Ends = npt.NDArray[np.int64]
 
 LEAST_ALIGNED = 0.999  # share of bytes
 _BREAK, _UNKNOWN = b"\n", b"\0"  # text of the target's special tokens, and of the draft's

@@ -26,7 +26,8 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache, _BaseCache
 
-from .positioned import Positioned, PositionedKVCache, PositionedRotatingKVCache, Positions, Runs
+from ..arrays import Positions
+from .positioned import Positioned, PositionedKVCache, PositionedRotatingKVCache, Runs
 
 _Part = tuple[Sequence[mx.array], int]  # stored arrays of B rows, each (B, H, S, ...), and B; empty: no tokens
 _STEP = 256  # slots added at a time, averaged over layers, as in mlx-lm

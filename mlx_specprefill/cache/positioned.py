@@ -18,7 +18,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-import numpy.typing as npt
 from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models.cache import (
     ArraysCache,
@@ -30,9 +29,9 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
+from ..arrays import Positions
 from ..errors import SparseUnsupportedError
 
-Positions = npt.NDArray[np.int32]
 _GROUPS = 64, 32  # values that share a scale in MLX: as many as divide a head
 
 

@@ -12,14 +12,13 @@ import numpy.typing as npt
 
 from ..adapters.capture import HeadCapture
 from ..adapters.rope import adjust_offsets
+from ..arrays import Floats
 from ..events import Mode, Prediction, PrefillReport, Progress, PromptLogprobs
 from ..request import GenerationRequest, concat_tokens
 from ..sampling import LOGITS_ROWS, log_softmax
 from ..specprefill.selector import kept_spans
 from .active_request import ActiveRequest
 from .prefill import Prefiller
-
-Floats = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)

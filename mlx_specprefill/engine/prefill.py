@@ -11,10 +11,10 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-import numpy.typing as npt
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..adapters.staged import StagedModel
+from ..arrays import Indices
 from ..cache.positioned import is_stateful
 from ..cache.prefix.nodes import CacheHit, Fed
 from ..cache.prefix.selection_key import SelectionKey
@@ -37,7 +37,6 @@ from .costs import CostModel
 from .scoring import DraftContextError, PromptScorer, Scoring
 
 log = logging.getLogger(__name__)
-Kept = npt.NDArray[np.int32]
 Model = Callable[..., mx.array]
 PrefillSteps = Generator[Progress | PromptLogprobs, None, mx.array]
 _LEAST_RECALL = 256  # tokens that may always be recalled
@@ -219,7 +218,7 @@ class Prefiller:
             active.cache = model.join(scores.cache, model.split(active.cache)[1])
         return scores
 
-    def _select(self, active: ActiveRequest, text: PromptText, scores: Scores | None) -> tuple[Kept, Kept]:
+    def _select(self, active: ActiveRequest, text: PromptText, scores: Scores | None) -> tuple[Indices, Indices]:
         """Return the prompt indices of dropped tokens to recall, and of new tokens to read. Both ascend."""
         plan, L, M = active.plan, active.prefix.length, len(active.request.prompt)
         active.stage = "select"
@@ -233,7 +232,7 @@ class Prefiller:
             new = selection.kept[selection.kept >= L - first] + np.int32(first)
         return recalled, new
 
-    def _select_recalled(self, held: Kept, L: int, plan: PrefillPlan, scores: Scores, text: PromptText) -> Kept:
+    def _select_recalled(self, held: Indices, L: int, plan: PrefillPlan, scores: Scores, text: PromptText) -> Indices:
         """Return the dropped tokens among the first L that the question needs: their scores stand out."""
         is_held = np.zeros(L, dtype=np.bool_)
         is_held[held] = True
@@ -262,7 +261,7 @@ class Prefiller:
         return select_tokens(importance, forced, part, plan.keep, selection_by(plan.rule, self.config.selection))
 
     def _recall(
-        self, active: ActiveRequest, recalled: Kept, new: Kept
+        self, active: ActiveRequest, recalled: Indices, new: Indices
     ) -> Generator[Progress, None, tuple[Model, list[Any]]]:
         """Prefill recalled tokens behind the cached prefix; return the model that goes on, and its cache."""
         active.stage = "prefill"
@@ -280,7 +279,7 @@ class Prefiller:
     def _ends(self, total: int, cuts: Sequence[int] = (), tail: int = TAIL) -> Iterator[int]:
         return forward_ends(total, self.step, cuts, tail)
 
-    def _feed(self, active: ActiveRequest, model: Model, cache: list[Any], kept: Kept | None = None) -> PrefillSteps:
+    def _feed(self, active: ActiveRequest, model: Model, cache: list[Any], kept: Indices | None = None) -> PrefillSteps:
         """Feed what is behind the cached prefix, and store the cache at each stop.
 
         Cancelled, a full prefill keeps its chunks: a retry resumes from there.
@@ -312,7 +311,7 @@ class Prefiller:
         else:
             active.keep_prompt(self.caches, length, later=length >= len(active.request.prompt) - 1)
 
-    def _model(self, active: ActiveRequest, indices: Kept) -> tuple[Model, list[Any]]:
+    def _model(self, active: ActiveRequest, indices: Indices) -> tuple[Model, list[Any]]:
         """Return the model that reads the prompt's tokens at these indices, in this order, and its cache.
 
         In a staged prefill these are the upper layers.
@@ -327,7 +326,7 @@ class Prefiller:
             hidden.clear()
         return UpperLayersModel(stages.upper, states), cache
 
-    def _stops(self, active: ActiveRequest, new: Kept | None) -> dict[int, int]:
+    def _stops(self, active: ActiveRequest, new: Indices | None) -> dict[int, int]:
         """Return the counts of new tokens after which a forward ends, ascending, and the length that the cache then
         holds.
         """
@@ -412,7 +411,7 @@ class Prefiller:
         return logits
 
 
-def _read_along(active: ActiveRequest, model: Model, fed: Kept) -> Model:
+def _read_along(active: ActiveRequest, model: Model, fed: Indices) -> Model:
     """Return the model that reads the prompt indices `fed` as what drafts the answer runs it."""
     proposer = None if active.drafting is None else active.drafting.proposer
     return model if proposer is None else proposer.read_along(model, fed)

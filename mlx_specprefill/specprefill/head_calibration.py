@@ -35,6 +35,7 @@ from .._files import replace_text
 from ..adapters.capture import HeadCapture
 from ..adapters.depth import first_layers, full_draft_model, layers_of, smallest_depth
 from ..adapters.heads import DraftHeads, Head, read_heads
+from ..arrays import Bools
 from ..cache.positioned import leaves
 from ..cache.prefix.identity import model_identity
 from ..config import ScoringConfig, SelectionConfig
@@ -49,7 +50,6 @@ from .text import PromptText, TextReader
 
 log = logging.getLogger(__name__)
 
-Bools = npt.NDArray[np.bool_]
 Rows = dict[tuple[int, int], npt.NDArray[np.float32]]
 
 _ITEMS, _CHARACTERS = 12, 2600  # per kind; some 600 to 800 tokens

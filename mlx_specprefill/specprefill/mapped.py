@@ -12,11 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..adapters.text_mapping import TextMapping
+from ..arrays import Bools, Ends, Floats
 from .scorer import Scores, ScoringInput
-
-Bools = npt.NDArray[np.bool_]
-Ends = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ..arrays import Bools
 from ..cache.prefix.selection_key import SelectionKey
 from ..config import EngineConfig, RuleName, Scope, SelectionConfig
 from ..events import Mode, Prediction, Reason, ReasonCode
 from ..request import GenerationRequest, PromptSpan
 from .selector import selection_by
-
-Bools = npt.NDArray[np.bool_]
 
 USER_WHOLE, USER_HEAD, USER_TAIL = (2048, 8), (128, 64), (512, 16)  # (most tokens, divisor of the prompt length)
 TOOL_HEAD, TOOL_TAIL = 64, 128  # of a tool result after the last user message

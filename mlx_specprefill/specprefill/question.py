@@ -12,9 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+from ..arrays import Indices
 from ..config import ScoringConfig
 from ..request import PromptSpan
-from .text import Indices, PromptText
+from .text import PromptText
 
 _USERS = 2  # newest user messages that may ask
 _HEAD, _TAIL = 48, 160  # tokens at the ends of a user message in which a line may ask

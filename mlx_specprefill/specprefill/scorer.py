@@ -26,6 +26,7 @@ import numpy.typing as npt
 from ..adapters.capture import HeadCapture, QueryCapture, pool
 from ..adapters.depth import FirstLayers
 from ..adapters.heads import DraftHeads, Head
+from ..arrays import Bools, Floats
 from ..cache.positioned import Snapshot, leaves
 from ..config import RuleName, ScoringConfig
 from ..distributed.ranks import Ranks
@@ -33,8 +34,6 @@ from ..errors import SparseUnsupportedError, SpecPrefillError
 from ..events import Progress, ScorerKind
 from .question import Ask
 
-Bools = npt.NDArray[np.bool_]
-Floats = npt.NDArray[np.float32]
 AROUND = 48  # tokens on either side of a line that is asked again
 
 

@@ -9,12 +9,10 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import numpy as np
-import numpy.typing as npt
 
+from ..arrays import Bools, Floats, Indices
 from ..config import RuleName, SelectionConfig
-from .text import Bools, Indices, PromptText
-
-Floats = npt.NDArray[np.float32]
+from .text import PromptText
 
 _LOOKED = 13  # best tokens that weigh a line or sentence: the width of the smoothing of attention
 _ORDINARY = 0.99  # quantile of unchosen tokens; the maximum may be an outlier

@@ -9,10 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..arrays import Bools, Indices
 from ..request import TokenIds
-
-Bools = npt.NDArray[np.bool_]
-Indices = npt.NDArray[np.int32]
 
 _UNKNOWN, _ENDS_LINE, _ENDS_SENTENCE, _BEGINS_WORD = 1, 2, 4, 8
 _BLANK = 16  # white space only

@@ -55,7 +55,7 @@ class Tools:
         return name
 
 
-class Machine(Protocol):
+class FormatGrammar(Protocol):
     """The grammar of one output format. `thinking` is true while reasoning follows."""
 
     @property
@@ -64,16 +64,16 @@ class Machine(Protocol):
 
 
 class Parser:
-    """A parser that feeds one answer to a machine."""
+    """A parser that feeds one answer to the grammar of its format."""
 
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
+    def __init__(self, grammar: FormatGrammar) -> None:
+        self._grammar = grammar
         self._cursor = Cursor()
-        self._deltas = machine.run(self._cursor)
+        self._deltas = grammar.run(self._cursor)
 
     @property
     def thinking(self) -> bool:
-        return self._machine.thinking
+        return self._grammar.thinking
 
     def push(self, text: str) -> list[ContentDelta]:
         """Add text and return the deltas that it completes, often none."""

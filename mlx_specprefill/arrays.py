@@ -1,0 +1,12 @@
+"""The types of arrays on the host, which several parts exchange. Token ids have their own, in `request`."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Bools = npt.NDArray[np.bool_]
+Indices = npt.NDArray[np.int32]  # of a prompt's tokens
+Positions = npt.NDArray[np.int32]  # by which RoPE rotates
+Ends = npt.NDArray[np.int64]  # of tokens, in characters
+Floats = npt.NDArray[np.float32]

@@ -26,6 +26,7 @@ from mlx_specprefill import (
     make_pair,
 )
 from mlx_specprefill.adapters.depth import FirstLayers
+from mlx_specprefill.adapters.heads import DraftHeads, Head
 from mlx_specprefill.adapters.staged import StagedModel
 from mlx_specprefill.cache.positioned import leaves, make_positioned_cache
 from mlx_specprefill.engine import loop
@@ -54,6 +55,7 @@ from tests.support.waiting import eventually
 
 CONFIG = EngineConfig(policy=SpecPrefillPolicy(threshold=0, densify=False), prefill_step=32, prefix_cache_bytes=0)
 COUNT = 12
+SEEING = {"llama": 0, "qwen3": 0, "qwen3_5": 0, "nemotron_h": 0, "gpt_oss": 1}  # an attention call that sees all
 OFF = SpecPrefillOptions(enabled=False, return_spans=True)
 
 
@@ -94,6 +96,20 @@ def test_an_answer_is_that_of_a_run_masked_from_the_first_layers_on(family: str)
     assert last.report.scorer == "self"
     assert 0 < last.report.kept_tokens < 120
     assert_is_the_masked_run(pair, asked(), tokens, last)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lines_that_may_ask_leave_nothing_in_the_first_layers(family: str) -> None:
+    """A message a turn before asks as well: it is read again behind the prompt, and the answer is the masked run."""
+    pair = own_pair(family)
+    heads = DraftHeads((Head(SEEING[family], 0, 1.0),), 2, 4, {})
+    spans = (PromptSpan("user", 0, 2, 40, 42), PromptSpan("user", 42, 44, 198, 199))
+    request = replace(asked(), spans=spans)
+    with Engine(replace(pair, heads=heads), CONFIG) as engine:
+        tokens, last = generated(engine.generate(request))
+        assert engine.stats().fallbacks == {}
+    assert last.report.scoring.endswith("1 more lines that may ask")
+    assert_is_the_masked_run(pair, request, tokens, last)
 
 
 def test_the_first_layers_read_the_prompt_once(monkeypatch: pytest.MonkeyPatch) -> None:

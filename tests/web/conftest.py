@@ -25,6 +25,7 @@ from ..server.fakes import FakeEngine, FakePair
 
 WIDTHS = {
     "wide": (1600, 900),
+    "screen": (1440, 900),
     "laptop": (1280, 800),
     "low": (1280, 650),
     "narrow": (390, 844),

@@ -131,3 +131,27 @@ def test_the_composer_grows_with_the_question_and_shrinks_when_it_is_asked(page:
     assert high > low + 60
     page.press("#send")
     assert page.find("#form").size["height"] == low
+
+
+# Where the newest answer ends, had nothing been scrolled, with the composer below it.
+FRAME = """
+const box = (css) => document.querySelector(css).getBoundingClientRect();
+const answered = [...document.querySelectorAll(".turn")].at(-1).getBoundingClientRect();
+const [header, form, map] = [box("header"), box("#form"), box("#map")];
+return { top: header.top, composer: form.bottom, pane: map.bottom,
+  needed: answered.bottom - header.top + form.height, window: innerHeight };
+"""
+
+
+@pytest.mark.parametrize("width", ["screen", "laptop", "narrow"])
+def test_an_answer_that_fits_leaves_the_header_where_it_was(page: Page, live: Any, width: str) -> None:
+    base, _ = live()
+    page.open(base)
+    page.look("light", width)
+    page.drop("A line of words here. " * 300)
+    page.ask("Hello")
+    frame = page.run(FRAME)
+    assert frame["needed"] < frame["window"]
+    assert frame["top"] == 0
+    if width != "narrow":  # where the text lies below the conversation
+        assert frame["composer"] == pytest.approx(frame["pane"], abs=1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from .config import Scope, SpecPrefillPolicy
 from .request import SpanKind
@@ -38,13 +38,17 @@ class Reason:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Milliseconds of wall time per stage; ttft_ms runs from the engine's start on the request to its first token."""
+    """Milliseconds of wall time per stage.
+
+    Attributes:
+        ttft_ms: from the engine's start on the request to its first token, without `queue_ms`; None: there was none.
+    """
 
     queue_ms: float = 0.0
     draft_ms: float = 0.0  # draft prefill + look-ahead + scoring
     select_ms: float = 0.0
     prefill_ms: float = 0.0  # target prefill up to the first token
-    ttft_ms: float = 0.0
+    ttft_ms: float | None = None
     decode_ms: float = 0.0
 
 
@@ -87,8 +91,15 @@ class SpeculationReport:
         return {"strategy": self.strategy, "reason": self.reason, **shown}
 
 
-def _rounded(times: Timings | Prediction) -> dict[str, float]:
-    return {name: round(ms, 3) for name, ms in asdict(times).items()}
+def _rounded(times: Timings | Prediction) -> dict[str, float | None]:
+    return {name: None if ms is None else round(ms, 3) for name, ms in asdict(times).items()}
+
+
+class Reached(NamedTuple):
+    """Where the reading of a prompt was given up: the stage, and the tokens that its model held, cached ones too."""
+
+    stage: Stage
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +146,7 @@ class PrefillReport:
     draft_tokens: int = 0  # uncached tokens of the prompt, in the draft's tokenizer
     miss: PrefixMiss | None = None  # None: nothing that the cache holds was read again
     reason_code: ReasonCode = "other"  # of `reason`
+    reached: Reached | None = None  # None: the prompt was read to its end
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON object that clients get next to `usage`."""
@@ -149,6 +161,8 @@ class PrefillReport:
             report["speculation"] = self.speculation.to_dict()
         if self.miss is not None:
             report["cache"] = {"miss": asdict(self.miss)}
+        if self.reached is not None:
+            report["reached"] = self.reached._asdict()
         if self.kept_spans is not None:
             report["kept_spans"] = [list(span) for span in self.kept_spans]
         return report

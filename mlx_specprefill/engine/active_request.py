@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -14,7 +14,7 @@ import numpy as np
 from ..adapters.staged import StagedModel
 from ..cache.prefix.nodes import CacheHit, Fed
 from ..constraints import GrammarState
-from ..events import PrefillReport, PrefixMiss, Reason, ScorerKind, Stage, Timings, TokenEvent, noop
+from ..events import PrefillReport, PrefixMiss, Reached, Reason, ScorerKind, Stage, Timings, TokenEvent, noop
 from ..request import GenerationRequest, TokenIds
 from ..specprefill.plan import PrefillPlan
 from ..specprefill.selector import kept_spans
@@ -121,7 +121,7 @@ class Times:
             draft_ms=self.spent_ms.get("draft", 0.0),
             select_ms=self.spent_ms.get("select", 0.0),
             prefill_ms=self.spent_ms.get("queued", 0.0) + self.spent_ms.get("prefill", 0.0),  # a prefix from disk first
-            ttft_ms=1e3 * max(0.0, self.first_token - started) if self.first_token else 0.0,
+            ttft_ms=1e3 * max(0.0, self.first_token - started) if self.first_token else None,
             decode_ms=1e3 * (self.last_token - self.first_token),
         )
 
@@ -216,6 +216,19 @@ class ActiveRequest:
         self.decoded.tokens.append(event.token)
         if event.logprob is not None and self.is_to_verify:
             self.decoded.sparse_logprobs.append(event.logprob)
+
+    def report_given_up(self, done: Mapping[str, int]) -> PrefillReport:
+        """Return the report of a request that ended before its first token: with the tokens that the target holds.
+
+        Args:
+            done: tokens read by stage.
+        """
+        report, held = self.report(), self.prefix.tokens + done.get("prefill", 0)
+        if self.times.first_token:
+            return report
+        stage = self.stage if self.times.started else "queued"
+        reached = Reached(stage, done.get(stage, 0) if stage == "draft" else held)
+        return replace(report, kept_tokens=held, kept_share=None, kept_spans=None, reached=reached)
 
     def report(self) -> PrefillReport:
         M, sparse, choice = len(self.request.prompt), self.is_sparse, self.choice

@@ -147,4 +147,4 @@ class AnswerJob(Job):
         super().emit(event)
 
     def fail(self, error: Exception) -> None:
-        self.emit(Failed(error, self.active.report()))
+        self.emit(Failed(error, self.active.report_given_up(self.done)))

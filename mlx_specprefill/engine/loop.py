@@ -405,7 +405,7 @@ class EngineCore:
         job.stop()
         if isinstance(job, AnswerJob):
             job.active.store()
-            self._end(job, Finished("cancelled", 0, job.active.report()))
+            self._end(job, Finished("cancelled", 0, job.active.report_given_up(job.done)))
         else:
             self._forget(job)
             job.on_end(RequestCancelled() if job.handle.cancelled else EngineClosedError("the engine was closed"))

@@ -174,11 +174,23 @@ class Prefiller:
     def _decide(self, active: ActiveRequest) -> None:
         """Plan again, now that the cached prefix is known, and take the way."""
         submitted = plan = active.plan
-        if submitted.mode == "sparse" or submitted.selection_key is not None:
+        if submitted.mode == "sparse" or submitted.selection_key is not None or submitted.predicted is not None:
             plan = self.plan(active.request, active.prefix.length)
             if submitted.mode == "full":  # the memory was reserved for a full prefill
                 plan = replace(plan, mode="full", reason=submitted.reason)
         active.decide(plan)
+        if active.way != "full" and active.plan.predicted is not None:
+            active.plan = replace(active.plan, predicted=self._predict_ways(active, active.plan.predicted))
+
+    def _predict_ways(self, active: ActiveRequest, planned: Prediction) -> Prediction:
+        """Return the time of the way taken, and that of full reading, which finds other prefixes: all dense ones."""
+        prompt, L = active.request.prompt, active.prefix.length
+        dense = self.caches.covers(prompt[:-1], active.request.label)
+        taken = planned.sparse_ms
+        if active.way == "extend":
+            new = self.predict(len(prompt), L, len(prompt) - L)
+            taken = new.sparse_ms if self._is_scored(active) else new.full_ms
+        return Prediction(self.predict(len(prompt), dense, 0).full_ms, taken)
 
     def _fall_back(self, active: ActiveRequest, error: Exception) -> None:
         """Reset the request with mlx-lm's own caches: nothing that may have failed is used again."""

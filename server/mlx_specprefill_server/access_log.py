@@ -30,8 +30,10 @@ REQUEST_ID = "x-request-id"
 SANE_ID = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
 LONGEST_PATH = 200
 PATIENCE_S = 5.0  # seconds that a line waits for answers that the engine has not ended
-# Polled often: logged at level debug unless they fail.
+# Polled often, and the files of the page: logged at level debug unless they fail.
 QUIET = ("/health", "/metrics", "/v1/specprefill/stats", "/v1/specprefill/cache", "/v1/specprefill/verdicts")
+QUIET_FOLDER = "/web/"
+STAGES = ("queue_ms", "ttft_ms", "draft_ms", "select_ms", "prefill_ms", "decode_ms")
 
 _current: ContextVar[RequestTrace | None] = ContextVar("request_trace", default=None)
 
@@ -76,7 +78,8 @@ class RequestTrace:
         self._logged = True
         head = {"request_id": self.id, "method": self.method, "path": self.path, "status": self.status}
         fields = {**head, "ms": round(self._ms or 0.0, 1), **_usage_fields(self.answers)}
-        level = logging.DEBUG if self.path in QUIET and self.status < 400 else logging.INFO
+        quiet = self.path in QUIET or self.path.startswith(QUIET_FOLDER)
+        level = logging.DEBUG if quiet and self.status < 400 else logging.INFO
         logger.log(level, "%s %s %s", self.method, self.path, self.status, extra={"fields": fields})
 
 
@@ -89,8 +92,7 @@ def _usage_fields(answers: Sequence[AnswerResult]) -> dict[str, Any]:
     first = prompts[0]
     miss = next((report.miss for report in prompts if report.miss is not None), None)
     return {
-        "queue_ms": round(first.timings.queue_ms, 1),
-        "ttft_ms": round(first.timings.queue_ms + first.timings.ttft_ms, 1),
+        **{name: round(ms, 1) for name in STAGES if (ms := getattr(first.timings, name)) is not None},
         "prompt_tokens": sum(report.prompt_tokens for report in prompts),
         "cached_tokens": sum(report.cached_tokens for report in prompts),
         "kept_tokens": sum(report.kept_tokens for report in prompts),
@@ -98,6 +100,7 @@ def _usage_fields(answers: Sequence[AnswerResult]) -> dict[str, Any]:
         "completion_tokens": sum(
             answer.event.completion_tokens for answer in answers if isinstance(answer.event, Finished)
         ),
+        **({} if first.reached is None else {"stage": first.reached.stage, "stage_tokens": first.reached.tokens}),
         "mode": first.mode,
         "reason": first.reason,
         "finish": ",".join(dict.fromkeys(answer.reason for answer in answers)),

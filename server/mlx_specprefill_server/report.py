@@ -78,7 +78,7 @@ class Report:
         prompt_ms = times.draft_ms + times.select_ms + times.prefill_ms
         return {
             "cache_n": report.cached_tokens,
-            **_rates("prompt", report.prompt_tokens - report.cached_tokens, prompt_ms),
+            **_rates("prompt", 0 if report.reached else report.prompt_tokens - report.cached_tokens, prompt_ms),
             **_rates("predicted", self.completion_tokens, times.decode_ms),
         }
 
@@ -117,7 +117,7 @@ def _merge(reports: Sequence[PrefillReport]) -> PrefillReport:
     sparse = any(report.mode == "sparse" for report in reports)
     prompt_tokens = sum(report.prompt_tokens for report in reports)
     kept_tokens = sum(report.kept_tokens for report in reports)
-    times = {f.name: sum(getattr(report.timings, f.name) for report in reports) for f in fields(Timings)}
+    times = {f.name: sum(getattr(report.timings, f.name) or 0.0 for report in reports) for f in fields(Timings)}
     return replace(
         reports[0],
         mode="sparse" if sparse else "full",

@@ -152,6 +152,33 @@ def test_cancel_in_prefill_is_not_a_fallback(engine, stage):
     assert dict(engine.prefiller.fallbacks) == before
 
 
+@pytest.mark.parametrize(("options", "stage"), [(SPARSE, "draft"), (SPARSE, "prefill"), (FULL, "prefill")])
+def test_a_request_that_is_given_up_says_how_far_it_came(engine, options, stage):
+    """It has no time to a first token, and what it kept is what was read."""
+    handle, done, ends = [], [], []
+    submitted, over = threading.Event(), threading.Event()
+
+    def on_event(event):
+        submitted.wait(60)
+        if isinstance(event, Progress) and event.stage == stage and event.done:
+            done.append(event.done)
+            handle[0].cancel()
+        if isinstance(event, (Finished, Failed)):
+            ends.append(event)
+            over.set()
+
+    handle.append(engine.submit(request(tokens=4, options=options, seed=70 + len(stage)), on_event))
+    submitted.set()
+    assert over.wait(60)
+    report = ends[0].report
+    assert report.timings.ttft_ms is None
+    assert report.to_dict()["timings"]["ttft_ms"] is None
+    assert report.reached == (stage, done[-1])
+    assert report.to_dict()["reached"] == {"stage": stage, "tokens": done[-1]}
+    assert report.kept_tokens == (done[-1] if stage == "prefill" else 0) < report.prompt_tokens
+    assert report.kept_share is None
+
+
 def test_cancel_while_queued(engine):
     release, running, order = threading.Event(), threading.Event(), []
 

@@ -31,6 +31,7 @@ from mlx_specprefill import (
 )
 from mlx_specprefill.adapters.capture import QueryCapture
 from mlx_specprefill.adapters.heads import DraftHeads, Head
+from mlx_specprefill.engine.costs import CostModel
 from tests.engine.test_composition import masked_greedy
 from tests.engine.test_staged import own_pair
 from tests.support.precision import assert_close
@@ -604,3 +605,26 @@ def test_further_answers_to_a_sparse_prompt_read_its_last_token(family: str, how
         assert kept_of(end) == kept_of(last)
         assert [event.token for event in its] == [event.token for event in tokens]
         assert_close([event.logprob for event in its], [event.logprob for event in tokens], atol=1e-4)
+
+
+@pytest.mark.parametrize("new", [40, 500])  # read whole behind the first turn, and in part
+def test_full_reading_is_predicted_with_what_is_cached_for_it(new: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a sparse turn kept is no beginning for full reading, which would read the text of that turn too."""
+    monkeypatch.setattr(CostModel, "observe", lambda *_: None)  # costs stay what they are before the first forward
+    prompt = random_prompt(FIRST)
+    predicted, cached = [], []
+    for options in (AUTO, OFF):
+        with Engine(tiny_pair(), CONFIG) as engine:
+            answer, _ = generated(engine.generate(GenerationRequest(prompt, ANSWER, specprefill=AUTO)))
+            following = GenerationRequest((*prompt, *answer, *random_prompt(new, 9)), 1, specprefill=options)
+            _, last = generated(engine.generate(following))
+            assert isinstance(last, Finished)
+            assert last.report.predicted is not None
+            predicted.append(last.report.predicted)
+            cached.append(last.report.cached_tokens)
+            nothing = engine.predict(len(following.prompt), len(following.prompt))
+    behind_turn, in_full = predicted
+    assert cached[0] > cached[1]
+    assert behind_turn.full_ms == in_full.full_ms
+    assert 0.8 * nothing.full_ms < in_full.full_ms <= nothing.full_ms
+    assert behind_turn.sparse_ms < behind_turn.full_ms

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from http.client import HTTPConnection
 from typing import Any
 
 import httpx
@@ -14,12 +18,15 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from starlette.testclient import TestClient
 
+from mlx_specprefill import GenerationRequest, Timings
+from mlx_specprefill.events import Reached
 from mlx_specprefill_server import app as application
 from mlx_specprefill_server.app import create_app
 from mlx_specprefill_server.monitoring.logs import configure_logging
 from mlx_specprefill_server.settings import Settings
 from tests.support.waiting import eventually
 
+from . import fakes
 from .conftest import client_of
 from .fakes import FakeEngine, says_and_waits
 
@@ -64,6 +71,10 @@ def test_a_request_is_one_line(client: TestClient, caplog: pytest.LogCaptureFixt
         "status": 200,
         "queue_ms": 0.0,
         "ttft_ms": 7.0,
+        "draft_ms": 1.0,
+        "select_ms": 2.0,
+        "prefill_ms": 3.0,
+        "decode_ms": 4.0,
         "cached_tokens": 1,
         "kept_tokens": prompt // 2,
         "completion_tokens": 6,
@@ -114,6 +125,53 @@ def test_the_line_of_a_client_that_left_knows_the_cost(
     assert eventually(lambda: bool(lines(caplog)))
     (line,) = lines(caplog)
     assert (line["finish"], line["completion_tokens"], line["mode"]) == ("abort", 5, "sparse")
+
+
+def test_the_time_to_the_first_token_is_the_one_of_the_report(
+    client: TestClient, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The queue has its own field, here as there."""
+    plain, times = fakes.report_of, Timings(queue_ms=5_000, prefill_ms=30, ttft_ms=40, decode_ms=4)
+    monkeypatch.setattr(fakes, "report_of", lambda request: replace(plain(request), timings=times))
+    shown = client.post("/v1/chat/completions", json=CHAT).json()["specprefill"]["timings"]
+    (line,) = lines(caplog)
+    assert {name: line[name] for name in shown} == shown
+
+
+def test_the_line_of_a_request_that_was_given_up_says_how_far_it_came(
+    engine: FakeEngine,
+    live: Callable[..., Any],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain, begun = fakes.report_of, threading.Event()
+    given_up = {"timings": Timings(queue_ms=3, draft_ms=900), "kept_tokens": 0, "reached": Reached("draft", 512)}
+    monkeypatch.setattr(fakes, "report_of", lambda request: replace(plain(request), **given_up))
+
+    def script(request: GenerationRequest) -> Iterator[Any]:
+        begun.set()
+        yield threading.Event()
+
+    engine.script = script
+    base, _ = live()
+    with closing(HTTPConnection(base.removeprefix("http://"), timeout=60)) as connection:
+        body = json.dumps(CHAT)
+        connection.request("POST", "/v1/chat/completions", body, {"content-type": "application/json"})
+        assert begun.wait(60)
+    assert eventually(lambda: bool(lines(caplog)))
+    (line,) = lines(caplog)
+    assert (line["status"], line["finish"]) == (499, "abort")
+    assert (line["stage"], line["stage_tokens"], line["kept_tokens"], line["draft_ms"]) == ("draft", 512, 0, 900)
+    assert "ttft_ms" not in line
+
+
+def test_files_of_the_page_are_quiet_unless_they_are_missing(
+    client: TestClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    client.get("/web/app.js")
+    client.get("/web/nothing.js")
+    levels = [record.levelname for record in caplog.records if record.name.endswith("access_log")]
+    assert levels == ["DEBUG", "INFO"]
 
 
 def test_health_checks_are_quiet(client: TestClient, caplog: pytest.LogCaptureFixture) -> None:

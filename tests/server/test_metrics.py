@@ -23,7 +23,7 @@ from mlx_specprefill import (
     Timings,
 )
 from mlx_specprefill.config import SpecPrefillPolicy
-from mlx_specprefill.events import Prediction, Reason
+from mlx_specprefill.events import Prediction, Reached, Reason
 from mlx_specprefill.specprefill.plan import plan_prefill
 from mlx_specprefill_server.generation.generation import AnswerResult
 from mlx_specprefill_server.monitoring.metrics import Metrics, metrics_text
@@ -83,6 +83,16 @@ def test_tokens_are_summed(engine: FakeEngine) -> None:
     assert found["llamacpp:prompt_tokens_seconds"] == pytest.approx(950 / 1.045)
     assert found["llamacpp:tokens_predicted_total"] == 11
     assert found["llamacpp:predicted_tokens_seconds"] == pytest.approx(11 / 0.9)
+
+
+def test_what_was_given_up_was_not_left_out(engine: FakeEngine) -> None:
+    """A prompt that nobody waited for counts as far as it was read."""
+    left = replace(SPARSE, kept_tokens=150, timings=Timings(10, 400), reached=Reached("prefill", 150))
+    found = counted(engine, ended(left, 0, "cancelled"))
+    assert found["specprefill_skipped_tokens_total"] == 0
+    assert found["specprefill_kept_ratio_count"] == 0
+    assert found["vllm:prompt_tokens_total"] == 150
+    assert found["llamacpp:prompt_tokens_seconds"] == pytest.approx(50 / 0.4)
 
 
 def test_answers_are_counted_by_how_they_ended(engine: FakeEngine) -> None:

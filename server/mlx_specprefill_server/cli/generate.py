@@ -72,7 +72,7 @@ def stage_table(report: PrefillReport, completion_tokens: int) -> Table:
     """Return the table of stages and their times. Rates are tokens per second of the row's own time."""
     times = report.timings
     read = report.prompt_tokens - report.cached_tokens
-    rows: Iterable[tuple[str, float, int | None]] = (
+    rows: Iterable[tuple[str, float | None, int | None]] = (
         ("queue", times.queue_ms, None),
         ("draft", times.draft_ms, read),
         ("select", times.select_ms, None),
@@ -84,7 +84,8 @@ def stage_table(report: PrefillReport, completion_tokens: int) -> Table:
     table.add_column("stage")
     for name in ("ms", "tokens", "tokens/s"):
         table.add_column(name, justify="right")
-    for stage, milliseconds, tokens in rows:
+    for stage, ms, tokens in rows:
+        milliseconds = ms or 0.0  # no first token: an empty answer
         rate = f"{tokens / milliseconds * 1000:,.0f}" if tokens and milliseconds > 0 else ""
         shown = "" if tokens is None or milliseconds == 0 else f"{tokens:,}"
         table.add_row(stage, f"{milliseconds:,.1f}", shown, rate)

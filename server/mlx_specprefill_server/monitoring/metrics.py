@@ -99,20 +99,22 @@ class Metrics(Collector):
             self._gaps.observe(seconds / (tokens - 1))
 
     def _count_prompt(self, report: PrefillReport) -> None:
-        self._prompt.inc(report.prompt_tokens)
+        gone = report.reached is not None  # the rest was not left out: it was given up
+        length = report.kept_tokens if gone else report.prompt_tokens
+        self._prompt.inc(length)
         self._queried.inc(report.prompt_tokens)
         self._hit.inc(report.cached_tokens)
         times = report.timings
-        self._read += report.prompt_tokens - report.cached_tokens
+        self._read += length - report.cached_tokens
         self._read_s += (times.draft_ms + times.select_ms + times.prefill_ms) / 1e3
         self._requests.labels(report.mode, report.reason_code).inc()
-        self._skipped.inc(report.prompt_tokens - report.kept_tokens)
-        if report.mode == "sparse":
+        self._skipped.inc(length - report.kept_tokens)
+        if report.mode == "sparse" and not gone:
             self._kept.observe(report.kept_tokens / report.prompt_tokens)
         self._recalled.inc(report.recalled_tokens)
 
     def _time(self, times: Timings) -> None:
-        first = (times.queue_ms + times.ttft_ms) / 1e3
+        first = (times.queue_ms + (times.ttft_ms or 0.0)) / 1e3
         self._first.observe(first)
         self._whole.observe(first + times.decode_ms / 1e3)
         for stage in STAGES:

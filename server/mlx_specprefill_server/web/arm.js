@@ -16,6 +16,14 @@ export class BrokenOff extends Error {}
 /** A new record; `mode` is what was asked for, the report says what was done. */
 export const newArm = (mode) => ({ id: newId(), mode, text: "", thought: "", first: null, known: 0, report: null, tokens: 0, state: "running" });
 
+/** How much of the prompt was read, and by what. */
+function readOf(report, tokens) {
+  const { kept_tokens: kept, prompt_tokens: all } = report;
+  if (report.reached || (!kept && !tokens)) return `Given up before all ${count(all)} tokens were read`;
+  if (report.mode !== "sparse") return `The model read all ${count(all)} tokens`;
+  return `${wordsOf(report).reader} read ${count(kept)} of ${count(all)} tokens (${percent(kept / all)})`;
+}
+
 export class Arm {
   /** `changed`: called with the first word, and when the report is there. */
   constructor(record, timeline, changed) {
@@ -135,18 +143,15 @@ export class Arm {
   #report() {
     const { report, mode, tokens, cut, first } = this.record;
     const sparse = report.mode === "sparse";
-    this.record.known = report.cached_tokens / report.kept_tokens;
+    this.record.known = report.cached_tokens / Math.max(1, report.kept_tokens);
     this.title.textContent = this.lane.name.textContent = sparse ? "Selective reading" : "Full reading";
-    this.lane.finish(report, first ?? report.timings.queue_ms + report.timings.ttft_ms);
-    const read = sparse
-      ? `${wordsOf(report).reader} read ${count(report.kept_tokens)} of ${count(report.prompt_tokens)} tokens (${percent(report.kept_tokens / report.prompt_tokens)})`
-      : `The model read all ${count(report.prompt_tokens)} tokens`;
+    this.lane.finish(report, first ?? report.timings.queue_ms + (report.timings.ttft_ms ?? 0));
     const known = report.cached_tokens
       ? `, ${count(report.cached_tokens)} of them earlier` : "";
     const answered = ` ${count(tokens)} ${tokens === 1 ? "token" : "tokens"} answered${cut ? ", cut off there" : ""}`;
     const rate = report.timings.decode_ms > 0 && tokens > 1
       ? `, ${seconds(report.timings.decode_ms / (tokens - 1))} each` : "";
-    this.facts.textContent = `${read}${known}.${answered}${rate}.`;
+    this.facts.textContent = `${readOf(report, tokens)}${known}.${answered}${rate}.`;
     this.miss.textContent = missOf(report);
     this.miss.hidden = !report.cache;
     const nothing = report.prompt_tokens - report.cached_tokens <= 1; // the last token is always read

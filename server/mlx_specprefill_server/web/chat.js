@@ -473,9 +473,8 @@ export class Chat {
   async #explanation(messages, mode, signal) {
     try {
       const body = { messages, ...this.settings.reading(mode) };
-      const { chunks, forced, asking, predicted } =
-        await json("/v1/specprefill/explain", { method: "POST", body, signal });
-      return { chunks, forced, asking, predicted };
+      const { chunks, forced, asking } = await json("/v1/specprefill/explain", { method: "POST", body, signal });
+      return { chunks, forced, asking };
     } catch (error) {
       if (!(error instanceof ApiError)) throw error;
       return { message: error.message };

@@ -204,7 +204,7 @@ function recentCells({ ended, finish, completion_tokens: tokens, specprefill: re
   if (!report) return [ago(ended, now), "–", "–", "–", "–", "–", "–", finish, "–"];
   const { mode, prompt_tokens: prompt, kept_tokens: kept, cached_tokens: cached, timings, reason } = report;
   return [ago(ended, now), mode === "sparse" ? "selective" : "full", count(prompt), count(kept), count(cached),
-    seconds(timings.queue_ms + timings.ttft_ms), count(tokens), finish, reason];
+    timings.ttft_ms === null ? "–" : seconds(timings.queue_ms + timings.ttft_ms), count(tokens), finish, reason];
 }
 
 const headsOf = (id) => [...find(id).closest("table").tHead.rows[0].cells];

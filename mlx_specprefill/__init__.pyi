@@ -72,9 +72,6 @@ from .loading import with_heads as with_heads
 from .reading import LOADED_FILES as LOADED_FILES
 from .reading import LoadedModels as LoadedModels
 from .reading import describe_stored as describe_stored
-from .reading import find_model as find_model
-from .reading import is_repository_id as is_repository_id
-from .reading import resolve_model_path as resolve_model_path
 from .request import CacheLabel as CacheLabel
 from .request import Constraint as Constraint
 from .request import GenerationRequest as GenerationRequest
@@ -92,6 +89,9 @@ from .selftest import sync_ms as sync_ms
 from .specprefill.head_calibration import calibrated_heads as calibrated_heads
 from .specprefill.head_calibration import find_heads as find_heads
 from .speculative.strategies import drafts_with_draft as drafts_with_draft
+from .stored import find_model as find_model
+from .stored import is_repository_id as is_repository_id
+from .stored import resolve_model_path as resolve_model_path
 from .unloaded import Blueprint as Blueprint
 from .unloaded import blueprint as blueprint
 from .unloaded import loaded_bytes as loaded_bytes

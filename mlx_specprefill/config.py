@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from fractions import Fraction
+from importlib import import_module
 from pathlib import Path
 from typing import Literal, get_args
-
-import mlx.core as mx
 
 from .errors import InvalidRequestError
 
@@ -136,6 +135,12 @@ class SpeculationConfig:
             raise ValueError(f"a budget of {self.budget} tokens is less than four chunks of {self.chunk}")
 
 
+def _own_prefill_step() -> int:
+    """Return the tokens per forward that suit this device. Settings are read and refused before mlx is imported."""
+    mx = import_module("mlx.core")
+    return 2048 if mx.default_device() == mx.Device(mx.gpu) else 128
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """The engine's configuration."""
@@ -147,7 +152,7 @@ class EngineConfig:
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     # Tokens per forward at most; a cancelled request stops within one such chunk. 2048 on a GPU. MLX's CPU attention
     # computes the whole square of a chunk, masked or not, so 128 is a quarter faster there.
-    prefill_step: int = field(default_factory=lambda: 2048 if mx.default_device() == mx.Device(mx.gpu) else 128)
+    prefill_step: int = field(default_factory=_own_prefill_step)
     max_queue: int = 256  # requests waiting to be admitted
     max_rows: int = 32  # requests that prefill or decode at the same time
     target_itl_ms: float = 200.0  # a prefill chunk may delay running answers by this much

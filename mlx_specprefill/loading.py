@@ -35,12 +35,12 @@ from .reading import (
     dtype_name,
     read_model,
     read_part,
-    resolve_model_path,
     stated_sampling,
     vocab_size,
 )
 from .speculative.proposer import OwnPart
 from .speculative.strategies import load_own_parts
+from .stored import resolve_model_path
 
 log = logging.getLogger(__name__)
 

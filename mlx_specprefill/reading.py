@@ -1,7 +1,4 @@
-"""Finds models in files and loads them in pieces, so that others can use the device in between. Uses no network.
-
-Hugging Face's cache holds `models--publisher--name/snapshots/COMMIT/files`, and `refs/main` names the commit.
-"""
+"""Loads models in pieces, so that others can use the device in between. Uses no network."""
 
 from __future__ import annotations
 
@@ -20,9 +17,8 @@ from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
-from huggingface_hub import constants, parse_local_safetensors_file_metadata, snapshot_download
+from huggingface_hub import parse_local_safetensors_file_metadata, snapshot_download
 from huggingface_hub.errors import SafetensorsParsingError, StrictDataclassError
-from huggingface_hub.file_download import repo_folder_name
 from mlx.utils import tree_flatten
 from mlx_lm import load as mlx_load
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -37,6 +33,7 @@ from .adapters.turn_ends import end_with_turns
 from .config import DtypeName
 from .distributed.ranks import Ranks
 from .errors import LoadError
+from .stored import resolve_model_path
 
 Sharding = Literal["tensor", "pipeline"]  # every layer over all ranks, or some layers to each rank
 
@@ -54,7 +51,6 @@ LOADED_FILES = tuple(DEFAULT_ALLOW_PATTERNS)
 """Patterns of the repository files that loading needs."""
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-_ID = re.compile(r"(?P<repository>[\w][\w.-]*/[\w][\w.-]*)(?:/(?P<file>[^/].*\.gguf))?", re.ASCII)
 
 log = logging.getLogger(__name__)
 _DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
@@ -170,78 +166,6 @@ def files_digest(path: Path) -> str:
                 content.seek(index * size // _PARTS)
                 digest.update(content.read(_PART))
     return digest.hexdigest()
-
-
-def is_repository_id(name: str) -> bool:
-    """Return whether the name has the form `publisher/name` or `publisher/name/FILE.gguf`."""
-    return _ID.fullmatch(name) is not None
-
-
-def resolve_model_path(where: str | Path) -> Path | None:
-    """Return the folder or GGUF file of this path, else of the stored model with this id; None if there is neither.
-
-    Raises:
-        LoadError: the repository has several GGUF files and none is named.
-    """
-    path = Path(where).expanduser()
-    if path.exists() or str(where).startswith((".", "/", "~")):
-        return path
-    return find_model(str(where))
-
-
-def find_model(name: str) -> Path | None:
-    """Return the path of a repository id's files, if all that loading needs are there.
-
-    Args:
-        name: `publisher/name`, or `publisher/name/FILE.gguf`.
-
-    Raises:
-        LoadError: as in `resolve_model_path`.
-    """
-    parts = _ID.fullmatch(name)
-    if parts is None:
-        return None
-    folder = _snapshot_of(parts["repository"])
-    return None if folder is None else _model_in(folder, parts["file"])
-
-
-def _snapshot_of(repository: str) -> Path | None:
-    """Return the folder of the commit of `main` at the last download, complete or not."""
-    stored = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repository, repo_type="model")
-    try:
-        commit = (stored / "refs" / constants.DEFAULT_REVISION).read_text(encoding="utf-8").strip()
-    except OSError:
-        return None
-    folder = stored / "snapshots" / commit
-    return folder if commit and folder.is_dir() else None
-
-
-def _model_in(folder: Path, file: str | None) -> Path | None:
-    """Return the loadable model of a folder: the folder itself if all its weights are there, or a GGUF file in it.
-
-    Raises:
-        LoadError: as in `resolve_model_path`.
-    """
-    if file is not None:
-        return folder / file if (folder / file).is_file() else None
-    if (folder / "config.json").is_file() and _has_weights(folder):
-        return folder
-    files = [path for path in sorted(folder.glob("*.gguf")) if not path.name.startswith("mmproj")]
-    if len(files) > 1:
-        names = ", ".join(path.name for path in files)
-        raise LoadError(f"{folder} has several GGUF files: name one of them behind the id, as in ID/FILE.gguf: {names}")
-    return files[0] if files else None
-
-
-def _has_weights(folder: Path) -> bool:
-    index = folder / constants.SAFETENSORS_INDEX_FILE
-    if not index.is_file():
-        return any(folder.glob("model*.safetensors"))
-    try:
-        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, KeyError, AttributeError):
-        return False
-    return all((folder / str(file)).is_file() for file in files)
 
 
 def stated_sampling(where: str | Path) -> dict[str, Any]:

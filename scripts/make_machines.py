@@ -15,7 +15,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "server")]
 
-from mlx_specprefill_server.cli.bench import FORMAT  # noqa: E402
+from mlx_specprefill_server.cli.measuring import FORMAT  # noqa: E402
 
 FOLDER = ROOT / "docs" / "machines"
 PAGE = ROOT / "docs" / "machines.md"

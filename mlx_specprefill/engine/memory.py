@@ -111,6 +111,7 @@ class Memory:
         self._longest = pair.context_length  # tokens of prompt and answer that every rank has room for
         self._hidden_bytes = 0  # per token, passed on by the target's first layers
         self._leaks = LeakDetector()
+        self._ended = 0  # jobs
         self._reserved: dict[int, Need] = {}
         self.jobs: dict[int, Job] = {}
         self.rows_bytes: Callable[[], int] = int
@@ -244,6 +245,7 @@ class Memory:
             self._reserved[job.uid] = Need(cache_bytes(cache) + self._arrays(job))
 
     def release(self, uid: int) -> None:
+        self._ended += 1
         self._reserved.pop(uid, None)
         self.common.forget(self, uid)
 
@@ -416,7 +418,7 @@ class Memory:
             "requests": self._requests,
             "other models": self.common.others(self),
         }
-        self._leaks.check(mx.get_active_memory(), held, self._working)
+        self._leaks.check(mx.get_active_memory(), held, self._ended, self._working)
 
     def _arrays(self, job: Job) -> int:
         """Return the bytes of a job's caches, except a decoding row's. A cache of unknown size counts as predicted."""

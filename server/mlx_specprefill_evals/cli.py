@@ -1,26 +1,22 @@
-"""`mlx-specprefill eval`."""
+"""`mlx-specprefill eval`. What loads a pair is imported once the options have been read."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from mlx_specprefill import Engine, EngineConfig, Refused, SelectionConfig
-from mlx_specprefill_evals.arms import ARM_KINDS, Arm
+from mlx_specprefill_evals.arms import ARM_KINDS
 from mlx_specprefill_evals.arms import arms as make_arms
-from mlx_specprefill_evals.command import Options, Predict
+from mlx_specprefill_evals.command import Options
 from mlx_specprefill_evals.command import evaluate as run
-from mlx_specprefill_evals.local import LocalModel, examination
 from mlx_specprefill_evals.remote import RemoteModel
 from mlx_specprefill_evals.tasks import GROUPS
-from mlx_specprefill_server.cli.common import OptionError, begin, choose, one_line_errors
+from mlx_specprefill_server.cli.common import OptionError, begin, choose_here, one_line_errors
 from mlx_specprefill_server.cli.options import Level, PairOptions, takes_pair
-from mlx_specprefill_server.cli.pull import load
-from mlx_specprefill_server.pair_loading import make_settings
 from mlx_specprefill_server.settings import default_text, description_of
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -61,7 +57,8 @@ def evaluate(
         Path | None, typer.Option(help="Folder for items, report and plots. A run into the same folder is resumed.")
     ] = None,
     server: Annotated[
-        str | None, typer.Option(help="Ask the server at this address instead of loading a pair.")
+        str | None,
+        typer.Option("--url", "--server", help="Ask the server at this address instead of loading a pair."),
     ] = None,
     model: Annotated[str | None, typer.Option(help="Model of that server. Default: its first.")] = None,
     api_key: Annotated[str | None, typer.Option(help="API key of that server.")] = None,
@@ -94,28 +91,10 @@ def evaluate(
                 raise OptionError("--chunk-size is for a pair that is loaded here; a server has its own")
             typer.echo(json.dumps(run(options, RemoteModel(server, model, api_key), _tell)))
             return
-        chosen = choose(models)
-        selection = None if chunk_size is None else SelectionConfig(chunk_size=chunk_size)
-        settings = make_settings(chosen)
-        loaded = load(chosen, models.dtype, settings, calibrate=True)
-        if not_staged:
-            loaded = replace(loaded, staged=Refused("--not-staged"))
-        with Engine(loaded, examination(selection)) as engine:
-            predict = _predict(engine, settings.engine_config())
-            typer.echo(json.dumps(run(options, LocalModel(engine), _tell, predict)))
-
-
-def _predict(engine: Engine, config: EngineConfig) -> Predict:
-    """Return a function from prompt tokens and arm to the seconds of a prefill, as the engine predicts them."""
-
-    def seconds(tokens: int, arm: Arm) -> float:
-        share = config.policy.keep_pct if arm.keep is None else arm.keep
-        kept = max(1, round(share * tokens))
-        if arm.kind == "full":
-            return engine.predict(tokens, kept).full_ms / 1e3
-        return (engine.predict(tokens, kept).sparse_ms if arm.asks_draft else engine.predict(kept, kept).full_ms) / 1e3
-
-    return seconds
+        chosen = choose_here(models)
+        work = import_module(".here", __package__)
+        report = work.evaluate_here(options, chosen, models.dtype, chunk_size, not_staged, _tell)
+        typer.echo(json.dumps(report))
 
 
 def _tell(line: str) -> None:

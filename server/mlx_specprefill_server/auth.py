@@ -54,7 +54,9 @@ class AuthMiddleware:
                 return ApiError(415, message, code="unsupported_media_type")
         identity = self._identity(headers) if self._identities else self._anonymous
         if identity is None and scope["path"] not in OPEN_PATHS and not scope["path"].startswith(OPEN_FOLDER):
-            message = "Incorrect API key provided. Send it as 'Authorization: Bearer <key>' or 'x-api-key'."
+            given = "authorization" in headers or "x-api-key" in headers
+            what = "Incorrect API key provided" if given else "This server asks for an API key, and none was sent"
+            message = f"{what}. Send it as 'Authorization: Bearer <key>' or 'x-api-key'."
             return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         scope["identity"] = identity or Identity()
         return None

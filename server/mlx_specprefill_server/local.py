@@ -34,7 +34,8 @@ from mlx_specprefill import (
 )
 
 from .generation.reader import IncrementalDetokenizer, StopMatcher, Vocabulary
-from .pair_loading import load_engine, make_settings
+from .pair_loading import load_engine
+from .pair_settings import make_settings
 from .pairs import Pair, PairsError, find_pair
 from .prompt.conversation import conversation
 from .prompt.prompt import PromptBuilder

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any
 
 from mlx_specprefill import (
     DraftHeads,
@@ -23,12 +22,10 @@ from mlx_specprefill import (
     with_heads,
 )
 
-from .pairs import Described, Pair
+from .pairs import Pair
 from .settings import Settings
 
 logger = logging.getLogger(__name__)
-
-ONE_SHOT: dict[str, Any] = {"prefix_cache_size": 0, "densify": "off"}  # no later request would use the cache
 
 Tell = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
 """Context manager that announces a step and yields a callback(done, total); megabytes for models."""
@@ -38,31 +35,6 @@ Tell = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
 def silent(words: str) -> Iterator[Callable[[int, int], None]]:
     """Report nothing."""
     yield lambda done, total: None
-
-
-def drop_unset(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options without those that a command line leaves open."""
-    return {name: value for name, value in options.items() if value not in (None, (), [])}
-
-
-def make_settings(pair: Described, **given: Any) -> Settings:
-    """Return the settings: options first, then the environment, the pair's own values and the built-in defaults.
-
-    Args:
-        given: options by the settings' names; None or empty means not given.
-    """
-    options = drop_unset(given)
-    known = Settings(**options).model_fields_set
-    pair_says = {
-        "specprefill_threshold": pair.threshold,
-        "specprefill_keep_pct": pair.keep_pct,
-        "rule": pair.rule,
-        "model_alias": pair.alias,
-    }
-    for name, value in pair_says.items():
-        if value is not None and name not in known:
-            options[name] = value
-    return Settings(**options)
 
 
 def load(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -165,6 +166,12 @@ class Pair(Described):
 
     target: str
     draft: str | None = None
+
+
+def models_file() -> Path:
+    """Return the path of the default table of several models."""
+    config = os.environ.get("XDG_CONFIG_HOME")
+    return (Path(config) if config else Path.home() / ".config") / "mlx-specprefill" / "models.toml"
 
 
 def find_pair(name: str, file: Path | None = None) -> Pair:

@@ -37,13 +37,20 @@ class Service:
     Args:
         state: of the server; None: one of its own.
         metrics: that go on; None: new ones.
+        aliases: further names that requests may give it.
     """
 
     def __init__(
-        self, engine: Engine, settings: Settings, state: ServerState | None = None, metrics: Metrics | None = None
+        self,
+        engine: Engine,
+        settings: Settings,
+        state: ServerState | None = None,
+        metrics: Metrics | None = None,
+        aliases: Sequence[str] = (),
     ) -> None:
         self.engine = engine
         self.settings = settings
+        self.aliases = aliases
         self.state = state or ServerState(settings)
         self.vocabulary = Vocabulary(engine.pair.tokenizer)
         self.prompts = PromptBuilder(
@@ -67,6 +74,12 @@ class Service:
     def model_id(self) -> str:
         """The model's id: an alias, never a path of this machine."""
         return self.settings.model_alias or short_name(self.engine.pair.target_id) or "default"
+
+    def other_name(self, name: str | None) -> list[str]:
+        """Return the warning for a request that names another model, which this one answers."""
+        if name is None or name in (self.model_id, *self.aliases):
+            return []
+        return [f"model: this server has no {name!r:.100}; {self.model_id!r} answers instead"]
 
     @property
     def draft_id(self) -> str | None:

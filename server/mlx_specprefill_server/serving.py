@@ -72,7 +72,7 @@ async def start_answers(service: Service, body: ChatFields, identity: Identity) 
     params = await sampling_params(service, body)
     prompt = await service.prompts.chat(conversation)
     forced = choice not in ("auto", "none")
-    warnings = list(prompt.left_out)
+    warnings = [*service.other_name(body.model), *prompt.left_out]
     if conversation.tools and not (forced or service.prompts.takes_tools):
         warnings.append("the model's chat template has no place for tools: the model is not told of them")
     constraint: Constraint | None = None

@@ -29,7 +29,7 @@ from mlx_specprefill import (
 from . import setting_values
 
 ENV_PREFIX = "MLX_SPECPREFILL_"
-ENGINE = EngineConfig()  # the source of the engine's defaults
+ENGINE = EngineConfig(prefill_step=1)  # the source of the defaults, but for the one that depends on the device
 _REMEMBERED_BYTES = 8 << 30  # bytes of disk space for the common beginnings of agents' prompts
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -158,8 +158,8 @@ class Settings(BaseSettings):
     speculative: SpeculationName = Field(
         default=ENGINE.speculation.strategy, description="Strategy of speculative decoding."
     )
-    prefill_step: int = Field(
-        default_factory=lambda: ENGINE.prefill_step,
+    prefill_step: int | None = Field(
+        default=None,
         ge=1,
         description="Tokens per prefill chunk. Default: 2048 on a GPU, 128 on a CPU.",
     )
@@ -242,7 +242,7 @@ class Settings(BaseSettings):
                 scope=self.specprefill_scope,
             ),
             speculation=SpeculationConfig(strategy=self.speculative),
-            prefill_step=self.prefill_step,
+            **({} if self.prefill_step is None else {"prefill_step": self.prefill_step}),
             max_rows=self.max_rows,
             target_itl_ms=self.target_itl_ms,
             memory_limit=self.memory_limit,

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from mlx_specprefill import SparseUnsupportedError
 from mlx_specprefill_server import cli
-from mlx_specprefill_server.cli.bench import fitting_lengths
+from mlx_specprefill_server.cli.measuring import fitting_lengths
 
 pytestmark = pytest.mark.extended
 

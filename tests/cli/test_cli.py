@@ -297,7 +297,7 @@ class TestRefusals:
             (["serve", "--pairs-file", "{missing}", "--pair", "mine"], "can't read"),
             (["serve", "--pairs-file", "{missing}"], "--pairs-file needs --pair"),
             (["serve", "--draft", "somewhere"], "--draft needs --target"),
-            (["serve", "--target", "{missing}"], "no model here (config.json is missing)"),
+            (["serve", "--target", "{missing}"], "there is no such folder or file"),
             (["serve", "--target", "{broken}"], "broken/config.json: Expecting value"),
             (["eval", "--server", "http://localhost", "--chunk-size", "8"], "a server has its own"),
             (["serve", "--pair", "demo", "--memory-limit", "plenty"], "such as 512MB or 2GB"),

@@ -14,7 +14,8 @@ from mlx_specprefill.adapters.heads import DraftHeads, Head
 from mlx_specprefill_server import cli
 from mlx_specprefill_server.cli.common import OptionError, choose
 from mlx_specprefill_server.cli.options import PairOptions
-from mlx_specprefill_server.pair_loading import load, make_settings
+from mlx_specprefill_server.pair_loading import load
+from mlx_specprefill_server.pair_settings import make_settings
 from mlx_specprefill_server.pairs import Pair
 from tests.support.tiny import generated, random_prompt, save_checkpoint
 

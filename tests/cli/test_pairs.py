@@ -11,8 +11,8 @@ import pytest
 
 from mlx_specprefill_server import pairs
 from mlx_specprefill_server.cli.common import OptionError, choose
+from mlx_specprefill_server.cli.loading import load
 from mlx_specprefill_server.cli.options import PairOptions
-from mlx_specprefill_server.cli.pull import load
 from mlx_specprefill_server.pairs import MissingPairError, PairsError, find_pair, find_row, read_pairs
 from tests.support.gguf_files import tiny
 

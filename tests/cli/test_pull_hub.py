@@ -20,7 +20,7 @@ from typer.testing import CliRunner, Result
 from mlx_specprefill import find_model, load_pair
 from mlx_specprefill_server import cli
 from mlx_specprefill_server.cli.common import OptionError
-from mlx_specprefill_server.cli.pull import load
+from mlx_specprefill_server.cli.loading import load
 from mlx_specprefill_server.pairs import Pair
 from tests.support.gguf_files import tiny
 from tests.support.hub import COMMIT, LARGE, Hub, hub_of, used_by_this_process

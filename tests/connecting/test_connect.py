@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import stat
+import subprocess
 import tomllib
 import urllib.request
 from collections.abc import Iterator
@@ -234,7 +235,29 @@ def test_opencodes_other_file_is_taken_where_there_is_one(home: Path, base: str)
 
 
 def test_zeds_key_is_printed_when_its_file_is_written(home: Path, base: str) -> None:
-    assert write("zed", base).stdout.endswith("\nexport MLX_SPECPREFILL_API_KEY=geheim\n")
+    assert write("zed", base).stdout.endswith("\nexport MLX_SPECPREFILL_API_KEY=geheim\nNow run: zed\n")
+
+
+def run_undo(output: str) -> None:
+    (command,) = [line.removeprefix("To undo: ") for line in output.splitlines() if line.startswith("To undo: ")]
+    subprocess.run(command, shell=True, check=True)
+
+
+@ALL
+def test_what_is_printed_undoes_it(home: Path, base: str, agent: str) -> None:
+    path, before = existing(home, agent)
+    old = contents(home)
+    said = write(agent, base).stdout
+    assert f"; {path}.bak is what it was" in said
+    assert said.endswith(f"Now run: {'cn' if agent == 'continue' else agent}\n")
+    assert path.read_bytes() != before
+    run_undo(said)
+    assert contents(home) == old
+
+
+def test_a_new_file_is_undone_too(home: Path, base: str) -> None:
+    run_undo(write("codex", base).stdout)
+    assert contents(home) == {}
 
 
 def test_mistakes_are_one_line(home: Path, base: str) -> None:

@@ -23,7 +23,8 @@ import mlx_specprefill
 import mlx_specprefill_server
 from mlx_specprefill import Engine
 from mlx_specprefill_server.app import create_app
-from mlx_specprefill_server.pair_loading import load, make_settings
+from mlx_specprefill_server.pair_loading import load
+from mlx_specprefill_server.pair_settings import make_settings
 from mlx_specprefill_server.pairs import find_pair
 
 MOST_LINES = 2700

@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLES = json.loads((ROOT / "docs" / "results.json").read_text(encoding="utf-8"))["tables"]
+DOCUMENTS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
 NUMBER = re.compile(r"(?<![\w.-])\d*\.?\d+(?![\w-])")
 REAL = {"table": "A real pair", "columns": ["task", "2048, in full"]}
 SPEED = {"table": "Speed", "columns": ["pair"]}
@@ -108,6 +109,21 @@ def test_a_figure_of_the_readme_is_a_result(line: str, numbers: list[str]) -> No
     sources = [source for begins, source in SOURCES.items() if line.startswith(begins)]
     assert len(sources) == 1, f"no one source for: {line}"
     assert [float(number) for number in numbers] == [float(number) for number in sources[0]()]
+
+
+@pytest.mark.parametrize("page", ["README.md", "models/README.md", "scripts/env.sh", *DOCUMENTS])
+def test_the_size_of_the_first_download_is_one_number(page: str, smollm2: Path) -> None:
+    """In millions of bytes, as file managers show it."""
+    text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+    said = re.findall(r"(?:SmolLM2|smollm2|chat model)[^.]{0,120}? (\d+) MB", text)
+    assert {float(number) for number in said} <= {round(smollm2.stat().st_size / 1e6)}
+
+
+def test_the_readme_asks_mac_users_for_five_minutes() -> None:
+    """With the commands that the pages of measurements name."""
+    asked = (ROOT / "README.md").read_text(encoding="utf-8").partition("has not run on a Mac")[2].partition("\n\n")[0]
+    assert "`mlx-specprefill doctor --compute`" in asked
+    assert "`mlx-specprefill bench --submit .`" in asked
 
 
 def test_each_source_is_used() -> None:

@@ -50,6 +50,13 @@ def test_without_a_key_nothing_but_health_is_open(engine: FakeEngine, headers: d
     assert engine.requests == []
 
 
+def test_a_missing_key_is_not_called_incorrect(engine: FakeEngine) -> None:
+    client = client_of(engine, api_keys=KEYS)
+    said = [client.get("/v1/models", headers=given).json()["error"]["message"] for given in ({}, {"x-api-key": "x"})]
+    assert said[0].startswith("This server asks for an API key, and none was sent. Send it as 'Authorization: Bearer")
+    assert said[1].startswith("Incorrect API key provided. Send it as 'Authorization: Bearer")
+
+
 def test_without_keys_everything_is_open(engine: FakeEngine) -> None:
     assert client_of(engine).get("/v1/models", headers={"authorization": "Bearer whatever"}).status_code == 200
 

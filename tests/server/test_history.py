@@ -57,7 +57,7 @@ def messages(order: tuple[str, ...]) -> dict[str, Any]:
     calls = [{"type": "tool_use", "id": name, "name": "f", "input": {"city": city}} for name, city in CITIES.items()]
     results = [{"type": "tool_result", "tool_use_id": name, "content": f"in {CITIES[name]}"} for name in order]
     turns = [ASKED, {"role": "assistant", "content": calls}, {"role": "user", "content": results}]
-    return {"model": "m", "max_tokens": 9, "messages": turns}
+    return {"max_tokens": 9, "messages": turns}
 
 
 def responses(order: tuple[str, ...]) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def test_a_missing_result_leaves_its_place(client: TestClient, engine: FakeEngin
 WITH_IMAGE = {
     CHAT: {"messages": [{"role": "user", "content": [
         {"type": "text", "text": "See"}, {"type": "image_url", "image_url": {"url": "data:"}}]}]},
-    MESSAGES: {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": [
+    MESSAGES: {"max_tokens": 9, "messages": [{"role": "user", "content": [
         {"type": "text", "text": "See"}, {"type": "image", "source": {"type": "base64", "data": "x"}}]}]},
     RESPONSES: {"input": [{"role": "user", "content": [
         {"type": "input_text", "text": "See"}, {"type": "input_image", "image_url": "data:"}]}]},
@@ -121,7 +121,7 @@ def test_blocks_of_mcp_servers_are_left_out_and_named(client: TestClient, engine
         {"type": "text", "text": "Done."},
     ]
     turns = [ASKED, {"role": "assistant", "content": blocks}, {"role": "user", "content": "Thanks."}]
-    answer = ask(client, MESSAGES, {"model": "m", "max_tokens": 9, "messages": turns})
+    answer = ask(client, MESSAGES, {"max_tokens": 9, "messages": turns})
     assert [warning.split(" ")[:2] for warning in answer["warnings"]] == [
         ["messages[1].content[0]:", "mcp_tool_use"],
         ["messages[1].content[1]:", "mcp_tool_result"],
@@ -133,7 +133,7 @@ def test_blocks_of_mcp_servers_are_left_out_and_named(client: TestClient, engine
 
 HALVES = {
     CHAT: rb'{"messages": [{"role": "user", "content": "cut \ud83d"}], "metadata": {"t": "\udc00"}}',
-    MESSAGES: rb'{"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "cut \ud83d"}]}',
+    MESSAGES: rb'{"max_tokens": 9, "messages": [{"role": "user", "content": "cut \ud83d"}]}',
     RESPONSES: rb'{"input": [{"role": "user", "content": "cut \ud83d"}], "metadata": {"\ud83d": "x"}}',
 }
 
@@ -181,7 +181,7 @@ def test_integers_are_digit_for_digit(client: TestClient, engine: FakeEngine) ->
     assert f'"n": {LONG}' in prompt(engine)
     assert f'"maximum": {2**64}' in prompt(engine)
     used = {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {"n": LONG}}]}
-    ask(client, MESSAGES, {"model": "m", "max_tokens": 9, "messages": [ASKED, used, ASKED]})
+    ask(client, MESSAGES, {"max_tokens": 9, "messages": [ASKED, used, ASKED]})
     assert f'"n": {LONG}' in prompt(engine)
     echoed = ask(client, RESPONSES, {"input": "Hi", "tools": [{"type": "function", "name": "f", "parameters": schema}]})
     assert echoed["tools"][0]["parameters"] == schema

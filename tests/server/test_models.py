@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from openai.types import Model
 from starlette.testclient import TestClient
 
 from .conftest import client_of
-from .fakes import FakeEngine, FakePair
+from .fakes import CHATML, FakeEngine, FakePair
 
 
 def test_the_list_and_the_model(client: TestClient) -> None:
@@ -62,6 +63,34 @@ def test_an_alias_replaces_the_id(engine: FakeEngine) -> None:
     assert client.get("/v1/models/house/model").status_code == 200
     answer = client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hi"}]})
     assert answer.json()["model"] == "house/model"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
+        ("/v1/completions", {"prompt": "Hi"}),
+        ("/v1/responses", {"input": "Hi"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9}),
+    ],
+)
+def test_an_answer_to_another_name_says_whose_it_is(engine: FakeEngine, path: str, body: dict[str, Any]) -> None:
+    client = client_of(engine)
+    for name, warned in (("gpt-4o-mini", True), ("demo/target", False)):
+        answer = client.post(path, json={**body, "model": name})
+        assert answer.status_code == 200
+        said = "model: this server has no 'gpt-4o-mini'; 'demo/target' answers instead"
+        assert answer.json().get("warnings", []) == ([said] if warned else [])
+
+
+def test_llama_cpps_clients_read_window_and_template(client: TestClient, engine: FakeEngine) -> None:
+    engine.room = 100
+    props = client.get("/props").json()
+    assert props["default_generation_settings"]["n_ctx"] == 100
+    assert props["chat_template"] == CHATML
+    assert props["model_alias"] == props["model_path"] == "demo/target"
+    assert (props["bos_token"], props["eos_token"]) == ("", "<|im_end|>")
+    assert props["total_slots"] == 4
 
 
 def test_any_name_will_do_unless_names_are_strict(engine: FakeEngine) -> None:

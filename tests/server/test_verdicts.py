@@ -17,7 +17,8 @@ from mlx_specprefill_server.app import create_app
 from mlx_specprefill_server.deltas import CallDelta, CallEnd, CallStart
 from mlx_specprefill_server.generation.reader import Mark
 from mlx_specprefill_server.monitoring.verdicts import AnswerVerdict
-from mlx_specprefill_server.pair_loading import load, make_settings
+from mlx_specprefill_server.pair_loading import load
+from mlx_specprefill_server.pair_settings import make_settings
 from mlx_specprefill_server.pairs import find_pair
 from mlx_specprefill_server.settings import Settings
 from tests.support.waiting import eventually

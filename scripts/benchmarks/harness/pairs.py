@@ -11,8 +11,8 @@ from mlx_lm.utils import load_tokenizer
 
 from mlx_specprefill import DtypeName, ModelPair
 from mlx_specprefill_server.cli.common import choose
+from mlx_specprefill_server.cli.loading import load
 from mlx_specprefill_server.cli.options import PairOptions
-from mlx_specprefill_server.cli.pull import load
 from mlx_specprefill_server.settings import Settings
 
 from . import BenchError

@@ -14,6 +14,7 @@ from ..config_files import ConfigurationError, edit, write
 from .common import OptionError, ask_server, one_line_errors, read_text
 from .options import ApiKey, Url
 
+_STARTED_BY = {"continue": "cn"}  # other agents' commands have their names
 _SMALL_WINDOW = 32_000  # tokens
 _TIMEOUT_S = 3600.0  # seconds; for the longest prompts on the slowest machines
 
@@ -30,12 +31,13 @@ def connect(
     """Print the configuration that connects an agent with the running server, or write it.
 
     The address, the model's id and its window are the server's own. The old content of a file is kept beside it in
-    FILE.bak. A file that would lose something, as JSON with comments, is left unchanged: add the printed lines to it.
+    FILE.bak, and how to undo it is printed. A file that would lose something, as JSON with comments, is left
+    unchanged: add the printed lines to it.
     """
     with one_line_errors():
         server = _find(url.rstrip("/").removesuffix("/v1"), api_key, model)
         setup = AGENTS.get(agent, any_other)(server)
-        typer.echo(_write_files(setup) if write_files else _text(setup), nl=False)
+        typer.echo(_write_files(setup, _STARTED_BY.get(agent, agent)) if write_files else _text(setup), nl=False)
         for note in setup.notes:
             typer.echo(f"note: {note}", err=True)
         if not server.tools:
@@ -60,8 +62,11 @@ def _find(base: str, key: str | None, wanted: str | None) -> RunningServer:
     return RunningServer(base, name, window, key or "none", tools)  # some clients insist on a key
 
 
-def _write_files(setup: Setup) -> str:
-    """Write the agent's files and return the messages. Print the content of a file that can't be written."""
+def _write_files(setup: Setup, command: str) -> str:
+    """Write the agent's files and return what was done, how to undo it, and the command that comes next.
+
+    Print the content of a file that can't be written.
+    """
     try:
         if not setup.files:
             raise ConfigurationError("this agent has no file to write: use what is printed above")
@@ -72,7 +77,8 @@ def _write_files(setup: Setup) -> str:
     if not changed:
         return "Nothing to change.\n"
     lines = [f"{path} is written" + (f"; {copy} is what it was" if copy else "") for path, copy in changed]
-    return "\n".join([*lines, _exports(setup)])
+    undo = [shlex.join(["mv", str(copy), str(path)] if copy else ["rm", str(path)]) for path, copy in changed]
+    return "\n".join([*lines, f"To undo: {' && '.join(undo)}", f"{_exports(setup)}Now run: {command}", ""])
 
 
 def _text(setup: Setup) -> str:

@@ -1,212 +1,20 @@
-"""`mlx-specprefill bench`: time to first token of a pair on this machine, sparse against full.
-
-Both arms run through the engine as requests do, alternating, on the same real text. The figures are medians over the
-repetitions. The record has every repetition.
-"""
+"""`mlx-specprefill bench`. What measures is imported once the options have been read."""
 
 from __future__ import annotations
 
 import json
-import os
-import platform
 import re
-import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime
-from importlib.metadata import version
-from itertools import chain
-from pathlib import Path, PurePath
-from pydoc_data.topics import topics
+from importlib import import_module
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
-from mlx_specprefill import (
-    BLAS,
-    Engine,
-    Failed,
-    Finished,
-    GenerationRequest,
-    ModelPair,
-    PrefillReport,
-    SparseUnsupportedError,
-    SpecPrefillError,
-    SpecPrefillOptions,
-    as_token_ids,
-    machine,
-)
-
-from ..pair_loading import ONE_SHOT, make_settings
-from ..pairs import short_name
-from .common import begin, choose, notes, one_line_errors
+from ..pair_settings import ONE_SHOT, make_settings
+from .common import begin, choose_here, one_line_errors
 from .options import Keep, Level, PairOptions, takes_pair
-from .pull import load
-
-FORMAT = 1  # the record's format; it increases when a field changes its meaning
-WARM_UP = 512  # tokens of a warm-up prompt, which is not counted
-ANSWER = 16  # tokens after each prefill, for the decoding speed
-_PIECE = 4000  # characters per tokenizer call
-_STRIDE = 50_021  # characters between the starts of two repetitions' prompts
-_BUSY = 0.5  # share of the cores
 
 LENGTHS = (1024, 2048, 4096, 8192)
-
-
-class BenchmarkError(SpecPrefillError):
-    """There is nothing to compare, or a request failed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """Prompt lengths in tokens. Each is read `repeats` times in full and sparsely, keeping the share `keep` of its
-    chunks.
-    """
-
-    lengths: tuple[int, ...]
-    keep: Any
-    repeats: int
-
-    @property
-    def requests(self) -> int:
-        return 2 * (len(self.lengths) * self.repeats + 1)
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One repetition at one length."""
-
-    tokens: int
-    full: PrefillReport
-    sparse: PrefillReport
-
-
-def measure(engine: Engine, plan: Plan, done: Callable[[], None] = lambda: None) -> list[Run]:
-    """Measure every repetition, shortest prompts first. Call `done` after each request.
-
-    Raises:
-        BenchmarkError: this pair can't be prefilled sparsely, or a request failed.
-    """
-    text = "\n\n".join(topics.values())
-    runs = []
-    warm_up = Plan((WARM_UP,), plan.keep, 1)
-    for part in (warm_up, plan):
-        for tokens in sorted(part.lengths):
-            for number in range(part.repeats):
-                runs.append(
-                    _repetition(engine, _prompt(engine, text, tokens, number), part.keep, number % 2 == 1, done)
-                )
-    return runs[1:]
-
-
-def _prompt(engine: Engine, text: str, tokens: int, number: int) -> list[int]:
-    """Return a prompt of so many tokens, from another part of the text for every repetition."""
-    ids: list[int] = []
-    starts = range(number * _STRIDE % len(text), len(text), _PIECE)
-    for start in chain(starts, range(0, len(text), _PIECE)):
-        if len(ids) >= tokens:
-            return ids[:tokens]
-        ids += engine.pair.tokenizer.encode(text[start : start + _PIECE], add_special_tokens=False)
-    raise BenchmarkError(f"this machine's Python has not enough text for a prompt of {tokens} tokens")
-
-
-def _repetition(engine: Engine, prompt: list[int], keep: Any, sparse_first: bool, done: Callable[[], None]) -> Run:
-    reports = {}
-    for enabled in (True, False) if sparse_first else (False, True):
-        reports[enabled] = _prefill(engine, prompt, SpecPrefillOptions(enabled, keep if enabled else None))
-        done()
-    if reports[True].mode != "sparse":
-        raise BenchmarkError(f"the prompt of {len(prompt)} tokens was read in full: {reports[True].reason}")
-    return Run(len(prompt), reports[False], reports[True])
-
-
-def _prefill(engine: Engine, prompt: list[int], options: SpecPrefillOptions) -> PrefillReport:
-    for event in engine.generate(GenerationRequest(as_token_ids(prompt), ANSWER, specprefill=options)):
-        if isinstance(event, Failed):
-            raise BenchmarkError(f"a prompt of {len(prompt)} tokens failed: {event.error}") from event.error
-        if isinstance(event, Finished):
-            return event.report
-    raise BenchmarkError("the engine stopped")
-
-
-def record(engine: Engine, pair: str, plan: Plan, runs: Sequence[Run], load: float | None) -> dict[str, Any]:
-    """Return the figures that can be compared across machines. Nothing names a person, a host or a folder."""
-    return {
-        **measured_here(load),
-        "pair": {
-            "name": short_name(pair),
-            "target": short_name(engine.pair.target_id),
-            "draft": short_name(str(engine.pair.draft_id)),
-            "dtype": engine.pair.dtype,
-        },
-        "keep": plan.keep if plan.keep == "auto" else float(plan.keep),
-        "wired_gb": round(engine.wired / 2**30, 1),
-        "repeats": plan.repeats,
-        "rows": [_row([run for run in runs if run.tokens == tokens]) for tokens in sorted(plan.lengths)],
-    }
-
-
-def measured_here(load: float | None) -> dict[str, Any]:
-    """Return the fields at the start of every record: format, date, machine with its load average, and software."""
-    host = machine()
-    return {
-        "format": FORMAT,
-        "date": datetime.now(UTC).date().isoformat(),
-        "machine": {
-            "name": host.name,
-            "device": host.device,
-            "cores": host.cores,
-            "memory_gb": None if host.memory is None else round(host.memory / 2**30, 1),
-            "system": f"{platform.system()} {platform.machine()}",
-            "load": load,
-            "busy": load is not None and load > _BUSY * host.cores,
-        },
-        "software": {
-            **{name: version(name) for name in ("mlx-specprefill", "mlx", "mlx-lm")},
-            "python": platform.python_version(),
-            "blas": None if BLAS.library is None else PurePath(BLAS.library).name,
-        },
-    }
-
-
-def _row(runs: Sequence[Run]) -> dict[str, Any]:
-    full, sparse = ([_seconds(getattr(run, arm).timings.ttft_ms) for run in runs] for arm in ("full", "sparse"))
-    times = [run.sparse.timings for run in runs]
-    return {
-        "tokens": runs[0].tokens,
-        "kept_tokens": round(statistics.median(run.sparse.kept_tokens for run in runs)),
-        "full_s": statistics.median(full),
-        "sparse_s": statistics.median(sparse),
-        "speedup": round(statistics.median(full) / statistics.median(sparse), 2),
-        "full_runs_s": full,
-        "sparse_runs_s": sparse,
-        "draft_s": _seconds(statistics.median(each.draft_ms for each in times)),
-        "select_s": _seconds(statistics.median(each.select_ms for each in times)),
-        "prefill_s": _seconds(statistics.median(each.prefill_ms for each in times)),
-    }
-
-
-def _seconds(milliseconds: float) -> float:
-    return round(milliseconds / 1e3, 4)
-
-
-def load_average() -> float | None:
-    """Return how many processes wanted a core in the last minute, None if the system doesn't say. Call it before
-    measuring.
-    """
-    try:
-        return round(os.getloadavg()[0], 1)
-    except (OSError, AttributeError):
-        return None
-
-
-def file_name(measured: dict[str, Any]) -> str:
-    """Return the file's name, one per machine and pair."""
-    words = (measured["machine"]["name"], f"{measured['machine']['cores']} cores", measured["pair"]["name"])
-    return "--".join(re.sub(r"[^a-z0-9.]+", "-", word.lower()).strip("-") for word in words) + ".json"
 
 
 @takes_pair
@@ -231,48 +39,18 @@ def bench(
     Leave the machine alone meanwhile. Nothing that names a person, a host or a
     folder is in what --out and --submit write.
     """
-    load_before = load_average()
     begin(log_level)
     with one_line_errors():
-        chosen = choose(models)
+        chosen = choose_here(models)
         settings = make_settings(chosen, specprefill_keep_pct=keep, **ONE_SHOT)
-        loaded = load(chosen, models.dtype, settings, calibrate=True)
-        plan = Plan(fitting_lengths(lengths, loaded), settings.specprefill_keep_pct, repeats)
-        with Engine(loaded, settings.engine_config()) as engine:
-            with Progress(console=notes(), transient=True) as bars:
-                task = bars.add_task("Measuring", total=plan.requests)
-                runs = measure(engine, plan, lambda: bars.advance(task))
-            measured = record(engine, chosen.alias or loaded.target_id, plan, runs, load_before)
-        Console().print(_table(measured))
-        _write(measured, out, submit)
+        work = import_module(".measuring", __package__)
+        _write(work.measure_pair(chosen, models.dtype, settings, lengths, repeats), out, submit)
 
 
-def fitting_lengths(lengths: list[int] | None, pair: ModelPair) -> tuple[int, ...]:
-    """Return the requested prompt lengths, or the default ones that the pair can take.
-
-    Raises:
-        SparseUnsupportedError: it can't be prefilled sparsely; BenchmarkError: a length is too long for it.
-    """
-    longest = min(pair.context_length, pair.draft_context or pair.context_length) - 64
-    if pair.draft is None or pair.sparse_refusal is not None:
-        raise SparseUnsupportedError(pair.sparse_refusal or "no draft model is loaded")
-    if lengths and max(lengths) > longest:
-        raise BenchmarkError(f"--length {max(lengths)}: the pair takes {longest} tokens at most")
-    return tuple(sorted(set(lengths or [length for length in LENGTHS if length <= longest] or [longest])))
-
-
-def _table(measured: dict[str, Any]) -> Table:
-    machine, keep = measured["machine"], measured["keep"]
-    table = Table(show_edge=False)
-    table.title = f"{measured['pair']['name']} on {machine['name']}, {machine['cores']} cores, keep {keep}"
-    for name in ("tokens", "full s", "sparse s", "times sooner", "tokens read"):
-        table.add_column(name, justify="right")
-    for row in measured["rows"]:
-        times = (f"{row['full_s']:.3g}", f"{row['sparse_s']:.3g}", f"{row['speedup']:.1f}")
-        table.add_row(f"{row['tokens']:,}", *times, f"{row['kept_tokens']:,}")
-    if machine["busy"]:
-        table.caption = "The machine was busy: these times say little."
-    return table
+def file_name(measured: dict[str, Any]) -> str:
+    """Return the file's name, one per machine and pair."""
+    words = (measured["machine"]["name"], f"{measured['machine']['cores']} cores", measured["pair"]["name"])
+    return "--".join(re.sub(r"[^a-z0-9.]+", "-", word.lower()).strip("-") for word in words) + ".json"
 
 
 def _write(measured: dict[str, Any], out: Path | None, submit: Path | None) -> None:

@@ -1,8 +1,7 @@
-"""Shared code of the commands: one-line errors, settings by precedence, loading, the prompt."""
+"""Shared code of the commands: one-line errors, the pair, a running server. It imports no MLX before it is used."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 import urllib.error
@@ -14,22 +13,22 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from huggingface_hub import constants
 from pydantic import ValidationError
 from rich.console import Console
 
+import mlx_specprefill
 from mlx_specprefill import (
     BLAS,
-    ModelPair,
     SpecPrefillError,
     SpecPrefillOptions,
+    is_repository_id,
     keep_pct,
-    machine,
+    resolve_model_path,
 )
 
 from ..monitoring.logs import configure_logging
 from ..pairs import MissingPairError, PackageError, Pair, PairsError, find_pair
-from ..prompt.conversation import conversation
-from ..prompt.prompt import Prompt, PromptBuilder
 from ..settings import LogLevel, Settings, unknown_variables, what_is_wrong
 from .options import PairOptions
 
@@ -120,11 +119,13 @@ def choose(options: PairOptions) -> Pair:
 
     Raises:
         PairsError: no such pair, or an unreadable file.
-        OptionError: a draft without a target or beside `no_draft`, or a file of pairs without a name.
+        OptionError: options that exclude each other, or a file of pairs without a name.
     """
     draft, no_draft = options.draft, options.no_draft
     if no_draft and draft not in (None, "self"):
         raise OptionError(f"--no-draft and --draft {draft} exclude each other")
+    if options.pair is not None and options.target is not None:
+        raise OptionError("--pair and --target exclude each other: a pair names its target")
     if options.target is not None:
         return Pair(target=options.target, draft=draft)
     if draft not in (None, "self"):
@@ -137,6 +138,29 @@ def choose(options: PairOptions) -> Pair:
     if draft is not None:  # trained heads belong to one draft
         return pair.model_copy(update={"draft": draft, "draft_heads": None})
     return pair
+
+
+def choose_here(options: PairOptions) -> Pair:
+    """Return the pair that the options name, as `choose`. Refuse a model that is not here and can't be fetched."""
+    pair = choose(options)
+    for name in (pair.target, pair.draft):
+        if name not in (None, "self"):
+            _check_model(str(name))
+    return pair
+
+
+def _check_model(name: str) -> None:
+    """Raise an OptionError unless the model is on this machine or may be fetched."""
+    path = resolve_model_path(name)
+    if path is None and is_repository_id(name):
+        if constants.HF_HUB_OFFLINE:
+            raise OptionError(
+                f"{name} is not on this machine, and HF_HUB_OFFLINE is set: unset it to fetch the model, "
+                "or give the path of its folder or GGUF file. `mlx-specprefill list` shows what is here"
+            )
+    elif path is None or not path.exists():
+        form = "" if path else ", and an id on Hugging Face has two parts, PUBLISHER/NAME"
+        raise OptionError(f"{name}: there is no such folder or file{form}. `mlx-specprefill list` shows what is here")
 
 
 def _default_pair() -> Pair:
@@ -160,7 +184,7 @@ def options_of(enabled: bool | None, keep: str | None) -> SpecPrefillOptions:
 def usable_memory(given: str | None = None) -> int | None:
     """Return the bytes for weights, requests and caches: the option, the setting or the recommendation."""
     options: dict[str, Any] = {} if given is None else {"memory_limit": given}
-    return Settings(**options).memory_limit or machine().memory_limit
+    return Settings(**options).memory_limit or mlx_specprefill.machine().memory_limit
 
 
 def duration(seconds: float) -> str:
@@ -174,11 +198,3 @@ def read_text(path: Path) -> str:
     """Return the file's text, or standard input's for `-`. Undecodable bytes become replacement characters."""
     data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
     return data.decode("utf-8", errors="replace")
-
-
-def make_prompt(pair: ModelPair, text: str, question: str | None, raw: bool) -> Prompt:
-    """Return the text, followed by a question, as one user message or unchanged."""
-    whole = text if question is None else f"{text.rstrip()}\n\n{question}"
-    builder = PromptBuilder(pair.tokenizer)
-    work = builder.raw(whole) if raw else builder.chat(conversation([{"role": "user", "content": whole}]))
-    return asyncio.run(work)

@@ -26,9 +26,9 @@ from .. import __version__
 from ..monitoring.logs import configure_logging
 from ..pairs import NAMED_PAIRS, Pair, pair_state, read_pairs, short_name, size
 from ..settings import ENV_PREFIX, SECRETS, Settings, unknown_variables, what_is_wrong
-from .bench import load_average, measured_here
 from .common import FAILED, OptionError, one_line_errors
-from .pull import load
+from .loading import load
+from .measuring import load_average, measured_here
 
 _STATES = {"ok": "ok", "failed": "FAILED", "not supported": "-"}
 

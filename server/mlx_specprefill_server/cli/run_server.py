@@ -6,7 +6,7 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,59 +17,51 @@ import typer
 from mlx_specprefill import DtypeName, RankedEngine
 
 from ..connections import bound_sockets, is_exposed
-from ..models.loader import Loader, entries_of, models_file, read_table
+from ..models.loader import Loader, entries_of, read_table
 from ..models.models import Models
 from ..monitoring.logs import configure_logging
-from ..pair_loading import drop_unset, make_settings
+from ..pair_settings import drop_unset, make_settings
+from ..pairs import Pair
 from ..process import serve_models
 from ..server_state import ServerState
 from ..service import Service
 from ..settings import Settings
-from .common import OptionError, choose, note_environment, one_line_errors
-from .options import PairOptions
-from .pull import load_engine
+from .common import OptionError, one_line_errors
+from .loading import load_engine
 from .ranks import end_together, follow, join, launch, without
 
 logger = logging.getLogger(__name__)
 
 
 def run_server(
-    models: PairOptions,
-    named: Sequence[str],
+    models: Pair | Path | None,
+    dtype: DtypeName,
     given: Mapping[str, Any],
-    config: Path | None,
     hosts: Path | None,
     starting_port: int | None,
 ) -> None:
     """Run the server as the options of `serve` say, until it ends.
 
     Args:
-        models: the pair, where the options name one.
-        named: the given options that name one model.
+        models: the pair, or the table of several; None with `hosts`, whose machines choose.
         given: options by the settings' names.
-        config: table of several models.
         hosts: MLX's hostfile, if the ranks are to be started.
         starting_port: first port between them.
     """
-    note_environment()
     with one_line_errors():
-        table = _table(config, named)
         if hosts is not None:
-            if table is not None:
-                raise OptionError(f"--hosts runs one model, {table} names several: choose by --pair or --target")
             configure_logging(given["log_level"] or "info")
             raise typer.Exit(launch(hosts, without(sys.argv[1:], "--hosts", "--starting-port"), starting_port))
-        if table is not None:
-            serve_several(table, models.dtype, given)
+        if isinstance(models, Path):
+            serve_several(models, dtype, given)
             return
-        chosen = choose(models)
+        assert models is not None
+        chosen = models
         settings = make_settings(chosen, **given)
         configure_logging(settings.log_level, settings.log_format)
         outlive_the_terminal()
         ranks = join(settings)
-        loading = partial(
-            load_engine, chosen, models.dtype, settings, settings.serving_config(), calibrate=True, ranks=ranks
-        )
+        loading = partial(load_engine, chosen, dtype, settings, settings.serving_config(), calibrate=True, ranks=ranks)
         if ranks is not None:
             end_together(ranks)
             if not ranks.leads:
@@ -83,13 +75,6 @@ def run_server(
                 serve_models(Models.of(Service(engine, settings)), sockets)
             if ranks is not None:
                 ranks.close()
-
-
-def _table(config: Path | None, named: Sequence[str]) -> Path | None:
-    """Return the table of several models if the options name one. Refuse options that name one model as well."""
-    if config is not None and named:
-        raise OptionError(f"--config and --{named[0].replace('_', '-')} exclude each other")
-    return config or (models_file() if not named and models_file().is_file() else None)
 
 
 def serve_several(file: Path, dtype: DtypeName, given: Mapping[str, Any]) -> None:

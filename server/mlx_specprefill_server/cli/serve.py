@@ -40,4 +40,4 @@ def serve(
     """Start the OpenAI-compatible server. Every setting also has an environment variable: MLX_SPECPREFILL_PORT, ..."""
     of_one_model = {**asdict(models), "model_alias": given["model_alias"]}
     named = [name for name, value in of_one_model.items() if value and name != "dtype"]
-    import_module(".run_server", __package__).run_server(models, named, given, config, hosts, starting_port)
+    import_module(".start", __package__).start(models, named, given, config, hosts, starting_port)

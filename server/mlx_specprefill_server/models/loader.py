@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +26,8 @@ from mlx_specprefill import (
 
 from ..errors import ApiError
 from ..monitoring.metrics import Metrics
-from ..pair_loading import load, make_settings
+from ..pair_loading import load
+from ..pair_settings import make_settings
 from ..pairs import MissingPairError, Pair, PairsError, Row, read_pairs, resolve_pair
 from ..service import Service
 from ..settings import Settings
@@ -262,12 +262,6 @@ def _weights(place: Path, dtype: DtypeName) -> int:
         halves = sum(parameters.pop(kind, 0) for kind in ("BF16", "F16"))
         parameters["F32"] = parameters.get("F32", 0) + halves
     return loaded_bytes(parameters, "auto" if dtype == "auto" else "stored")
-
-
-def models_file() -> Path:
-    """Return the path of the default table."""
-    config = os.environ.get("XDG_CONFIG_HOME")
-    return (Path(config) if config else Path.home() / ".config") / "mlx-specprefill" / "models.toml"
 
 
 def read_table(file: Path) -> dict[str, Row]:

@@ -91,7 +91,7 @@ class Models:
     # --- which one ---------------------------------------------------------------------------------------------------
 
     def find(self, name: Any) -> Entry:
-        """Return the model that a request's `model` names. Any name will do, unless the settings make it a 404."""
+        """Return the model that a request's `model` names, else the default one, unless the settings make it a 404."""
         if name is None or (isinstance(name, str) and name in self._names):
             return self.default if name is None else self._names[name]
         if self.state.settings.strict_model:
@@ -256,7 +256,7 @@ class Models:
 
         begun = time.monotonic()
         engine = await asyncio.to_thread(self._the_host.load, entry, tell)
-        entry.service = Service(engine, entry.settings, self.state, entry.metrics)
+        entry.service = Service(engine, entry.settings, self.state, entry.metrics, entry.aliases)
         entry.metrics.engine = engine
         entry.state, entry.last_use, entry.loads = "loaded", time.monotonic(), entry.loads + 1
         entry.context = entry.service.context_length

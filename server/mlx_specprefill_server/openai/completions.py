@@ -110,7 +110,7 @@ async def create(
     """Continue one or several prompts."""
     if len(body.prompt) * body.n > MAX_PROMPTS:
         raise refusal("n", f"at most {MAX_PROMPTS} answers are supported in one request")
-    warnings: list[str] = []
+    warnings = service.other_name(body.model)
     constraint: Constraint | None = None
     if (output := body.output()) is not None:
         make = partial(constraint_of, output, special=service.vocabulary.special, warnings=warnings)

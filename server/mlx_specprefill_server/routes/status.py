@@ -1,4 +1,4 @@
-"""The server's state: /health, /metrics, /version, live statistics, verdicts, cached prompts and their deletion."""
+"""The server's state: health, metrics, version, props, live statistics, verdicts, cached prompts, their deletion."""
 
 from __future__ import annotations
 
@@ -91,6 +91,24 @@ async def metrics(models: ModelsDep) -> Response:
 async def version() -> Response:
     """Return the server's version in vLLM's form."""
     return JsonResponse({"version": __version__})
+
+
+@router.get("/props")
+async def props(service: ServiceDep) -> Response:
+    """Return the window and the chat template where llama.cpp's clients read them."""
+    tokenizer = service.engine.pair.tokenizer
+    body = {
+        "default_generation_settings": {"n_ctx": service.context_length},
+        "total_slots": service.engine.stats().max_rows,
+        "model_alias": service.model_id,
+        "model_path": service.model_id,  # not a path: clients learn nothing of this machine's files
+        "modalities": {"vision": False, "audio": False},
+        "chat_template": str(tokenizer.chat_template or ""),
+        "bos_token": tokenizer.bos_token or "",
+        "eos_token": tokenizer.eos_token or "",
+        "build_info": f"mlx-specprefill-{__version__}",
+    }
+    return JsonResponse(body)
 
 
 @router.get("/v1/specprefill/stats")

@@ -1,0 +1,89 @@
+"""Finds models in folders and in Hugging Face's cache. Uses no network, and imports no MLX: commands ask it first.
+
+The cache holds `models--publisher--name/snapshots/COMMIT/files`, and `refs/main` names the commit.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from huggingface_hub import constants
+from huggingface_hub.file_download import repo_folder_name
+
+from .errors import LoadError
+
+_ID = re.compile(r"(?P<repository>[\w][\w.-]*/[\w][\w.-]*)(?:/(?P<file>[^/].*\.gguf))?", re.ASCII)
+
+
+def is_repository_id(name: str) -> bool:
+    """Return whether the name has the form `publisher/name` or `publisher/name/FILE.gguf`."""
+    return _ID.fullmatch(name) is not None
+
+
+def resolve_model_path(where: str | Path) -> Path | None:
+    """Return the folder or GGUF file of this path, else of the stored model with this id; None if there is neither.
+
+    Raises:
+        LoadError: the repository has several GGUF files and none is named.
+    """
+    path = Path(where).expanduser()
+    if path.exists() or str(where).startswith((".", "/", "~")):
+        return path
+    return find_model(str(where))
+
+
+def find_model(name: str) -> Path | None:
+    """Return the path of a repository id's files, if all that loading needs are there.
+
+    Args:
+        name: `publisher/name`, or `publisher/name/FILE.gguf`.
+
+    Raises:
+        LoadError: as in `resolve_model_path`.
+    """
+    parts = _ID.fullmatch(name)
+    if parts is None:
+        return None
+    folder = _snapshot_of(parts["repository"])
+    return None if folder is None else _model_in(folder, parts["file"])
+
+
+def _snapshot_of(repository: str) -> Path | None:
+    """Return the folder of the commit of `main` at the last download, complete or not."""
+    stored = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repository, repo_type="model")
+    try:
+        commit = (stored / "refs" / constants.DEFAULT_REVISION).read_text(encoding="utf-8").strip()
+    except OSError:
+        return None
+    folder = stored / "snapshots" / commit
+    return folder if commit and folder.is_dir() else None
+
+
+def _model_in(folder: Path, file: str | None) -> Path | None:
+    """Return the loadable model of a folder: the folder itself if all its weights are there, or a GGUF file in it.
+
+    Raises:
+        LoadError: as in `resolve_model_path`.
+    """
+    if file is not None:
+        return folder / file if (folder / file).is_file() else None
+    if (folder / "config.json").is_file() and _has_weights(folder):
+        return folder
+    files = [path for path in sorted(folder.glob("*.gguf")) if not path.name.startswith("mmproj")]
+    if len(files) > 1:
+        names = ", ".join(path.name for path in files)
+        raise LoadError(f"{folder} has several GGUF files: name one of them behind the id, as in ID/FILE.gguf: {names}")
+    return files[0] if files else None
+
+
+def _has_weights(folder: Path) -> bool:
+    index = folder / constants.SAFETENSORS_INDEX_FILE
+    if not index.is_file():
+        return any(folder.glob("model*.safetensors"))
+    try:
+        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, KeyError, AttributeError):
+        return False
+    return all((folder / str(file)).is_file() for file in files)

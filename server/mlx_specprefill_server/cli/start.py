@@ -1,0 +1,54 @@
+"""What `serve` refuses before it imports the server: options that can't be combined, models that are not there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from ..pair_settings import drop_unset, make_settings
+from ..pairs import Pair, models_file
+from ..settings import Settings
+from .common import OptionError, choose_here, note_environment, one_line_errors
+from .options import PairOptions
+
+
+def start(
+    models: PairOptions,
+    named: Sequence[str],
+    given: Mapping[str, Any],
+    config: Path | None,
+    hosts: Path | None,
+    starting_port: int | None,
+) -> None:
+    """Check the options of `serve`, then run the server.
+
+    Args:
+        models: the pair, where the options name one.
+        named: the given options that name one model.
+        given: options by the settings' names.
+        config: table of several models.
+        hosts: MLX's hostfile, if the ranks are to be started.
+        starting_port: first port between them.
+    """
+    note_environment()
+    with one_line_errors():
+        what: Pair | Path | None = _table(config, named, hosts)
+        if what is None and hosts is None:  # else each machine chooses
+            what = choose_here(models)
+        if isinstance(what, Pair):
+            make_settings(what, **given)  # refuses what the options can't mean
+        else:
+            Settings(**drop_unset(given))
+    import_module(".run_server", __package__).run_server(what, models.dtype, given, hosts, starting_port)
+
+
+def _table(config: Path | None, named: Sequence[str], hosts: Path | None) -> Path | None:
+    """Return the table of several models if the options name one. Refuse options that name one model as well."""
+    if config is not None and named:
+        raise OptionError(f"--config and --{named[0].replace('_', '-')} exclude each other")
+    table = config or (models_file() if not named and models_file().is_file() else None)
+    if table is not None and hosts is not None:
+        raise OptionError(f"--hosts runs one model, {table} names several: choose by --pair or --target")
+    return table

@@ -230,7 +230,7 @@ class Settings(BaseSettings):
 
     def engine_config(self) -> EngineConfig:
         """Return the engine's part of the settings."""
-        return EngineConfig(
+        config = EngineConfig(
             rule=self.rule,
             policy=SpecPrefillPolicy(
                 enabled=self.specprefill,
@@ -242,7 +242,6 @@ class Settings(BaseSettings):
                 scope=self.specprefill_scope,
             ),
             speculation=SpeculationConfig(strategy=self.speculative),
-            **({} if self.prefill_step is None else {"prefill_step": self.prefill_step}),
             max_rows=self.max_rows,
             target_itl_ms=self.target_itl_ms,
             memory_limit=self.memory_limit,
@@ -253,6 +252,7 @@ class Settings(BaseSettings):
             kv_bits=self.kv_bits,
             calibration_file=self.calibration_file,
         )
+        return config if self.prefill_step is None else replace(config, prefill_step=self.prefill_step)
 
 
 def default_text(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Every number in a table of the README, and its source in `docs/results.json`."""
+"""Every number in a table of the README or of a page beside it, and its source in `docs/results.json`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ ROOT = Path(__file__).resolve().parents[2]
 TABLES = json.loads((ROOT / "docs" / "results.json").read_text(encoding="utf-8"))["tables"]
 DOCUMENTS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
 NUMBER = re.compile(r"(?<![\w.-])\d*\.?\d+(?![\w-])")
+# What says that a number was measured: some of several, a share, a factor. Limits and settings have a unit.
+MEASURED = re.compile(r"\b\d+ (?:right answers |of )[^|]*?\bof \d+|\b\d+ of \d+\b|(?<![\w.])\.\d+\b|\b[\d.]+ times\b")
+OWN_TESTS = {"docs/results.md", "docs/machines.md"}  # written from JSON files, or held to one
 REAL = {"table": "A real pair", "columns": ["task", "2048, in full"]}
 SPEED = {"table": "Speed", "columns": ["pair"]}
 SHAPES = {"table": "Speed", "columns": ["shape"]}
@@ -124,6 +127,43 @@ def test_the_readme_asks_mac_users_for_five_minutes() -> None:
     asked = (ROOT / "README.md").read_text(encoding="utf-8").partition("has not run on a Mac")[2].partition("\n\n")[0]
     assert "`mlx-specprefill doctor --compute`" in asked
     assert "`mlx-specprefill bench --submit .`" in asked
+
+
+def measured_rows() -> Iterator[tuple[str, list[str]]]:
+    """Each row of a table of the guides, concepts and decisions that has a measured number, with these numbers."""
+    for page in DOCUMENTS:
+        if page.startswith(("docs/reference/", "docs/clients/")) or page in OWN_TESTS:
+            continue
+        for line in (ROOT / page).read_text(encoding="utf-8").splitlines():
+            if line.startswith("| ") and MEASURED.search(line):
+                yield line.strip("| "), [number for pair in MEASURED.findall(line) for number in NUMBER.findall(pair)]
+
+
+def right_in_other_words() -> list[str]:
+    """With a quarter of 4096 tokens kept: facts in other words, of 32, and the questions about code that are right."""
+    full, now = right_with_headings()
+    return [row(REAL, "paraphrase")[6], "32", now, full]
+
+
+ELSEWHERE: dict[str, Callable[[], list[str]]] = {"the same in other words": right_in_other_words}
+
+
+@pytest.mark.parametrize(("line", "numbers"), list(measured_rows()))
+def test_a_measured_number_of_another_page_is_a_result(line: str, numbers: list[str]) -> None:
+    sources = [source for begins, source in ELSEWHERE.items() if line.startswith(begins)]
+    assert len(sources) == 1, f"no one source for: {line}"
+    assert numbers == sources[0]()
+
+
+def test_the_predicted_shares_are_those_of_the_formula() -> None:
+    """The one of the cost model: with a draft r + k, at the k that the page names."""
+    page = " ".join((ROOT / "docs" / "guides" / "models.md").read_text(encoding="utf-8").split())
+    kept = re.search(r"Predicted for k = (0\.\d+), not measured:", page)
+    assert kept is not None
+    stated = re.findall(r"(?:takes )?(0\.\d\d)(?: with Qwen3\.5-2B)? \(r = (0\.\d+)\)", page[kept.end() :])
+    assert len(stated) == 1 + 1  # both pairs
+    for share, r in stated:
+        assert float(share) == pytest.approx(float(r) + float(kept[1]), abs=0.005)
 
 
 def test_each_source_is_used() -> None:

@@ -155,7 +155,7 @@ def test_cancel_in_prefill_is_not_a_fallback(engine, stage):
 @pytest.mark.parametrize(("options", "stage"), [(SPARSE, "draft"), (SPARSE, "prefill"), (FULL, "prefill")])
 def test_a_request_that_is_given_up_says_how_far_it_came(engine, options, stage):
     """It has no time to a first token, and what it kept is what was read."""
-    handle, done, ends = [], [], []
+    handle, done, ends = list[Any](), list[Any](), list[Any]()
     submitted, over = threading.Event(), threading.Event()
 
     def on_event(event):

@@ -153,7 +153,7 @@ def checks(*surplus: int, ended: bool = True) -> tuple[LeakDetector, list[str]]:
     """Check once for each surplus in MiB, each after the end of another request; what was logged."""
     detector, logged = LeakDetector(), list[str]()
     handler = logging.Handler()
-    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: logged.append(record.getMessage())
     leaks.log.addHandler(handler)
     try:
         for number, more in enumerate(surplus, 1):

@@ -21,6 +21,8 @@ from ..verdict import Verdict
 from .densify import densify
 from .prefill import Prefiller
 
+_EXPONENT = 0x7F800000  # bits of a float32
+
 Guide = Callable[[GenerationRequest], GrammarState | None]
 Quantize = Callable[[list[Any]], tuple[list[Any], int]]
 
@@ -133,7 +135,8 @@ def _rounding(logits: mx.array, dtype: mx.Dtype) -> mx.array:
     of its largest one, in the type in which the model has written them.
     """
     largest = mx.where(mx.isfinite(logits), mx.abs(logits), 0).max(axis=-1, keepdims=True)
-    return largest * mx.finfo(dtype).eps
+    power = mx.view(mx.view(largest, mx.int32) & _EXPONENT, mx.float32)  # of two, at most the largest
+    return 2 * power * mx.finfo(dtype).eps
 
 
 def _of(table: mx.array, tokens: mx.array) -> mx.array:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import mlx.core as mx
 import pytest
 from typer.testing import CliRunner
 
 from mlx_specprefill import Engine, Finished, GenerationRequest, SpecPrefillOptions
 from mlx_specprefill.adapters.heads import DraftHeads, Head
+from mlx_specprefill.adapters.staged import UpperLayers
 from mlx_specprefill_server import cli
 from mlx_specprefill_server.cli.common import OptionError, choose
 from mlx_specprefill_server.cli.options import PairOptions
@@ -59,6 +63,26 @@ def test_without_layers_that_score_it_is_the_target_alone(tmp_path: Path, depth:
     assert (pair.draft, pair.draft_id, pair.heads) == (None, None, None)
     assert pair.sparse_refusal is not None
     assert "no draft model is loaded" in pair.sparse_refusal
+
+
+def test_a_target_that_can_not_be_split_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The check of its two parts fails: the log has the reason, and so has every request's report."""
+    original = UpperLayers.__call__
+
+    def turned(self: UpperLayers, inputs: mx.array, hidden: mx.array, cache: Sequence[Any]) -> mx.array:
+        return original(self, inputs, hidden[:, ::-1], cache)
+
+    monkeypatch.setattr(UpperLayers, "__call__", turned)
+    pair = load(Pair(target=checkpoint(tmp_path, 2)), "auto")
+    reason = "its layers in two parts differ from the model"
+    assert f"full prefill only: no draft model is loaded, and the target can't do without: {reason}" in caplog.text
+    with Engine(pair, make_settings(Pair(target=""), prefix_cache_size=0).engine_config()) as engine:
+        _, last = generated(engine.generate(GenerationRequest(PROMPT, 4, specprefill=SpecPrefillOptions(True))))
+    assert isinstance(last, Finished)
+    assert (last.report.mode, last.report.reason_code) == ("full", "no-draft")
+    assert reason in last.report.reason
 
 
 def test_a_pair_keeps_its_draft_unless_it_is_told_not_to(tmp_path: Path) -> None:

@@ -25,6 +25,13 @@ REPRESENTATIVE = frozenset({"llama", "qwen3_5"})  # in every run: plain attentio
 IN_ENGINES = frozenset({"llama"})  # all else that differs between models, the other folders test
 SHARES_A_SERVER = ("clients", "e2e", "web")  # between the tests of a file
 TURNS = {"nightly": 20, "extended": 4}  # until CI has taken each of these tests
+ROUNDED_TURNS = 10  # in rounded arithmetic
+# What rounding may break: with `--dtype rounded` these run, and no others.
+ROUNDED = frozenset(
+    "engine/test_engine.py engine/test_sessions.py engine/test_staged.py engine/test_verify.py "
+    "engine/test_densify.py specprefill/test_sparse_prefill.py specprefill/test_scorer.py "
+    "adapters/test_probe.py adapters/test_capture.py".split()
+)
 IN_CI = REPRESENTATIVE | {"gpt_oss", "deepseek_v3"}  # with --all: also windows with experts, and a latent cache
 
 
@@ -62,6 +69,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     for item in items:
         architectures, of_engine = _architectures_of(item), item.nodeid.startswith("tests/engine/")
+        if f"{item.path.parent.name}/{item.path.name}" in ROUNDED:
+            item.add_marker("rounded")
         if item.path.parent.name in ASIDE:
             item.add_marker("extended")
         if architectures - (IN_ENGINES if of_engine else REPRESENTATIVE):
@@ -74,6 +83,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     turn = config.getoption("--turn")
     if turn is not None:
         left_out |= {item for item in items if not _is_its_turn(item, turn)}
+    if precision.is_rounded():
+        left_out |= {item for item in items if item.get_closest_marker("rounded") is None}
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
     items.sort(key=lambda item: item.path.parent.name not in (*STARTS_PROCESSES, *ASIDE, "properties", "engine"))
@@ -83,6 +94,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _is_its_turn(item: pytest.Item, turn: int) -> bool:
     """Return whether a marked test is one of this turn's share; those of a file with one server have one turn."""
     turns = next((turns for mark, turns in TURNS.items() if item.get_closest_marker(mark) is not None), None)
+    turns = ROUNDED_TURNS if precision.is_rounded() else turns
     name = item.nodeid.partition("::")[0] if item.path.parent.name in SHARES_A_SERVER else item.nodeid
     return turns is not None and (crc32(name.encode()) + turn) % turns == 0
 

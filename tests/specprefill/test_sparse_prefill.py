@@ -10,7 +10,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_specprefill import SparseUnsupportedError
 from mlx_specprefill.cache.positioned import leaves, make_positioned_cache, quantize_kv
 from tests.support.autoregressive import decode
-from tests.support.precision import assert_close, near_ties, numbers
+from tests.support.precision import assert_close, float32_only, near_ties, numbers
 from tests.support.rows import next_position, shift_of
 from tests.support.steps import finish, prefill
 from tests.support.tiny import FAMILIES, greedy, random_prompt, tiny_model
@@ -117,6 +117,7 @@ def test_a_cache_without_positions_is_refused():
         finish(prefill(model, make_prompt_cache(model), random_prompt(M), KEPT, 32))
 
 
+@float32_only("it gives its models their type itself")
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_5", "nemotron_h"])
 def test_half_precision_stays_half_precision(family, dtype):

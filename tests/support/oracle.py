@@ -116,7 +116,7 @@ def build(name: str, dtype: mx.Dtype | None = None, seed: int = 0, times: int = 
     mx.random.seed(seed)
     model = _construct(name, times)
     model.update(tree_map(perturbed, model.parameters()))
-    precision.cast(model, dtype)
+    model = precision.cast(model, dtype)
     model.eval()
     mx.eval(model.parameters())
     install_patches()

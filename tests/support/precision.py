@@ -1,4 +1,8 @@
-"""The dtype of tiny models, float32 or what `--dtype` says, and everything in the tests that depends on it."""
+"""The arithmetic of tiny models, float32 or what `--dtype` says, and everything in the tests that depends on it.
+
+"rounded" computes in float32 and rounds the result of every operation to bfloat16, as a GPU does, also where the CPU
+backend lacks half precision.
+"""
 
 from __future__ import annotations
 
@@ -11,27 +15,35 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
+from tests.support.rounding import rounded
+
+DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "rounded": mx.float32}  # of the weights
 HALF = 0.05  # of the largest value: what rounding in half precision may change
 
-_chosen = mx.float32
+_chosen = "float32"
 
 
 def choose(name: str) -> None:
     global _chosen
-    _chosen = DTYPES[name]
+    _chosen = name
 
 
 def dtype() -> mx.Dtype:
-    return _chosen
+    return DTYPES[_chosen]
 
 
 def name() -> str:
-    return next(name for name, kind in DTYPES.items() if kind == _chosen)
+    """Return the name of the weights' dtype."""
+    return "float32" if is_rounded() else _chosen
+
+
+def is_rounded() -> bool:
+    return _chosen == "rounded"
 
 
 def in_float32() -> bool:
-    return bool(_chosen == mx.float32)
+    """Return whether results are float32, too."""
+    return _chosen == "float32"
 
 
 def float32_only(reason: str) -> pytest.MarkDecorator:
@@ -50,12 +62,13 @@ def gathers(model: nn.Module) -> bool:
     return experts is not None and any(isinstance(part, experts.SwitchLinear) for part in model.modules())
 
 
-def cast(model: nn.Module, to: mx.Dtype | None = None) -> None:
-    """Give a model a dtype. Skips the test where this backend can't run the model in it."""
-    model.set_dtype(to or _chosen)
+def cast(model: nn.Module, to: mx.Dtype | None = None) -> nn.Module:
+    """Return a model in a dtype. Skips the test where this backend can't run the model in it."""
+    model.set_dtype(to or dtype())
     on_cpu = mx.default_device() == mx.Device(mx.cpu)
-    if (to or _chosen) != mx.float32 and on_cpu and gathers(model):
+    if (to or dtype()) != mx.float32 and on_cpu and gathers(model):
         pytest.skip("GatherMM takes float32 only on the CPU backend")
+    return rounded(model, mx.bfloat16) if to is None and is_rounded() else model
 
 
 def numbers(array: mx.array) -> npt.NDArray[Any]:

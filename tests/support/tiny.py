@@ -106,7 +106,7 @@ def tiny_model(family: str, seed: int = 0, **changes: Any) -> nn.Module:
     model = module.Model(module.ModelArgs.from_dict(config))
     model.eval()
     model.update(nn.utils.tree_map(_sharpen, model.parameters()))
-    precision.cast(model)
+    model = precision.cast(model)
     mx.eval(model.parameters())
     return model
 
@@ -189,7 +189,7 @@ def tiny_head(model: nn.Module, seed: int = 5) -> MTPHead:
     layers.eval()
     layers.update(nn.utils.tree_map(_sharpen, layers.parameters()))
     layers.update(nn.utils.tree_map(lambda array: _uneven(array, seed), layers.parameters()))
-    precision.cast(layers)
+    layers = precision.cast(layers)
     mx.eval(layers.parameters())
     return MTPHead(model, layers)
 

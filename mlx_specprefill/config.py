@@ -158,7 +158,8 @@ class EngineConfig:
     target_itl_ms: float = 200.0  # a prefill chunk may delay running answers by this much
     memory_limit: int | None = None  # bytes for weights, sequences and caches; None: what the device recommends
     wired_limit: WiredLimit = "auto"  # memory that macOS keeps resident: see docs/guides/mac.md
-    prefix_cache_bytes: int = 2 << 30  # memory for prefixes; 0 turns them off
+    # Memory for prefixes; None: a quarter of what weights and one long request leave, at least 2 GB; 0 turns them off.
+    prefix_cache_bytes: int | None = None
     prefix_cache_dir: Path | None = None  # folder of prefixes that survive a restart
     prefix_cache_optional: bool = False  # True: run without that folder if it can't be used
     prefix_disk_bytes: int = 20 << 30

@@ -64,16 +64,14 @@ class ByteBudget:
     prompt, go last, unless they take more than half of the limit. A new entry evicts only entries that were used before
     the call that stores it, so never the blocks that it continues.
 
-    Args:
-        most: bytes.
-
     Attributes:
+        most: bytes at most.
         room: returns the bytes that memory has for all entries; asked at each look-up and store.
         limit: the smaller of both, when it was asked last.
     """
 
     def __init__(self, most: int) -> None:
-        self._most = most
+        self.most = most
         self.room: Callable[[], float] = lambda: math.inf
         self.limit: float = most
         self.evictions = 0
@@ -99,7 +97,7 @@ class ByteBudget:
         self._ask_for_room()
 
     def _ask_for_room(self) -> None:
-        self.limit = min(self._most, self.room())
+        self.limit = min(self.most, self.room())
 
     def touch(self, entry: Evictable, hit: bool = False, pin: bool = False) -> None:
         """Note that the entry is used now, by a look-up (`hit`), or pin it from its first hit on."""

@@ -154,7 +154,7 @@ class BackgroundPrefill:
     def follow(self, active: ActiveRequest, handle: RequestHandle) -> IdleTurn | None:
         """Queue a turn that was answered, if something is left to read. Return the turn if it is not for idle time."""
         request = active.request
-        dense = self._densifies and active.is_sparse
+        dense = self._densifies and active.is_sparse and (active.is_to_verify or self._has_room(active))
         drafts = self._draft is not None and (request.pin_system_prefix or request.specprefill.enabled is not False)
         if not (dense or drafts):
             return None
@@ -169,6 +169,15 @@ class BackgroundPrefill:
             if self._now is None or self._now[0] is not old:
                 old.tell(Verdict(_OVERTAKEN))
         return None
+
+    def _has_room(self, active: ActiveRequest) -> bool:
+        """Return whether the dense prefix of a turn can be kept beside what the turn left: else the next turn would
+        find less than without it.
+        """
+        request, tokens = active.request, concat_tokens(active.request.prompt, active.decoded.tokens)
+        states = 1 + len(self._prefiller.checkpoints(replace(request, prompt=tokens)))
+        session = sum(record.nbytes for record in self._prefiller.caches.session(tokens, request.label))
+        return self._memory.has_room_for_prefix(tokens.size, states, session)
 
     def _draw(self, turn: IdleTurn) -> bool:
         """Count a turn; return whether its answer is verified even if the machine is never idle."""

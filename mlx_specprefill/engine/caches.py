@@ -21,7 +21,7 @@ from ..cache.positioned import leaves, make_positioned_cache
 from ..cache.prefix.disk import DiskTier
 from ..cache.prefix.identity import model_identity
 from ..cache.prefix.layout import Arrays
-from ..cache.prefix.nodes import CacheEntry, CacheHit
+from ..cache.prefix.nodes import CacheEntry, CacheHit, Record
 from ..cache.prefix.selection_key import SelectionKey
 from ..cache.prefix.stored import StoredPrefixCache
 from ..cache.prefix.tree import PrefixCache, Restoring
@@ -36,6 +36,7 @@ from .misses import WORTH_TELLING, Decode, explain_miss
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 Lookup = Generator[Progress, None, CacheHit | None]
+LEAST_BYTES = 2 << 30  # for prefixes, where no other number is set
 _NOT_FOUND = "prefix look-up failed; the prompt is read from its start"
 
 
@@ -71,8 +72,10 @@ class EngineCaches:
 
     def __init__(self, pair: ModelPair, config: EngineConfig) -> None:
         self.on_error: Callable[[Exception], None] = lambda _: None
-        self.budget = ByteBudget(config.prefix_cache_bytes)
-        self.enabled = config.prefix_cache_bytes > 0
+        most = config.prefix_cache_bytes
+        self.budget = ByteBudget(LEAST_BYTES if most is None else most)
+        self.enabled = self.budget.most > 0
+        self._unkept = 0.0  # the latest request that was not kept whole; see `GenerationRequest.made`
         self._pair = pair
         self._disk: DiskTier | None = None
         self._target: PrefixCache | None = None
@@ -318,6 +321,8 @@ class EngineCaches:
     ) -> None:
         if not self.keeps(request):
             return
+        # What is read in idle time must not cost the turn that it belongs to.
+        beside = [] if selection_key is not None else self.session(tokens, request.label)
         store = partial(
             cache.store,
             tokens,
@@ -328,8 +333,20 @@ class EngineCaches:
             state=state,
             selection_key=self._full_key(selection_key),
             hidden=hidden.between if hidden else None,
+            beside=beside,
         )
-        self._try("a prefix could not be stored", store, None)
+        if not self._try("a prefix could not be stored", store, True) and request.made != self._unkept:
+            self._unkept = request.made
+            log.warning(
+                "%d tokens can't all be kept in the prefix cache of %d MB, and are read again: "
+                "--prefix-cache-size allows more",
+                len(tokens),
+                int(self.budget.limit) >> 20,
+            )
+
+    def session(self, tokens: Sequence[int] | TokenIds, label: CacheLabel) -> list[Record]:
+        """Return what both models' caches hold of the longest beginning of these tokens, read in part or whole."""
+        return [record for cache in self._prefixes for record in cache.records(tokens, label)]
 
     def _try(self, failure: str, call: Callable[[], T], otherwise: T) -> T:
         """Return the call's result. A failure is logged."""

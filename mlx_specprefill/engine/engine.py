@@ -195,8 +195,8 @@ class Engine:
             return
         if self._started:
             raise EngineClosedError("a closed engine can't be started again")
-        weights = sum(weights_by_array(self.pair.target, self.pair.draft).values())
-        self.wired = wire(self.config.wired_limit, weights, self.config.prefix_cache_bytes)
+        weights = weights_by_array(self.pair.target, self.pair.draft)
+        self.wired = wire(self.config.wired_limit, self._thread.memory.weights(beside=weights))
         self._started = True
         if self._owns_thread:
             self._thread.start()

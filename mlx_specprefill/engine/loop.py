@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 IDLE_BEAT_S = 0.5
 _SAVE_BEAT_S = 0.01  # while there is nothing else to do than to save prefixes
 _QUIET_S = 1.0  # without requests before background work begins: an agent's next turn often comes at once
+_UNUSED_S = 20.0  # without requests before MLX gives freed memory back: an agent's next turn would allocate it anew
 _LOOK_EVERY_S = 0.5  # at the memory; not above IDLE_BEAT_S, so that it is looked at while nothing comes
 _NOTHING_S = 2e-3  # a step of a prefill that takes no longer, such as its planning, is no chunk
 _TICK_SHARE = 0.5  # of `target_itl_ms`: within it another chunk may begin
@@ -243,9 +244,11 @@ class EngineCore:
             return
         self._next_look = now + _LOOK_EVERY_S
         self._memory.check()
-        if not self._returned and not self.jobs and now - self._last_end >= _QUIET_S:
-            mx.clear_cache()  # freed memory goes back to the system
+        idle_s = 0.0 if self.jobs else now - self._last_end
+        if idle_s >= _QUIET_S:
             self._costs.store()
+        if not self._returned and idle_s >= _UNUSED_S:
+            mx.clear_cache()  # freed memory goes back to the system
             self._returned = True
 
     # --- from waiting to the answer ----------------------------------------------------------------------------------

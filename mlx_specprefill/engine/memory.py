@@ -25,7 +25,7 @@ from ..sampling import LOGITS_ROWS
 from ..specprefill.sparse_prefill import TAIL
 from ..speculative.proposer import Held
 from ..speculative.strategies import STRATEGIES, refusal
-from .caches import EngineCaches
+from .caches import LEAST_BYTES, EngineCaches
 from .footprint import (
     Footprint,
     cache_bytes,
@@ -41,6 +41,8 @@ from .speculation import models_of
 
 log = logging.getLogger(__name__)
 ANSWER_TOKENS = 2048  # of the answer that admission counts: clients ask for the whole context and use little of it
+LONG_REQUEST = 32768  # tokens of the request for which there is to be room
+_PREFIX_PART = 4  # of what such a request leaves, by default
 # Per word of the vocabulary and row: a model's logits, as float32, normalised, and as a sampler changes them.
 _ROW_BYTES = 16
 _TAIL_BYTES = 4 * 2 * TAIL  # per word: the model's logits of the last tokens of a prompt
@@ -141,12 +143,22 @@ class Memory:
         except Exception as error:  # noqa: BLE001 - the first request reports the error
             self._go_without(error)
             self.limit = None
+        if self._config.prefix_cache_bytes is None:
+            self._caches.budget.most = self._share_for_prefixes()
         if (window := self.window()) < pair.context_length:
             log.warning(
                 "memory leaves room for %d tokens of prompt and answer, of the model's %d; --memory-limit allows more",
                 window,
                 pair.context_length,
             )
+
+    def _share_for_prefixes(self) -> int:
+        """Return a part of the bytes that the models and one long request leave."""
+        tokens, free = min(self._longest, LONG_REQUEST), self._free()
+        if free is None:
+            return LEAST_BYTES
+        request = self._need((self._target, tokens), (self._draft, round(tokens * self._pair.draft_ratio)))
+        return max(LEAST_BYTES, (free - request.total) // _PREFIX_PART)
 
     def _measure_whole(self) -> Footprint:
         """Measure what the paper's rule scores with: all layers of the draft."""
@@ -201,6 +213,16 @@ class Memory:
     @property
     def _requests(self) -> int:
         return self.rows_bytes() + sum(self._arrays(job) for job in self.jobs.values())
+
+    def has_room_for_prefix(self, tokens: int, states: int, beside: int) -> bool:
+        """Return whether a dense prefix of the target can be kept beside `beside` bytes of other prefixes.
+
+        Args:
+            states: checkpoints of what the model can't cut.
+        """
+        nbytes, free = self._target.per_token * tokens + self._target.constant * states, self._free()
+        most = self._caches.budget.most
+        return nbytes + beside <= (most if free is None else min(most, free))
 
     def evict(self, nbytes: int) -> None:
         """Evict at least `nbytes` cached bytes, or all of them."""

@@ -343,13 +343,14 @@ class Prefiller:
         holds.
         """
         if new is None:  # an identical prompt can't use a state at its end: the last checkpoint is one token before it
-            ends = self._checkpoints(active) or [len(active.request.prompt)]
+            ends = self.checkpoints(active.request, active.prefix.length) or [len(active.request.prompt)]
             return {end - active.prefix.length: end for end in ends}
         if active.plan.selection_key is None:
             return {}
         if not self.is_stateful:
             return {new.size: len(active.request.prompt)}
-        ends = [*self._checkpoints(active), *([] if active.staging is None else active.staging.hidden.cuts)]
+        ends = self.checkpoints(active.request, active.prefix.length)
+        ends = [*ends, *([] if active.staging is None else active.staging.hidden.cuts)]
         counts = {int(np.searchsorted(new, length)): length for length in ends}
         dense = Fed(new - active.prefix.length).dense_tokens
         if active.staging is None and not active.prefix.held.size and dense >= _LEAST_CHECKPOINT:
@@ -366,7 +367,7 @@ class Prefiller:
             return []
         start = active.prefix.length
         dense = int(np.argmin(np.append(active.plan.forced[start:-1], False)))
-        ends = [end for end in self._checkpoints(active) if end <= start + dense]
+        ends = [end for end in self.checkpoints(active.request, start) if end <= start + dense]
         return sorted({*ends, start + dense}) if dense >= _LEAST_CHECKPOINT else ends
 
     def _keep_staged_beginning(self, active: ActiveRequest, stages: StagedModel, length: int) -> None:
@@ -392,18 +393,18 @@ class Prefiller:
             return (yield from self._feed(active, self.pair.target, active.cache))
         return (yield from self._with_prompt_logprobs(active, request.prompt_logprobs))
 
-    def _checkpoints(self, active: ActiveRequest) -> list[int]:
-        """Return the lengths behind the cached prefix at which another request may branch off, ascending.
+    def checkpoints(self, request: GenerationRequest, start: int = 0) -> list[int]:
+        """Return the lengths above `start` at which another request may branch off, ascending.
 
         Empty for a cache that can be cut at any length.
         """
         if not self.is_stateful:
             return []
-        M = len(active.request.prompt)  # an identical prompt can use its first M - 1 tokens
-        spans = active.request.spans
+        M = len(request.prompt)  # an identical prompt can use its first M - 1 tokens
+        spans = request.spans
         ends = [span.end for span in spans if span.kind in ("system", "tools")] + [span.end for span in spans[-3:]]
         ends += [*range(_STATE_EVERY, M, _STATE_EVERY), M - 1]
-        return sorted({end for end in ends if active.prefix.length < end < M})
+        return sorted({end for end in ends if start < end < M})
 
     def _with_prompt_logprobs(self, active: ActiveRequest, count: int) -> PrefillSteps:
         """Run a full prefill with every row's logits. Those of 128 tokens exist at a time, and none between steps."""

@@ -247,6 +247,9 @@ class RankedPrefiller(_Ranked, Prefiller):
 class RankedBackgroundPrefill(_Ranked, BackgroundPrefill):
     """Densifies the same turns on all ranks: rank 0 knows which answers called a tool."""
 
+    def _has_room(self, active: ActiveRequest) -> bool:
+        return self._ranks.all(super()._has_room(active))
+
     def _is_expecting(self, turn: IdleTurn) -> bool:
         return self._ranks.broadcast("expecting", lambda: super(RankedBackgroundPrefill, self)._is_expecting(turn))
 

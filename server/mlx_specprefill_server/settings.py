@@ -178,10 +178,12 @@ class Settings(BaseSettings):
     )
     wired_limit: WiredLimit = Field(
         default=ENGINE.wired_limit,
-        description="Memory that macOS keeps resident. auto: the models, if they take more than 60 % of it.",
+        description="Memory that macOS keeps resident. auto: the models, from macOS 15 on.",
     )
-    prefix_cache_size: Size = Field(
-        default=ENGINE.prefix_cache_bytes, description="Memory for reusable prompt prefixes; 0: none."
+    prefix_cache_size: Size | None = Field(
+        default=None,
+        description="Memory for reusable prompt prefixes; 0: none. Default: a quarter of what the models and a request "
+        "of 32K tokens leave, at least 2 GB.",
     )
     prefix_cache_dir: Path | None = Field(
         default=None, description="Folder that keeps prefixes when the server stops. Default: none."

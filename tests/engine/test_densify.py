@@ -240,3 +240,45 @@ def test_what_does_not_fit_is_left_sparse_and_nothing_is_evicted(
         assert engine.stats().evictions == evictions
         assert engine.health().alive
     assert seen == []
+
+
+# --- the room for prefixes -------------------------------------------------------------------------------------------
+
+TURN = 900  # tokens: four blocks
+BUDGETS = [0.3, 0.45, 0.8, 1.0, 1.2, 3.0]  # times the dense prefixes of both models
+
+
+def found_by_the_next_turn(family: str, share: float, densify: bool) -> int:
+    """Return the cached tokens of a second turn, after idle time."""
+    policy = dataclasses.replace(CONFIG.policy, densify=densify)
+    with Engine(tiny_pair(family), dataclasses.replace(CONFIG, policy=policy)) as engine:
+        memory = engine.memory
+        engine.caches.budget.most = int(share * sum(memory.need_idle(TURN, dense).held for dense in (True, False)))
+        prompt = random_prompt(TURN)
+        answer, _ = generated(engine.generate(GenerationRequest(prompt, 8)))
+        engine.cached()  # the turn has ended, and is queued
+        assert eventually(lambda: not engine.densifier.turns and not engine.health().background, 60)
+        following = GenerationRequest((*prompt, *answer, *random_prompt(300, 7)), 2)
+        _, last = generated(engine.generate(following))
+    assert isinstance(last, Finished)
+    return last.report.cached_tokens
+
+
+@pytest.mark.parametrize("share", [0.6, *(pytest.param(share, marks=pytest.mark.nightly) for share in BUDGETS)])
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_idle_work_never_costs_the_next_turn_what_it_would_find(
+    family: str, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop.EngineCore, "_quiet_s", 0.0)
+    assert found_by_the_next_turn(family, share, True) >= found_by_the_next_turn(family, share, False)
+
+
+def test_a_prompt_without_room_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    with Engine(tiny_pair(), dataclasses.replace(CONFIG, prefix_cache_bytes=200_000)) as engine:
+        generated(engine.generate(GenerationRequest(random_prompt(100), 2)))
+        assert "can't all be kept" not in caplog.text
+        generated(engine.generate(GenerationRequest(random_prompt(TURN), 2)))
+        engine.cached()
+    assert [text for text in caplog.messages if "can't all be kept" in text] == [
+        "900 tokens can't all be kept in the prefix cache of 0 MB, and are read again: --prefix-cache-size allows more"
+    ]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import platform
+import time
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,18 +22,20 @@ from mlx_specprefill import (
     GenerationRequest,
     SettingsError,
     SpecPrefillOptions,
+    SpecPrefillPolicy,
 )
 from mlx_specprefill.cache.positioned import leaves
+from mlx_specprefill.engine import loop, scoring
 from mlx_specprefill.engine import prefill as prefiller
-from mlx_specprefill.engine import scoring
 from mlx_specprefill.specprefill.scorer import scorer_for
 from mlx_specprefill.specprefill.sparse_prefill import feed as read
 from tests.support import tiny
 
 
-@pytest.mark.parametrize("wired", ["off", "auto", "on"])
+@pytest.mark.parametrize("wired", ["off", "on"])
 def test_memory_is_wired_only_where_that_is_asked_for(monkeypatch, wired):
     """Kernel panics were reported of Macs on which the limit is set, so neither we nor what we call sets it."""
+    monkeypatch.setattr(platform, "mac_ver", lambda: ("15.0", ("", "", ""), ""))
     limits, info = [], mx.device_info()
     monkeypatch.setattr(mx, "set_wired_limit", lambda limit: limits.append(limit) or 0)
     monkeypatch.setattr(mx, "device_info", lambda: {**info, "max_recommended_working_set_size": 1 << 33})
@@ -143,3 +148,32 @@ def test_a_prompt_that_fits_in_full_only_is_read_in_full() -> None:
         *_, last = engine.generate(request)
     assert isinstance(last, Finished)
     assert (last.report.mode, last.report.reason) == ("full", "a sparse prefill needs more memory than there is")
+
+
+@pytest.mark.parametrize(
+    ("limit", "asked", "least", "most"),
+    [
+        (100 << 30, None, 24 << 30, 25 << 30),  # a quarter of what weights and one long request leave
+        (4 << 30, None, 2 << 30, 2 << 30),
+        (100 << 30, 64 << 20, 64 << 20, 64 << 20),
+    ],
+)
+def test_prefixes_have_a_part_of_what_one_request_leaves(limit: int, asked: int | None, least: int, most: int) -> None:
+    with Engine(tiny.tiny_pair(), EngineConfig(memory_limit=limit, prefix_cache_bytes=asked)) as engine:
+        assert least <= engine.caches.budget.most <= most
+
+
+def test_freed_memory_is_given_back_after_twenty_idle_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not after one: an agent's next turn would allocate it anew. By a clock that the test moves."""
+    emptied: list[float] = []
+    with Engine(tiny.tiny_pair(), EngineConfig(policy=SpecPrefillPolicy(densify=False))) as engine:
+        tiny.generated(engine.generate(GenerationRequest(tiny.random_prompt(20), 2)))
+        engine.cached()
+        ended = engine.loop._last_end
+        monkeypatch.setattr(mx, "clear_cache", lambda: emptied.append(loop.time.monotonic()))
+        for now in (ended + 2, ended + 19, ended + 21, ended + 40):
+            clock = SimpleNamespace(monotonic=partial(float, now), perf_counter=time.perf_counter)
+            monkeypatch.setattr(loop, "time", clock)
+            engine.loop._next_look = 0.0
+            engine.loop._look_at_memory()
+        assert emptied == [ended + 21]

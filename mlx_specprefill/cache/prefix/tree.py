@@ -203,6 +203,14 @@ class PrefixCache:
         match = self._match(np.asarray(tokens, dtype=np.int32), label, selection_key)
         return 0 if match is None else match.length
 
+    def records(self, tokens: Sequence[int] | TokenIds, label: CacheLabel = SHARED) -> list[Record]:
+        """Return the records of the longest stored prefix, however its tokens were chosen. Reads and counts nothing."""
+        root, find = self._roots.get(label), deepest_state if self._layout.stateful else longest_match
+        match = None if root is None else find(root, np.asarray(tokens, dtype=np.int32), lambda _: True)
+        if match is None:
+            return []
+        return match.node.blocks() + ([] if match.node.state is None else [match.node.state])
+
     def others(
         self, tokens: Sequence[int] | TokenIds, label: CacheLabel = SHARED, most: int = 3
     ) -> tuple[int, list[TokenIds]]:
@@ -266,7 +274,8 @@ class PrefixCache:
         state: Arrays | None = None,
         selection_key: SelectionKey | None = None,
         hidden: HiddenOf | None = None,
-    ) -> None:
+        beside: Sequence[Record] = (),
+    ) -> bool:
         """Store the cache of a prefill of `tokens`. Known blocks are not copied again.
 
         May be called as the prefill goes on, with more tokens each time. The cache is not changed and stays the
@@ -283,21 +292,27 @@ class PrefixCache:
             hidden: returns the first layers' hidden states of the tokens [start, end), (1, L, D), and the index of the
                 first known one. They are stored in place of these layers' caches. Without a gap nothing is stored where
                 `Layout.lacks_dense`.
+            beside: records that must not be evicted for it.
+
+        Returns:
+            Whether it had room for all of them.
 
         Raises:
             ValueError: the cache is sparse without a selection key, or does not hold that many tokens.
         """
         if self.refusal is not None:
-            return
+            return True
         ids = np.asarray(tokens, dtype=np.int32)
         if selection_key is None:
             self._layout.check(cache, ids.size, more=state is not None)
         if ids.size == 0:
-            return
+            return True
         source = _Source(cache, None if selection_key is None else fed_of(cache), selection_key, hidden)
         if hidden is not None and self._layout.lacks_dense and source.is_dense(ids.size):
-            return
+            return True
         self._budget.begin_store()
+        for record in reversed(beside):
+            self._budget.touch(record)
         self._begin()
         root = self._roots.get(label) or self._make_root(label)
         try:
@@ -308,6 +323,7 @@ class PrefixCache:
             if root.children:
                 self._roots[label] = root
         self._pin_system_prefix(root, ids[:system_prefix_len], pin_system_prefix)
+        return self.covers(ids, label, selection_key) == ids.size
 
     def state(self, cache: Sequence[Any], staged: bool = False) -> Arrays:
         """Return the state of layers that can't be trimmed, for a `store` after later forwards. Not evaluated.

@@ -198,7 +198,7 @@ async def warm(
     service: ModelDep,
 ) -> Response:
     """Read the system prompt and the tools in full and keep them."""
-    if not service.settings.prefix_cache_size:
+    if service.settings.prefix_cache_size == 0:
         raise ApiError(400, "This server keeps no prefixes: its --prefix-cache-size is 0.", code="no_prefix_cache")
     given = body.model_extra or {}
     prompt = await while_connected(request, service.prompts.chat(_conversation(given)))

@@ -254,7 +254,7 @@ def test_the_byte_limit_holds_and_the_oldest_use_goes_first(tmp_path: Path) -> N
     one = sum(path.stat().st_size for path in records(tmp_path))
     with cached(tmp_path, make, limit=4 * one + 10, budget=0) as prefixes:
         for base in range(100, 400, 100):
-            prefixes._budget._most = LARGE
+            prefixes._budget.most = LARGE
             prefixes.store(range(base, base + 20), filled(make, range(base, base + 20)))
             prefixes._budget.shrink(LARGE)
         assert found(prefixes, range(20)) == 20  # now the one that was used last

@@ -150,8 +150,8 @@ class EngineConfig:
     rule: RuleName = "default"  # default of requests: scoring and selection of tokens
     policy: SpecPrefillPolicy = field(default_factory=SpecPrefillPolicy)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
-    # Tokens per forward at most; a cancelled request stops within one such chunk. 2048 on a GPU. MLX's CPU attention
-    # computes the whole square of a chunk, masked or not, so 128 is a quarter faster there.
+    # Tokens per forward at most; a cancelled request stops within one such chunk, of some two seconds. 2048 on a GPU.
+    # MLX's CPU attention computes the whole square of a chunk, masked or not, so 128 is a quarter faster there.
     prefill_step: int = field(default_factory=_own_prefill_step)
     max_queue: int = 256  # requests waiting to be admitted
     max_rows: int = 32  # requests that prefill or decode at the same time

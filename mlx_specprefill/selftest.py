@@ -37,6 +37,7 @@ from .cache.positioned import fill, make_positioned_cache, place
 from .config import EngineConfig, SpeculationConfig, SpeculationName
 from .engine.costs import ForwardCost, LearntCost
 from .engine.engine import Engine
+from .engine.footprint import random_tokens
 from .events import Event, Failed, Finished, TokenEvent
 from .loading import ModelPair, load_pair
 from .reading import read_model
@@ -493,5 +494,5 @@ def _times(run: Callable[[], None], repeats: int) -> list[float]:
 
 
 def _forward(model: nn.Module, cache: list[Any], tokens: int) -> None:
-    model(mx.zeros((1, tokens), dtype=mx.int32), cache=cache)
+    model(random_tokens(model, tokens), cache=cache)
     mx.eval([part.state for part in cache])

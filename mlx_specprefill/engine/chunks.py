@@ -17,16 +17,20 @@ _SMALLEST_BACKGROUND = 8  # of idle work, for which a request waits: on a slow C
 # Idle work takes this part of what `target_itl_ms` leaves beside a forward's fixed cost: of a hundred chunks, the
 # slowest takes one and a half times the median.
 _IDLE_PART = 2 / 3
-# Beside other requests a chunk is no shorter than what loses this share of its time to the forward's fixed cost.
+# A chunk is no shorter than what loses this share of its time to the forward's fixed cost: beside other requests, in
+# idle time, and alone.
 _FIXED_SHARE = 1 / 3
+_FIXED_SHARE_IDLE = 0.3
+_FIXED_SHARE_ALONE = 0.1
+_ALONE_MS = 2000.0  # of a chunk for which nobody waits but who may come or leave: a short question, an abort, Ctrl-C
 
 
 class ChunkSizer:
     """Sizes chunks for the job whose turn it is. MLX thread only, but for `expected_tokens`.
 
-    Alone, a prefill runs in chunks of `EngineConfig.prefill_step`. Beside other requests a chunk takes about
-    `target_itl_ms`. It is never so short that a third of its time would be the fixed cost of a forward. One of idle
-    work is shorter than that, whatever it loses.
+    Alone, a chunk takes two seconds at most, unless a tenth of its time would then be the fixed cost of a forward, and
+    has at most `EngineConfig.prefill_step` tokens. Beside other requests a chunk takes about `target_itl_ms`, one of
+    idle work less, unless some third of its time would be the fixed cost.
 
     Attributes:
         largest: tokens of a chunk at most.
@@ -71,15 +75,15 @@ class ChunkSizer:
 
     def _size(self, kind: ForwardKind, depth: int, contended: bool, background: bool) -> int:
         largest = min(self.largest, max(_SMALLEST, MOST_PAIRS // max(depth, 1)))
-        if not (contended or background):
-            return largest
-        cost = self._costs.cost(kind)
+        cost, ms, share, smallest = self._costs.cost(kind), self._target_ms, _FIXED_SHARE, _SMALLEST
         if background:
-            most = cost.most_tokens(cost.fixed + _IDLE_PART * (self._target_ms - cost.fixed), depth)
-            return min(largest, max(1, most // _SMALLEST_BACKGROUND) * _SMALLEST_BACKGROUND)
-        most = cost.most_tokens(self._target_ms, depth) // _SMALLEST * _SMALLEST
-        least = math.ceil(cost.fewest_tokens(_FIXED_SHARE, depth) / _SMALLEST) * _SMALLEST
-        return min(largest, max(_SMALLEST, most, least))
+            ms = cost.fixed + _IDLE_PART * (self._target_ms - cost.fixed)
+            share, smallest = _FIXED_SHARE_IDLE, _SMALLEST_BACKGROUND
+        elif not contended:
+            ms, share = _ALONE_MS, _FIXED_SHARE_ALONE
+        most = cost.most_tokens(ms, depth) // smallest * smallest
+        least = math.ceil(cost.fewest_tokens(share, depth) / smallest) * smallest
+        return min(largest, max(smallest, most, least))
 
     def observe(self, job: Job, event: Event) -> None:
         """Record the progress and time of the job's latest chunk."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +18,9 @@ from ..cache.positioned import fill, leaves
 
 _SHORT = 128  # tokens of the first measuring forward
 _FAR, _DEPTH = 32, 2048  # tokens of the second one, and cached tokens before them
+_WARMING = 512  # tokens, of which a mixture sends some to every expert
+_FEW = 29  # ids that every vocabulary has
+log = logging.getLogger(__name__)
 # Queries times keys of one prefill forward. A larger forward may exceed the time that a GPU's watchdog allows.
 MOST_PAIRS = 2048 * 32768
 
@@ -96,9 +100,32 @@ def _peak(model: nn.Module, cache: list[Any], tokens: int) -> int:
     """Return the peak bytes of a forward of `tokens` tokens, above those in use before."""
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    model(mx.zeros((1, tokens), dtype=mx.int32), cache=cache)
+    model(random_tokens(model, tokens), cache=cache)
     mx.eval([part.state for part in cache])
     return int(mx.get_peak_memory()) - before
+
+
+def random_tokens(model: nn.Module, count: int) -> mx.array:
+    """Return ids (1, count) of the model's vocabulary: equal ones would all go to the same experts."""
+    parts = getattr(model, "whole", model).modules()
+    rows = [part.weight.shape[0] for part in parts if isinstance(part, (nn.Embedding, nn.QuantizedEmbedding))]
+    return mx.random.randint(0, min(rows, default=_FEW), (1, count), key=mx.random.key(count))
+
+
+def warm_up(*models: nn.Module | None) -> None:
+    """Let a GPU make its kernels, and read every expert once: the first prompt would take several times as long."""
+    if not _on_gpu():
+        return
+    log.info("warming up")
+    for model in models:
+        if model is not None:
+            cache = list(make_prompt_cache(model))
+            model(random_tokens(model, _WARMING), cache=cache)
+            mx.eval([part.state for part in cache])
+
+
+def _on_gpu() -> bool:
+    return bool(mx.default_device() == mx.Device(mx.gpu))
 
 
 def cache_footprint(cache: list[Any]) -> Footprint:

@@ -31,6 +31,7 @@ from .footprint import (
     cache_bytes,
     hidden_bytes,
     measure_footprint,
+    warm_up,
     weight_bytes,
     weights_by_array,
 )
@@ -136,6 +137,7 @@ class Memory:
         self._caches.budget.room = self.room_for_prefixes
         try:
             self._proposing = self._possible_strategies()
+            warm_up(pair.target, pair.draft)
             self._target = measure_footprint(pair.target, pair.context_length)
             self._draft = measure_footprint(pair.draft, pair.draft_context)
             self._whole = self._measure_whole()

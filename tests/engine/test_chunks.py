@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,9 +40,10 @@ class Costs:
 
 
 class Machine:
-    """Prefills of one machine, by its law instead of by MLX."""
+    """Prefills of one machine, by its law instead of by MLX. Other work slows each forward by up to `noise`."""
 
-    def __init__(self, law: ForwardCost, beside: bool = False, config: EngineConfig = GPU) -> None:
+    def __init__(self, law: ForwardCost, beside: bool = False, config: EngineConfig = GPU, noise: float = 0.0) -> None:
+        self.noise, self.rng = noise, random.Random(0)
         self.law, self.scheduler, self.costs = law, Scheduler(), Costs(law)
         self.sizer = ChunkSizer(tiny_pair(), config, self.scheduler, self.costs)
         if beside:
@@ -65,7 +67,7 @@ class Machine:
         while done < tokens:
             self.sizer.begin(job)
             size = min(self.sizer.size("prefill"), tokens - 32 - done) if done < tokens - 32 else 32
-            ms = self.law.ms(size, cached + done)
+            ms = self.law.ms(size, cached + done) * (1 + self.noise * self.rng.random())
             done += size
             job.step_s = ms / 1e3
             self.sizer.observe(job, Progress("prefill", done, tokens))
@@ -84,8 +86,8 @@ def throughput(law: ForwardCost, beside: bool) -> float:
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_alone_a_prefill_is_as_fast_as_in_the_longest_chunks(machine):
-    assert throughput(MACHINES[machine], beside=False) >= 0.95
+def test_alone_a_prefill_loses_less_than_a_tenth_of_its_speed_in_the_longest_chunks(machine):
+    assert throughput(MACHINES[machine], beside=False) >= 0.9
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -115,11 +117,24 @@ def test_a_fixed_part_above_the_target_is_not_paid_for_more_often_than_it_must()
 
 
 def test_a_step_that_was_never_tried_is_no_cap():
-    """After chunks beside an answer a prefill that is alone takes the longest at once."""
+    """After chunks beside an answer a prefill that is alone takes the longest at once that it should."""
     run = Machine(MACHINES["30B-A3B, M1 Pro"], beside=True)
     run.prefill(8000)
     run.scheduler.remove(0)
-    assert [size for size, _ in run.prefill(8192)] == [2048, 2048, 2048, 2016]
+    assert all(1200 <= size <= 1300 for size, _ in run.prefill(8192)[:-1])
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_alone_a_chunk_takes_two_seconds_or_loses_a_tenth(machine: str) -> None:
+    """It is the largest that takes no longer, or, with a large fixed part, the smallest that loses no more."""
+    law, run = MACHINES[machine], Machine(MACHINES[machine])
+    for tokens in (300, 2000, 900, 5000):
+        run.prefill(tokens)
+    for depth in (0, 20_000):
+        size, ms = run.prefill(16384, cached=depth)[0]
+        assert ms <= 2040 or law.fixed / law.ms(size - 64, depth) > 0.098
+        assert size == 2048 or law.ms(size + 64, depth) > 1900
+        assert law.fixed / ms <= 0.105
 
 
 def test_depth_bounds_chunks():
@@ -132,6 +147,21 @@ def test_depth_bounds_chunks():
     assert min(size for size, _ in run.prefill(200_000)[:-1]) >= 256
 
 
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_thousand_idle_chunks_cost_little_and_move_no_prediction(machine: str) -> None:
+    """Short ones lost up to two thirds of their time, and made 8K of the 122B cost half as much as it does."""
+    law, run = MACHINES[machine], Machine(MACHINES[machine], noise=0.05)
+    for tokens in (300, 2000, 900, 5000):
+        run.prefill(tokens)
+    chunks: list[tuple[int, float]] = []
+    while len(chunks) < 1000:
+        chunks += run.prefill(16384, background=True)
+    assert run.costs.cost("target").prefill_ms(8192, 0, 2048) == pytest.approx(law.prefill_ms(8192, 0, 2048), rel=0.15)
+    run.noise = 0.0
+    took = sum(ms for _, ms in run.prefill(16384 + 32, background=True))
+    assert took < 1.4 * sum(law.ms(2048, depth) for depth in range(0, 16384, 2048))
+
+
 @pytest.mark.parametrize("machine", DENSE)
 def test_background_chunks_leave_a_third_of_their_time_for_what_slows_them(machine):
     run = Machine(DENSE[machine])
@@ -141,7 +171,7 @@ def test_background_chunks_leave_a_third_of_their_time_for_what_slows_them(machi
         sizes = [(size, ms) for size, ms in run.prefill(8000, background=True, cached=cached)]
         most = 1.15 if cached else 1.05  # so deep a chunk was never timed before
         aim = run.law.fixed + 2 / 3 * (GPU.target_itl_ms - run.law.fixed)
-        assert max((ms for size, ms in sizes if size > 8), default=0) <= most * aim
+        assert max((ms for size, ms in sizes if size > 16), default=0) <= most * aim
         assert max(ms for _, ms in sizes) <= most * GPU.target_itl_ms
         assert min(size for size, _ in sizes[:-1]) >= 8
 

@@ -82,6 +82,7 @@ class EngineCore:
     def begin(self) -> None:
         """Measure what a active costs."""
         self._memory.measure()
+        self._chunks.largest = min(self._chunks.largest, self._memory.step)
         self._costs.load()
         self.ready.set()
 

@@ -43,6 +43,7 @@ from .speculation import models_of
 log = logging.getLogger(__name__)
 ANSWER_TOKENS = 2048  # of the answer that admission counts: clients ask for the whole context and use little of it
 LONG_REQUEST = 32768  # tokens of the request for which there is to be room
+_LEAST_STEP = 128  # tokens of a forward
 _PREFIX_PART = 4  # of what such a request leaves, by default
 # Per word of the vocabulary and row: a model's logits, as float32, normalised, and as a sampler changes them.
 _ROW_BYTES = 16
@@ -88,6 +89,7 @@ class Memory:
     Attributes:
         limit: bytes for everything; None: everything fits.
         weights: bytes of the models.
+        step: tokens of a forward at most.
         parameters: bytes of each array of its models, by identity: two engines can share a draft.
         pinned: its models are never unloaded.
         last_use: when it last let a request in, by the monotonic clock.
@@ -126,6 +128,7 @@ class Memory:
         self.parameters: Mapping[int, int] = {}
         self.limit: int | None = None
         self.weights = 0
+        self.step = config.prefill_step
 
     def measure(self) -> None:
         """Measure the memory of a sequence on the MLX thread. If this fails, the first request reports the error."""
@@ -145,6 +148,7 @@ class Memory:
         except Exception as error:  # noqa: BLE001 - the first request reports the error
             self._go_without(error)
             self.limit = None
+        self._shorten_step()
         if self._config.prefix_cache_bytes is None:
             self._caches.budget.most = self._share_for_prefixes()
         if (window := self.window()) < pair.context_length:
@@ -153,6 +157,14 @@ class Memory:
                 window,
                 pair.context_length,
             )
+
+    def _shorten_step(self) -> None:
+        """Halve the longest forward until one long request fits: shorter ones need less memory beside its cache."""
+        wanted = min(self._longest, LONG_REQUEST)
+        while self.window() < wanted and self.step >= 2 * _LEAST_STEP:
+            self.step //= 2
+        if self.step < self._config.prefill_step:
+            log.info("prompts are read %d tokens at a time at most: memory is short for %d", self.step, wanted)
 
     def _share_for_prefixes(self) -> int:
         """Return a part of the bytes that the models and one long request leave."""
@@ -394,7 +406,7 @@ class Memory:
             rows: of logits that are read at once; 0: those of the prompt's end, for the last one's sake.
             more: bytes that are held beside the caches.
         """
-        step, logits = self._config.prefill_step, max(self._pair.vocab_size * _TAIL_BYTES, rows * self._row_bytes)
+        step, logits = self.step, max(self._pair.vocab_size * _TAIL_BYTES, rows * self._row_bytes)
         return Need(
             more + sum(part.of_held(tokens + KVCache.step) for part, tokens in parts),
             max(logits, *(part.working(tokens, step) for part, tokens in parts)),

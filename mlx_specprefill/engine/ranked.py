@@ -133,6 +133,7 @@ class RankedMemory(_Ranked, Memory):
 
     def measure(self) -> None:
         super().measure()
+        self.step, _ = self._ranks.min_max(self.step)
         window, _ = self._ranks.min_max(self.window())
         limit = self.limit
         if self._ranks.all(limit is not None) and limit is not None and window < self.window():

@@ -13,6 +13,7 @@ from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 from huggingface_hub import constants, snapshot_download
 from typer.testing import CliRunner, Result
@@ -233,6 +234,25 @@ class TestWhatIsRefused:
         assert "3.1 MB of memory are needed at 32,768 tokens, and 1.0 MB may be used on this machine" in said
         assert hub.sent.keys() == {"config.json"}
         assert pull("org/draft", "--force").exit_code == 0
+
+    def test_the_part_that_sees_is_not_loaded_and_not_counted(
+        self, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Its files have 4 MB more than the language model."""
+        folder = save_checkpoint(tmp_path / "seeing", "qwen3_5", 1)
+        language = dict(mx.load(str(folder / WEIGHTS)))
+        assert all(name.startswith("language_model.") for name in language)
+        tower = {"vision_tower.patch_embed.weight": mx.zeros((1 << 20,))}
+        mx.save_safetensors(str(folder / WEIGHTS), language | tower, {"format": "mlx"})
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"vision_config": {}}))
+        hub.add("org/seeing", folder)
+        monkeypatch.setenv("MLX_SPECPREFILL_MEMORY_LIMIT", "4MB")
+        assert pull("org/seeing").exit_code == 0
+        monkeypatch.setenv("MLX_SPECPREFILL_MEMORY_LIMIT", "1MB")
+        needed = sum(array.nbytes for array in language.values())
+        assert needed < 3 << 20
+        assert "of memory are needed" in refused("org/seeing")
 
     def test_what_could_not_be_loaded(self, hub: Hub) -> None:
         config = {**CONFIGS["llama"], "model_type": "unheard_of"}

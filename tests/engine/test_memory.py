@@ -177,3 +177,20 @@ def test_freed_memory_is_given_back_after_twenty_idle_seconds(monkeypatch: pytes
             engine.loop._next_look = 0.0
             engine.loop._look_at_memory()
         assert emptied == [ended + 21]
+
+
+@pytest.mark.parametrize(("spare", "step"), [(1.1, 2048), (0.7, 1024), (0.4, 512), (0.0, 128)])
+def test_forwards_are_halved_until_one_long_request_fits(spare: float, step: int) -> None:
+    """Of 2048 tokens they leave less room for the cache than the model's window of 4096 tokens takes.
+
+    Args:
+        spare: memory beside that request's cache, as a part of what forwards of 2048 tokens need.
+    """
+    pair = tiny.tiny_pair()
+    with Engine(pair, EngineConfig(prefill_step=2048, memory_limit=1 << 34)) as engine:
+        memory = engine.memory
+        whole = memory.need(GenerationRequest(tiny.random_prompt(4096 - 8), 8), "full")
+        limit = memory.weights + whole.held + int(spare * whole.working)
+    with Engine(pair, EngineConfig(prefill_step=2048, memory_limit=limit)) as engine:
+        assert engine.prefiller._chunks.largest == engine.memory.step == step
+        assert engine.window == pair.context_length or step == 128

@@ -25,6 +25,7 @@ from .common import OptionError, one_line_errors, usable_memory
 from .options import PairsFile
 
 _CONTEXT = 32768  # tokens of prompt and answer that must fit the memory
+_TEXT = "language_model."  # names of the weights
 _SPARE_DISK = 1 << 30  # bytes
 
 
@@ -94,12 +95,22 @@ class _Remote:
             return weights
         with _asking_for(self.repository):
             path = hf_hub_download(self.repository, "config.json", revision=self.commit)
-            design = mlx_specprefill.blueprint(dict(json.loads(Path(path).read_text(encoding="utf-8"))))
+            config = dict(json.loads(Path(path).read_text(encoding="utf-8")))
+            weights = self._text_weights() or weights if "vision_config" in config else weights
+            design = mlx_specprefill.blueprint(config)
         if design.refusal is not None:
             raise OptionError(
                 f"{self.name} could not be loaded: {design.refusal}; pull --force fetches it all the same"
             )
         return weights + (design.cache_bytes(min(context, design.context)) or 0)
+
+    def _text_weights(self) -> int:
+        """Return the bytes of the language model's weights, the only ones that mlx-lm loads of a model that sees, from
+        the beginnings of the files; 0 where they have other names.
+        """
+        files = HfApi().get_safetensors_metadata(self.repository, revision=self.commit).files_metadata.values()
+        parts = (part for file in files for part in file.tensors.items() if part[0].startswith(_TEXT))
+        return sum(info.data_offsets[1] - info.data_offsets[0] for _, info in parts)
 
 
 def _fetch(names: Sequence[str], context: int, force: bool) -> None:

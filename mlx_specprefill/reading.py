@@ -55,6 +55,7 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 log = logging.getLogger(__name__)
 _DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 _PIECE = 128 << 20  # bytes
+_WITHOUT_BFLOAT16 = ("applegpu_g13", "applegpu_g14")
 _LONGEST = 1 << 20  # tokens; models without positions state no limit, or 2^31 - 1
 
 OnProgress = Callable[[int, int], None]
@@ -244,8 +245,39 @@ def read_model(where: str | Path, dtype: DtypeName, on_progress: OnProgress) -> 
             model, tokenizer, config = _lazy(where)
             cast_model(model, dtype)
             _fill(model, on_progress)
+    if dtype == "auto" and _emulates_bfloat16():
+        _prefer_float16(model, where)
     _check_range(model, where)
     return model, tokenizer, config
+
+
+def _emulates_bfloat16() -> bool:
+    """Return whether this GPU has float16, but no bfloat16 of its own: those of M1 and M2."""
+    return not _on_cpu() and str(mx.device_info().get("architecture", "")).startswith(_WITHOUT_BFLOAT16)
+
+
+def _prefer_float16(model: nn.Module, where: str | Path) -> None:
+    """Cast bfloat16 to float16 where the hidden values of a dozen tokens are far from the end of its range.
+
+    It is 1.2 to 1.7 times as fast there (mlx-examples issue 186, omlx issue 604, Rapid-MLX issue 3154).
+    """
+    if dtype_name(model) != "bfloat16":
+        return
+    with _errors(where):
+        largest = largest_hidden(model)
+    if largest >= FLOAT16_MAX / 2:
+        log.info(
+            "%s: hidden values of %.0f are too large for float16: bfloat16, which this GPU emulates", where, largest
+        )
+        return
+    log.info("%s: float16 instead of bfloat16, which this GPU emulates; --dtype bfloat16 keeps it", where)
+    to_float16(model)
+
+
+def to_float16(model: nn.Module) -> None:
+    """Cast parameters of bfloat16 to float16, piece by piece. Others keep their type."""
+    model.set_dtype(mx.float16, lambda kind: bool(kind == mx.bfloat16))
+    _fill(model, lambda done, total: None)
 
 
 def _check_range(model: nn.Module, where: str | Path) -> None:

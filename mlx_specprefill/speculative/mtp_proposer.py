@@ -21,7 +21,7 @@ from ..adapters.mtp import MTPHead, load_mtp_head
 from ..cache.positioned import PositionedKVCache, place
 from ..config import DtypeName
 from ..errors import LoadError, Refused
-from ..reading import cast_model
+from ..reading import cast_model, dtype_name, to_float16
 from ..request import TokenIds
 from .proposer import Held, Model, Models, Proposal, Proposer, Verified, draft_tokens
 from .verification import TokenSampler
@@ -71,6 +71,8 @@ class MTPProposer(Proposer):
             log.warning("%s: its MTP head can't be read: %s", folder, error)
             return Refused(f"its MTP head can't be read: {error}")
         cast_model(head.layers, dtype)
+        if dtype_name(target) == "float16":
+            to_float16(head.layers)
         mx.eval(head.layers)
         return head
 

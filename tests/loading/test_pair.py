@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 import json
 import logging
+from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from mlx_specprefill import LoadError, PairMismatchError, check_same_tokenizer, load_pair
+from mlx_specprefill import LoadError, PairMismatchError, check_same_tokenizer, load_pair, reading
+from mlx_specprefill.config import DtypeName
 from mlx_specprefill.reading import context_length, stated_sampling
 from tests.support.tiny import VOCAB, random_prompt, save_checkpoint, tokenizer
 from tests.support.tokenizers_of_all_kinds import kind
@@ -26,6 +28,48 @@ def test_a_pair_from_disk(tmp_path):
     assert (pair.target_id, pair.draft_id) == ("target", "draft")
     logits = pair.target(mx.array(random_prompt(5))[None])
     assert logits.dtype == mx.float32
+
+
+class TestGPUsWithoutBfloat16:
+    """M1 and M2, by a faked name of the device."""
+
+    @staticmethod
+    def stored(folder: Path, scale: float = 1.0) -> Path:
+        """A checkpoint in bfloat16, whose embedding is multiplied."""
+        where = save_checkpoint(folder / "model", "llama")
+        arrays = {name: value.astype(mx.bfloat16) for name, value in mx.load(str(where / "model.safetensors")).items()}
+        arrays["model.embed_tokens.weight"] *= scale / mx.abs(arrays["model.embed_tokens.weight"][:29]).max()
+        mx.save_safetensors(str(where / "model.safetensors"), arrays, {"format": "mlx"})
+        return where
+
+    @pytest.mark.parametrize(
+        ("architecture", "dtype", "largest", "expected"),
+        [
+            ("applegpu_g13s", "auto", 4.0, "float16"),
+            ("applegpu_g14d", "auto", 4.0, "float16"),
+            ("applegpu_g15s", "auto", 4.0, "bfloat16"),
+            ("", "auto", 4.0, "bfloat16"),
+            ("applegpu_g13s", "auto", 40_000.0, "bfloat16"),  # float16 ends at 65 504
+            ("applegpu_g13s", "bfloat16", 4.0, "bfloat16"),
+            ("applegpu_g16s", "float16", 4.0, "float16"),
+        ],
+    )
+    def test_run_float16_where_its_range_is_enough(
+        self,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+        architecture: str,
+        dtype: DtypeName,
+        largest: float,
+        expected: str,
+    ) -> None:
+        monkeypatch.setattr(reading, "_on_cpu", lambda: False)
+        monkeypatch.setattr(mx, "device_info", lambda: {"architecture": architecture})
+        with caplog.at_level("INFO"):
+            assert load_pair(self.stored(tmp_path, largest), dtype=dtype).dtype == expected
+        emulates = architecture.startswith(("applegpu_g13", "applegpu_g14")) and dtype == "auto"
+        assert ("which this GPU emulates" in caplog.text) == emulates
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [("float16", "float16"), ("bfloat16", "bfloat16")])

@@ -92,15 +92,19 @@ def test_the_machine_is_one() -> None:
 def mac(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     """Return a function that runs the doctor on a Mac like this, with stand-ins for the system's answers."""
 
-    def run_there(release: str = "15.1", made_for: str = "arm64", metal: bool = True, wired: str = "0") -> Result:
+    def run_there(
+        release: str = "15.1", made_for: str = "arm64", metal: bool = True, wired: str = "0", slow: int = 0
+    ) -> Result:
         said = {"mac_ver": (release, ("", "", ""), made_for), "machine": made_for}
         for name, value in said.items():
             monkeypatch.setattr(platform, name, lambda value=value: value)
         here = replace(mlx_specprefill.machine(), device="gpu" if metal else "cpu", has_metal=metal)
         monkeypatch.setattr(doctor, "machine", lambda: here)
         monkeypatch.setattr(sys, "platform", "darwin")
-        done = subprocess.CompletedProcess((), 0, f"{wired}\n")
-        monkeypatch.setattr(subprocess, "run", lambda asked, **_: done if "wired" in asked[-1] else None)
+        said_by = {"/usr/sbin/sysctl": f"{wired}\n", "/usr/bin/pmset": f" sleep 1\n lowpowermode         {slow}\n"}
+        monkeypatch.setattr(
+            subprocess, "run", lambda asked, **_: subprocess.CompletedProcess(asked, 0, said_by[asked[0]])
+        )
         return run()
 
     return run_there
@@ -120,6 +124,7 @@ def test_a_mac_that_is_as_it_should_be(mac: Callable[..., Result]) -> None:
         ({"release": "13.7"}, "- MLX needs macOS 14 or newer, this is 13.7"),
         ({"made_for": "x86_64"}, "- this Python is made for Intel processors"),
         ({"metal": False}, "- MLX found no Metal device"),
+        ({"slow": 1}, "- Low Power Mode is on"),
     ],
 )
 def test_what_a_mac_lacks(mac: Callable[..., Result], given: dict[str, Any], problem: str) -> None:

@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from mlx_specprefill_server import cli
+from mlx_specprefill_server.__main__ import main
 from mlx_specprefill_server.cli import service as service_module
 from mlx_specprefill_server.cli.service import ServiceError, plist, unit
 
@@ -109,6 +110,29 @@ class TestSystemd:
         assert done.exit_code == 2
         assert done.stderr == "error: systemctl --user daemon-reload ended with status 1: no bus\n"
 
+    def test_what_does_not_start_leaves_the_file_as_it_was(self, calls: Path, file: Path) -> None:
+        """Without a bus of this user nothing is started, and nothing may begin at the next login."""
+        calls.with_name("calls.fail").touch()
+        service("install", "--port", "1")
+        assert not file.exists()
+        calls.with_name("calls.fail").unlink()
+        service("install", "--port", "2")
+        before = file.read_bytes()
+        calls.with_name("calls.fail").touch()
+        service("install", "--port", "3")
+        assert file.read_bytes() == before
+
+    def test_what_models_and_networks_need_is_kept(
+        self, calls: Path, file: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        kept = ("HF_HOME", "HF_TOKEN", "HUGGINGFACE_HUB_CACHE", "https_proxy", "NO_PROXY", "MLX_MAX_OPS_PER_BUFFER")
+        for name in (*kept, "SECRET_OF_ANOTHER"):
+            monkeypatch.setenv(name, f"value of {name}")
+        service("install")
+        text = file.read_text()
+        assert all(f'Environment="{name}=value of {name}"' in text for name in kept)
+        assert "SECRET_OF_ANOTHER" not in text
+
     def test_no_line_break_gets_into_the_file(self, calls: Path) -> None:
         with pytest.raises(ServiceError, match="line break"):
             unit([*SERVE, "--model-alias", "a\nExecStartPre=/bin/evil"], {})
@@ -178,8 +202,22 @@ class TestLaunchd:
         said = plistlib.loads(plist([*SERVE, *AWKWARD], {"MLX_SPECPREFILL_HOST": "::1"}))
         assert said["ProgramArguments"] == [*SERVE, *AWKWARD]
         assert said["EnvironmentVariables"] == {"MLX_SPECPREFILL_HOST": "::1"}
+        assert said["ExitTimeOut"] == 60  # 30 s for running requests, and prefixes are written then
         assert said["KeepAlive"] == {"SuccessfulExit": False}
         assert said["WorkingDirectory"] == str(tmp_path)
+
+    @pytest.mark.parametrize(("name", "status"), [("mlx-specprefill", 0), ("0", 2), (None, 2)])
+    def test_wrong_options_are_no_reason_to_start_again(
+        self, monkeypatch: pytest.MonkeyPatch, name: str | None, status: int
+    ) -> None:
+        """launchd names the service to what it runs; a shell is named otherwise."""
+        monkeypatch.setattr(sys, "argv", ["mlx-specprefill", "serve", "--prot", "1"])
+        monkeypatch.delenv("XPC_SERVICE_NAME", raising=False)
+        if name is not None:
+            monkeypatch.setenv("XPC_SERVICE_NAME", name)
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == status
 
     def test_installing_again_waits_until_the_old_one_has_stopped(
         self, calls: Path, file: Path, naps: list[float]
@@ -193,7 +231,7 @@ class TestLaunchd:
         assert plistlib.loads(file.read_bytes())["ProgramArguments"][-1] == "2"
         assert lines(calls) == [*self.ended(), *self.begun(file), *self.begun(file)[1:] * 3]
 
-    @pytest.mark.parametrize(("status", "repeats"), [(5, 40), (78, 0)])
+    @pytest.mark.parametrize(("status", "repeats"), [(5, 60), (78, 0)])
     def test_a_start_that_keeps_failing_is_quoted(
         self, calls: Path, naps: list[float], status: int, repeats: int
     ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import socket
 import subprocess
 import sys
@@ -187,6 +188,8 @@ def _mac_problems(has_metal: bool) -> Iterator[str]:
         yield "this Python is made for Intel processors, where MLX has no GPU: install one for arm64"
     if not has_metal:
         yield "MLX found no Metal device: everything runs on the processor, many times slower"
+    if _is_slowed():
+        yield "Low Power Mode is on: everything takes 1.4 to 3.8 times as long; turn it off in System Settings, Battery"
 
 
 def _memory() -> Finding:
@@ -199,6 +202,15 @@ def _memory() -> Finding:
     if host.memory < _LOW_MEMORY:
         finding.problems.append(f"{size(host.memory)} of memory are enough for the pairs demo and smollm2 only")
     return finding
+
+
+def _is_slowed() -> bool:
+    """Return whether a Mac is in Low Power Mode."""
+    try:
+        said = subprocess.run(("/usr/bin/pmset", "-g"), capture_output=True, text=True, check=True, timeout=5).stdout
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return re.search(r"^\s*lowpowermode\s+1\s*$", said, re.MULTILINE) is not None
 
 
 def _wired_limit() -> str:

@@ -17,13 +17,14 @@ import typer
 
 from mlx_specprefill import SpecPrefillError
 
-from ..settings import ENV_PREFIX
+from ..__main__ import SERVICE as NAME
 from .common import one_line_errors
 from .serve import app as serve_app
 
-NAME = "mlx-specprefill"
 RESTART_S = 30  # seconds before a restart after a failure
-STOP_S = 40  # seconds; running requests get 30 s of them unless MLX_SPECPREFILL_SHUTDOWN_GRACE_S is set
+STOP_S = 60  # seconds; running requests get 30 s of them unless MLX_SPECPREFILL_SHUTDOWN_GRACE_S is set
+_KEPT = ("HF_", "HUGGINGFACE_", "MLX_")  # beginnings of the variables' names that the service needs, and their end
+_PROXY = "_PROXY"
 _STILL_STOPPING = (5, 37)  # bootstrap's status while launchd stops the previous service: bootout returns before its end
 
 app = typer.Typer(
@@ -43,20 +44,25 @@ class ServiceError(SpecPrefillError):
 def install(context: typer.Context) -> None:
     """Write the service's file and start the service. Takes the options of serve.
 
-    The values of MLX_SPECPREFILL_* variables are written into the file, too, which only its owner can read.
-    Installing again replaces options and variables.
+    The values of MLX_*, HF_*, HUGGINGFACE_* and *_PROXY variables are written into the file, too, which only its owner
+    can read. Installing again replaces options and variables.
     """
     options: Any = typer.main.get_command(serve_app)
     options.make_context("mlx-specprefill service install", list(context.args))  # refuses what serve would refuse
     command = [sys.executable, "-m", "mlx_specprefill_server", "serve", *context.args]
-    environment = {name: value for name, value in os.environ.items() if name.upper().startswith(ENV_PREFIX)}
+    environment = {name: value for name, value in os.environ.items() if _is_kept(name.upper())}
     with one_line_errors():
         file = _file()
         content = (plist if _is_mac() else unit)(command, environment)
-        if file.exists():
+        before = file.read_bytes() if file.exists() else None
+        if before is not None:
             _stop()
         _write(file, content)
-        _start(file)
+        try:
+            _start(file)
+        except ServiceError:
+            _undo(file, before)
+            raise
         log = _launchd_log() if _is_mac() else f"journalctl --user --unit={NAME}"
         typer.echo(f"{file} is written and the service is started. Its log: {log}")
 
@@ -71,6 +77,18 @@ def uninstall() -> None:
         _stop()
         file.unlink()
         typer.echo(f"The service is stopped, {file} is deleted.")
+
+
+def _is_kept(name: str) -> bool:
+    return name.startswith(_KEPT) or name.endswith(_PROXY)
+
+
+def _undo(file: Path, before: bytes | None) -> None:
+    """Leave the file as it was: one that could not be started would start at the next login."""
+    if before is None:
+        file.unlink()
+    else:
+        _write(file, before)
 
 
 def plist(command: Sequence[str], environment: Mapping[str, str]) -> bytes:

@@ -205,6 +205,7 @@ class CostModel:
         self._learnt = {kind: LearntCost(prior) for kind, prior in priors.items()}
         self._pair = pair
         self._stored = 0  # observations at the latest `store`
+        self._measured: set[ForwardKind] = set()  # kinds that earlier starts have measured
 
     def cost(self, kind: ForwardKind) -> ForwardCost:
         """Return the cost of one forward. A kind that never ran deviates from its prior as the others do."""
@@ -215,6 +216,12 @@ class CostModel:
             speed for other in self._learnt.values() if (speed := other.speed) is not None and other is not learnt
         ]
         return learnt.cost.scale(statistics.median(speeds)) if speeds else learnt.cost
+
+    @property
+    def are_measured(self) -> bool:
+        """Return whether forwards of both models have been timed on this machine, now or before an earlier end."""
+        kinds: tuple[ForwardKind, ...] = ("target", "draft") if self._pair.has_draft else ("target",)
+        return all(self._learnt[kind].count or kind in self._measured for kind in kinds)
 
     def observe(self, kind: ForwardKind, tokens: int, depth: int, ms: float) -> None:
         """Learn from a forward. MLX thread only."""
@@ -247,6 +254,7 @@ class CostModel:
         for kind, learnt in self._learnt.items():
             if (known := _stored_cost(stored, kind)) is not None:
                 learnt.assume(known)
+                self._measured.add(kind)
 
     def store(self) -> None:
         """Store new observations for the next start. MLX thread only."""
@@ -256,8 +264,11 @@ class CostModel:
         self._stored = count
         found = {kind: learnt.cost for kind, learnt in self._learnt.items() if learnt.count}
         costs = {kind: [cost.fixed, cost.token, cost.pair] for kind, cost in found.items() if cost.token or cost.fixed}
+        stored = _read(self._file)
+        if isinstance(before := stored.get(self._key), dict):  # what did not run this time is still known
+            costs = before | costs
         try:
-            replace_text(self._file, json.dumps(_read(self._file) | {self._key: costs}, indent=1))
+            replace_text(self._file, json.dumps(stored | {self._key: costs}, indent=1))
         except OSError as error:
             log.warning("the learnt costs could not be kept: %s", error)
 

@@ -297,6 +297,11 @@ class Engine:
         """
         return self.prefiller.predict(tokens, 0, kept)
 
+    @property
+    def is_measured(self) -> bool:
+        """Return whether `predict` tells from forwards on this machine. May be called from any thread."""
+        return self.costs.are_measured
+
     # --- requests ----------------------------------------------------------------------------------------------------
 
     def check(self, request: GenerationRequest) -> PrefillPlan:

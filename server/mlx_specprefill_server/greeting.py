@@ -11,6 +11,8 @@ from .connections import address, network_address
 from .models.models import Models
 from .service import Service
 
+_TOKENS = 8192  # of the prompt whose times are told
+
 
 def greeting(models: Models, sockets: Sequence[socket.socket]) -> Iterator[str]:
     """Return the greeting's log lines. They never contain a key that the server asks for."""
@@ -20,6 +22,7 @@ def greeting(models: Models, sockets: Sequence[socket.socket]) -> Iterator[str]:
         yield f"serving {names}: loaded when they are asked for, {models.default.id} where a request names none"
     elif service is not None:
         yield f"serving {service.model_id}: {_draft(service)}, context {service.context_length} tokens"
+        yield from expected_times(service)
     if not sockets:
         return
     base = address(sockets[0], reachable=True)
@@ -27,6 +30,20 @@ def greeting(models: Models, sockets: Sequence[socket.socket]) -> Iterator[str]:
     other = "" if (outside := network_address(sockets[0])) is None else f", from other machines {outside}"
     yield f"the page is {base}{other}{'; it asks for a key' if keyed else ''}"
     yield f"an example: {_example(base, keyed)}"
+
+
+def expected_times(service: Service) -> Iterator[str]:
+    """Yield what a prompt of 8K tokens will take, if this machine has been measured and the prompt fits."""
+    engine, share = service.engine, float(service.settings.specprefill_keep_pct)
+    if not engine.is_measured or service.context_length < _TOKENS:
+        return
+    times = engine.predict(_TOKENS, round(share * _TOKENS))
+    sparse = "" if engine.pair.sparse_refusal else f", {_seconds(times.sparse_ms)} sparse"
+    yield f"{_TOKENS >> 10}K: {_seconds(times.full_ms)} in full{sparse}, predicted"
+
+
+def _seconds(ms: float) -> str:
+    return f"{ms / 1e3:.0f} s" if ms >= 10_000 else f"{ms / 1e3:.1f} s"
 
 
 def _draft(service: Service) -> str:

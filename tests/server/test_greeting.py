@@ -1,0 +1,48 @@
+"""What a start says of the times to come: nothing before this machine has been measured."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mlx_specprefill import Engine, EngineConfig, ModelPair
+from mlx_specprefill_server.greeting import expected_times
+from mlx_specprefill_server.service import Service
+from mlx_specprefill_server.settings import Settings
+from tests.support.tiny import tiny_pair
+
+
+@pytest.fixture
+def pair() -> ModelPair:
+    return replace(tiny_pair(), context_length=16384, draft_context=16384)
+
+
+def said(pair: ModelPair, folder: Path, ms_per_token: dict[str, float]) -> list[str]:
+    """Start, say what is known, and let forwards take these times before the end."""
+    with Engine(pair, EngineConfig(calibration_file=folder / "costs.json")) as engine:
+        lines = list(expected_times(Service(engine, Settings())))
+        for kind, each in ms_per_token.items():
+            for tokens in (256, 1024, 2048):
+                engine.costs.observe(kind, tokens, 0, tokens * each)  # type: ignore[arg-type]
+    return lines
+
+
+def test_the_second_start_says_how_long_a_prompt_will_take(pair: ModelPair, tmp_path: Path) -> None:
+    assert said(pair, tmp_path, {"target": 2.0}) == []
+    assert said(pair, tmp_path, {"draft": 0.1}) == []  # the draft is not known yet
+    (line,) = said(pair, tmp_path, {})
+    found = re.fullmatch(r"8K: ([\d.]+) s in full, ([\d.]+) s sparse, predicted", line)
+    assert found is not None
+    assert 15 <= float(found[1]) <= 18  # 8192 tokens of 2 ms
+    assert 3.5 <= float(found[2]) <= 5  # a fifth of them, and all by the draft
+
+
+def test_a_pair_that_reads_in_full_has_one_time(pair: ModelPair, tmp_path: Path) -> None:
+    pair = replace(pair, sparse_refusal="it ignores positions")
+    said(pair, tmp_path, {"target": 2.0, "draft": 0.1})
+    (line,) = said(pair, tmp_path, {})
+    assert line.endswith(" s in full, predicted")
+    assert list(said(replace(pair, context_length=4096), tmp_path, {})) == []

@@ -41,6 +41,23 @@ def keep_pct(value: float | int | str | Fraction, field_name: str = "specprefill
 
 
 @dataclass(frozen=True, slots=True)
+class DraftWindow:
+    """The tokens that the draft sees while it reads a prompt up to the question; see `adapters/window`."""
+
+    tokens: int = 512  # in front of a block
+    sinks: int = 64  # first tokens of the prompt
+    block: int = 512
+
+    def __post_init__(self) -> None:
+        if min(self.tokens, self.block) < 1 or self.sinks < 0:
+            raise ValueError("a draft's window and its blocks must have tokens")
+
+    def whole(self, ring: int = 0) -> int:
+        """Return the prompt's length up to which tokens see everything: blocks that hold `ring` tokens at least."""
+        return -(-max(ring, self.sinks + self.tokens) // self.block) * self.block
+
+
+@dataclass(frozen=True, slots=True)
 class ScoringConfig:
     """Turns the draft's attention into one importance per prompt token."""
 
@@ -50,6 +67,7 @@ class ScoringConfig:
     question_rows: tuple[int, int] = (16, 48)
     pool_width: int = 13  # taps of the zero-padded mean over neighbouring tokens; odd
     prefill_step: int = 2048  # tokens per draft forward
+    window: DraftWindow | None = field(default_factory=DraftWindow)  # None: the draft sees the whole prompt
 
     def __post_init__(self) -> None:
         if self.rows < 1:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
+from ..adapters.depth import full_draft_model
 from ..cache.budget import ByteBudget
 from ..cache.positioned import leaves, make_positioned_cache
 from ..cache.prefix.disk import DiskTier
@@ -25,7 +26,7 @@ from ..cache.prefix.nodes import CacheEntry, CacheHit, Record
 from ..cache.prefix.selection_key import SelectionKey
 from ..cache.prefix.stored import StoredPrefixCache
 from ..cache.prefix.tree import PrefixCache, Restoring
-from ..config import EngineConfig
+from ..config import DraftWindow, EngineConfig
 from ..errors import RequestCancelled, SettingsError, SparseUnsupportedError
 from ..events import PrefixMiss, Progress, Stage, noop
 from ..loading import ModelPair
@@ -46,6 +47,15 @@ def empty_cache(model: nn.Module) -> list[Any]:
         return make_positioned_cache(model)
     except SparseUnsupportedError:
         return list(make_prompt_cache(model))
+
+
+def draft_window(pair: ModelPair, config: EngineConfig) -> DraftWindow | None:
+    """Return the window within which the draft reads; None: it reads densely.
+
+    The target's own layers do, whose states become the target's, and a draft that proposes the tokens of answers.
+    """
+    own = pair.draft is None or full_draft_model(pair.draft) is pair.target
+    return None if own or config.speculation.strategy in ("draft", "triforce") else config.scoring.window
 
 
 def empty_draft_cache(draft: nn.Module, staged: bool) -> list[Any]:
@@ -100,7 +110,8 @@ class EngineCaches:
         self._target = self._prefix_cache(pinned_only, identity, empty, first_layers=len(list(leaves(scoring))))
         if pair.draft is not None:
             empty = partial(empty_draft_cache, pair.draft, pair.stages is not None)
-            self._draft = self._prefix_cache(True, draft_identity, empty, kind="draft")
+            window = draft_window(pair, config)  # what is read within one serves no dense reading
+            self._draft = self._prefix_cache(True, f"{draft_identity}{window or ''}", empty, kind="draft")
             rule = f"{draft_identity}:{config.selection}:{config.scoring}:{pair.heads}"
             self._selector_name = hashlib.blake2b(rule.encode(), digest_size=8).hexdigest()
 

@@ -11,6 +11,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..adapters.depth import full_draft_model
+from ..adapters.window import WindowedReader
 from ..config import EngineConfig
 from ..errors import RequestCancelled, SparseUnsupportedError
 from ..events import Progress
@@ -23,7 +24,7 @@ from ..specprefill.scorer import Scores, ScoringInput, scorer_for, tokens_in
 from ..specprefill.sparse_prefill import HiddenStates, feed, forward_ends
 from ..specprefill.text import PromptText
 from .active_request import NO_INDICES
-from .caches import EngineCaches, empty_draft_cache
+from .caches import EngineCaches, draft_window, empty_draft_cache
 
 Scoring = Generator[Progress, None, Scores]
 
@@ -45,6 +46,7 @@ class PromptScorer:
         self.caches = caches
         self.step = step
         self._whole = None if pair.draft is None else full_draft_model(pair.draft)
+        self._window = draft_window(pair, config)
 
     def scores(
         self, request: GenerationRequest, plan: PrefillPlan, text: PromptText, hidden: HiddenStates | None = None
@@ -111,13 +113,16 @@ class PromptScorer:
         if self.pair.draft is None or self._whole is None:
             raise SparseUnsupportedError("no draft model is loaded")
         draft = self._whole if plan.rule == "paper" else self.pair.draft
-        stored = draft is self.pair.draft  # cached prefixes belong to the default scoring layers
+        window = self._window if plan.rule != "paper" else None
+        stored = draft is self.pair.draft and window == self._window  # as the cached prefixes were read
         prompt, label = task.prompt, request.label
         keeper = request if self.pair.mapping is None else replace(request, spans=())  # spans count target tokens
         # The question is read anew even if it is cached: a hit must not change the scores.
         hit = (yield from self.caches.draft_prefix(prompt[: known + 1], label)) if stored and known else None
         cache = empty_draft_cache(draft, stored and self.pair.stages is not None) if hit is None else hit.cache
-        task = replace(task, cache=cache, on_cut=lambda end: self.caches.keep_draft(prompt[:end], cache, keeper))
+        task = replace(
+            task, cache=cache, window=window, on_cut=lambda end: self.caches.keep_draft(prompt[:end], cache, keeper)
+        )
         scorer = scorer_for(plan.rule, self.pair.heads, self.config.scoring, self.pair.split)
         try:
             scores = yield from scorer.score(draft, task)
@@ -141,7 +146,8 @@ class PromptScorer:
         start = hit.length if hit is not None else 0
         cache = hit.cache if hit is not None else list(make_prompt_cache(draft))
         yield Progress("draft", start, len(prompt))
-        for done, _ in feed(draft, cache, prompt[start:], None, forward_ends(prompt.size - start, self.step)):
+        reader = draft if self._window is None else WindowedReader(draft, self._window)
+        for done, _ in feed(reader, cache, prompt[start:], None, forward_ends(prompt.size - start, self.step)):
             yield Progress("draft", start + done, prompt.size)
         self.caches.keep_draft(prompt, cache, request)
         return cache

@@ -26,9 +26,10 @@ import numpy.typing as npt
 from ..adapters.capture import HeadCapture, QueryCapture, pool
 from ..adapters.depth import FirstLayers
 from ..adapters.heads import DraftHeads, Head
+from ..adapters.window import WindowedReader
 from ..arrays import Bools, Floats
 from ..cache.positioned import Snapshot, leaves
-from ..config import RuleName, ScoringConfig
+from ..config import DraftWindow, RuleName, ScoringConfig
 from ..distributed.ranks import Ranks
 from ..errors import SparseUnsupportedError, SpecPrefillError
 from ..events import Progress, ScorerKind
@@ -55,6 +56,7 @@ class ScoringInput:
             what one of them looks at counts beside what the question does.
         seen: called at every forward with the index of its first token and the draft's output; None: not called.
         cuts: lengths before the question, ascending, at which a forward ends; `on_cut` is called with each.
+        window: seen by the tokens in front of the question while they are read; None: everything.
     """
 
     prompt: npt.NDArray[np.int32]
@@ -68,6 +70,7 @@ class ScoringInput:
     seen: Callable[[int, mx.array], None] | None = None
     cuts: Sequence[int] = ()
     on_cut: Callable[[int], None] = lambda _: None
+    window: DraftWindow | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,18 +118,22 @@ def read_prompt(
     tokens, M = mx.array(task.prompt)[None], task.prompt.size
     start = tokens_in(task.cache)
     first = end if passage is None else passage[0]
+    reader = draft if task.window is None else WindowedReader(draft, task.window)
+    alone = task.window is not None and first > task.window.whole()
     while start < end:
         stop = min(start + task.step(), end)
         stop = next((cut for cut in task.cuts if start < cut < stop), stop)
-        if start < first < stop < end:
+        if start < first < stop and (stop < end or alone):
             stop = first  # the passage is read in one forward, with the tokens after it
         elif first <= start:
             stop = end
         captured: AbstractContextManager[None] = nullcontext()
+        model = reader
         if passage is not None and capturing is not None and passage[0] < stop:
             captured = capturing(stop, stop - start, slice(max(passage[0] - start, 0), passage[1] - start))
+            model = draft
         with captured:
-            returned = draft(tokens[:, start:stop], cache=task.cache)
+            returned = model(tokens[:, start:stop], cache=task.cache)
         if task.seen is not None:
             task.seen(start, returned)
         mx.eval([part.state for part in task.cache])

@@ -175,7 +175,7 @@ class HeadScorer:
         else:
             capture = self._capture(M)
             yield from read_prompt(draft, task, M, task.question, capture.of_passage)
-            rows = {key: np.array(row) for key, row in capture.attention.items()}
+            rows = capture.attention
         importance = self._importance(rows, task.template[None])[0]
         words = f"{len(self.heads.heads)} calibrated heads, {self.heads.depth} of {self.heads.layers} layers"
         if task.asks:
@@ -188,7 +188,7 @@ class HeadScorer:
 
     def _ask_again(
         self, draft: nn.Module, task: ScoringInput, tokens: npt.NDArray[np.int32], parts: mx.array | None = None
-    ) -> dict[tuple[int, int], Floats]:
+    ) -> dict[tuple[int, int], mx.array]:
         """Feed tokens behind the prompt; return their heads' attention to it. The cache is restored.
 
         Args:
@@ -200,7 +200,7 @@ class HeadScorer:
             draft(mx.array(tokens)[None], cache=task.cache)
         mx.eval([part.state for part in task.cache], list(capture.attention.values()))
         snapshot.take_back(Q, Q)
-        return {key: np.array(row)[..., :M] for key, row in capture.attention.items()}
+        return {key: row[..., :M] for key, row in capture.attention.items()}
 
     def _asked(self, draft: nn.Module, task: ScoringInput) -> Floats:
         """Return the most that any of the lines that may ask makes of each token, (M,).
@@ -218,7 +218,7 @@ class HeadScorer:
         most: Floats = (weights[:, None] * self._importance(rows, template)).max(axis=0)
         return most
 
-    def _importance(self, rows: Mapping[tuple[int, int], Floats], template: Bools) -> Floats:
+    def _importance(self, rows: Mapping[tuple[int, int], mx.array], template: Bools) -> Floats:
         """Return the importance by each of P parts, (P, M), summed over all ranks' heads in one reduction.
 
         Args:
@@ -237,7 +237,9 @@ class HeadScorer:
         return found[:-1].reshape(template.shape)
 
 
-def importance_of(rows: Mapping[tuple[int, int], Floats], heads: Sequence[Head], template: Bools, width: int) -> Floats:
+def importance_of(
+    rows: Mapping[tuple[int, int], mx.array | Floats], heads: Sequence[Head], template: Bools, width: int
+) -> Floats:
     """Return importance float32 from attention rows per (call, head), all (M,) or (P, M). Skips heads without
     attention.
 
@@ -245,13 +247,13 @@ def importance_of(rows: Mapping[tuple[int, int], Floats], heads: Sequence[Head],
         template: tokens that do not compete, (M,) or (P, M); attention on them is ignored.
         width: taps of the mean over neighbouring tokens.
     """
-    total = np.zeros(template.shape, dtype=np.float32)
-    for head in heads:
-        open_to_choice = np.where(template, np.float32(0), rows[head.call, head.head])
-        mass = open_to_choice.sum(axis=-1, keepdims=True)
-        mass[mass == 0] = np.inf  # values that are not finite pass, to be refused later
-        total += np.float32(head.weight) / mass * open_to_choice
-    return np.array(pool(mx.array(total), width))
+    competing = mx.array(~template).astype(mx.float32)
+    stacked = mx.stack([mx.array(rows[head.call, head.head]) for head in heads], axis=-2)  # (H, M) or (P, H, M)
+    mass = stacked @ competing[..., None]
+    # A mass that is no number passes, to be refused later.
+    shares = mx.where(mass == 0, 0, mx.array([[head.weight] for head in heads], dtype=mx.float32) / mass)
+    total = (shares.swapaxes(-1, -2) @ stacked)[..., 0, :]
+    return np.array(pool(total * competing, width))
 
 
 @dataclass(frozen=True)

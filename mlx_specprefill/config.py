@@ -44,7 +44,7 @@ def keep_pct(value: float | int | str | Fraction, field_name: str = "specprefill
 class DraftWindow:
     """The tokens that the draft sees while it reads a prompt up to the question; see `adapters/window`."""
 
-    tokens: int = 512  # in front of a block
+    tokens: int = 1024  # in front of a block
     sinks: int = 64  # first tokens of the prompt
     block: int = 512
 

@@ -22,6 +22,7 @@ from ..config import DraftWindow
 from .capture import Active
 
 Attention = Callable[..., mx.array]
+_forward: Active[_Forward] = Active()
 
 
 @dataclass(frozen=True)
@@ -79,9 +80,6 @@ def _seen(array: mx.array, sinks: int, first: int, end: int) -> mx.array:
     if first <= sinks:
         return array[:, :, :end]
     return mx.concatenate([array[:, :, :sinks], array[:, :, first:end]], axis=2)
-
-
-_forward: Active[_Forward] = Active()
 
 
 def wrap_window(attention: Attention) -> Attention:

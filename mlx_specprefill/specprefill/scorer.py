@@ -118,12 +118,12 @@ def read_prompt(
     tokens, M = mx.array(task.prompt)[None], task.prompt.size
     start = tokens_in(task.cache)
     first = end if passage is None else passage[0]
-    reader = draft if task.window is None else WindowedReader(draft, task.window)
-    alone = task.window is not None and first > task.window.whole()
+    window = task.window if task.window is not None and first > task.window.whole() else None
+    reader = draft if window is None else WindowedReader(draft, window)
     while start < end:
         stop = min(start + task.step(), end)
         stop = next((cut for cut in task.cuts if start < cut < stop), stop)
-        if start < first < stop and (stop < end or alone):
+        if start < first < stop and (stop < end or window is not None):
             stop = first  # the passage is read in one forward, with the tokens after it
         elif first <= start:
             stop = end

@@ -180,8 +180,9 @@ class Settings(BaseSettings):
         default=ENGINE.wired_limit,
         description="Memory that macOS keeps resident. auto: the models, from macOS 15 on.",
     )
-    prefix_cache_size: Size | None = Field(
+    prefix_cache_size: Annotated[int | None, BeforeValidator(setting_values.size)] = Field(
         default=None,
+        ge=0,
         description="Memory for reusable prompt prefixes; 0: none. Default: a quarter of what the models and a request "
         "of 32K tokens leave, at least 2 GB.",
     )

@@ -11,7 +11,7 @@ import pytest
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_specprefill.adapters.patches import install_patches
-from mlx_specprefill.adapters.window import WindowedReader
+from mlx_specprefill.adapters.window import WindowedReader, wrap_window
 from mlx_specprefill.cache.positioned import leaves
 from mlx_specprefill.config import DraftWindow
 from tests.support.oracle import build, vocabulary
@@ -88,10 +88,8 @@ def test_attention_sees_a_bounded_number_of_keys(monkeypatch: pytest.MonkeyPatch
 
 
 def work(model: Any, length: int) -> int:
-    from mlx_specprefill.adapters import window  # noqa: PLC0415
-
     total = 0
-    plain = mx.fast.scaled_dot_product_attention.__wrapped__
+    plain: Any = getattr(mx.fast.scaled_dot_product_attention, "__wrapped__")  # noqa: B009 - mypy knows no wrapper
 
     def count(q: mx.array, k: mx.array, v: mx.array, **kwargs: Any) -> mx.array:
         nonlocal total
@@ -99,7 +97,7 @@ def work(model: Any, length: int) -> int:
         return plain(q, k, v, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mx.fast, "scaled_dot_product_attention", window.wrap_window(count))
+        patch.setattr(mx.fast, "scaled_dot_product_attention", wrap_window(count))
         cache = make_prompt_cache(model)
         for _ in range(0, length, 256):
             WindowedReader(model, WINDOW)(mx.zeros((1, 256), dtype=mx.int32), cache)

@@ -1,4 +1,4 @@
-"""What measures and warms a mixture of experts reaches nearly all of them, as a text does."""
+"""Measuring and warming a mixture of experts reach nearly all of them, as a text does."""
 
 from __future__ import annotations
 

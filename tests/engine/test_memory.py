@@ -170,7 +170,8 @@ def test_freed_memory_is_given_back_after_twenty_idle_seconds(monkeypatch: pytes
         tiny.generated(engine.generate(GenerationRequest(tiny.random_prompt(20), 2)))
         engine.cached()
         ended = engine.loop._last_end
-        monkeypatch.setattr(mx, "clear_cache", lambda: emptied.append(loop.time.monotonic()))
+        clock = SimpleNamespace(monotonic=time.monotonic)
+        monkeypatch.setattr(mx, "clear_cache", lambda: emptied.append(clock.monotonic()))
         for now in (ended + 2, ended + 19, ended + 21, ended + 40):
             clock = SimpleNamespace(monotonic=partial(float, now), perf_counter=time.perf_counter)
             monkeypatch.setattr(loop, "time", clock)
@@ -181,7 +182,7 @@ def test_freed_memory_is_given_back_after_twenty_idle_seconds(monkeypatch: pytes
 
 @pytest.mark.parametrize(("spare", "step"), [(1.1, 2048), (0.7, 1024), (0.4, 512), (0.0, 128)])
 def test_forwards_are_halved_until_one_long_request_fits(spare: float, step: int) -> None:
-    """Of 2048 tokens they leave less room for the cache than the model's window of 4096 tokens takes.
+    """Forwards of 2048 tokens leave less room for the cache than the model's window of 4096 tokens takes.
 
     Args:
         spare: memory beside that request's cache, as a part of what forwards of 2048 tokens need.

@@ -609,7 +609,7 @@ def test_further_answers_to_a_sparse_prompt_read_its_last_token(family: str, how
 
 @pytest.mark.parametrize("new", [40, 500])  # read whole behind the first turn, and in part
 def test_full_reading_is_predicted_with_what_is_cached_for_it(new: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a sparse turn kept is no beginning for full reading, which would read the text of that turn too."""
+    """A sparse turn's tokens are no beginning for full reading, which would read the text of that turn too."""
     monkeypatch.setattr(CostModel, "observe", lambda *_: None)  # costs stay what they are before the first forward
     prompt = random_prompt(FIRST)
     predicted, cached = [], []

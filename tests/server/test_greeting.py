@@ -1,4 +1,4 @@
-"""What a start says of the times to come: nothing before this machine has been measured."""
+"""The times that a start predicts: nothing before this machine has been measured."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def said(pair: ModelPair, folder: Path, ms_per_token: dict[str, float]) -> list[
         lines = list(expected_times(Service(engine, Settings())))
         for kind, each in ms_per_token.items():
             for tokens in (256, 1024, 2048):
-                engine.costs.observe(kind, tokens, 0, tokens * each)  # type: ignore[arg-type]
+                engine.costs.observe(kind, tokens, 0, tokens * each)
     return lines
 
 

@@ -1,4 +1,4 @@
-"""What `serve` refuses before it imports the server: options that can't be combined, models that are not there."""
+"""Refusals of `serve` before it imports the server: options that can't be combined, models that are not there."""
 
 from __future__ import annotations
 

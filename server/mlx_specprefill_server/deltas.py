@@ -70,6 +70,21 @@ class CallBroken:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolsFound:
+    """The result of a search for tools that was answered here. It follows the call's CallEnd.
+
+    Attributes:
+        call_id: of the call.
+        names: of the tools that are loaded now.
+        error: Anthropic's code for the reason why the search failed.
+    """
+
+    call_id: str
+    names: tuple[str, ...]
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Idle:
     """A pause without anything to show: time for a keep-alive. It belongs to no particular answer."""
 
@@ -81,6 +96,7 @@ class AnswerDone:
     Attributes:
         completion_tokens: all generated tokens; `reasoning_tokens` of them are reasoning.
         stop_string: which of the request's stop strings ended the text, if one did.
+        warnings: sentences about this answer.
     """
 
     finish_reason: FinishReason
@@ -89,7 +105,8 @@ class AnswerDone:
     report: PrefillReport
     stop_string: str | None = None
     error: Exception | None = None
+    warnings: tuple[str, ...] = ()
 
 
 ContentDelta = TextDelta | ReasoningDelta | CallStart | CallDelta | CallEnd | CallBroken
-AnswerDelta = ContentDelta | Progress | PromptLogprobs | Idle | AnswerDone
+AnswerDelta = ContentDelta | ToolsFound | Progress | PromptLogprobs | Idle | AnswerDone

@@ -11,7 +11,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from .big_json import dumps
-from .generation.generation import Generation
+from .generation.generation import Answers
 
 EVENT_STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 DONE = b"data: [DONE]\n\n"
@@ -63,7 +63,7 @@ class EventStream(StreamingResponse):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[bytes], generation: Generation) -> None:
+    def __init__(self, events: AsyncIterator[bytes], generation: Answers) -> None:
         super().__init__(events, headers=EVENT_STREAM_HEADERS)
         self._generation = generation
 

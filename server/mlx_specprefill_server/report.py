@@ -11,7 +11,7 @@ from mlx_specprefill import EngineError, PrefillReport, Progress, SpecPrefillErr
 
 from .deltas import AnswerDone
 from .errors import ApiError, api_error
-from .generation.generation import Generation
+from .generation.generation import Answers
 
 PROGRESS_S = 2.0  # seconds of prefill between two reports of a stream
 
@@ -19,7 +19,7 @@ PROGRESS_S = 2.0  # seconds of prefill between two reports of a stream
 class Report:
     """The ends of all answers of one response."""
 
-    def __init__(self, generation: Generation) -> None:
+    def __init__(self, generation: Answers) -> None:
         self._generation = generation
         self._ends: dict[int, AnswerDone] = {}
 
@@ -68,7 +68,7 @@ class Report:
 
     def prefill_fields(self) -> dict[str, Any]:
         """Return the report and, if there are some, the warnings, as fields of a response."""
-        warnings = self._generation.warnings
+        warnings = [*self._generation.warnings, *(text for end in self._ends.values() for text in end.warnings)]
         return {"specprefill": self.specprefill()} | ({"warnings": warnings} if warnings else {})
 
     def timings(self) -> dict[str, Any]:

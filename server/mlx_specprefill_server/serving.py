@@ -14,12 +14,13 @@ from mlx_specprefill import Constraint, ContextLengthError, GenerationRequest, R
 
 from .auth import Identity
 from .constrained.output_format import constraint_of
-from .constrained.tool_choice import ToolChoice, resolve_tool_choice
+from .constrained.tool_choice import NamedTool, ToolChoice, resolve_tool_choice, tool_name
 from .errors import JsonResponse, refusal
 from .event_stream import EventStream
 from .fields import AnswerFields, ChatFields, SamplingFields
-from .generation.generation import AnswerSpec, Generation
+from .generation.generation import Answers, AnswerSpec, Generation
 from .generation.reader import AnswerReader, IncrementalDetokenizer, StopMatcher
+from .generation.searching import SearchingGeneration
 from .parsers.base import Parser
 from .prompt.conversation import Conversation
 from .prompt.prompt import Prompt
@@ -40,14 +41,14 @@ class Answer(Protocol):
 
 
 async def serve(
-    request: Request, service: Service, identity: Identity, body: B, dialect: Callable[[Service, B, Generation], Answer]
+    request: Request, service: Service, identity: Identity, body: B, dialect: Callable[[Service, B, Answers], Answer]
 ) -> Response:
     """Answer a conversation in a dialect."""
     generation = await while_connected(request, start_answers(service, body, identity))
     return await respond(request, generation, dialect(service, body, generation), streamed=body.stream)
 
 
-async def respond(request: Request, generation: Generation, answer: Answer, *, streamed: bool) -> Response:
+async def respond(request: Request, generation: Answers, answer: Answer, *, streamed: bool) -> Response:
     """Return a stream of the answers, or all of them when they are done. Close the generation in any case."""
     if streamed:
         return EventStream(answer.stream(), generation)
@@ -57,30 +58,51 @@ async def respond(request: Request, generation: Generation, answer: Answer, *, s
         generation.close()
 
 
-async def start_answers(service: Service, body: ChatFields, identity: Identity) -> Generation:
+async def start_answers(service: Service, body: ChatFields, identity: Identity) -> Answers:
     """Render the conversation and start its answers. The caller must close the generation.
 
     Raises:
         InvalidRequestError, ContextLengthError: no answer has been started.
         EngineClosedError: the engine takes no more requests.
     """
-    conversation, choice, output = body.conversation(), body.choice(), body.output()
+    conversation, choice = body.conversation(), body.choice()
     if conversation.tools or choice != "auto":
-        tools, choice = resolve_tool_choice(conversation.tools, choice)
-        tools = service.tool_orders.sort(tools, identity.cache_label(body.cache_salt))
+        conversation, choice = resolve_tool_choice(conversation, choice)
+        tools = service.tool_orders.sort(conversation.tools, identity.cache_label(body.cache_salt))
         conversation = replace(conversation, tools=tools)
+    generation = await _answer(service, body, identity, conversation, choice)
+    if not conversation.searches or choice == "none":
+        return generation
+    again: ToolChoice = "auto" if isinstance(choice, NamedTool) and choice.name in conversation.searches else choice
+
+    def go_on(longer: Conversation, spent: int) -> Coroutine[Any, Any, Generation]:
+        return _answer(service, body, identity, longer, again, spent)
+
+    return SearchingGeneration(generation, conversation, go_on)
+
+
+async def _answer(
+    service: Service,
+    body: ChatFields,
+    identity: Identity,
+    conversation: Conversation,
+    choice: ToolChoice,
+    spent: int = 0,
+) -> Generation:
+    """Start the answers to a conversation, of which `spent` tokens were generated before; raises as start_answers."""
+    output, tools = body.output(), conversation.callable_tools
     params = await sampling_params(service, body)
     prompt = await service.prompts.chat(conversation)
     forced = choice not in ("auto", "none")
     warnings = [*service.other_name(body.model), *prompt.left_out]
-    if conversation.tools and not (forced or service.prompts.takes_tools):
+    if tools and not (forced or service.prompts.takes_tools):
         warnings.append("the model's chat template has no place for tools: the model is not told of them")
     constraint: Constraint | None = None
     if output is not None or forced:
         make = partial(
             constraint_of,
             output,
-            conversation.tools,
+            tools,
             choice,
             service.format.tools or ("hermes" if forced else None),  # a template without calls: any notation will do
             body.parallel(),
@@ -96,12 +118,14 @@ async def start_answers(service: Service, body: ChatFields, identity: Identity) 
         body,
         params,
         prompt,
-        partial(service.format.parser, conversation.tools, prompt.ending),
+        partial(service.format.parser, (*tools, *conversation.waiting), prompt.ending),
         field=conversation.field,
         constraint=constraint,
         reasoning=None if budget is None else service.format.budget(budget, prompt.ending),
         parallel=body.parallel(),
         forced=forced,
+        spent=spent,
+        unseen=frozenset(map(tool_name, conversation.waiting)),
     )
     return service.submit([spec], identity, body.cache_salt, warnings, body.answers())
 
@@ -122,8 +146,8 @@ async def sampling_params(service: Service, fields: SamplingFields) -> SamplingP
 
 async def count_tokens(request: Request, service: Service, conversation: Conversation, choice: ToolChoice) -> int:
     """Return the length of the prompt that `start_answers` would make; raises as it does."""
-    tools, _ = resolve_tool_choice(conversation.tools, choice)
-    prompt = await while_connected(request, service.prompts.chat(replace(conversation, tools=tools)))
+    conversation, _ = resolve_tool_choice(conversation, choice)
+    prompt = await while_connected(request, service.prompts.chat(conversation))
     return len(prompt.tokens)
 
 
@@ -153,18 +177,23 @@ def make_spec(
     parallel: bool = True,
     forced: bool = False,
     every_token: bool = False,
+    spent: int = 0,
+    unseen: frozenset[str] = frozenset(),
 ) -> AnswerSpec:
     """Return the engine's request for one answer to `prompt`, at most as long as the remaining context, and its reader.
 
     Args:
         field: field of the body that holds the prompt.
-        parallel, forced, every_token: as in AnswerReader.
+        parallel, forced, every_token, unseen: as in AnswerReader.
+        spent: tokens of the answer that were generated before.
 
     Raises:
         InvalidRequestError: the prompt has no tokens.
         ContextLengthError: the prompt leaves no room for an answer.
     """
-    room = max_tokens_within(len(prompt.tokens), body.limit(), service.context_length, field)
+    limit = body.limit()
+    left = limit if limit is None else max(limit - spent, min(limit, 1))
+    room = max_tokens_within(len(prompt.tokens), left, service.context_length, field)
     # `ignore_eos` has no effect with a grammar, which ends by itself
     ignored = body.ignore_eos and constraint is None
     ends = frozenset() if ignored else service.vocabulary.stop_ids | service.format.ends
@@ -195,6 +224,7 @@ def make_spec(
             with_tokens=body.with_ids() or request.logprobs is not None,
             every_token=every_token,
             turn_end=None if ignored else service.engine.pair.turn_end,
+            unseen=unseen,
         )
 
     return AnswerSpec(request, reader)

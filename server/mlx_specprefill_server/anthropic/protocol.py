@@ -5,6 +5,7 @@ Refusals name the place in the request. Blocks that only the provider's servers 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -19,6 +20,7 @@ from ..prompt.conversation import (
     Conversation,
     Ending,
     Message,
+    SearchKind,
     conversation,
     function_of,
     image_paths,
@@ -26,12 +28,20 @@ from ..prompt.conversation import (
     objects,
     omission_note,
     parts_of,
+    references_in,
+    search_message,
     string_of,
 )
+from ..prompt.deferred import FLAG, LOADS
+from ..tool_search import search_tool
 
 LEFT_OUT = {
     "redacted_thinking", "server_tool_use", "mcp_tool_use", "container_upload", "tool_reference", "browser_state",
 }  # fmt: skip
+SEARCHES: Mapping[str, SearchKind] = {"tool_search_tool_regex": "regex", "tool_search_tool_bm25": "bm25"}
+SEARCH_TYPE = re.compile(rf"({'|'.join(SEARCHES)})(_\d+)?")  # of a tool, with a date or without
+CALL_ID, SERVER_ID = "call_", "srvtoolu_"
+SEARCH_RESULT = "tool_search_tool_result"
 
 Blocks = list[tuple[str, dict[str, Any]]]  # each with its path
 
@@ -72,13 +82,16 @@ class CountRequest(ThinkingFields):
 
     def conversation(self) -> Conversation:
         messages = inline_system_messages(chat_messages(self.system, self.messages))
+        searches = search_tools(self.tools)
         return conversation(
             messages,
-            function_tools(self.tools),
+            [*function_tools(self.tools), *(_function(search_tool(name, kind)) for name, kind in searches.items())],
             self.thinking_kwargs(self.output_config.effort),
             _ending(messages),
             images=tuple(image_paths(self.messages, "messages")),
             left_out=(*_foreign(self.messages), *self._other_formats()),
+            searches=searches,
+            any_tool_loads=True,
         )
 
     def output(self) -> OutputFormat | None:
@@ -154,10 +167,38 @@ def chat_messages(system: Any, messages: Sequence[Any]) -> list[Message]:
 def function_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
     """Return the client's own tools as OpenAI's functions. Tools that run on the provider's servers are left out."""
     return [
-        {"type": "function", "function": function_of(tool, where, "input_schema")}
+        _function(function_of(tool, where, "input_schema"), tool.get(FLAG) is True)
         for where, tool in objects(tools, "tools")
         if tool.get("type") in (None, "custom")
     ]
+
+
+def search_tools(tools: Sequence[Any]) -> dict[str, SearchKind]:
+    """Return the searches for deferred tools that the client asks for, by the names under which the model calls them.
+
+    Raises:
+        InvalidRequestError: one of them has no name.
+    """
+    out: dict[str, SearchKind] = {}
+    for where, tool in objects(tools, "tools"):
+        kind = tool.get("type")
+        if isinstance(kind, str) and (match := SEARCH_TYPE.fullmatch(kind)):
+            out[string_of(tool, "name", where)] = SEARCHES[match[1]]
+    return out
+
+
+def server_id(call_id: str) -> str:
+    """Return the id of a call of ours as the id of a tool that the server runs."""
+    return f"{SERVER_ID}{call_id.removeprefix(CALL_ID)}"
+
+
+def _own_id(given: str) -> str:
+    """Return the id that the call had when the answer went on: templates may show it."""
+    return f"{CALL_ID}{given.removeprefix(SERVER_ID)}" if given.startswith(SERVER_ID) else given
+
+
+def _function(function: dict[str, Any], deferred: bool = False) -> dict[str, Any]:
+    return {"type": "function", "function": function, **({FLAG: True} if deferred else {})}
 
 
 def _message(message: dict[str, Any], where: str) -> Iterator[Message]:
@@ -166,7 +207,7 @@ def _message(message: dict[str, Any], where: str) -> Iterator[Message]:
         case "user":
             yield from _user(_blocks(content, f"{where}.content"))
         case "assistant":
-            yield _assistant(_blocks(content, f"{where}.content"))
+            yield from _assistant(_blocks(content, f"{where}.content"))
         case "system":
             yield {"role": "system", "content": _join_texts(content, f"{where}.content")}
         case _:
@@ -203,28 +244,68 @@ def _user(blocks: Blocks) -> Iterator[Message]:
 
 def _tool_result(block: dict[str, Any], where: str) -> Message:
     call = string_of(block, "tool_use_id", where)
-    text = _join_texts(block.get("content"), f"{where}.content", of_a_tool=True)
+    content = block.get("content")
+    loads = references_in(content, f"{where}.content") if isinstance(content, list) else {}
+    text = _join_texts(content, f"{where}.content", of_a_tool=True)
     if block.get("is_error") is True and "error" not in text[:80].lower():  # templates have no other place for it
         text = f"Error: {text}"
-    return {"role": "tool", "tool_call_id": call, "content": text}
+    return {"role": "tool", "tool_call_id": call, "content": text, **loads}
 
 
-def _assistant(blocks: Blocks) -> Message:
-    texts: list[str] = []
-    thoughts: list[str] = []
-    calls: list[dict[str, Any]] = []
+def _assistant(blocks: Blocks) -> Iterator[Message]:
+    """Yield the assistant's messages: behind each search that was answered within the turn, its result.
+
+    A result stands behind all calls of its message, those that the client answers included.
+    """
+    said, results = _Said(), list[Message]()
     for where, block in blocks:
+        if block["type"] == SEARCH_RESULT:
+            results.append(_search_result(block, where))
+            continue
+        if results and len(results) == len(said.calls):
+            yield from (said.message(), *results)
+            said, results = _Said(), []
+        said.add(block, where)
+    yield from (said.message(), *results)
+
+
+class _Said:
+    """The texts, thoughts and calls of one message of the assistant."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+        self._texts: list[str] = []
+        self._thoughts: list[str] = []
+
+    def add(self, block: dict[str, Any], where: str) -> None:
         match block["type"]:
             case "thinking":
-                thoughts.append(string_of(block, "thinking", where))
+                self._thoughts.append(string_of(block, "thinking", where))
             case "tool_use":
-                calls.append(_tool_use(block, where))
+                self.calls.append(_tool_use(block, where))
+            case "server_tool_use" if block.get("name") in SEARCHES:
+                call = _tool_use(block, where)
+                self.calls.append(call | {"id": _own_id(call["id"])})
             case _:
-                texts += _texts(block, where)
-    message: Message = {"role": "assistant", "content": "\n".join(texts)}
-    if any(thoughts):
-        message["reasoning_content"] = "\n".join(filter(None, thoughts))
-    return message | ({"tool_calls": calls} if calls else {})
+                self._texts += _texts(block, where)
+
+    def message(self) -> Message:
+        message: Message = {"role": "assistant", "content": "\n".join(self._texts)}
+        if any(self._thoughts):
+            message["reasoning_content"] = "\n".join(filter(None, self._thoughts))
+        return message | ({"tool_calls": self.calls} if self.calls else {})
+
+
+def _search_result(block: dict[str, Any], where: str) -> Message:
+    """Return the result of a search that a server has answered: references, or the code of an error."""
+    content = block.get("content")
+    require(isinstance(content, dict), f"{where}.content", "must be an object")
+    found, code = content.get("tool_references"), content.get("error_code")
+    require(found is None or isinstance(found, list), f"{where}.content.tool_references", "must be an array")
+    loads = references_in(found or (), f"{where}.content.tool_references").get(LOADS, ())
+    return search_message(
+        _own_id(string_of(block, "tool_use_id", where)), code if isinstance(code, str) else None, loads
+    )
 
 
 def _tool_use(block: dict[str, Any], where: str) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from ..errors import refusal
@@ -33,6 +33,7 @@ from ..notations import (
     Marks,
     Tags,
 )
+from ..prompt.conversation import Conversation
 from ..schemas import Schema, items_of, mapping_of
 from .lark import Lark
 from .unquoted import ForcedTool, Gemma, Keywords, Unquoted
@@ -98,21 +99,28 @@ def _given_name(tool: Mapping[str, Any]) -> str:
     raise refusal("tool_choice", "each of the allowed tools needs a name")
 
 
-def resolve_tool_choice(tools: Sequence[Tool], choice: ToolChoice) -> tuple[tuple[Tool, ...], ToolChoice]:
-    """Return the tools that the model sees, and the remaining choice among them.
+def resolve_tool_choice(conversation: Conversation, choice: ToolChoice) -> tuple[Conversation, ToolChoice]:
+    """Return the conversation with the tools that the model sees, and the remaining choice among them.
+
+    A deferred tool that must be called stands in front at once.
 
     Raises:
         InvalidRequestError: an allowed tool does not exist.
     """
     match choice:
         case "none":
-            return (), choice
+            return replace(conversation, tools=(), loaded=(), waiting=()), choice
         case AllowedTools():
-            missing = choice.names - {tool_name(tool) for tool in tools}
+            parts = (conversation.tools, conversation.loaded, conversation.waiting)
+            missing = choice.names - {tool_name(tool) for part in parts for tool in part}
             if missing:
                 raise refusal("tool_choice", f"no tool is called {min(missing)!r}")
-            return tuple(tool for tool in tools if tool_name(tool) in choice.names), choice.mode
-    return tuple(tools), choice
+            front, loaded, waiting = (tuple(t for t in part if tool_name(t) in choice.names) for part in parts)
+            return replace(conversation, tools=front, loaded=loaded, waiting=waiting), choice.mode
+        case NamedTool():
+            named = tuple(tool for tool in conversation.waiting if tool_name(tool) == choice.name)
+            return replace(conversation, tools=(*conversation.tools, *named)), choice
+    return conversation, choice
 
 
 def forced_tools(tools: Sequence[Tool], choice: ToolChoice) -> Sequence[Tool]:

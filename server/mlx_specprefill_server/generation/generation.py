@@ -26,6 +26,7 @@ from mlx_specprefill import (
     RequestHandle,
     SpecPrefillError,
     TokenEvent,
+    TokenIds,
     Verdict,
 )
 
@@ -96,6 +97,24 @@ class Observer(Protocol):
         """Take the verdict on answer `index` and the places of its calls."""
 
 
+class Answers(Protocol):
+    """The answers to one HTTP request, for those who write them to the wire. Attributes as in Generation."""
+
+    prompts: Sequence[TokenIds]
+    copies: int
+    warnings: Sequence[str]
+    previous: Mapping[str, Any] | None
+
+    def stream(self) -> AsyncIterator[tuple[int, AnswerDelta]]:
+        """Yield every answer's deltas with its number. Each ends with one AnswerDone."""
+
+    def take_ids(self, index: int) -> list[int]:
+        """Return the token ids of answer `index` since the last call."""
+
+    def close(self) -> None:
+        """Stop all running answers."""
+
+
 class Generation:
     """The answers to one HTTP request. Its owner must `close` it in every case.
 
@@ -125,7 +144,7 @@ class Generation:
         """
         self._engine = engine
         self._requests = [_with_seed(spec.request, i) for spec in specs for i in range(copies)]
-        self.prompts = [request.prompt for request in self._requests]
+        self.prompts: Sequence[TokenIds] = [request.prompt for request in self._requests]
         self.copies = copies
         self._observer = observer
         self._calls = calls

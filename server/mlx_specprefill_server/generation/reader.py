@@ -33,6 +33,8 @@ CONTEXT_TOKENS = 5  # before new tokens: the first token's text (a leading space
 MOST_CONTEXT = 24  # tokens; cutting the context costs a decode, so it happens only every so often
 UNFINISHED_BYTES = 3  # bytes of an unfinished character, at most; a decoder shows one sign for all, or one for each
 
+UNSEEN = "{} was called, a deferred tool that nothing has loaded: the model has not seen its schema"
+
 Decode = Callable[[Sequence[int]], str]
 
 CallPart = CallStart | CallDelta | CallEnd | CallBroken
@@ -230,6 +232,7 @@ class AnswerReader:
         with_tokens: each delta carries the tokens that begin in its text.
         every_token: tokens at the very end that decode to nothing come with an empty text.
         turn_end: a text that ends the answer like an end token, and is not shown.
+        unseen: the names of tools that the prompt does not show. A call to one is passed on with a warning.
 
     Attributes:
         completion_tokens: number of tokens, up to the one that completed a stop string.
@@ -248,6 +251,7 @@ class AnswerReader:
         with_tokens: bool = False,
         every_token: bool = False,
         turn_end: str | None = None,
+        unseen: frozenset[str] = frozenset(),
     ) -> None:
         self._detokenizer = detokenizer
         self._parser = parser
@@ -258,6 +262,8 @@ class AnswerReader:
         self._tokens = _Tokens() if with_tokens else None
         self._every_token = every_token
         self._turn = None if turn_end is None else StopMatcher((turn_end,))
+        self._unseen = unseen
+        self._warnings: dict[str, None] = {}
         self._new_ids: list[int] = []
         self._calls = 0  # number of calls that are not broken
         self._reasoning_tokens = 0
@@ -322,7 +328,8 @@ class AnswerReader:
         return ids
 
     def _done(self, reason: FinishReason, report: PrefillReport, error: Exception | None = None) -> AnswerDone:
-        return AnswerDone(reason, self.completion_tokens, self._reasoning_tokens, report, self._stop.matched, error)
+        counts = self.completion_tokens, self._reasoning_tokens
+        return AnswerDone(reason, *counts, report, self._stop.matched, error, tuple(self._warnings))
 
     def _read(self, text: str) -> list[ContentDelta]:
         if not text:
@@ -353,6 +360,8 @@ class AnswerReader:
                     yield from self._visible(delta)
             case CallStart():
                 self._calls += 1
+                if delta.name in self._unseen:
+                    self._warnings[UNSEEN.format(delta.name)] = None
                 yield from self._release(self._stop.finish())
                 yield delta
             case CallDelta():

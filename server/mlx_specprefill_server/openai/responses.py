@@ -17,7 +17,7 @@ from ..auth import IdentityDep
 from ..deltas import AnswerDelta, AnswerDone, CallBroken, CallDelta, CallEnd, CallStart, Idle, ReasoningDelta, TextDelta
 from ..errors import JsonResponse, api_error
 from ..event_stream import named_event
-from ..generation.generation import Generation
+from ..generation.generation import Answers
 from ..models.dependencies import ModelDep
 from ..report import ProgressReporter, Report
 from ..request_body import body_of
@@ -147,7 +147,7 @@ async def count(request: Request, body: BodyDep, service: ModelDep) -> Response:
 class ResponsesAnswer:
     """One answer as a whole response or as a stream."""
 
-    def __init__(self, service: Service, body: ResponsesRequest, generation: Generation) -> None:
+    def __init__(self, service: Service, body: ResponsesRequest, generation: Answers) -> None:
         self._generation = generation
         self._body = body
         self._progress = ProgressReporter(body.return_progress)

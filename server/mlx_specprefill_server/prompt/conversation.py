@@ -7,7 +7,7 @@ Agents send a second system message, null content, arguments as a JSON string, r
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby, takewhile
 from typing import Any, Literal
 
@@ -16,9 +16,11 @@ import orjson
 from ..big_json import loads
 from ..errors import refusal, require
 from ..nesting import is_too_deep
+from .deferred import FLAG, LOADS, Deferral, Reference, divide, is_deferred, load
 
 Message = dict[str, Any]  # in the form of templates: role, content (str), and the role's other fields
 Ending = Literal["answer", "continue", "none"]
+SearchKind = Literal["regex", "bm25"]
 
 SYSTEM = ("system", "developer")
 ROLES = {"system", "developer", "user", "assistant", "tool", "function"}
@@ -28,6 +30,8 @@ TEXT_PARTS = {
 }  # fmt: skip
 IMAGES = {"image", "image_url", "input_image"}
 NO_RESULT = "[no result]"
+NOTHING_FOUND = "No tool was found."
+REFERENCE = "tool_reference"  # the part of a result that loads a deferred tool
 # apply_chat_template's own arguments, which a request must not set
 RESERVED_KWARGS = {
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
@@ -44,6 +48,9 @@ class Conversation:
     Each call has an id, and its result has the same.
 
     Attributes:
+        tools: those that stand in front of the messages.
+        loaded, waiting: the deferred tools that messages show, and those that they don't.
+        searches: the names of tools that search for deferred ones and are answered here, with their kinds of search.
         ending: "answer": the prompt opens the assistant's answer; "continue": it stops within the last message, which
             the answer continues; "none": it ends after the last message.
         field: name of the body's field in errors about the prompt.
@@ -54,10 +61,29 @@ class Conversation:
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    searches: Mapping[str, SearchKind] = field(default_factory=dict)
     ending: Ending = "answer"
     field: str = "messages"
     images: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
+    loaded: tuple[Mapping[str, Any], ...] = ()
+    waiting: tuple[Mapping[str, Any], ...] = ()
+
+    @property
+    def callable_tools(self) -> tuple[Mapping[str, Any], ...]:
+        """Return the tools that the prompt shows."""
+        return (*self.tools, *self.loaded)
+
+    def extended(self, messages: Sequence[Message]) -> Conversation:
+        """Return the conversation with further canonical messages, whose References load tools."""
+        parts = load(messages, self.tools, self.loaded, self.waiting)
+        return replace(
+            self,
+            messages=(*self.messages, *parts.messages),
+            loaded=parts.loaded,
+            waiting=parts.waiting,
+            ending="answer",
+        )
 
 
 def conversation(
@@ -68,11 +94,15 @@ def conversation(
     field: str = "messages",
     images: Sequence[str] | None = None,
     left_out: Sequence[str] = (),
+    searches: Mapping[str, SearchKind] | None = None,
+    any_tool_loads: bool = False,
 ) -> Conversation:
     """Check and normalise OpenAI's chat messages.
 
     Args:
         images: of a dialect whose messages were translated; None: those in `messages`.
+        searches: as in Conversation.
+        any_tool_loads: as in `divide`.
 
     Raises:
         InvalidRequestError: `field` is the path of the value at fault, like `messages[0].content[1].type`.
@@ -80,15 +110,25 @@ def conversation(
     normalised = [_message(message, where) for where, message in objects(messages, "messages")]
     if not normalised:
         raise refusal(field, "must not be empty")
+    parts = _divided(_tools(tools), tuple(_with_results(_system_first(normalised))), any_tool_loads)
     return Conversation(
-        messages=tuple(_with_results(_system_first(normalised))),
-        tools=tuple(_tools(tools)),
+        messages=parts.messages,
+        tools=parts.front,
         template_kwargs=_template_kwargs(template_kwargs or {}),
         ending=ending,
         field=field,
         images=tuple(image_paths(messages, "messages") if images is None else images),
         left_out=tuple(left_out),
+        loaded=parts.loaded,
+        waiting=parts.waiting,
+        searches=searches or {},
     )
+
+
+def _divided(tools: list[dict[str, Any]], messages: tuple[Message, ...], any_tool_loads: bool) -> Deferral:
+    if any(map(is_deferred, tools)) or any(LOADS in message for message in messages):
+        return divide(tools, messages, any_tool_loads)
+    return Deferral(tuple(tools), (), (), messages)
 
 
 def image_paths(messages: Iterable[Any], where: str) -> Iterator[str]:
@@ -131,7 +171,11 @@ def _message(message: dict[str, Any], where: str) -> Message:
     out: Message = {"role": "tool" if role == "function" else role}
     content = message.get("content")
     parts = [_typed(part) for part in content] if isinstance(content, list) else content
+    if out["role"] == "tool" and isinstance(parts, list):
+        out |= references_in(parts, f"{where}.content")
     out["content"] = text_of(parts, f"{where}.content", out["role"] == "tool")
+    if isinstance(message.get(LOADS), tuple):  # of another dialect: JSON has no tuples
+        out[LOADS] = message[LOADS]
     for name in ("name", "tool_call_id"):
         if isinstance(message.get(name), str):
             out[name] = message[name]
@@ -150,6 +194,25 @@ def _typed(part: Any) -> Any:
     if isinstance(part, str):
         return {"type": "text", "text": part}
     return {"type": "text", **part} if isinstance(part, dict) else part
+
+
+def references_in(parts: Sequence[Any], where: str) -> dict[str, tuple[Reference, ...]]:
+    """Return the references to tools among the parts of a result as the member of its message, if there are some.
+
+    Raises:
+        InvalidRequestError: one of them has no name.
+    """
+    given = [(i, part) for i, part in enumerate(parts) if isinstance(part, dict) and part.get("type") == REFERENCE]
+    found = tuple(
+        Reference(string_of(part, "tool_name", f"{where}[{i}]"), f"{where}[{i}].tool_name") for i, part in given
+    )
+    return {LOADS: found} if found else {}
+
+
+def search_message(call_id: str, error: str | None = None, loads: Sequence[Reference] = ()) -> Message:
+    """Return the result of a search for tools. `error` says why it found none."""
+    text = f"Error: {error}" if error else "" if loads else NOTHING_FOUND
+    return {"role": "tool", "tool_call_id": call_id, "content": text, **({LOADS: tuple(loads)} if loads else {})}
 
 
 def omission_note(kind: str) -> str:
@@ -171,7 +234,8 @@ def text_of(content: Any, where: str, of_a_tool: bool = False) -> str:
     if isinstance(content, str):
         return content
     require(isinstance(content, list), where, "must be a string or an array of parts")
-    return "\n".join(_part(part, place, of_a_tool) for place, part in objects(content, where))
+    read = [part for part in objects(content, where) if not (of_a_tool and part[1].get("type") == REFERENCE)]
+    return "\n".join(_part(part, place, of_a_tool) for place, part in read)
 
 
 def _part(part: dict[str, Any], where: str, of_a_tool: bool) -> str:
@@ -239,7 +303,7 @@ def _arguments(arguments: Any) -> dict[str, Any]:
 def _tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
     """Return the function tools. Other kinds are the provider's own (web search and the like) and are left out."""
     return [
-        {"type": "function", "function": _function(tool, where)}
+        {"type": "function", "function": _function(tool, where), **({FLAG: True} if is_deferred(tool) else {})}
         for where, tool in objects(tools, "tools")
         if tool.get("type", "function") == "function"
     ]

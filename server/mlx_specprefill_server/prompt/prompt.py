@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import islice
 from typing import Any, TypeVar
@@ -23,12 +23,14 @@ from mlx_specprefill import ContextLengthError, InvalidRequestError, PromptSpan,
 
 from ..errors import refusal
 from .conversation import Conversation, Message
+from .deferred import LOADS, with_schemas
 from .forms import Form, messages_in, tools_in
-from .probe import ask, notation_of
+from .probe import Show, ask, notation_of
 from .question import about_everything
 from .spans import Render, left_out, locate, mark, to_tokens, turn_ends
 from .special_tokens import ControlTokens, Encoded, Encoder, EscapedConversation
 from .stable import remove_volatile_lines
+from .tool_writer import ToolWriter
 
 T = TypeVar("T")
 
@@ -117,7 +119,9 @@ class PromptBuilder:
         self._encoder = Encoder(tokenizer, self._controls)
         self._allow_special = allow_special_tokens
         self._refuse_images = refuse_images
-        self.forms = _forms(tokenizer)
+        show = partial(_show, tokenizer)
+        self.forms = _forms(tokenizer, show)
+        self._tools = ToolWriter(show, self.forms.get(True, Form()))
 
     @property
     def takes_tools(self) -> bool:
@@ -207,6 +211,9 @@ class PromptBuilder:
         if self._refuse_images and conversation.images:
             raise refusal(conversation.images[0], "this server refuses images (--images refuse)")
         sentences = (*conversation.left_out, *map(IMAGE_LEFT_OUT.format, conversation.images[:MOST_NAMED]))
+        if any(LOADS in message for message in conversation.messages):
+            messages = (with_schemas(m, self._tools.write) if LOADS in m else m for m in conversation.messages)
+            conversation = replace(conversation, messages=tuple(messages))
         if conversation.messages[0]["role"] == "system":
             conversation, lines = remove_volatile_lines(conversation)
             sentences += lines
@@ -235,15 +242,15 @@ class PromptBuilder:
         return self._encoder.encode(fitted.text, self._controls.places(fitted.rendered), field)
 
 
-def _forms(tokenizer: Any) -> dict[bool, Form]:
+def _show(tokenizer: Any, form: Form, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
+    return _render(tokenizer, form, Conversation(tuple(messages), tuple(tools)), messages)
+
+
+def _forms(tokenizer: Any, show: Show) -> dict[bool, Form]:
     """Ask the template with tools and without them."""
     if not tokenizer.has_chat_template:
         return {}
     notation = notation_of(str(getattr(tokenizer, "chat_template", "") or ""), tokenizer.get_added_vocab())
-
-    def show(form: Form, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
-        return _render(tokenizer, form, Conversation(tuple(messages), tuple(tools)), messages)
-
     return {has_tools: ask(show, notation, has_tools) for has_tools in (False, True)}
 
 

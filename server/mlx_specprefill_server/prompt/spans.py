@@ -19,6 +19,7 @@ from typing import Any, Literal
 from mlx_specprefill import InvalidRequestError, PromptSpan
 
 from .conversation import Message
+from .deferred import LOADS
 
 SpanKind = Literal["system", "tools", "user", "assistant", "tool", "other"]
 
@@ -221,7 +222,8 @@ def _spans(
         limit = following.start if following else len(text)
         end = _first_cut(text, place.end, limit, ends) if missing else _last_cut(text, place.end, limit, ends)
         first, last = _extend_by_parts(messages[place.index], text, place, start, end, opening, ends)
-        kind = KINDS.get(messages[place.index]["role"], "other")
+        message = messages[place.index]
+        kind = "tools" if LOADS in message else KINDS.get(message["role"], "other")  # schemas are kept in full
         yield CharSpan(kind, start, first, last, end)
         start = _last_cut(text, end, limit, ends) if missing else end
         if start > end:

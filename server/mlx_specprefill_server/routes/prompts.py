@@ -7,7 +7,6 @@ chunks and the reasons. /v1/specprefill/warm reads the common beginning of an ag
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
@@ -223,8 +222,7 @@ def _conversation(body: Mapping[str, Any]) -> Conversation:
         warmed = validate(CountRequest, {**body, "messages": body.get("messages") or [ASKS]})
     else:
         warmed = validate(ChatRequest, {**body, "messages": _with_a_user(body.get("messages"))})
-    conversation = warmed.conversation()
-    return replace(conversation, tools=resolve_tool_choice(conversation.tools, warmed.choice())[0])
+    return resolve_tool_choice(warmed.conversation(), warmed.choice())[0]
 
 
 def _with_a_user(messages: Any) -> Any:

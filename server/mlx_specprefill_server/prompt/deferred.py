@@ -1,0 +1,123 @@
+"""Tools that are loaded when needed: the prompt has no schema of theirs until a result of a search names them.
+
+Everything comes from the request: which tools are deferred, and which references its messages hold. So a conversation
+that goes on keeps its beginning, also on another server.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ..errors import refusal
+
+Tool = Mapping[str, Any]  # in the form of chat completions
+Message = dict[str, Any]
+
+FLAG = "defer_loading"
+LOADS = "loads"  # a message's member: References, and then the tools whose schemas it shows
+SEARCHES = re.compile(r"(?=.*tool)(?=.*(search|find|load))", re.IGNORECASE)  # a function that brings references
+HEADER = "These tools can be called from now on:"
+AGAIN = "These tools can be called already: {}"
+
+
+class Reference(NamedTuple):
+    """A mention of a tool that a message loads; `path` is the place of its name in the request."""
+
+    name: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Deferral:
+    """The tools of a request in three parts, and its messages.
+
+    Attributes:
+        front: rendered before the conversation.
+        loaded: shown by messages.
+        waiting: not in the prompt.
+        messages: those with LOADS have the tools that they show in place of References.
+    """
+
+    front: tuple[Tool, ...]
+    loaded: tuple[Tool, ...]
+    waiting: tuple[Tool, ...]
+    messages: tuple[Message, ...]
+
+
+def is_deferred(tool: Mapping[str, Any]) -> bool:
+    """Return whether a tool of a chat completion asks to be loaded later, beside its function or within it."""
+    function = tool.get("function")
+    return tool.get(FLAG) is True or (isinstance(function, dict) and function.get(FLAG) is True)
+
+
+def without_flag(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tool without the flag, which means nothing to a model."""
+    function = {name: value for name, value in tool["function"].items() if name != FLAG}
+    return {name: value for name, value in tool.items() if name != FLAG} | {"function": function}
+
+
+def divide(tools: Sequence[Tool], messages: Sequence[Message], any_tool: bool) -> Deferral:
+    """Return which tools stand in front of the conversation, which are shown in it, and which are not.
+
+    Without anything that could load them, deferred tools stand in front like the others: no tool is lost.
+
+    Args:
+        tools: those that are deferred have the flag.
+        any_tool: any tool may bring references; otherwise only one whose name says so.
+
+    Raises:
+        InvalidRequestError: a reference names no tool; the message says which.
+    """
+    known = {tool["function"]["name"]: tool for tool in reversed(tools)}
+    refers = any(LOADS in message for message in messages)
+    brings = [any_tool or SEARCHES.match(tool["function"]["name"]) for tool in tools if not is_deferred(tool)]
+    defers = refers or any(brings)
+    front = {name for name, tool in known.items() if not (defers and is_deferred(tool))}
+    loaded: dict[str, Tool] = {}
+    out = tuple(_resolved(message, known, front, loaded) if LOADS in message else message for message in messages)
+    rest = [tool for tool in tools if tool["function"]["name"] not in front]
+    waiting = [tool for tool in rest if tool["function"]["name"] not in loaded]
+    shown = [tool for tool in tools if tool["function"]["name"] in front]
+    return Deferral(_plain(shown), tuple(loaded.values()), _plain(waiting), out)
+
+
+def load(
+    messages: Sequence[Message], front: Sequence[Tool], loaded: Sequence[Tool], waiting: Sequence[Tool]
+) -> Deferral:
+    """Divide the tools anew where further messages follow; their References load what is waiting."""
+    seen = {tool["function"]["name"]: tool for tool in loaded}
+    known = {tool["function"]["name"]: tool for tool in (*front, *loaded, *waiting)}
+    names = {tool["function"]["name"] for tool in front}
+    out = tuple(_resolved(message, known, names, seen) if LOADS in message else message for message in messages)
+    left = tuple(tool for tool in waiting if tool["function"]["name"] not in seen)
+    return Deferral(tuple(front), tuple(seen.values()), left, out)
+
+
+def _plain(tools: Sequence[Tool]) -> tuple[Tool, ...]:
+    return tuple(without_flag(tool) if is_deferred(tool) else tool for tool in tools)
+
+
+def _resolved(message: Message, known: Mapping[str, Tool], front: set[str], loaded: dict[str, Tool]) -> Message:
+    """Return the message with the tools that it is the first to show, and a sentence about others that it names."""
+    shown, again = list[Tool](), list[str]()
+    for reference in message[LOADS]:
+        if reference.name not in known:
+            raise refusal(reference.path, f"no tool of this request is called {reference.name!r:.80}")
+        if reference.name in front or reference.name in loaded:
+            again.append(reference.name)
+        else:
+            loaded[reference.name] = without_flag(known[reference.name])
+            shown.append(loaded[reference.name])
+    sentence = AGAIN.format(", ".join(dict.fromkeys(again))) if again else ""
+    content = "\n".join(filter(None, (message["content"], sentence)))
+    rest = {name: value for name, value in message.items() if name != LOADS}
+    return rest | {"content": content} | ({LOADS: tuple(shown)} if shown else {})
+
+
+def with_schemas(message: Message, write: Callable[[Tool], str]) -> Message:
+    """Return the message with the schemas of the tools that it loads behind its text."""
+    texts = (message["content"], HEADER, *map(write, message[LOADS]))
+    return message | {"content": "\n".join(filter(None, texts)), LOADS: True}

@@ -1,0 +1,345 @@
+"""Tools that are loaded when needed: not in the prompt until a result names them, and then written as by the template."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+from anthropic.types import Message
+from starlette.testclient import TestClient
+
+from mlx_specprefill_server.prompt.conversation import conversation
+from mlx_specprefill_server.prompt.deferred import HEADER
+from mlx_specprefill_server.prompt.forms import tools_in
+from mlx_specprefill_server.prompt.prompt import PromptBuilder
+from mlx_specprefill_server.tool_search import SearchError, search
+
+from .canned_answers import named_events
+from .conftest import client_of
+from .fakes import FakeEngine, FakePair, byte_tokenizer
+from .form_templates import FORMS
+from .test_forms import LEARNT
+from .test_messages import accumulated
+
+CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
+SEARCH = "tool_search_tool_bm25"
+CITY = {"type": "object", "properties": {"city": {"type": "string", "description": "A town."}}, "required": ["city"]}
+WEATHER = {"name": "get_weather", "description": "Tells the weather.", "input_schema": CITY}
+STOCKS = {"name": "get_stock", "description": "Tells a price.", "input_schema": {"type": "object"}}
+CLOCK = {"name": "clock", "description": "Tells the time.", "input_schema": {"type": "object"}}
+
+
+def deferred(tool: dict[str, Any]) -> dict[str, Any]:
+    return {**tool, "defer_loading": True}
+
+
+LATER = [CLOCK, deferred(WEATHER), deferred(STOCKS)]
+ASKED = {"role": "user", "content": "How is it in Rome?"}
+CALLED = {"role": "assistant", "content": [{"type": "tool_use", "id": "c1", "name": "clock", "input": {}}]}
+
+
+def loads(*names: str) -> dict[str, Any]:
+    references = [{"type": "tool_reference", "tool_name": name} for name in names]
+    return {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": references}]}
+
+
+@pytest.fixture
+def engine() -> Iterator[FakeEngine]:
+    fake = FakeEngine(FakePair(byte_tokenizer(FORMS["all is shown"]), 16_384))
+    yield fake
+    fake.close()
+
+
+def ask(client: TestClient, path: str = MESSAGES, status: int = 200, **body: Any) -> Any:
+    answer = client.post(path, json={"max_tokens": 500, **body})
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+def prompts(engine: FakeEngine) -> list[str]:
+    return [engine.pair.tokenizer.decode(list(request.prompt)) for request in engine.requests]
+
+
+def called(name: str, **arguments: Any) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
+
+
+def says_in_turn(engine: FakeEngine, texts: Sequence[str]) -> None:
+    answers = iter(texts)
+    engine.script = lambda request: engine.tokens(next(answers, "Done."))
+
+
+# --- left out, and loaded ---------------------------------------------------------------------------------------------
+
+
+def test_deferred_tools_leave_no_trace_in_the_prompt(client: TestClient, engine: FakeEngine) -> None:
+    ask(client, messages=[ASKED], tools=LATER)
+    ask(client, messages=[ASKED], tools=[CLOCK])
+    first, second = prompts(engine)
+    assert first == second
+    assert "get_weather" not in first
+
+
+def test_a_reference_shows_the_tool_in_its_result_and_moves_nothing_before(
+    client: TestClient, engine: FakeEngine
+) -> None:
+    ask(client, messages=[ASKED], tools=LATER)
+    ask(client, messages=[ASKED, CALLED, loads("get_weather")], tools=LATER)
+    ask(client, messages=[ASKED, CALLED, loads("get_weather")], tools=[CLOCK, deferred(WEATHER)])
+    ask(client, messages=[ASKED], tools=[CLOCK, WEATHER])
+    before, after, alone, in_front = prompts(engine)
+    schema = in_front[in_front.rindex("<tool>") : in_front.index("<|im_start|>")].strip()
+    assert after.startswith(before)
+    assert after.endswith(f"<|im_start|>tool\n{HEADER}\n{schema}<|im_end|>\n<|im_start|>assistant\n")
+    assert after == alone  # others that wait change nothing
+
+
+def test_a_schema_in_a_result_is_kept_in_full(client: TestClient, engine: FakeEngine) -> None:
+    ask(client, messages=[ASKED, CALLED, loads("get_weather")], tools=LATER)
+    request = engine.requests[0]
+    decode = engine.pair.tokenizer.decode
+    kinds = [s.kind for s in request.spans if HEADER in decode(list(request.prompt[s.content_start : s.content_end]))]
+    assert kinds == ["tools"]
+
+
+def test_a_tool_is_shown_once(client: TestClient, engine: FakeEngine) -> None:
+    again = [CALLED | {"content": [{**CALLED["content"][0], "id": "c2"}]}, loads("get_weather", "clock")]  # type: ignore[dict-item,index]
+    again[1]["content"][0]["tool_use_id"] = "c2"
+    ask(client, messages=[ASKED, CALLED, loads("get_weather"), *again], tools=LATER)
+    assert prompts(engine)[0].count("Tells the weather.") == 1
+    assert "These tools can be called already: get_weather, clock<|im_end|>" in prompts(engine)[0]
+
+
+def test_without_anything_that_loads_it_a_tool_is_shown(client: TestClient, engine: FakeEngine) -> None:
+    ask(client, messages=[ASKED], tools=[deferred(WEATHER)])
+    ask(client, messages=[ASKED], tools=[WEATHER])
+    first, second = prompts(engine)
+    assert first == second
+
+
+@pytest.mark.parametrize("name", ["get_wether", ""])
+def test_an_unknown_reference_is_refused_by_name(client: TestClient, engine: FakeEngine, name: str) -> None:
+    body = ask(client, messages=[ASKED, CALLED, loads("get_weather", name)], tools=LATER, status=400)
+    message = body["error"]["message"]
+    assert "messages[2].content[0].content[1].tool_name" in message
+    assert repr(name) in message
+    assert not engine.requests
+
+
+# --- calls ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("turns", "warned"), [([], True), ([CALLED, loads("get_weather")], False)])
+def test_calls_are_read_and_those_of_tools_that_were_never_loaded_named(
+    client: TestClient, engine: FakeEngine, turns: list[Any], warned: bool
+) -> None:
+    engine.says(called("get_weather", city="Rome"))
+    body = ask(client, messages=[ASKED, *turns], tools=LATER)
+    (block,) = body["content"]
+    assert (block["name"], block["input"], body["stop_reason"]) == ("get_weather", {"city": "Rome"}, "tool_use")
+    assert any("get_weather" in warning for warning in body.get("warnings", ())) == warned
+
+
+def test_forced_calls_know_loaded_tools_only(client: TestClient, engine: FakeEngine) -> None:
+    any_of = {"tool_choice": {"type": "any"}, "tools": LATER}
+    ask(client, messages=[ASKED], **any_of)
+    ask(client, messages=[ASKED, CALLED, loads("get_weather")], **any_of)
+    grammars = [request.constraint.grammar for request in engine.requests if request.constraint is not None]
+    assert ["get_weather" in grammar for grammar in grammars] == [False, True]
+    assert not any("get_stock" in grammar for grammar in grammars)
+
+
+def test_a_deferred_tool_that_must_be_called_is_shown(client: TestClient, engine: FakeEngine) -> None:
+    ask(client, messages=[ASKED], tools=LATER, tool_choice={"type": "tool", "name": "get_weather"})
+    assert "Tells the weather." in prompts(engine)[0]
+    assert "get_stock" not in prompts(engine)[0]
+
+
+def test_no_choice_of_tools_leaves_the_history_as_it_was(client: TestClient, engine: FakeEngine) -> None:
+    ask(client, messages=[ASKED, CALLED, loads("get_weather")], tools=LATER, tool_choice={"type": "none"})
+    assert "Tells the weather." in prompts(engine)[0]
+
+
+# --- the server's own search ------------------------------------------------------------------------------------------
+
+SEARCHED = [{"type": f"{SEARCH}_20251119", "name": SEARCH}, *LATER[1:]]
+
+
+def test_a_search_is_answered_and_the_model_goes_on(client: TestClient, engine: FakeEngine) -> None:
+    says_in_turn(engine, ["I look." + called(SEARCH, query="weather"), called("get_weather", city="Rome")])
+    body = ask(client, messages=[ASKED], tools=SEARCHED)
+    Message.model_validate(body, strict=True)
+    text, search, found, call = body["content"]
+    assert text == {"type": "text", "text": "I look."}
+    assert search == {"type": "server_tool_use", "id": search["id"], "name": SEARCH, "input": {"query": "weather"}}
+    result = {
+        "type": "tool_search_tool_search_result",
+        "tool_references": [{"type": "tool_reference", "tool_name": "get_weather"}],
+    }
+    assert found == {"type": "tool_search_tool_result", "tool_use_id": search["id"], "content": result}
+    assert (call["type"], call["name"], body["stop_reason"]) == ("tool_use", "get_weather", "tool_use")
+    assert "warnings" not in body
+    first, second = prompts(engine)
+    assert "get_weather" not in first
+    assert second.startswith(first + "I look.")
+    # the history of the next request makes the same prompt
+    ask(client, messages=[ASKED, {"role": "assistant", "content": body["content"][:3]}], tools=SEARCHED)
+    assert prompts(engine)[2] == second
+    assert body["usage"]["output_tokens"] > len(called("get_weather", city="Rome"))
+
+
+def test_a_streamed_search(client: TestClient, engine: FakeEngine) -> None:
+    says_in_turn(engine, [called(SEARCH, query="price"), "It is 5."])
+    answer = client.post(MESSAGES, json={"max_tokens": 500, "stream": True, "messages": [ASKED], "tools": SEARCHED})
+    message = accumulated(named_events(answer.text))
+    assert [block.type for block in message.content] == ["server_tool_use", "tool_search_tool_result", "text"]
+    assert message.content[0].input == {"query": "price"}  # type: ignore[union-attr]
+    assert message.stop_reason == "end_turn"
+
+
+def test_a_call_beside_a_search_is_left_to_the_client(client: TestClient, engine: FakeEngine) -> None:
+    engine.says(called("clock") + called(SEARCH, query="weather"))
+    body = ask(client, messages=[ASKED], tools=[*SEARCHED, CLOCK])
+    assert [block["type"] for block in body["content"]] == ["tool_use", "server_tool_use", "tool_search_tool_result"]
+    assert body["stop_reason"] == "tool_use"
+    assert len(engine.requests) == 1
+    ours = {"type": "tool_result", "tool_use_id": body["content"][0]["id"], "content": "noon"}
+    history = [ASKED, {"role": "assistant", "content": body["content"]}, {"role": "user", "content": [ours]}]
+    ask(client, messages=history, tools=[*SEARCHED, CLOCK])
+    assert prompts(engine)[1].index("noon") < prompts(engine)[1].index(HEADER)
+
+
+def test_searches_without_end_end(client: TestClient, engine: FakeEngine) -> None:
+    engine.says(called(SEARCH, query="nothing of the kind"))
+    body = ask(client, messages=[ASKED], tools=SEARCHED, max_tokens=4000)
+    assert len(engine.requests) == 9
+    assert body["stop_reason"] == "end_turn"
+
+
+def test_the_limit_of_tokens_is_that_of_all_parts(client: TestClient, engine: FakeEngine) -> None:
+    search = called(SEARCH, query="weather")
+    says_in_turn(engine, [search, "x" * 400])
+    body = ask(client, messages=[ASKED], tools=SEARCHED, max_tokens=len(search) + 1 + 20)
+    assert (body["stop_reason"], body["content"][-1]["text"]) == ("max_tokens", "x" * 20)
+
+
+def functions(*tools: dict[str, Any]) -> list[dict[str, Any]]:
+    return [
+        {
+            "type": "function",
+            "function": {**{n: t[n] for n in ("name", "description")}, "parameters": t["input_schema"]},
+        }
+        for t in tools
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "query", "found"),
+    [
+        ("bm25", "the weather", ["get_weather"]),
+        ("bm25", "town", ["get_weather"]),
+        ("bm25", "getStock", ["get_stock", "get_weather"]),
+        ("bm25", "zebra", []),
+        ("regex", "^get_", ["get_weather", "get_stock"]),
+        ("regex", "(?i)PRICE", ["get_stock"]),
+        ("regex", "A town", ["get_weather"]),
+        ("regex", "(", "invalid_tool_input"),
+        ("regex", "x" * 201, "invalid_tool_input"),
+        ("bm25", 5, "invalid_tool_input"),
+    ],
+)
+def test_what_a_search_finds(kind: Any, query: Any, found: Any) -> None:
+    try:
+        assert search(kind, {"query": query}, functions(WEATHER, STOCKS)) == found
+    except SearchError as error:
+        assert str(error) == found
+
+
+def test_a_pattern_of_exponential_time_is_given_up() -> None:
+    tool = {**WEATHER, "description": "a" * 5000 + "!"}
+    with pytest.raises(SearchError, match="execution_time_exceeded"):
+        search("regex", {"query": "(a|a)*(a|aa)+$"}, functions(tool))
+
+
+# --- chat completions -------------------------------------------------------------------------------------------------
+
+
+def chat_tools(*loaders: str) -> list[Any]:
+    later = functions(WEATHER, STOCKS)
+    return [
+        *({"type": "function", "function": {"name": name}} for name in loaders),
+        {**later[0], "defer_loading": True},
+        {**later[1], "function": {**later[1]["function"], "defer_loading": True}},
+    ]
+
+
+def chat(*parts: Any) -> list[Any]:
+    call = {"id": "c1", "type": "function", "function": {"name": "find_tools", "arguments": "{}"}}
+    return [
+        ASKED,
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": parts},
+    ]
+
+
+def test_chat_completions_load_by_a_part_of_a_result(client: TestClient, engine: FakeEngine) -> None:
+    reference = {"type": "tool_reference", "tool_name": "get_weather"}
+    text = {"type": "text", "text": "Found:"}
+    ask(client, CHAT, messages=[ASKED], tools=chat_tools("find_tools"))
+    ask(client, CHAT, messages=chat(text, reference), tools=chat_tools("find_tools"))
+    body = ask(client, CHAT, messages=chat({**reference, "tool_name": "x"}), tools=chat_tools("find_tools"), status=400)
+    before, after = prompts(engine)
+    assert "get_weather" not in before
+    assert f"Found:\n{HEADER}\n<tool>" in after
+    assert after.startswith(before.removesuffix("<|im_start|>assistant\n"))
+    assert "get_stock" not in after
+    assert "defer_loading" not in after
+    assert body["error"]["param"] == "messages[2].content[0].tool_name"
+
+
+@pytest.mark.parametrize("others", [(), ("clock",)])
+def test_in_chat_completions_no_tool_is_lost(client: TestClient, engine: FakeEngine, others: tuple[str, ...]) -> None:
+    ask(client, CHAT, messages=[ASKED], tools=chat_tools(*others))
+    assert "get_weather" in prompts(engine)[0]
+    assert "get_stock" in prompts(engine)[0]
+    assert "defer_loading" not in prompts(engine)[0]
+
+
+def test_a_member_of_our_own_means_nothing_in_a_request(client: TestClient, engine: FakeEngine) -> None:
+    plain = chat("x")
+    ask(client, CHAT, messages=plain, tools=chat_tools("find_tools"))
+    ask(client, CHAT, messages=[*plain[:2], plain[2] | {"loads": ["get_weather"]}], tools=chat_tools("find_tools"))
+    assert len(set(prompts(engine))) == 1
+
+
+# --- every form of template -------------------------------------------------------------------------------------------
+
+ODD = [
+    {
+        "type": "function",
+        "function": {"name": "odd", "parameters": {"properties": {"x": {"type": ["string", "null"]}}}},
+    },
+    {"type": "function", "function": {"name": "zqother", "description": "d", "parameters": CITY}},
+    {"type": "function", "function": {"name": "b", "description": "<tool>\n}, {", "parameters": CITY}},
+]
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("tool", ODD, ids=["odd", "like the probe", "marks in it"])
+def test_a_tool_is_written_as_the_template_writes_it(name: str, tool: Any) -> None:
+    builder = PromptBuilder(byte_tokenizer(FORMS[name]))
+    first = functions(CLOCK)[0]
+    given = conversation([ASKED], [first, tool])
+    front = asyncio.run(builder.text(given)) if LEARNT[name].get("shows_tools", True) else ""
+    written = builder._tools.write(tool)
+    if front:
+        one = asyncio.run(builder.text(conversation([ASKED], [first])))
+        assert written in front
+        assert len(front) - len(one) - len(written) in (0, 1)  # but for the separator
+        assert not written[0].isspace()
+    else:
+        assert json.loads(written) == tool["function"]
+    assert (tools_in(builder.forms[True], [tool]) or [{}])[0]["function"]["name"] in written

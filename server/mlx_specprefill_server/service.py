@@ -11,10 +11,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from mlx_specprefill import Constraint, Engine, Event, GenerationRequest, Inspection, Verdict
+from mlx_specprefill import Constraint, Engine, Event, GenerationRequest, Inspection, InvalidRequestError, Verdict
 
 from .access_log import current_trace
 from .auth import Identity
+from .constrained.output_format import free_constraint
 from .fields import SamplingFields
 from .generation.generation import AnswerResult, AnswerSpec, Generation
 from .generation.reader import Mark, Vocabulary
@@ -99,6 +100,24 @@ class Service:
         constraint = make()
         self.engine.compile(constraint)
         return constraint
+
+    async def constrain_freely(self, tools: Sequence[Mapping[str, Any]], warnings: list[str]) -> Constraint | None:
+        """Return the compiled grammar of free answers whose calls of these tools follow their schemas. None, and a
+        warning, where there is none.
+        """
+        return await self.prompts.workers.run(partial(self._constrain_freely, tools, warnings))
+
+    def _constrain_freely(self, tools: Sequence[Mapping[str, Any]], warnings: list[str]) -> Constraint | None:
+        if not tools:
+            return None
+        return free_constraint(tools, self.format.tools, self.vocabulary.special, self._objection, warnings)
+
+    def _objection(self, constraint: Constraint) -> str:
+        try:
+            self.engine.compile(constraint)
+        except InvalidRequestError as error:
+            return str(error)
+        return ""
 
     def submit(
         self,

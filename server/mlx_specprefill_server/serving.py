@@ -14,7 +14,7 @@ from mlx_specprefill import Constraint, ContextLengthError, GenerationRequest, R
 
 from .auth import Identity
 from .constrained.output_format import constraint_of
-from .constrained.tool_choice import NamedTool, ToolChoice, resolve_tool_choice, tool_name
+from .constrained.tool_choice import NamedTool, ToolChoice, resolve_tool_choice, tool_name, with_patterns
 from .errors import JsonResponse, refusal
 from .event_stream import EventStream
 from .fields import AnswerFields, ChatFields, SamplingFields
@@ -102,7 +102,7 @@ async def _answer(
         make = partial(
             constraint_of,
             output,
-            tools,
+            with_patterns(tools, conversation.inputs) if conversation.inputs else tools,
             choice,
             service.format.tools or ("hermes" if forced else None),  # a template without calls: any notation will do
             body.parallel(),
@@ -112,6 +112,9 @@ async def _answer(
             warnings,
         )
         constraint = await service.constrain(make)
+    elif conversation.inputs:
+        shaped = [tool for tool in tools if tool_name(tool) in conversation.inputs]
+        constraint = await service.constrain_freely(with_patterns(shaped, conversation.inputs), warnings)
     budget = body.thinking_budget()
     spec = make_spec(
         service,

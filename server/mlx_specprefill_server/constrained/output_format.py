@@ -14,7 +14,7 @@ from mlx_specprefill import Constraint
 from ..errors import refusal, require
 from ..nesting import loads
 from .lark import LARGEST, Lark
-from .tool_choice import ToolChoice, calls_rule, forced_tools, has_grammar
+from .tool_choice import ToolChoice, answer_with_calls, calls_rule, forced_tools, has_grammar, tool_name
 
 Kind = Literal["json_object", "json_schema", "regex", "grammar", "choice"]
 
@@ -103,6 +103,32 @@ def constraint_of(
     if warnings is not None:
         warnings.extend(lark.warnings)
     return Constraint(lark.text(), field, reasoning_end)
+
+
+def free_constraint(
+    tools: Sequence[Mapping[str, Any]],
+    tool_format: str | None,
+    special: Mapping[str, int],
+    objection: Callable[[Constraint], str],
+    warnings: list[str],
+) -> Constraint | None:
+    """Return the grammar of an answer in which calls of these tools follow their schemas, and all else is free.
+
+    Args:
+        objection: returns what speaks against a grammar, "" for nothing.
+        warnings: get a sentence where there is no such grammar, for which None is returned.
+    """
+    lark = Lark(special, "tools")
+    names = ", ".join(map(tool_name, tools))
+    if not answer_with_calls(lark, tools, tool_format):
+        warnings.append(f"tools: in this model's notation the grammar of {names} is enforced in forced calls only")
+        return None
+    warnings.extend(lark.warnings)
+    constraint = Constraint(lark.text(), "tools")
+    if why := objection(constraint):
+        warnings.append(f"tools: the grammar of {names} is not enforced: {why}")
+        return None
+    return constraint
 
 
 def _reasoning(lark: Lark, end: tuple[int, ...], think: tuple[str, str] | None, lines: bool) -> str:

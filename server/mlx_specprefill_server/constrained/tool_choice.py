@@ -35,12 +35,20 @@ from ..notations import (
 )
 from ..prompt.conversation import Conversation
 from ..schemas import Schema, items_of, mapping_of
-from .lark import Lark
+from .lark import Lark, escaped, terminal
 from .unquoted import ForcedTool, Gemma, Keywords, Unquoted
 
 Tool = Mapping[str, Any]  # in the form of chat completions
 _OPEN = {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref", "if", "not"}
 _MOST_CALLS = 16  # calls in one answer; a weak model could write them without end
+_NAME_BEFORE = 24  # characters; a call's name begins within so many behind its mark
+_CALL_MARKS: Mapping[str, tuple[str, str]] = {
+    "hermes": (CALL, END_CALL),
+    "xml": (CALL, END_CALL),
+    "glm": (CALL, END_CALL),
+    "minimax": (MINIMAX.call, MINIMAX.end_call),
+    "seed": (SEED.call, SEED.end_call),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +84,8 @@ def read_choice(given: str | dict[str, Any]) -> ToolChoice:
             return given
         case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
             return NamedTool(name)
+        case {"type": "custom", "name": str(name)}:
+            return NamedTool(name)
         case {"type": "allowed_tools", "allowed_tools": dict(allowed)} | {"type": "allowed_tools", **allowed}:
             return _allowed_tools(allowed)
     rule = '"none", "auto", "required", {"type": "function", "function": {"name": …}} or allowed_tools'
@@ -87,7 +97,9 @@ def _allowed_tools(given: Mapping[Any, Any]) -> AllowedTools:
     mode, tools = given.get("mode"), given.get("tools")
     if mode not in ("auto", "required") or not isinstance(tools, list):
         raise refusal("tool_choice", "allowed_tools needs mode ('auto' or 'required') and tools (an array)")
-    functions = [tool for tool in tools if isinstance(tool, dict) and tool.get("type", "function") == "function"]
+    functions = [
+        tool for tool in tools if isinstance(tool, dict) and tool.get("type", "function") in ("function", "custom")
+    ]
     return AllowedTools(frozenset(map(_given_name, functions)), mode)
 
 
@@ -197,6 +209,39 @@ def _without_extra_members(schema: Schema) -> dict[str, Any]:
         if _OPEN.isdisjoint(schema) and set(items_of(schema.get("required"))) <= set(properties):
             out["additionalProperties"] = False
     return out
+
+
+def with_patterns(tools: Sequence[Tool], inputs: Mapping[str, str]) -> Sequence[Tool]:
+    """Return the tools with the patterns of their inputs, which prompts don't show, in their schemas."""
+    return [_with_pattern(tool, inputs[tool_name(tool)]) if tool_name(tool) in inputs else tool for tool in tools]
+
+
+def _with_pattern(tool: Tool, pattern: str) -> Tool:
+    function = tool["function"]
+    properties = {"input": {"type": "string", "pattern": pattern}}
+    parameters = {**function["parameters"], "properties": properties}
+    return {**tool, "function": {**function, "parameters": parameters}}
+
+
+def answer_with_calls(lark: Lark, tools: Sequence[Tool], tool_format: str | None) -> bool:
+    """Define an answer of free text and calls, in which calls of these tools follow their schemas.
+
+    Return whether this notation has marks around calls that are tokens of the vocabulary; otherwise nothing is defined.
+    """
+    marks = _CALL_MARKS.get(tool_format or "")
+    if marks is None or not lark.special.keys() >= set(marks):
+        return False
+    begin, end = map(lark.literal, marks)
+    others = ",".join(
+        str(token) for name, token in sorted(lark.special.items(), key=lambda x: x[1]) if name != marks[0]
+    )
+    calls = [_NOTATIONS[tool_format].call(lark, _enforceable(lark, tool)) for tool in tools]
+    names = "|".join(escaped(tool_name(tool)) for tool in tools)
+    lark.define("OTHER", f"/(?s:.)*/ & ~{terminal(f'(?s:.){{0,{_NAME_BEFORE}}}({names})(?s:.)*')}")
+    lark.define("SAID", "/(?s:.)+/")
+    lark.define("said", f"(SAID | <[{others}]>)*")
+    lark.define("start", f"said (({' | '.join(calls)} | {begin} OTHER {end}) said)*")
+    return True
 
 
 def _several(lark: Lark, calls: Sequence[str], parallel: bool, between: str = "") -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from itertools import count as numbers
 from typing import Annotated, Any
 from uuid import uuid4
@@ -14,27 +15,50 @@ from starlette.responses import Response
 from mlx_specprefill import ContextLengthError, Progress, TokenEvent
 
 from ..auth import IdentityDep
-from ..deltas import AnswerDelta, AnswerDone, CallBroken, CallDelta, CallEnd, CallStart, Idle, ReasoningDelta, TextDelta
+from ..deltas import (
+    AnswerDelta,
+    AnswerDone,
+    CallBroken,
+    CallDelta,
+    CallEnd,
+    CallStart,
+    Idle,
+    ReasoningDelta,
+    TextDelta,
+    ToolsFound,
+)
 from ..errors import JsonResponse, api_error
 from ..event_stream import named_event
 from ..generation.generation import Answers
 from ..models.dependencies import ModelDep
+from ..prompt.deferred import FLAG
 from ..report import ProgressReporter, Report
 from ..request_body import body_of
 from ..service import Service
 from ..serving import count_tokens, serve
+from .custom_tools import InputText, whole_input
 from .protocol import logprob_entry
-from .responses_protocol import ResponsesRequest, refuse
+from .responses_protocol import TOOL_SEARCH, ResponsesRequest, Tools, refuse
 
 Event = dict[str, Any]
 LogprobsOf = Callable[[Sequence[TokenEvent]], list[dict[str, Any]]]  # tokens as the wire's logprobs
 
-PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+CUSTOM, SEARCH_CALL, SEARCH_OUTPUT = "custom_tool_call", "tool_search_call", "tool_search_output"
+PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    CUSTOM: "ctc",
+    SEARCH_CALL: "tsc",
+    SEARCH_OUTPUT: "tso",
+}
 EVENTS = {
     "message": "response.output_text",
     "reasoning": "response.reasoning_text",
     "function_call": "response.function_call_arguments",
+    CUSTOM: "response.custom_tool_call_input",
 }
+ARGUMENTS = {"function_call": "arguments", CUSTOM: "input"}  # the members of calls that come as text
 
 router = APIRouter()
 
@@ -42,13 +66,14 @@ BodyDep = Annotated[ResponsesRequest, Depends(body_of(ResponsesRequest, refuse))
 
 
 class ItemWriter:
-    """A writer of one answer. At most one item is open at a time: a message, reasoning or a function call."""
+    """A writer of one answer. At most one item is open at a time: a message, reasoning or a call."""
 
-    def __init__(self, logprobs_of: LogprobsOf, namespaces: Mapping[str, str]) -> None:
+    def __init__(self, logprobs_of: LogprobsOf, tools: Tools) -> None:
         self.items: list[dict[str, Any]] = []  # closed items
         self._index = 0  # the index of the open item, or of the next one
         self._logprobs_of = logprobs_of
-        self._namespaces = namespaces
+        self._tools = tools
+        self._input = InputText()
         self._open: dict[str, Any] | None = None
         self._text: list[str] = []  # the text of the open item, and the logprobs of its tokens
         self._logprobs: list[dict[str, Any]] = []
@@ -64,15 +89,17 @@ class ItemWriter:
                 yield self._delta(delta.text)
             case CallStart():
                 yield from self.close()
-                space = {"namespace": self._namespaces[delta.name]} if delta.name in self._namespaces else {}
-                call = {"call_id": delta.id, "name": delta.name, "arguments": "", **space}
-                yield from self._start("function_call", call)
+                yield from self._start_call(delta)
             case CallDelta():
-                yield self._delta(delta.text)
+                yield from self._call_text(delta.text)
             case CallEnd():
+                if self._is_open(CUSTOM):
+                    self._text = [whole_input(delta.arguments)]
                 yield from self.close()
             case CallBroken():
                 yield from self.close("incomplete")
+            case ToolsFound():
+                yield from self._found(delta)
 
     def close(self, status: str = "completed") -> Iterator[Event]:
         """Return the events that end the open item, if there is one."""
@@ -80,10 +107,14 @@ class ItemWriter:
             return
         item, text = self._open, "".join(self._text)
         item["status"] = status
-        if item["type"] == "function_call":
-            item["arguments"] = text
-            yield self._about(f"{EVENTS[item['type']]}.done", name=item["name"], arguments=text)
-        else:
+        if item["type"] == SEARCH_CALL:
+            item["arguments"] = json.loads(text) if status == "completed" else {}
+        elif item["type"] in ARGUMENTS:
+            member = ARGUMENTS[item["type"]]
+            item[member] = text
+            name = {"name": item["name"]} if member == "arguments" else {}
+            yield self._about(f"{EVENTS[item['type']]}.done", **name, **{member: text})
+        elif item["type"] != SEARCH_OUTPUT:
             part = _part(item["type"], text, self._logprobs)
             item["content"] = [part]
             logprobs = {"logprobs": self._logprobs} if item["type"] == "message" else {}
@@ -93,6 +124,33 @@ class ItemWriter:
         self.items.append(item)
         self._index += 1
         self._open, self._text, self._logprobs = None, [], []
+
+    def _start_call(self, call: CallStart) -> Iterator[Event]:
+        if call.name == TOOL_SEARCH and (self._tools.searches or self._tools.client_search):
+            execution = "client" if self._tools.client_search else "server"
+            yield from self._start(SEARCH_CALL, {"call_id": call.id, "execution": execution, "arguments": {}})
+            return
+        kind = CUSTOM if call.name in self._tools.custom else "function_call"
+        space = {"namespace": self._tools.namespaces[call.name]} if call.name in self._tools.namespaces else {}
+        self._input = InputText()
+        yield from self._start(kind, {"call_id": call.id, "name": call.name, ARGUMENTS[kind]: "", **space})
+
+    def _call_text(self, text: str) -> Iterator[Event]:
+        assert self._open is not None
+        match self._open["type"]:
+            case "tool_search_call":
+                self._text.append(text)
+            case "custom_tool_call":
+                if read := self._input.push(text):
+                    yield self._delta(read)
+            case _:
+                yield self._delta(text)
+
+    def _found(self, found: ToolsFound) -> Iterator[Event]:
+        known = {tool["function"]["name"]: tool for tool in self._tools.functions}
+        tools = [{"type": "function", "strict": False, FLAG: True, **known[name]["function"]} for name in found.names]
+        yield from self._start(SEARCH_OUTPUT, {"call_id": found.call_id, "execution": "server", "tools": tools})
+        yield from self.close()
 
     def _is_open(self, kind: str) -> bool:
         return self._open is not None and self._open["type"] == kind
@@ -121,7 +179,7 @@ class ItemWriter:
     def _about(self, event: str, /, **fields: Any) -> Event:
         """Return an event about the content of the open item."""
         assert self._open is not None
-        part = {} if self._open["type"] == "function_call" else {"content_index": 0}
+        part = {} if self._open["type"] in ARGUMENTS else {"content_index": 0}
         return {"type": event, "item_id": self._open["id"], "output_index": self._index, **part, **fields}
 
 
@@ -152,7 +210,7 @@ class ResponsesAnswer:
         self._body = body
         self._progress = ProgressReporter(body.return_progress)
         self._vocabulary = service.vocabulary
-        self._writer = ItemWriter(self._logprobs_of, body.functions.namespaces)
+        self._writer = ItemWriter(self._logprobs_of, body.functions)
         self._report = Report(generation)
         self._numbers = numbers()
         self._response = _fields(service, body)

@@ -6,28 +6,36 @@ Refusals name the place in the request. Items that only the provider's own tools
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Annotated, Any
 
 from pydantic import Field, PlainValidator
 
+from ..constrained.flat_lark import FlatteningError
 from ..constrained.output_format import OutputFormat, response_format
 from ..errors import refusal, require
 from ..fields import Body, MaxTokens, Texts, Whole, first_limit, refuse_documents, refuse_sampling
 from ..prompt.conversation import (
     Conversation,
     Message,
+    SearchKind,
     conversation,
     function_of,
     image_paths,
     inline_system_messages,
     objects,
+    search_message,
     string_of,
     text_of,
 )
+from ..prompt.deferred import FLAG, LOADS, Reference
+from ..tool_search import search_tool
+from .custom_tools import custom_function, input_pattern
 from .protocol import ConversationFields
 
+TOOL_SEARCH = "tool_search"  # a type of tools, and the name under which the model calls it
+TOOL_TYPES = ("function", "custom", "namespace", TOOL_SEARCH)
 LOGPROBS = "message.output_text.logprobs"
 STATELESS = "this server keeps no responses or conversations; send the whole conversation as input"
 
@@ -64,13 +72,23 @@ class ResponsesRequest(ConversationFields):
     @cached_property
     def functions(self) -> Tools:
         """The function tools; raises InvalidRequestError."""
-        return function_tools(self.tools)
+        return function_tools(self.tools, () if isinstance(self.input, str) else self.input)
 
     def conversation(self) -> Conversation:
         messages = inline_system_messages(chat_messages(self.instructions, self.input))
         kwargs = self.thinking_kwargs() | self.chat_template_kwargs
         images = tuple(image_paths([] if isinstance(self.input, str) else self.input, "input"))
-        return conversation(messages, self.functions.functions, kwargs, field="input", images=images)
+        tools = self.functions
+        made = conversation(
+            messages,
+            tools.functions,
+            kwargs,
+            field="input",
+            images=images,
+            left_out=tools.left_out,
+            searches=tools.searches,
+        )
+        return replace(made, inputs=tools.inputs) if tools.inputs else made
 
     def alternatives(self) -> int | None:
         return self.top_logprobs if self.top_logprobs or LOGPROBS in self.include else None
@@ -127,6 +145,7 @@ class _Builder:
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
+        self.last_search = ""  # the id of a call
 
     def add(self, message: Message) -> None:
         self.messages.append(message)
@@ -161,6 +180,14 @@ def _item(builder: _Builder, item: Mapping[str, Any], where: str) -> None:
         case "function_call_output" | "custom_tool_call_output":
             text = text_of(item.get("output"), f"{where}.output", of_a_tool=True)
             builder.add({"role": "tool", "tool_call_id": string_of(item, "call_id", where), "content": text})
+        case "tool_search_call":
+            builder.last_search = _search_id(item, f"search_{len(builder.messages)}")
+            builder.call(builder.last_search, TOOL_SEARCH, item.get("arguments"))
+        case "tool_search_output":
+            found = search_message(_search_id(item, builder.last_search), loads=_loads(item, where))
+            builder.add(found)
+        case "additional_tools":
+            builder.add({"role": "user", "content": "", LOADS: tuple(_loads(item, where))})
         case kind:
             require(isinstance(kind, str), f"{where}.type", "must be a string")
             require(kind not in UNREADABLE, f"{where}.type", f"{kind!r}: {UNREADABLE.get(kind)}")
@@ -176,52 +203,131 @@ def _message(builder: _Builder, item: Mapping[str, Any], where: str) -> None:
         builder.add({"role": role, "content": text})
 
 
+def _search_id(item: Mapping[str, Any], otherwise: str) -> str:
+    """Return the id of a search's call. Searches by a server have none."""
+    given = item.get("call_id")
+    return given if isinstance(given, str) else otherwise
+
+
+def _loads(item: Mapping[str, Any], where: str) -> list[Reference]:
+    """Return references to the tools that an item brings with it."""
+    return [Reference(tool["name"], f"{where}.tools") for tool, _, _ in _functions(_tools_of(item, where))]
+
+
+def _tools_of(item: Mapping[str, Any], where: str) -> list[tuple[str, dict[str, Any]]]:
+    tools = item.get("tools")
+    require(isinstance(tools, list), f"{where}.tools", "must be an array")
+    return list(objects(tools or (), f"{where}.tools"))
+
+
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """The client's functions as chat completions take them, and the namespaces that some of them came in."""
+    """The client's tools as functions of chat completions.
+
+    Attributes:
+        namespaces: those that some of them came in, by the function's name.
+        custom: the names of tools whose calls are plain texts.
+        inputs: the regular expressions of such texts, by name.
+        searches: as in Conversation.
+        client_search: the client answers calls of TOOL_SEARCH.
+        left_out: sentences about tools and grammars that are not in them.
+    """
 
     functions: tuple[dict[str, Any], ...]
-    namespaces: Mapping[str, str]  # function name: namespace
+    namespaces: Mapping[str, str]
+    custom: frozenset[str] = frozenset()
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    searches: Mapping[str, SearchKind] = field(default_factory=dict)
+    client_search: bool = False
+    left_out: tuple[str, ...] = ()
 
 
-def function_tools(tools: Sequence[Any]) -> Tools:
-    """Return functions, also those in namespaces. Tools that run on the provider's servers are left out.
+def function_tools(tools: Sequence[Any], items: Sequence[Any] = ()) -> Tools:
+    """Return functions, also those in namespaces, and those that items bring. Tools that run on the provider's servers
+    are left out.
 
     Raises:
         InvalidRequestError: `field` is the path of the value at fault.
     """
+    given, brought = list(objects(tools, "tools")), list[tuple[str, dict[str, Any]]]()
+    for where, item in objects(items, "input"):
+        if item.get("type") in ("tool_search_output", "additional_tools"):
+            brought += _tools_of(item, where)
     functions: dict[str, dict[str, Any]] = {}
     namespaces: dict[str, str] = {}
-    for function, namespace in _functions(tools):
-        name = function["name"]
-        if name in functions:
-            continue  # a call could not name one of them
-        functions[name] = function
-        if namespace is not None:
-            namespaces[name] = namespace
-    return Tools(tuple({"type": "function", "function": function} for function in functions.values()), namespaces)
+    custom: dict[str, tuple[str, dict[str, Any]]] = {}
+    for later, part in enumerate((given, brought)):
+        for function, namespace, source in _functions(part):
+            name = function["name"]
+            if name in functions:
+                continue  # a call could not name one of them
+            flag = {FLAG: True} if later or source[1].get(FLAG) is True else {}
+            functions[name] = {"type": "function", "function": function, **flag}
+            if namespace is not None:
+                namespaces[name] = namespace
+            if source[1].get("type") == "custom":
+                custom[name] = source
+    left_out = list(_left_out(given))
+    inputs = dict(_patterns(custom, left_out))
+    search, is_clients = _search(given)
+    if search is not None:
+        functions.setdefault(TOOL_SEARCH, {"type": "function", "function": search})
+    searches: dict[str, SearchKind] = {} if search is None or is_clients else {TOOL_SEARCH: "bm25"}
+    found = tuple(functions.values())
+    return Tools(found, namespaces, frozenset(custom), inputs, searches, is_clients, tuple(left_out))
 
 
-def _functions(tools: Sequence[Any]) -> Iterator[tuple[dict[str, Any], str | None]]:
-    """Return functions with their namespaces. Those without one come first, so that they win over others of the same
-    name.
+def _left_out(tools: Sequence[tuple[str, dict[str, Any]]]) -> Iterator[str]:
+    for where, tool in tools:
+        if (kind := tool.get("type", "function")) not in TOOL_TYPES:
+            yield f"{where}: {kind!r:.80} was left out: this server has no such tool"
+
+
+def _patterns(custom: Mapping[str, tuple[str, dict[str, Any]]], left_out: list[str]) -> Iterator[tuple[str, str]]:
+    """Yield the regular expression of each custom tool's input. Add a sentence for each that can't be followed."""
+    for name, (where, tool) in custom.items():
+        try:
+            pattern = input_pattern(tool, where)
+        except FlatteningError as error:
+            left_out.append(f"{where}.format: the grammar of {name} is not enforced: {error}")
+        else:
+            if pattern is not None:
+                yield name, pattern
+
+
+def _search(tools: Sequence[tuple[str, dict[str, Any]]]) -> tuple[dict[str, Any] | None, bool]:
+    """Return the function that searches for deferred tools, if there is one, and whether the client answers it."""
+    for where, tool in tools:
+        if tool.get("type") == TOOL_SEARCH:
+            if tool.get("execution") == "client" or tool.get("parameters"):
+                return function_of({**tool, "name": TOOL_SEARCH}, where, "parameters"), True
+            return search_tool(TOOL_SEARCH, "bm25"), False
+    return None, False
+
+
+Source = tuple[str, dict[str, Any]]  # a tool as it was sent, behind its path
+
+
+def _functions(tools: Sequence[Source]) -> Iterator[tuple[dict[str, Any], str | None, Source]]:
+    """Yield functions with their namespaces and sources. Those without one come first, so that they win over others of
+    the same name.
     """
-    spaces: list[tuple[str, dict[str, Any]]] = []
-    for where, tool in objects(tools, "tools"):
+    spaces: list[Source] = []
+    for where, tool in tools:
         kind = tool.get("type", "function")
-        if kind == "function":
-            yield _function(tool, where), None
+        if kind in ("function", "custom"):
+            yield _function(tool, where), None, (where, tool)
         elif kind == "namespace":
             spaces.append((where, tool))
     for where, space in spaces:
         name = string_of(space, "name", where)
-        inner = space.get("tools")
-        require(isinstance(inner, list), f"{where}.tools", "must be an array")
-        for place, tool in objects(inner or [], f"{where}.tools"):
-            if tool.get("type", "function") == "function":
-                yield _function(tool, place), name
+        for place, tool in _tools_of(space, where):
+            if tool.get("type", "function") in ("function", "custom"):
+                yield _function(tool, place), name, (place, tool)
 
 
 def _function(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
+    if tool.get("type") == "custom":
+        return custom_function(tool, where)
     strict = {"strict": True} if tool.get("strict") is True else {}
     return function_of(tool, where, "parameters") | strict

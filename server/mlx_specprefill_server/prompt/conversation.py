@@ -51,6 +51,7 @@ class Conversation:
         tools: those that stand in front of the messages.
         loaded, waiting: the deferred tools that messages show, and those that they don't.
         searches: the names of tools that search for deferred ones and are answered here, with their kinds of search.
+        inputs: regular expressions that the only argument of a tool, `input`, has to match, by the tool's name.
         ending: "answer": the prompt opens the assistant's answer; "continue": it stops within the last message, which
             the answer continues; "none": it ends after the last message.
         field: name of the body's field in errors about the prompt.
@@ -62,6 +63,7 @@ class Conversation:
     tools: tuple[Mapping[str, Any], ...] = ()
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     searches: Mapping[str, SearchKind] = field(default_factory=dict)
+    inputs: Mapping[str, str] = field(default_factory=dict)
     ending: Ending = "answer"
     field: str = "messages"
     images: tuple[str, ...] = ()

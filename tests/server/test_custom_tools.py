@@ -1,0 +1,383 @@
+"""OpenAI's custom tools, whose grammar every call follows, and its search for deferred tools."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tokenizer_utils import load as load_tokenizer
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+from starlette.testclient import TestClient
+from tokenizers import AddedToken
+
+from mlx_specprefill.constraints import Grammars
+from mlx_specprefill_server.constrained.flat_lark import FlatteningError, flatten
+from mlx_specprefill_server.openai.custom_tools import InputText
+from mlx_specprefill_server.prompt.deferred import HEADER
+
+from .canned_answers import named_events
+from .conftest import client_of
+from .fakes import FakeEngine, FakePair, byte_tokenizer
+from .form_templates import FORMS
+
+RESPONSES = "/v1/responses"
+EVENTS: Any = TypeAdapter(ResponseStreamEvent)
+DEMO = Path(__file__).parents[2] / "models" / "demo" / "target"
+
+# Codex's own, codex-rs/core/src/tools/handlers/tool_apply_patch.lark
+PATCH = """
+start: begin_patch hunk+ end_patch
+begin_patch: "*** Begin Patch" LF
+end_patch: "*** End Patch" LF?
+
+hunk: add_hunk | delete_hunk | update_hunk
+add_hunk: "*** Add File: " filename LF add_line+
+delete_hunk: "*** Delete File: " filename LF
+update_hunk: "*** Update File: " filename LF change_move? change?
+
+filename: /(.+)/
+add_line: "+" /(.*)/ LF -> line
+
+change_move: "*** Move to: " filename LF
+change: (change_context | change_line)+ eof_line?
+change_context: ("@@" | "@@ " /(.+)/) LF
+change_line: ("+" | "-" | " ") /(.*)/ LF
+eof_line: "*** End of File" LF
+
+%import common.LF
+"""
+APPLY = {
+    "type": "custom",
+    "name": "apply_patch",
+    "description": "Edits files.",
+    "format": {"type": "grammar", "syntax": "lark", "definition": PATCH},
+}
+SHELL = {"type": "function", "name": "exec_command", "parameters": {"type": "object"}}
+GOOD = "*** Begin Patch\n*** Update File: a.py\n@@ def f():\n-    x = \"1\"\n+    x = 'ü\\n'\n*** End Patch\n"
+
+
+def is_patch(text: str) -> bool:
+    """Read line by line, without the grammar."""
+    lines = text.removesuffix("\n").split("\n")
+    if len(lines) < 3 or lines[0] != "*** Begin Patch" or lines[-1] != "*** End Patch":
+        return False
+    state, added = "", 0
+    for line in [*lines[1:-1], "*** Delete File: end"]:
+        if match := re.fullmatch(r"\*\*\* (Add|Delete|Update) File: .+", line):
+            if state == "Add" and not added:
+                return False
+            state, added = match[1], 0
+        elif state == "Add" and line.startswith("+"):
+            added += 1
+        elif state == "Update" and line.startswith("*** Move to: ") and len(line) > 13:
+            state = "Moved"
+        elif state in ("Update", "Moved", "Change") and re.fullmatch(r"@@|@@ .+|[-+ ].*", line):
+            state = "Change"
+        elif state == "Change" and line == "*** End of File":
+            state = "Ended"
+        else:
+            return False
+    return True
+
+
+@pytest.fixture
+def engine() -> Iterator[FakeEngine]:
+    fake = FakeEngine(FakePair(byte_tokenizer(FORMS["all is shown"]), 16_384))
+    yield fake
+    fake.close()
+
+
+def ask(client: TestClient, status: int = 200, **body: Any) -> Any:
+    answer = client.post(RESPONSES, json={"input": "Edit it.", **body})
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+def prompts(engine: FakeEngine) -> list[str]:
+    return [engine.pair.tokenizer.decode(list(request.prompt)) for request in engine.requests]
+
+
+def called(name: str, **arguments: Any) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments, ensure_ascii=False)}}}\n</tool_call>'
+
+
+# --- grammars ---------------------------------------------------------------------------------------------------------
+
+SUMS = """
+start: expr
+expr: term (SP ADD SP term)* -> add
+    | term
+term: factor (SP MUL SP factor)* -> mul
+    | factor
+factor: INT
+SP: " "
+ADD: "+"
+MUL: "*"
+%import common.INT
+"""
+NESTED = """
+// a list in brackets
+start: item
+?item: "(" [item ("," item)*] ")" | NAME
+NAME: "a".."c"~1..2 | /X/i
+%ignore /[ ]+/
+"""
+
+
+@pytest.mark.parametrize(
+    ("grammar", "texts", "others"),
+    [
+        (PATCH, [GOOD, GOOD.strip(), GOOD.replace("@@ def f():", "@@")], [GOOD.replace("+", "x"), GOOD[5:], ""]),
+        (SUMS, ["1", "4 + 4 * 3"], ["4 +", "4+4", "x"]),
+        (NESTED, ["ab", "( a,( x ),() )", "((bc))"], ["abc", "(a", "a b", "(,a)"]),
+        ('start: "a" (b | "c")+ [b]\nb: "\\n" "."', ["a\n.", "acc\n."], ["a", "a.."]),
+    ],
+)
+def test_a_flat_grammar_matches_the_same_texts(grammar: str, texts: list[str], others: list[str]) -> None:
+    pattern = re.compile(flatten(grammar))
+    assert [text for text in texts if not pattern.fullmatch(text)] == []
+    assert [text for text in others if pattern.fullmatch(text)] == []
+
+
+@pytest.mark.parametrize(
+    ("grammar", "why"),
+    [
+        ("begin: /a/", "no rule `start`"),
+        ("start: other", "no rule `other`"),
+        ("start: start", "contain themselves"),
+        ('start: ("a"', "not closed"),
+        ("%import other.THING\nstart: THING", "can't be imported"),
+        ("start: §", "not understood"),
+        ("start: /a/x", "flags"),
+        ("start: " + "/" + "a" * 40_000 + "/", "too large"),
+    ],
+)
+def test_other_grammars_are_named_and_not_enforced(
+    client: TestClient, engine: FakeEngine, grammar: str, why: str
+) -> None:
+    with pytest.raises(FlatteningError, match=why):
+        flatten(grammar)
+    body = ask(client, tools=[{**APPLY, "format": {**APPLY["format"], "definition": grammar}}])  # type: ignore[dict-item]
+    assert any("apply_patch" in warning and why in warning for warning in body["warnings"])
+    assert engine.requests[0].constraint is None
+
+
+# --- calls ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_custom_tool_is_a_function_with_one_text(client: TestClient, engine: FakeEngine) -> None:
+    engine.says(called("apply_patch", input=GOOD))
+    body = ask(client, tools=[APPLY, SHELL])
+    Response.model_validate(body)
+    (item,) = body["output"]
+    wanted = {"type": "custom_tool_call", "name": "apply_patch", "input": GOOD, "status": "completed"}
+    assert item.items() >= wanted.items()
+    assert "Edits files." in prompts(engine)[0]
+    assert "Begin Patch" not in prompts(engine)[0]
+
+
+def test_its_events(client: TestClient, engine: FakeEngine) -> None:
+    engine.says(called("apply_patch", input=GOOD))
+    answer = client.post(RESPONSES, json={"input": "Edit it.", "tools": [APPLY], "stream": True})
+    events = named_events(answer.text)
+    for event in events:
+        EVENTS.validate_python(event)
+    deltas = [event["delta"] for event in events if event["type"] == "response.custom_tool_call_input.delta"]
+    (done,) = [event for event in events if event["type"] == "response.custom_tool_call_input.done"]
+    assert len(deltas) > 20
+    assert "".join(deltas) == done["input"] == GOOD
+    assert not any("function_call" in event["type"] for event in events)
+
+
+@pytest.mark.parametrize("text", [GOOD, 'x"\\/\b\f\t', "ü\N{ROCKET}", ""])
+def test_the_input_is_read_as_it_comes(text: str) -> None:
+    for ascii_only in (False, True):
+        reader, given = InputText(), json.dumps({"input": text}, ensure_ascii=ascii_only)
+        assert "".join(map(reader.push, given)) == text
+
+
+def test_history_is_read_back(client: TestClient, engine: FakeEngine) -> None:
+    items = [
+        {"role": "user", "content": "Edit it."},
+        {"type": "custom_tool_call", "call_id": "c", "name": "apply_patch", "input": GOOD},
+        {"type": "custom_tool_call_output", "call_id": "c", "output": "Done!"},
+    ]
+    ask(client, input=items, tools=[APPLY])
+    text = prompts(engine)[0]
+    assert f"<call>apply_patch {json.dumps({'input': GOOD}, ensure_ascii=False)}</call>" in text
+    assert "<|im_start|>tool\nDone!" in text
+
+
+def test_a_choice_of_it_forces_its_grammar(client: TestClient, engine: FakeEngine) -> None:
+    ask(client, tools=[APPLY, SHELL], tool_choice={"type": "custom", "name": "apply_patch"})
+    constraint = engine.requests[0].constraint
+    assert constraint is not None
+    assert "Begin Patch" in constraint.grammar
+    assert "exec_command" not in constraint.grammar
+
+
+def test_tools_of_the_provider_are_named(client: TestClient, engine: FakeEngine) -> None:
+    kinds = ["web_search", "local_shell", "image_generation"]
+    body = ask(client, tools=[SHELL, *({"type": kind} for kind in kinds)])
+    assert [warning.split("'")[1] for warning in body["warnings"]] == kinds
+
+
+# --- the search for deferred tools ------------------------------------------------------------------------------------
+
+WEATHER = {"type": "function", "name": "get_weather", "description": "Tells the weather.", "parameters": None}
+MAPS = {"type": "namespace", "name": "maps", "description": "Maps.", "tools": [
+    {"type": "function", "name": "find_route", "description": "Finds a way.", "defer_loading": True}]}  # fmt: skip
+LATER = [SHELL, {**WEATHER, "defer_loading": True}, MAPS]
+HOSTED = {"type": "tool_search"}
+OWN = {"type": "tool_search", "execution": "client", "description": "Searches.", "parameters": {"type": "object"}}
+
+
+@pytest.mark.parametrize("search", [HOSTED, OWN], ids=["hosted", "own"])
+def test_deferred_tools_wait_for_a_search(client: TestClient, engine: FakeEngine, search: dict[str, Any]) -> None:
+    ask(client, tools=[*LATER, search])
+    ask(client, tools=[SHELL, search])
+    ask(client, tools=LATER)
+    first, second, without = prompts(engine)
+    assert first == second
+    assert "get_weather" in without  # nothing could load it
+    assert "find_route" in without
+
+
+def test_the_clients_search(client: TestClient, engine: FakeEngine) -> None:
+    engine.says(called("tool_search", goal="a way"))
+    body = ask(client, tools=[*LATER, OWN])
+    Response.model_validate(body)
+    (item,) = body["output"]
+    wanted = {"type": "tool_search_call", "execution": "client", "arguments": {"goal": "a way"}, "status": "completed"}
+    assert item.items() >= wanted.items()
+    found = {"type": "tool_search_output", "call_id": item["call_id"], "execution": "client", "tools": [MAPS]}
+    history = [{"role": "user", "content": "Edit it."}, item, found]
+    engine.says(called("find_route", to="Rome"))
+    body = ask(client, input=history, tools=[*LATER, OWN])
+    first, second = prompts(engine)
+    assert second.startswith(first.removesuffix("<|im_start|>assistant\n"))
+    assert f"<|im_start|>tool\n{HEADER}\n<tool>" in second
+    assert "get_weather" not in second
+    (item,) = body["output"]
+    assert (item["name"], item["namespace"]) == ("find_route", "maps")
+    assert "warnings" not in body
+
+
+def test_the_servers_search(client: TestClient, engine: FakeEngine) -> None:
+    answers = iter([called("tool_search", query="weather"), called("get_weather")])
+    engine.script = lambda request: engine.tokens(next(answers, "Done."))
+    answer = client.post(RESPONSES, json={"input": "Edit it.", "tools": [*LATER, HOSTED], "stream": True})
+    events = named_events(answer.text)
+    for event in events:
+        EVENTS.validate_python(event)
+    items = events[-1]["response"]["output"]
+    assert [item["type"] for item in items] == ["tool_search_call", "tool_search_output", "function_call"]
+    assert items[0]["execution"] == items[1]["execution"] == "server"
+    assert [tool["name"] for tool in items[1]["tools"]] == ["get_weather"]
+    ask(client, input=[{"role": "user", "content": "Edit it."}, *items[:2]], tools=[*LATER, HOSTED])
+    assert prompts(engine)[2] == prompts(engine)[1]
+
+
+def test_additional_tools_stand_where_they_come(client: TestClient, engine: FakeEngine) -> None:
+    more = {"type": "additional_tools", "role": "developer", "tools": [WEATHER, APPLY]}
+    history = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Yes?"}, more]
+    engine.says(called("apply_patch", input=GOOD))
+    ask(client, input=history[:2], tools=[SHELL])
+    body = ask(client, input=[*history, {"role": "user", "content": "Edit it."}], tools=[SHELL])
+    before, after = prompts(engine)
+    assert after.startswith(before.removesuffix("<|im_start|>assistant\n"))
+    assert after.index("Yes?") < after.index("Tells the weather.") < after.index("Edit it.")
+    assert body["output"][0]["type"] == "custom_tool_call"
+
+
+# --- patches, sampled -------------------------------------------------------------------------------------------------
+
+
+FORCED = {"type": "custom", "name": "apply_patch"}
+OPENED = 'I edit it.\n<tool_call>\n{"name": "apply_patch", "argum'
+
+
+@cache
+def tokenizer() -> Any:
+    """The demo pair's, with the marks of calls as tokens, as real vocabularies have them."""
+    loaded = load_tokenizer(DEMO)
+    loaded._tokenizer.add_tokens([AddedToken(mark, normalized=False) for mark in ("<tool_call>", "</tool_call>")])
+    loaded._tokenizer.chat_template = FORMS["no calls, trained on tags"]
+    return TokenizerWrapper(loaded._tokenizer)
+
+
+@pytest.fixture(scope="module", params=["auto", FORCED], ids=["auto", "forced"])
+def constrained(request: pytest.FixtureRequest) -> tuple[Grammars, Any, str]:
+    """The grammar that a server gives the engine, and how the answer begins."""
+    fake = FakeEngine(FakePair(tokenizer(), 16_384))
+    try:
+        body = ask(client_of(fake), tools=[APPLY, SHELL], tool_choice=request.param)
+        assert "warnings" not in body
+        return Grammars(tokenizer(), frozenset()), fake.requests[0].constraint, OPENED * (request.param == "auto")
+    finally:
+        fake.close()
+
+
+def fed(constrained: tuple[Grammars, Any, str], text: str) -> Any:
+    """The state behind a text, each of whose tokens was permitted."""
+    grammars, constraint, _ = constrained
+    state = grammars.state(constraint, frozenset({tokenizer().eos_token_id}))
+    for token in tokenizer().encode(text, add_special_tokens=False):
+        assert state.mask(len(tokenizer()))[token], text
+        state.accept(token)
+    return state
+
+
+def sampled(constrained: tuple[Grammars, Any, str], seed: int) -> str:
+    """A random answer within the grammar, in which lines and texts end more often than by chance."""
+    state, opened = fed(constrained, constrained[2]), constrained[2]
+    ends = np.array([300.0 if set('\\"') & set(tokenizer().decode([i])) else 1.0 for i in range(len(tokenizer()))])
+    ids, generator = tokenizer().encode(opened, add_special_tokens=False), np.random.default_rng(seed)
+    for _ in range(1500):
+        weights = ends * state.mask(len(tokenizer()))
+        token = int(generator.choice(len(weights), p=weights / weights.sum()))
+        if token == tokenizer().eos_token_id:
+            break
+        ids.append(token)
+        state.accept(token)
+        if tokenizer().decode([token]) == "</tool_call>":
+            break
+    return str(tokenizer().decode(ids))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_sampled_patches_are_well_formed(constrained: tuple[Grammars, Any, str], seed: int) -> None:
+    text = sampled(constrained, seed)
+    match = re.search(r'"arguments": ?(\{.*\})\}\n</tool_call>', text, re.DOTALL)
+    assert match is not None, text
+    assert is_patch(json.loads(match[1])["input"]), text
+
+
+@pytest.mark.parametrize("constrained", ["auto"], indirect=True)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Nothing to do: *** Begin Patch is a mark.",
+        '<tool_call>\n{"name": "exec_command", "arguments": {"cmd": "apply_patch <<X"}}\n</tool_call>',
+        f"{called('apply_patch', input=GOOD)}\nAnd again.\n{called('apply_patch', input=GOOD)}",
+    ],
+)
+def test_all_other_text_is_free(constrained: tuple[Grammars, Any, str], text: str) -> None:
+    assert fed(constrained, text).mask(len(tokenizer()))[tokenizer().eos_token_id]
+
+
+@pytest.mark.parametrize("constrained", ["auto"], indirect=True)
+def test_a_call_can_not_end_before_its_patch(constrained: tuple[Grammars, Any, str]) -> None:
+    state = fed(constrained, f'{OPENED}ents": {{"input": "*** Begin Patch\\n*** Delete File: a\\n')
+    allowed = state.mask(len(tokenizer()))
+    assert not allowed[tokenizer().eos_token_id]
+    (quote,) = tokenizer().encode('"', add_special_tokens=False)
+    assert not allowed[quote]

@@ -147,6 +147,7 @@ class PrefillReport:
     miss: PrefixMiss | None = None  # None: nothing that the cache holds was read again
     reason_code: ReasonCode = "other"  # of `reason`
     reached: Reached | None = None  # None: the prompt was read to its end
+    ended: str | None = None  # why the reader ended the answer before the engine did, where that was its own decision
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON object that clients get next to `usage`."""
@@ -163,6 +164,8 @@ class PrefillReport:
             report["cache"] = {"miss": asdict(self.miss)}
         if self.reached is not None:
             report["reached"] = self.reached._asdict()
+        if self.ended is not None:
+            report["ended"] = self.ended
         if self.kept_spans is not None:
             report["kept_spans"] = [list(span) for span in self.kept_spans]
         return report

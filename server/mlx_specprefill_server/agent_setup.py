@@ -108,6 +108,7 @@ def _claude(server: RunningServer) -> Setup:
         "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(server.window),
         "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(server.output),
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        "ENABLE_TOOL_SEARCH": "true",  # off for other hosts than Anthropic's, to which it sends every schema
         "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",  # it changes from session to session
     }
     return Setup({_home("CLAUDE_CONFIG_DIR", ".claude") / "settings.json": {"env": environment}})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from fractions import Fraction
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 
@@ -212,6 +212,7 @@ class AnswerFields(SamplingFields, SpecPrefillFields):
     model: str | None = None
     stream: bool = False
     return_progress: bool = False
+    loop_guard: Literal["on", "off"] | None = None
 
     @abstractmethod
     def limit(self) -> int | None:

@@ -19,6 +19,7 @@ from .errors import JsonResponse, refusal
 from .event_stream import EventStream
 from .fields import AnswerFields, ChatFields, SamplingFields
 from .generation.generation import Answers, AnswerSpec, Generation
+from .generation.loops import LoopGuard
 from .generation.reader import AnswerReader, IncrementalDetokenizer, StopMatcher
 from .generation.searching import SearchingGeneration
 from .parsers.base import Parser
@@ -129,8 +130,13 @@ async def _answer(
         forced=forced,
         spent=spent,
         unseen=frozenset(map(tool_name, conversation.waiting)),
+        guarded=(body.loop_guard or service.settings.loop_guard) == "on",
     )
-    return service.submit([spec], identity, body.cache_salt, warnings, body.answers())
+    generation = service.submit([spec], identity, body.cache_salt, warnings, body.answers())
+    if prompt.deferred[0]:
+        generation.deferred = prompt.deferred
+        service.metrics.record_deferred(*prompt.deferred)
+    return generation
 
 
 def _thinks(body: ChatFields, conversation: Conversation) -> bool:
@@ -182,12 +188,14 @@ def make_spec(
     every_token: bool = False,
     spent: int = 0,
     unseen: frozenset[str] = frozenset(),
+    guarded: bool = False,
 ) -> AnswerSpec:
     """Return the engine's request for one answer to `prompt`, at most as long as the remaining context, and its reader.
 
     Args:
         field: field of the body that holds the prompt.
         parallel, forced, every_token, unseen: as in AnswerReader.
+        guarded: an answer without a grammar that repeats itself is ended.
         spent: tokens of the answer that were generated before.
 
     Raises:
@@ -216,6 +224,8 @@ def make_spec(
     )
     shown_ids = frozenset(body.stop_token_ids if body.include_stop_str_in_output else ())
 
+    free = constraint is None and not body.ignore_eos
+
     def reader() -> AnswerReader:
         return AnswerReader(
             IncrementalDetokenizer(service.vocabulary.decode, request.prompt),
@@ -228,6 +238,7 @@ def make_spec(
             every_token=every_token,
             turn_end=None if ignored else service.engine.pair.turn_end,
             unseen=unseen,
+            loops=LoopGuard(service.vocabulary.decode) if guarded and free else None,
         )
 
     return AnswerSpec(request, reader)

@@ -120,6 +120,10 @@ class Settings(BaseSettings):
     allow_special_tokens: bool = Field(
         default=False, description="Read names of control tokens in messages as these tokens. Default: as text."
     )
+    loop_guard: Literal["on", "off"] = Field(
+        default="on",
+        description="End an answer that repeats the same words again and again, as if it had reached its limit.",
+    )
     images: Literal["note", "refuse"] = Field(
         default="note",
         description="Images in messages. note: a note in their place and a warning. refuse: an error.",

@@ -36,6 +36,7 @@ class Given:
     copies = 1
     warnings = ()
     previous = None
+    deferred = (0, 0)
 
     def __init__(self, deltas: Sequence[AnswerDelta]) -> None:
         self._deltas = deltas

@@ -339,7 +339,8 @@ def fed(constrained: tuple[Grammars, Any, str], text: str) -> Any:
 def sampled(constrained: tuple[Grammars, Any, str], seed: int) -> str:
     """A random answer within the grammar, in which lines and texts end more often than by chance."""
     state, opened = fed(constrained, constrained[2]), constrained[2]
-    ends = np.array([300.0 if set('\\"') & set(tokenizer().decode([i])) else 1.0 for i in range(len(tokenizer()))])
+    texts = [tokenizer().decode([token]) for token in range(len(tokenizer()))]
+    ends = np.array([300.0 if set('\\"') & set(text) else 100.0 if text[:1] == "E" else 1.0 for text in texts])
     ids, generator = tokenizer().encode(opened, add_special_tokens=False), np.random.default_rng(seed)
     for _ in range(1500):
         weights = ends * state.mask(len(tokenizer()))

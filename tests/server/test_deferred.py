@@ -128,6 +128,18 @@ def test_an_unknown_reference_is_refused_by_name(client: TestClient, engine: Fak
     assert not engine.requests
 
 
+def test_the_report_and_the_metrics_count_what_is_left_out(client: TestClient, engine: FakeEngine) -> None:
+    body = ask(client, messages=[ASKED], tools=LATER)
+    whole = ask(client, messages=[ASKED], tools=[CLOCK, WEATHER, STOCKS])
+    texts = prompts(engine)
+    left_out = body["specprefill"]["deferred"]
+    assert left_out["tools"] == 2
+    assert len(texts[1]) - len(texts[0]) - left_out["tokens"] == 2  # a byte is a token; the separators
+    assert "deferred" not in whole["specprefill"]
+    metrics = client.get("/metrics").text
+    assert f'specprefill_deferred_tokens_total{{model_name="demo/target"}} {float(left_out["tokens"])}' in metrics
+
+
 # --- calls ------------------------------------------------------------------------------------------------------------
 
 

@@ -33,7 +33,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "rule",
         "densify",
     ),
-    "Advanced: answers": ("images", "speculative", "prefill_step", "max_rows", "target_itl_ms"),
+    "Advanced: answers": ("images", "loop_guard", "speculative", "prefill_step", "max_rows", "target_itl_ms"),
     "Advanced: memory and caches": (
         "prefix_cache_size",
         "prefix_cache_dir",

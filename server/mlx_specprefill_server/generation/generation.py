@@ -67,6 +67,7 @@ class AnswerResult:
     stopped: bool  # ended by a stop string; the engine sees a cancellation
     index: int = 0
     copy: bool = False  # a further answer to the prompt of an earlier one
+    in_loop: bool = False  # ended since it repeated itself
 
     @property
     def will_be_verified(self) -> bool:
@@ -80,7 +81,7 @@ class AnswerResult:
         if isinstance(self.event, Failed):
             return "error"
         if self.stopped:
-            return "stop"
+            return "length" if self.in_loop else "stop"
         return "abort" if self.event.reason == "cancelled" else self.event.reason
 
 
@@ -104,6 +105,7 @@ class Answers(Protocol):
     copies: int
     warnings: Sequence[str]
     previous: Mapping[str, Any] | None
+    deferred: tuple[int, int]
 
     def stream(self) -> AsyncIterator[tuple[int, AnswerDelta]]:
         """Yield every answer's deltas with its number. Each ends with one AnswerDone."""
@@ -123,7 +125,10 @@ class Generation:
         copies: number of answers to each prompt, one after the other.
         warnings: sentences about parts of the request that are not followed.
         previous: the verdict on the conversation's last answer, for the report of the response.
+        deferred: the number of tools that the prompt leaves out until they are loaded, and that of their tokens.
     """
+
+    deferred = (0, 0)
 
     def __init__(
         self,
@@ -270,9 +275,9 @@ class Generation:
             self._give_up(error)
 
     def _report_end(self, index: int, event: Finished | Failed) -> None:
-        stopped = index in self._open and self._readers[index].over
-        copy = index % self.copies > 0
-        self._observer.on_end(AnswerResult(self._requests[index], event, stopped, index, copy))
+        reader, copy = self._readers[index], index % self.copies > 0
+        stopped = index in self._open and reader.over
+        self._observer.on_end(AnswerResult(self._requests[index], event, stopped, index, copy, reader.in_loop))
 
     def _nothing_came(self) -> None:
         if not self._events:  # else the client is a slow reader

@@ -6,6 +6,7 @@ import json
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from ..deltas import (
     TextDelta,
 )
 from ..parsers.base import Parser, overlap
+from .loops import LoopGuard
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -232,6 +234,7 @@ class AnswerReader:
         with_tokens: each delta carries the tokens that begin in its text.
         every_token: tokens at the very end that decode to nothing come with an empty text.
         turn_end: a text that ends the answer like an end token, and is not shown.
+        loops: ends an answer that repeats itself.
         unseen: the names of tools that the prompt does not show. A call to one is passed on with a warning.
 
     Attributes:
@@ -252,6 +255,7 @@ class AnswerReader:
         every_token: bool = False,
         turn_end: str | None = None,
         unseen: frozenset[str] = frozenset(),
+        loops: LoopGuard | None = None,
     ) -> None:
         self._detokenizer = detokenizer
         self._parser = parser
@@ -263,6 +267,7 @@ class AnswerReader:
         self._every_token = every_token
         self._turn = None if turn_end is None else StopMatcher((turn_end,))
         self._unseen = unseen
+        self._loops = loops
         self._warnings: dict[str, None] = {}
         self._new_ids: list[int] = []
         self._calls = 0  # number of calls that are not broken
@@ -282,12 +287,20 @@ class AnswerReader:
         if self._tokens is not None:
             self._tokens.add(event)
             self._new_ids.append(event.token)
-        return self._mark(self._read(self._in_turn(self._detokenizer.push(event.token))))
+        deltas = self._mark(self._read(self._in_turn(self._detokenizer.push(event.token))))
+        if self._loops is not None and self._loops.push(event.token):
+            self._warnings[self._loops.found] = None
+        return deltas
+
+    @property
+    def in_loop(self) -> bool:
+        """Return whether the answer was ended since it repeated itself."""
+        return self._loops is not None and bool(self._loops.found)
 
     @property
     def over(self) -> bool:
         """Return whether no further token is wanted; the engine can stop."""
-        return self._cut or (self._turn is not None and self._turn.matched is not None)
+        return self._cut or self.in_loop or (self._turn is not None and self._turn.matched is not None)
 
     def _in_turn(self, text: str) -> str:
         """Return what can be read now of newly decoded text, up to the turn's end."""
@@ -306,7 +319,7 @@ class AnswerReader:
         """Return the rest of the answer and its end."""
         text = self._in_turn(self._detokenizer.finish()) + ("" if self._turn is None else self._turn.finish())
         deltas: list[AnswerDelta] = [] if self._cut else [*self._read(text)]
-        ended = isinstance(event, Finished) and (self.over or event.reason == "stop")
+        ended = isinstance(event, Finished) and (self.over or event.reason == "stop") and not self.in_loop
         if self._parser.thinking and not self._cut:
             self._reasoning_tokens = self.completion_tokens
         if not self._cut:
@@ -316,7 +329,7 @@ class AnswerReader:
             deltas.append(TextDelta("", tokens, places=(0,) * len(tokens)))
         if ended:
             return [*deltas, self._done("tool_calls" if self._calls else "stop", report)]
-        return [*deltas, self.failed(_error(event), report)]
+        return [*deltas, self.failed(None if self.in_loop else _error(event), report)]
 
     def failed(self, error: Exception | None, report: PrefillReport) -> AnswerDone:
         """Return the end of an incomplete answer. `error` is None if it has reached its length."""
@@ -328,6 +341,8 @@ class AnswerReader:
         return ids
 
     def _done(self, reason: FinishReason, report: PrefillReport, error: Exception | None = None) -> AnswerDone:
+        if self.in_loop and self._loops is not None:
+            report = replace(report, ended=self._loops.found)
         counts = self.completion_tokens, self._reasoning_tokens
         return AnswerDone(reason, *counts, report, self._stop.matched, error, tuple(self._warnings))
 

@@ -39,6 +39,7 @@ class SearchingGeneration:
         self._searches = self._tokens = self._reasoning_tokens = 0
         self.warnings: Sequence[str] = first.warnings
         self.previous: Mapping[str, Any] | None = first.previous
+        self.deferred = first.deferred
 
     @property
     def prompts(self) -> Sequence[TokenIds]:

@@ -64,6 +64,8 @@ class Metrics(Collector):
         self._recalled = self._counter(
             "specprefill_recalled_tokens", "Tokens that an earlier turn had dropped and a later one read."
         )
+        self._deferred_tools = self._counter("specprefill_deferred_tools", "Tools that prompts left out until needed.")
+        self._deferred_tokens = self._counter("specprefill_deferred_tokens", "Tokens of tools that were left out.")
         self._verdicts = self._counter(
             "specprefill_verdicts", "Sparse answers by what full reading says of them.", "verdict"
         )
@@ -87,6 +89,11 @@ class Metrics(Collector):
             self._count_prompt(report)
             if tokens:
                 self._time(report.timings)
+
+    def record_deferred(self, tools: int, tokens: int) -> None:
+        """Count the tools that a prompt leaves out until they are loaded, and the tokens of their schemas."""
+        self._deferred_tools.inc(tools)
+        self._deferred_tokens.inc(tokens)
 
     def record_verdict(self, word: str) -> None:
         self._verdicts.labels(word).inc()

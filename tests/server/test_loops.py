@@ -1,0 +1,113 @@
+"""Answers that repeat themselves end; code, tables, white space and base64 never do."""
+
+from __future__ import annotations
+
+import base64
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from mlx_specprefill_server.generation.loops import LoopGuard
+
+from .conftest import client_of
+from .fakes import FakeEngine, FakePair, byte_tokenizer
+
+CHAT = "/v1/chat/completions"
+HI = [{"role": "user", "content": "Hi"}]
+PERIOD = "so it goes and so "  # a byte is a token
+FENCE = "```python\n"
+
+
+def caught(text: str) -> int | None:
+    """Return after how many tokens the guard ends a text."""
+    tokenizer = byte_tokenizer()
+    guard = LoopGuard(tokenizer.decode)
+    for count, token in enumerate(tokenizer.encode(text, add_special_tokens=False), 1):
+        if guard.push(token):
+            return count
+    return None
+
+
+@pytest.mark.parametrize("period", ["for ", PERIOD, "I am sorry.\n", "\u7684", "x" * 30 + " word " + "y" * 27])
+def test_a_loop_is_ended_soon(period: str) -> None:
+    length = max(64, 8 * len(period.encode()))
+    count = caught("It begins. " + period * 200)
+    assert count is not None
+    assert length <= count <= length + 11 + 2 * len(period.encode()) + 16
+
+
+@pytest.mark.parametrize("text", [PERIOD * 7, "for " * 15, "ab" * 400, ("word " * 12 + "x") * 7])
+def test_less_is_no_loop(text: str) -> None:
+    assert caught(text) is None
+
+
+GENERATOR = random.Random(0)
+HARMLESS = {
+    "zeros in base64": base64.b64encode(bytes(3000)).decode(),
+    "base64": base64.b64encode(GENERATOR.randbytes(3000)).decode(),
+    "spaces": " " * 2000,
+    "lines": "\n" * 2000,
+    "a table": "| no | no |\n" * 200,
+    "a rule of a table": "|---|---|\n" + "| a | b |\n" * 100,
+    "tabs": "0\tno\n" * 200,
+    "numbers": "[" + "0, " * 500,
+    "hex": "0x00, " * 400,
+    "a line": "-" * 1000,
+    "code": FENCE + "    pass\n" * 50 + "```",
+    "a file": FENCE + Path(__file__).read_text(),
+}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_what_repeats_for_good_reasons_goes_on(name: str) -> None:
+    assert caught(HARMLESS[name]) is None
+
+
+def test_a_loop_in_code_is_ended_later() -> None:
+    count = caught(FENCE + "    do_it_again()\n" * 500)
+    assert count is not None
+    assert count > 8 * 8 * 18
+
+
+@pytest.fixture
+def engine() -> Iterator[FakeEngine]:
+    fake = FakeEngine(FakePair(byte_tokenizer(), 16_384))
+    fake.says(PERIOD * 100)
+    yield fake
+    fake.close()
+
+
+def ask(client: TestClient, **body: Any) -> Any:
+    answer = client.post(CHAT, json={"messages": HI, **body})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_the_answer_says_why(engine: FakeEngine) -> None:
+    client = client_of(engine)
+    body = ask(client)
+    (choice,) = body["choices"]
+    assert choice["finish_reason"] == "length"
+    assert len(choice["message"]["content"]) < 200
+    assert body["specprefill"]["ended"].startswith("loop: the same 18 tokens")
+    assert body["warnings"] == [body["specprefill"]["ended"]]
+    assert 'finished_reason="length"' in client.get("/metrics").text
+
+
+@pytest.mark.parametrize(
+    ("settings", "fields", "ended"),
+    [
+        ({}, {"loop_guard": "off"}, False),
+        ({"loop_guard": "off"}, {}, False),
+        ({"loop_guard": "off"}, {"loop_guard": "on"}, True),
+        ({}, {"response_format": {"type": "json_object"}}, False),
+        ({}, {"ignore_eos": True}, False),
+    ],
+)
+def test_who_decides(engine: FakeEngine, settings: Any, fields: Any, ended: bool) -> None:
+    body = ask(client_of(engine, **settings), **fields)
+    assert ("ended" in body["specprefill"]) == ended

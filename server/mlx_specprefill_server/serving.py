@@ -183,28 +183,23 @@ def make_spec(
     prompt_logprobs: int | None = None,
     constraint: Constraint | None = None,
     reasoning: ReasoningBudget | None = None,
-    parallel: bool = True,
-    forced: bool = False,
-    every_token: bool = False,
     spent: int = 0,
-    unseen: frozenset[str] = frozenset(),
     guarded: bool = False,
+    **choices: Any,
 ) -> AnswerSpec:
     """Return the engine's request for one answer to `prompt`, at most as long as the remaining context, and its reader.
 
     Args:
         field: field of the body that holds the prompt.
-        parallel, forced, every_token, unseen: as in AnswerReader.
         guarded: an answer without a grammar that repeats itself is ended.
+        choices: `parallel`, `forced`, `every_token` and `unseen` of AnswerReader.
         spent: tokens of the answer that were generated before.
 
     Raises:
         InvalidRequestError: the prompt has no tokens.
         ContextLengthError: the prompt leaves no room for an answer.
     """
-    limit = body.limit()
-    left = limit if limit is None else max(limit - spent, min(limit, 1))
-    room = max_tokens_within(len(prompt.tokens), left, service.context_length, field)
+    room = max_tokens_within(len(prompt.tokens), _left(body.limit(), spent), service.context_length, field)
     # `ignore_eos` has no effect with a grammar, which ends by itself
     ignored = body.ignore_eos and constraint is None
     ends = frozenset() if ignored else service.vocabulary.stop_ids | service.format.ends
@@ -222,26 +217,44 @@ def make_spec(
         reasoning=reasoning,
         min_tokens=min(body.min_tokens, room),
     )
-    shown_ids = frozenset(body.stop_token_ids if body.include_stop_str_in_output else ())
-
     free = constraint is None and not body.ignore_eos
+    make_reader = partial(
+        _reader,
+        service,
+        body,
+        request,
+        turn_end=None if ignored else service.engine.pair.turn_end,
+        **choices,
+    )
+    return AnswerSpec(
+        request, lambda: make_reader(parser(), LoopGuard(service.vocabulary.decode) if guarded and free else None)
+    )
 
-    def reader() -> AnswerReader:
-        return AnswerReader(
-            IncrementalDetokenizer(service.vocabulary.decode, request.prompt),
-            parser(),
-            StopMatcher(body.stops(), body.include_stop_str_in_output),
-            end_ids=request.stop_token_ids - shown_ids,
-            parallel=parallel,
-            forced=forced,
-            with_tokens=body.with_ids() or request.logprobs is not None,
-            every_token=every_token,
-            turn_end=None if ignored else service.engine.pair.turn_end,
-            unseen=unseen,
-            loops=LoopGuard(service.vocabulary.decode) if guarded and free else None,
-        )
 
-    return AnswerSpec(request, reader)
+def _reader(
+    service: Service,
+    body: AnswerFields,
+    request: GenerationRequest,
+    parser: Parser,
+    loops: LoopGuard | None,
+    **choices: Any,
+) -> AnswerReader:
+    """Return a reader of one answer. `choices` are those of AnswerReader."""
+    shown_ids = frozenset(body.stop_token_ids if body.include_stop_str_in_output else ())
+    return AnswerReader(
+        IncrementalDetokenizer(service.vocabulary.decode, request.prompt),
+        parser,
+        StopMatcher(body.stops(), body.include_stop_str_in_output),
+        end_ids=request.stop_token_ids - shown_ids,
+        with_tokens=body.with_ids() or request.logprobs is not None,
+        loops=loops,
+        **choices,
+    )
+
+
+def _left(limit: int | None, spent: int) -> int | None:
+    """Return what is left of a limit, at least one token if it was as much."""
+    return None if limit is None else max(limit - spent, min(limit, 1))
 
 
 def max_tokens_within(prompt_tokens: int, limit: int | None, context_length: int, field: str) -> int:

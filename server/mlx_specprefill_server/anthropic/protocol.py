@@ -298,7 +298,7 @@ class _Said:
 
 def _search_result(block: dict[str, Any], where: str) -> Message:
     """Return the result of a search that a server has answered: references, or the code of an error."""
-    content = block.get("content")
+    content: Any = block.get("content")
     require(isinstance(content, dict), f"{where}.content", "must be an object")
     found, code = content.get("tool_references"), content.get("error_code")
     require(found is None or isinstance(found, list), f"{where}.content.tool_references", "must be an array")

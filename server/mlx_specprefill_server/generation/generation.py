@@ -101,7 +101,9 @@ class Observer(Protocol):
 class Answers(Protocol):
     """The answers to one HTTP request, for those who write them to the wire. Attributes as in Generation."""
 
-    prompts: Sequence[TokenIds]
+    @property
+    def prompts(self) -> Sequence[TokenIds]: ...
+
     copies: int
     warnings: Sequence[str]
     previous: Mapping[str, Any] | None

@@ -292,6 +292,13 @@ def _failure(error: Exception | None) -> dict[str, Any]:
     return {"code": code, "message": str(error)}
 
 
+def _echo(function: dict[str, Any], custom: frozenset[str]) -> dict[str, Any]:
+    """Return a tool as it was understood."""
+    if function["name"] in custom:
+        return {"type": "custom", "name": function["name"], "description": function["description"]}
+    return {"type": "function", "strict": False, **function}
+
+
 def _fields(service: Service, body: ResponsesRequest) -> dict[str, Any]:
     """Return the response object before the answer: the request's fields, as understood."""
     return {
@@ -318,7 +325,7 @@ def _fields(service: Service, body: ResponsesRequest) -> dict[str, Any]:
         "temperature": body.given(service.sampling)["temperature"],
         "text": {"format": body.text.format},
         "tool_choice": body.tool_choice,
-        "tools": [{"type": "function", "strict": False, **tool["function"]} for tool in body.functions.functions],
+        "tools": [_echo(tool["function"], body.functions.custom) for tool in body.functions.functions],
         "top_logprobs": body.top_logprobs,
         "top_p": body.given(service.sampling).get("top_p", body.top_p),
         "truncation": "disabled",

@@ -217,18 +217,14 @@ def make_spec(
         reasoning=reasoning,
         min_tokens=min(body.min_tokens, room),
     )
-    free = constraint is None and not body.ignore_eos
-    make_reader = partial(
-        _reader,
-        service,
-        body,
-        request,
-        turn_end=None if ignored else service.engine.pair.turn_end,
-        **choices,
-    )
-    return AnswerSpec(
-        request, lambda: make_reader(parser(), LoopGuard(service.vocabulary.decode) if guarded and free else None)
-    )
+    turn_end = None if ignored else service.engine.pair.turn_end
+
+    def reader() -> AnswerReader:
+        free = constraint is None and not body.ignore_eos
+        loops = LoopGuard(service.vocabulary.decode) if guarded and free else None
+        return _reader(service, body, request, parser(), loops, turn_end=turn_end, **choices)
+
+    return AnswerSpec(request, reader)
 
 
 def _reader(

@@ -165,7 +165,7 @@ def test_other_grammars_are_named_and_not_enforced(
 ) -> None:
     with pytest.raises(FlatteningError, match=why):
         flatten(grammar)
-    body = ask(client, tools=[{**APPLY, "format": {**APPLY["format"], "definition": grammar}}])  # type: ignore[dict-item]
+    body = ask(client, tools=[{**APPLY, "format": {**APPLY["format"], "definition": grammar}}])
     assert any("apply_patch" in warning and why in warning for warning in body["warnings"])
     assert engine.requests[0].constraint is None
 

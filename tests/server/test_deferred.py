@@ -105,7 +105,7 @@ def test_a_schema_in_a_result_is_kept_in_full(client: TestClient, engine: FakeEn
 
 
 def test_a_tool_is_shown_once(client: TestClient, engine: FakeEngine) -> None:
-    again = [CALLED | {"content": [{**CALLED["content"][0], "id": "c2"}]}, loads("get_weather", "clock")]  # type: ignore[dict-item,index]
+    again = [CALLED | {"content": [{**CALLED["content"][0], "id": "c2"}]}, loads("get_weather", "clock")]
     again[1]["content"][0]["tool_use_id"] = "c2"
     ask(client, messages=[ASKED, CALLED, loads("get_weather"), *again], tools=LATER)
     assert prompts(engine)[0].count("Tells the weather.") == 1
@@ -207,7 +207,7 @@ def test_a_streamed_search(client: TestClient, engine: FakeEngine) -> None:
     answer = client.post(MESSAGES, json={"max_tokens": 500, "stream": True, "messages": [ASKED], "tools": SEARCHED})
     message = accumulated(named_events(answer.text))
     assert [block.type for block in message.content] == ["server_tool_use", "tool_search_tool_result", "text"]
-    assert message.content[0].input == {"query": "price"}  # type: ignore[union-attr]
+    assert message.content[0].input == {"query": "price"}
     assert message.stop_reason == "end_turn"
 
 

@@ -38,10 +38,8 @@ from ..specprefill.sparse_prefill import TAIL
 log = logging.getLogger(__name__)
 ForwardKind = Literal["draft", "target", "upper", "select"]
 """The draft, the whole target, the target's layers behind the scoring layers, and the selection of tokens."""
-_REMEMBERED = 24  # forwards of each size, by powers of two: many of one size say nothing about the others
-_HALF_LIFE = 12  # forwards of its size after which an observation counts half, to follow a machine that becomes busy
-# Likewise of all sizes, down to this weight: a thousand short ones must not outweigh the long ones before them.
-_HALF_LIFE_OF_ALL, _LEAST_WEIGHT = 24, 1 / 16
+_REMEMBERED = 96  # forwards
+_HALF_LIFE = 12  # forwards after which an observation counts half, to follow a machine that becomes busy
 _LEAST_TOKENS = 8  # shorter forwards are not timed
 _ROUNDS = 12
 _EXACT = 1e-3  # relative error below which observations count alike
@@ -99,7 +97,6 @@ class _Forward(NamedTuple):
     tokens: int
     depth: int
     ms: float
-    number: int = 0  # of those before it
 
 
 class LearntCost:
@@ -114,14 +111,14 @@ class LearntCost:
 
     def __init__(self, prior: ForwardCost) -> None:
         self._prior = prior
-        self._seen: dict[int, deque[_Forward]] = {}  # by the bits of the number of tokens
+        self._seen: deque[_Forward] = deque(maxlen=_REMEMBERED)
         self.cost = prior
         self.count = 0
 
     @property
     def speed(self) -> float | None:
         """Return the machine's slowness relative to the prior; None before the first observation."""
-        ratios = [seen.ms / max(self._prior.ms(seen.tokens, seen.depth), 1e-9) for seen in self._remembered()]
+        ratios = [seen.ms / max(self._prior.ms(seen.tokens, seen.depth), 1e-9) for seen in tuple(self._seen)]
         return statistics.median(ratios) if ratios else None
 
     def assume(self, prior: ForwardCost) -> None:
@@ -133,24 +130,14 @@ class LearntCost:
         """Learn that a forward over `tokens` behind `depth` others took `ms`."""
         if tokens < _LEAST_TOKENS or ms <= 0:
             return
-        # Replaced as a whole: other threads read it.
-        size = tokens.bit_length()
-        same = deque(self._seen.get(size, ()), maxlen=_REMEMBERED)
-        same.append(_Forward(tokens, depth, ms, self.count))
-        self._seen = self._seen | {size: same}
+        self._seen.append(_Forward(tokens, depth, ms))
         self.count += 1
         if self.count < _HALF_LIFE or abs(self.cost.ms(tokens, depth) / ms - 1) > _AGREES:
             self.cost = self._fit()
 
-    def _remembered(self) -> list[_Forward]:
-        return [seen for same in self._seen.values() for seen in same]
-
     def _fit(self) -> ForwardCost:
-        weighted = [
-            (seen, 2 ** (-age / _HALF_LIFE) * max(2 ** ((seen.number - self.count) / _HALF_LIFE_OF_ALL), _LEAST_WEIGHT))
-            for same in self._seen.values()
-            for age, seen in enumerate(reversed(same))
-        ]
+        newest = len(self._seen) - 1
+        weighted = [(seen, 2 ** ((index - newest) / _HALF_LIFE)) for index, seen in enumerate(self._seen)]
         prior = self._prior.scale(self.speed or 1.0)
         weighted += [(_Forward(n, s, prior.ms(n, s)), _PRIOR_WEIGHT) for n, s in _PRIOR_POINTS if prior.ms(n, s) > 0]
         columns = [(1.0, f.tokens, f.tokens * (f.depth + f.tokens / 2)) for f, _ in weighted]

@@ -91,7 +91,7 @@ class SearchingGeneration:
 
 
 class _Part:
-    """What the model says up to its next end, with the results of its searches.
+    """The model's words up to its next end, with the results of its searches.
 
     Attributes:
         goes_on: all calls are searches that were answered.

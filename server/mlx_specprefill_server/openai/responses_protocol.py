@@ -34,6 +34,7 @@ from ..tool_search import search_tool
 from .custom_tools import custom_function, input_pattern
 from .protocol import ConversationFields
 
+Source = tuple[str, dict[str, Any]]  # a tool as it was sent, behind its path
 TOOL_SEARCH = "tool_search"  # a type of tools, and the name under which the model calls it
 TOOL_TYPES = ("function", "custom", "namespace", TOOL_SEARCH)
 LOGPROBS = "message.output_text.logprobs"
@@ -303,9 +304,6 @@ def _search(tools: Sequence[tuple[str, dict[str, Any]]]) -> tuple[dict[str, Any]
                 return function_of({**tool, "name": TOOL_SEARCH}, where, "parameters"), True
             return search_tool(TOOL_SEARCH, "bm25"), False
     return None, False
-
-
-Source = tuple[str, dict[str, Any]]  # a tool as it was sent, behind its path
 
 
 def _functions(tools: Sequence[Source]) -> Iterator[tuple[dict[str, Any], str | None, Source]]:

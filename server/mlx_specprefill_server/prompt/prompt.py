@@ -206,8 +206,8 @@ class PromptBuilder:
         sentences = (*fitted.left_out, *missing)
         asked = [message["content"] for message in conversation.messages if message["role"] == "user"]
         words = about_everything(asked[-1]) if asked else None
-        waiting = tuple(self._tool_tokens(dumps(tool)) for tool in conversation.waiting)
-        deferred = len(waiting), sum(waiting)
+        waiting = conversation.waiting
+        deferred = (len(waiting), sum(self._tool_tokens(dumps(tool)) for tool in waiting)) if waiting else (0, 0)
         if offsets is None:
             return Prompt(as_token_ids(tokens), (), ending, sentences, words, deferred)
         spans = locate(fitted.messages, fitted.rendered, marked, self._ends, bool(conversation.tools))

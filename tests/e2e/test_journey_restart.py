@@ -18,6 +18,7 @@ HI: Any = [{"role": "user", "content": "Hello"}]
 LONG = {"ignore_eos": True, "max_tokens": 4000}
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.extended)])
 def test_a_signal_ends_streams_properly(tmp_path: Path, kind: signal.Signals) -> None:
     with start(tmp_path / "log", *PAIR, settings={"MLX_SPECPREFILL_SHUTDOWN_GRACE_S": "0"}) as server:

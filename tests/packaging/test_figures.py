@@ -114,6 +114,7 @@ def test_a_figure_of_the_readme_is_a_result(line: str, numbers: list[str]) -> No
     assert [float(number) for number in numbers] == [float(number) for number in sources[0]()]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("page", ["README.md", "models/README.md", "scripts/env.sh", *DOCUMENTS])
 def test_the_size_of_the_first_download_is_one_number(page: str, smollm2: Path) -> None:
     """In millions of bytes, as file managers show it."""

@@ -23,8 +23,8 @@ STARTS_PROCESSES = ("distributed", "e2e", "clients", "packaging", "web", "cli")
 ASIDE = ("evals", "recording", "selftest", "training", "web")  # only with --all, or where the command line names them
 REPRESENTATIVE = frozenset({"llama", "qwen3_5"})  # in every run: plain attention, and a recurrent hybrid
 IN_ENGINES = frozenset({"llama"})  # all else that differs between models, the other folders test
-SHARES_A_SERVER = ("clients", "e2e", "web")  # between the tests of a file
-TURNS = {"nightly": 20, "extended": 4}  # until CI has taken each of these tests
+SHARES_A_SERVER = ("clients", "distributed", "e2e", "web")  # between the tests of a file
+TURNS = {"nightly": 20, "extended": 4}  # until each of these tests was taken
 ROUNDED_TURNS = 10  # in rounded arithmetic
 # What rounding may break: with `--dtype rounded` these run, and no others.
 ROUNDED = frozenset(
@@ -50,8 +50,6 @@ def pytest_configure(config: pytest.Config) -> None:
     choose_device(config)
     precision.choose(config.getoption("--dtype"))
     settings.load_profile("steady" if config.getoption("--all") else "quick")
-    if config.getoption("--turn") is not None:
-        config.option.markexpr = ""  # nightly tests have their turn too
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -63,4 +63,5 @@ def checkpoints(options: argparse.Namespace) -> tuple[Path, Path]:
 
 
 def _named(options: argparse.Namespace) -> PairOptions:
-    return PairOptions(pair=options.pair, target=options.target, draft=options.draft)
+    pair = options.pair if options.target is None else None
+    return PairOptions(pair=pair, target=options.target, draft=options.draft)

@@ -218,7 +218,7 @@ def load_pair(
         sharding=sharding,
         draft_placement=source.placement,
     )
-    own_parts = {} if ranks is not None else _load_own_parts(model, target, dtype)
+    own_parts = {} if ranks is not None else load_own_parts(model, resolve_model_path(target) or Path(target), dtype)
     pair = replace(pair, sampling=stated_sampling(target), own_parts=own_parts)
     if draft == "self" and pair.draft is None:
         return replace(pair, sparse_refusal=_PIPELINE)
@@ -407,10 +407,6 @@ def _split_target(target: nn.Module, draft: nn.Module | None, ranks: Ranks | Non
     if refusal is not None and isinstance(draft, FirstLayers) and draft.whole is target:
         log.warning("no prefill in stages, the first layers read twice: %s", refusal)
     return model if isinstance(model, StagedModel) and refusal is None else Refused(str(refusal))
-
-
-def _load_own_parts(model: nn.Module, where: str | Path, dtype: DtypeName) -> dict[str, OwnPart | Refused]:
-    return load_own_parts(model, resolve_model_path(where) or Path(where), dtype)
 
 
 def _name(where: str | Path) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..cache.positioned import leaves
+from ..cache.positioned import leaves, tokens_in
 from ..config import DraftWindow
 from .capture import Active
 
@@ -33,9 +33,8 @@ class WindowedReader:
     window: DraftWindow
 
     def __call__(self, tokens: mx.array, cache: Sequence[Any]) -> mx.array:
-        parts = list(leaves(cache))
-        read = max((int(part.offset) for part in parts if hasattr(part, "offset")), default=0)
-        ring = max((int(part.max_size) for part in parts if hasattr(part, "max_size")), default=0)
+        read = tokens_in(cache)
+        ring = max((int(part.max_size) for part in leaves(cache) if hasattr(part, "max_size")), default=0)
         with _forward.during(_Forward(self.window, read, read + tokens.shape[1], ring)):
             output: mx.array = self.model(tokens, cache=cache)
             return output

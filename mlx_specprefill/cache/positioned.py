@@ -376,6 +376,11 @@ def leaves(cache: Sequence[Any]) -> Iterator[Any]:
             yield part
 
 
+def tokens_in(cache: Sequence[Any]) -> int:
+    """Return the number of tokens that a prompt cache has read."""
+    return max((int(part.offset) for part in leaves(cache) if hasattr(part, "offset")), default=0)
+
+
 def place(cache: Sequence[Any], positions: Positions) -> None:
     """Set the positions of the next forward in every layer. positions: (L,) int32, as in `Positioned.place`."""
     positions = np.asarray(positions, dtype=np.int32)

@@ -32,6 +32,7 @@ from ..events import PrefixMiss, Progress, Stage, noop
 from ..loading import ModelPair
 from ..request import CacheLabel, GenerationRequest, TokenIds
 from ..specprefill.sparse_prefill import HiddenStates
+from ..speculative.strategies import drafts_with_draft
 from .misses import WORTH_TELLING, Decode, explain_miss
 
 log = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ def draft_window(pair: ModelPair, config: EngineConfig) -> DraftWindow | None:
     The target's own layers do, whose states become the target's, and a draft that proposes the tokens of answers.
     """
     own = pair.draft is None or full_draft_model(pair.draft) is pair.target
-    return None if own or config.speculation.strategy in ("draft", "triforce") else config.scoring.window
+    return None if own or drafts_with_draft(config.speculation.strategy) else config.scoring.window
 
 
 def empty_draft_cache(draft: nn.Module, staged: bool) -> list[Any]:

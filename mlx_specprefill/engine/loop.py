@@ -80,7 +80,7 @@ class EngineCore:
         self._memory.rows_padding, self._rows.room = lambda: self._rows.padding, self._memory.padding_room
 
     def begin(self) -> None:
-        """Measure what a active costs."""
+        """Measure what a request costs."""
         self._memory.measure()
         self._chunks.largest = min(self._chunks.largest, self._memory.step)
         self._costs.load()

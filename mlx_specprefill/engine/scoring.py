@@ -12,6 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..adapters.depth import full_draft_model
 from ..adapters.window import WindowedReader
+from ..cache.positioned import tokens_in
 from ..config import EngineConfig
 from ..errors import RequestCancelled, SparseUnsupportedError
 from ..events import Progress
@@ -20,7 +21,7 @@ from ..request import GenerationRequest
 from ..specprefill.mapped import MappedTask, map_task
 from ..specprefill.plan import PrefillPlan, template_mask
 from ..specprefill.question import possible_questions, question_span, repeated_question_spans
-from ..specprefill.scorer import Scores, ScoringInput, scorer_for, tokens_in
+from ..specprefill.scorer import Scores, ScoringInput, scorer_for
 from ..specprefill.sparse_prefill import HiddenStates, feed, forward_ends
 from ..specprefill.text import PromptText
 from .active_request import NO_INDICES

@@ -28,7 +28,7 @@ from ..adapters.depth import FirstLayers
 from ..adapters.heads import DraftHeads, Head
 from ..adapters.window import WindowedReader
 from ..arrays import Bools, Floats
-from ..cache.positioned import Snapshot, leaves
+from ..cache.positioned import Snapshot, tokens_in
 from ..config import DraftWindow, RuleName, ScoringConfig
 from ..distributed.ranks import Ranks
 from ..errors import SparseUnsupportedError, SpecPrefillError
@@ -141,11 +141,6 @@ def read_prompt(
             task.on_cut(stop)
         yield Progress("draft", stop, M)
         start = stop
-
-
-def tokens_in(cache: list[Any]) -> int:
-    """Return the number of tokens that the draft's cache has read."""
-    return max((int(part.offset) for part in leaves(cache) if hasattr(part, "offset")), default=0)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from mlx_specprefill import Constraint, ContextLengthError, GenerationRequest, R
 
 from .auth import Identity
 from .constrained.output_format import constraint_of
-from .constrained.tool_choice import NamedTool, ToolChoice, resolve_tool_choice, tool_name, with_patterns
+from .constrained.tool_choice import NamedTool, ToolChoice, resolve_tool_choice, with_patterns
 from .errors import JsonResponse, refusal
 from .event_stream import EventStream
 from .fields import AnswerFields, ChatFields, SamplingFields
@@ -24,6 +24,7 @@ from .generation.reader import AnswerReader, IncrementalDetokenizer, StopMatcher
 from .generation.searching import SearchingGeneration
 from .parsers.base import Parser
 from .prompt.conversation import Conversation
+from .prompt.deferred import tool_name
 from .prompt.prompt import Prompt
 from .service import Service
 from .while_connected import while_connected

@@ -10,6 +10,7 @@ from typing import Any
 import regex
 
 from .prompt.conversation import SearchKind
+from .prompt.deferred import tool_name
 from .schemas import mapping_of
 
 MOST_FOUND = 5  # tools
@@ -60,7 +61,7 @@ def search(kind: SearchKind, arguments: Mapping[str, Any], tools: Sequence[Mappi
     query = arguments.get("query", arguments.get("pattern"))
     if not isinstance(query, str) or not query or (kind == "regex" and len(query) > LONGEST_PATTERN):
         raise SearchError("invalid_tool_input")
-    texts = {tool["function"]["name"]: "\n".join(_texts(tool["function"])) for tool in tools}
+    texts = {tool_name(tool): "\n".join(_texts(tool["function"])) for tool in tools}
     found = _matching(query, texts) if kind == "regex" else _ranked(query, texts)
     return found[:MOST_FOUND]
 

@@ -23,9 +23,10 @@ from mlx_specprefill_server.constrained.flat_lark import FlatteningError, flatte
 from mlx_specprefill_server.openai.custom_tools import InputText
 from mlx_specprefill_server.prompt.deferred import HEADER
 
+from .calling import called, engine_that_sees_all, prompts
 from .canned_answers import named_events
 from .conftest import client_of
-from .fakes import FakeEngine, FakePair, byte_tokenizer
+from .fakes import FakeEngine, FakePair
 from .form_templates import FORMS
 
 RESPONSES = "/v1/responses"
@@ -90,23 +91,14 @@ def is_patch(text: str) -> bool:
 
 @pytest.fixture
 def engine() -> Iterator[FakeEngine]:
-    fake = FakeEngine(FakePair(byte_tokenizer(FORMS["all is shown"]), 16_384))
-    yield fake
-    fake.close()
+    with engine_that_sees_all() as fake:
+        yield fake
 
 
 def ask(client: TestClient, status: int = 200, **body: Any) -> Any:
     answer = client.post(RESPONSES, json={"input": "Edit it.", **body})
     assert answer.status_code == status, answer.text
     return answer.json()
-
-
-def prompts(engine: FakeEngine) -> list[str]:
-    return [engine.pair.tokenizer.decode(list(request.prompt)) for request in engine.requests]
-
-
-def called(name: str, **arguments: Any) -> str:
-    return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments, ensure_ascii=False)}}}\n</tool_call>'
 
 
 # --- grammars ---------------------------------------------------------------------------------------------------------

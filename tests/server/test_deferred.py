@@ -17,8 +17,9 @@ from mlx_specprefill_server.prompt.forms import tools_in
 from mlx_specprefill_server.prompt.prompt import PromptBuilder
 from mlx_specprefill_server.tool_search import SearchError, search
 
+from .calling import called, engine_that_sees_all, prompts
 from .canned_answers import named_events
-from .fakes import FakeEngine, FakePair, byte_tokenizer
+from .fakes import FakeEngine, byte_tokenizer
 from .form_templates import FORMS
 from .test_forms import LEARNT
 from .test_messages import accumulated
@@ -47,23 +48,14 @@ def loads(*names: str) -> dict[str, Any]:
 
 @pytest.fixture
 def engine() -> Iterator[FakeEngine]:
-    fake = FakeEngine(FakePair(byte_tokenizer(FORMS["all is shown"]), 16_384))
-    yield fake
-    fake.close()
+    with engine_that_sees_all() as fake:
+        yield fake
 
 
 def ask(client: TestClient, path: str = MESSAGES, status: int = 200, **body: Any) -> Any:
     answer = client.post(path, json={"max_tokens": 500, **body})
     assert answer.status_code == status, answer.text
     return answer.json()
-
-
-def prompts(engine: FakeEngine) -> list[str]:
-    return [engine.pair.tokenizer.decode(list(request.prompt)) for request in engine.requests]
-
-
-def called(name: str, **arguments: Any) -> str:
-    return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
 
 
 def says_in_turn(engine: FakeEngine, texts: Sequence[str]) -> None:

@@ -96,7 +96,8 @@ class _Remote:
         with _asking_for(self.repository):
             path = hf_hub_download(self.repository, "config.json", revision=self.commit)
             config = dict(json.loads(Path(path).read_text(encoding="utf-8")))
-            weights = self._text_weights() or weights if "vision_config" in config else weights
+            if "vision_config" in config:
+                weights = self._text_weights() or weights
             design = mlx_specprefill.blueprint(config)
         if design.refusal is not None:
             raise OptionError(

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 def run_server(
-    models: Pair | Path | None,
+    chosen: Pair | Path | None,
     dtype: DtypeName,
     given: Mapping[str, Any],
     hosts: Path | None,
@@ -43,7 +43,7 @@ def run_server(
     """Run the server as the options of `serve` say, until it ends.
 
     Args:
-        models: the pair, or the table of several; None with `hosts`, whose machines choose.
+        chosen: the pair, or the table of several; None with `hosts`, whose machines choose.
         given: options by the settings' names.
         hosts: MLX's hostfile, if the ranks are to be started.
         starting_port: first port between them.
@@ -52,11 +52,10 @@ def run_server(
         if hosts is not None:
             configure_logging(given["log_level"] or "info")
             raise typer.Exit(launch(hosts, without(sys.argv[1:], "--hosts", "--starting-port"), starting_port))
-        if isinstance(models, Path):
-            serve_several(models, dtype, given)
+        if isinstance(chosen, Path):
+            serve_several(chosen, dtype, given)
             return
-        assert models is not None
-        chosen = models
+        assert chosen is not None
         settings = make_settings(chosen, **given)
         configure_logging(settings.log_level, settings.log_format)
         outlive_the_terminal()

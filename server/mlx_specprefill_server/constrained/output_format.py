@@ -13,8 +13,9 @@ from mlx_specprefill import Constraint
 
 from ..errors import refusal, require
 from ..nesting import loads
+from ..prompt.deferred import tool_name
 from .lark import LARGEST, Lark
-from .tool_choice import ToolChoice, answer_with_calls, calls_rule, forced_tools, has_grammar, tool_name
+from .tool_choice import ToolChoice, answer_with_calls, calls_rule, forced_tools, has_grammar
 
 Kind = Literal["json_object", "json_schema", "regex", "grammar", "choice"]
 

@@ -34,11 +34,11 @@ from ..notations import (
     Tags,
 )
 from ..prompt.conversation import Conversation
+from ..prompt.deferred import Tool, tool_name
 from ..schemas import Schema, items_of, mapping_of
 from .lark import Lark, escaped, terminal
 from .unquoted import ForcedTool, Gemma, Keywords, Unquoted
 
-Tool = Mapping[str, Any]  # in the form of chat completions
 _OPEN = {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref", "if", "not"}
 _MOST_CALLS = 16  # calls in one answer; a weak model could write them without end
 _NAME_BEFORE = 24  # characters; a call's name begins within so many behind its mark
@@ -67,10 +67,6 @@ class AllowedTools:
 
 
 ToolChoice = Literal["auto", "none", "required"] | NamedTool | AllowedTools
-
-
-def tool_name(tool: Tool) -> str:
-    return str(tool["function"]["name"])
 
 
 def read_choice(given: str | dict[str, Any]) -> ToolChoice:

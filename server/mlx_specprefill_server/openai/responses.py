@@ -31,7 +31,7 @@ from ..errors import JsonResponse, api_error
 from ..event_stream import named_event
 from ..generation.generation import Answers
 from ..models.dependencies import ModelDep
-from ..prompt.deferred import FLAG
+from ..prompt.deferred import FLAG, tool_name
 from ..report import ProgressReporter, Report
 from ..request_body import body_of
 from ..service import Service
@@ -147,7 +147,7 @@ class ItemWriter:
                 yield self._delta(text)
 
     def _found(self, found: ToolsFound) -> Iterator[Event]:
-        known = {tool["function"]["name"]: tool for tool in self._tools.functions}
+        known = {tool_name(tool): tool for tool in self._tools.functions}
         tools = [{"type": "function", "strict": False, FLAG: True, **known[name]["function"]} for name in found.names]
         yield from self._start(SEARCH_OUTPUT, {"call_id": found.call_id, "execution": "server", "tools": tools})
         yield from self.close()

@@ -215,7 +215,7 @@ def _loads(item: Mapping[str, Any], where: str) -> list[Reference]:
     return [Reference(tool["name"], f"{where}.tools") for tool, _, _ in _functions(_tools_of(item, where))]
 
 
-def _tools_of(item: Mapping[str, Any], where: str) -> list[tuple[str, dict[str, Any]]]:
+def _tools_of(item: Mapping[str, Any], where: str) -> list[Source]:
     tools = item.get("tools")
     require(isinstance(tools, list), f"{where}.tools", "must be an array")
     return list(objects(tools or (), f"{where}.tools"))
@@ -250,13 +250,13 @@ def function_tools(tools: Sequence[Any], items: Sequence[Any] = ()) -> Tools:
     Raises:
         InvalidRequestError: `field` is the path of the value at fault.
     """
-    given, brought = list(objects(tools, "tools")), list[tuple[str, dict[str, Any]]]()
+    given, brought = list(objects(tools, "tools")), list[Source]()
     for where, item in objects(items, "input"):
         if item.get("type") in ("tool_search_output", "additional_tools"):
             brought += _tools_of(item, where)
     functions: dict[str, dict[str, Any]] = {}
     namespaces: dict[str, str] = {}
-    custom: dict[str, tuple[str, dict[str, Any]]] = {}
+    custom: dict[str, Source] = {}
     for later, part in enumerate((given, brought)):
         for function, namespace, source in _functions(part):
             name = function["name"]
@@ -278,13 +278,13 @@ def function_tools(tools: Sequence[Any], items: Sequence[Any] = ()) -> Tools:
     return Tools(found, namespaces, frozenset(custom), inputs, searches, is_clients, tuple(left_out))
 
 
-def _left_out(tools: Sequence[tuple[str, dict[str, Any]]]) -> Iterator[str]:
+def _left_out(tools: Sequence[Source]) -> Iterator[str]:
     for where, tool in tools:
         if (kind := tool.get("type", "function")) not in TOOL_TYPES:
             yield f"{where}: {kind!r:.80} was left out: this server has no such tool"
 
 
-def _patterns(custom: Mapping[str, tuple[str, dict[str, Any]]], left_out: list[str]) -> Iterator[tuple[str, str]]:
+def _patterns(custom: Mapping[str, Source], left_out: list[str]) -> Iterator[tuple[str, str]]:
     """Yield the regular expression of each custom tool's input. Add a sentence for each that can't be followed."""
     for name, (where, tool) in custom.items():
         try:
@@ -296,7 +296,7 @@ def _patterns(custom: Mapping[str, tuple[str, dict[str, Any]]], left_out: list[s
                 yield name, pattern
 
 
-def _search(tools: Sequence[tuple[str, dict[str, Any]]]) -> tuple[dict[str, Any] | None, bool]:
+def _search(tools: Sequence[Source]) -> tuple[dict[str, Any] | None, bool]:
     """Return the function that searches for deferred tools, if there is one, and whether the client answers it."""
     for where, tool in tools:
         if tool.get("type") == TOOL_SEARCH:

@@ -47,6 +47,10 @@ class Deferral:
     messages: tuple[Message, ...]
 
 
+def tool_name(tool: Tool) -> str:
+    return str(tool["function"]["name"])
+
+
 def is_deferred(tool: Mapping[str, Any]) -> bool:
     """Return whether a tool of a chat completion asks to be loaded later, beside its function or within it."""
     function = tool.get("function")
@@ -71,16 +75,16 @@ def divide(tools: Sequence[Tool], messages: Sequence[Message], any_tool: bool) -
     Raises:
         InvalidRequestError: a reference names no tool; the message says which.
     """
-    known = {tool["function"]["name"]: tool for tool in reversed(tools)}
+    known = {tool_name(tool): tool for tool in reversed(tools)}
     refers = any(LOADS in message for message in messages)
-    brings = [any_tool or SEARCHES.match(tool["function"]["name"]) for tool in tools if not is_deferred(tool)]
+    brings = [any_tool or SEARCHES.match(tool_name(tool)) for tool in tools if not is_deferred(tool)]
     defers = refers or any(brings)
     front = {name for name, tool in known.items() if not (defers and is_deferred(tool))}
     loaded: dict[str, Tool] = {}
     out = tuple(_resolved(message, known, front, loaded) if LOADS in message else message for message in messages)
-    rest = [tool for tool in tools if tool["function"]["name"] not in front]
-    waiting = [tool for tool in rest if tool["function"]["name"] not in loaded]
-    shown = [tool for tool in tools if tool["function"]["name"] in front]
+    rest = [tool for tool in tools if tool_name(tool) not in front]
+    waiting = [tool for tool in rest if tool_name(tool) not in loaded]
+    shown = [tool for tool in tools if tool_name(tool) in front]
     return Deferral(_plain(shown), tuple(loaded.values()), _plain(waiting), out)
 
 
@@ -88,11 +92,11 @@ def load(
     messages: Sequence[Message], front: Sequence[Tool], loaded: Sequence[Tool], waiting: Sequence[Tool]
 ) -> Deferral:
     """Divide the tools anew where further messages follow; their References load what is waiting."""
-    seen = {tool["function"]["name"]: tool for tool in loaded}
-    known = {tool["function"]["name"]: tool for tool in (*front, *loaded, *waiting)}
-    names = {tool["function"]["name"] for tool in front}
+    seen = {tool_name(tool): tool for tool in loaded}
+    known = {tool_name(tool): tool for tool in (*front, *loaded, *waiting)}
+    names = {tool_name(tool) for tool in front}
     out = tuple(_resolved(message, known, names, seen) if LOADS in message else message for message in messages)
-    left = tuple(tool for tool in waiting if tool["function"]["name"] not in seen)
+    left = tuple(tool for tool in waiting if tool_name(tool) not in seen)
     return Deferral(tuple(front), tuple(seen.values()), left, out)
 
 

@@ -35,6 +35,6 @@ def question_in(message: str) -> str:
     said = message.strip()
     end = said[-_MOST:]
     units = [match.end() for match in _BEFORE_A_UNIT.finditer(end) if match.end() < len(end)]
-    start = min(units[-1], max(0, len(end) - _LEAST)) if units else max(0, len(end) - _LEAST)
+    start = min([max(0, len(end) - _LEAST), *units[-1:]])
     opening = said[:_OPENING].partition("\n")[0]
     return f"{opening}\n{end[start:]}"

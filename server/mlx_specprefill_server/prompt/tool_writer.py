@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
 
 from mlx_specprefill import InvalidRequestError
 
 from ..big_json import dumps
+from .deferred import Tool
 from .forms import Form
 from .probe import TOOLS, Show
 from .probe_messages import NAME, OTHER, user
-
-Tool = Mapping[str, Any]  # in the form of chat completions
 
 
 class ToolWriter:

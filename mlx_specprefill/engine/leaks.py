@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from importlib.metadata import version
 
 log = logging.getLogger(__name__)
-TOLERATED = 32 << 20  # bytes that need no owner: tables, masks, logits, rounding in MLX; less is no growth
+TOLERATED = 32 << 20  # bytes that need no owner: tables, masks, logits, rounding in MLX; less is no change
 _TIMES = 3  # of growth in a row: once is whatever else the process holds
 
 
@@ -43,7 +43,7 @@ class LeakDetector:
             return
         lowest, self._lowest, self._ended = int(self._lowest), math.inf, ended
         before = self._grown[-1][1]
-        if lowest < before:
+        if lowest < before - TOLERATED:
             self._grown = [(ended, lowest)]
         elif lowest > before + TOLERATED:
             self._grown.append((ended, lowest))

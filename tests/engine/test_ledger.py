@@ -169,9 +169,10 @@ def checks(*surplus: int, ended: bool = True) -> tuple[LeakDetector, list[str]]:
     [
         ((200, 200, 200, 200, 200), 0),  # held by other code of the process, from some time on
         ((0, 200, 0, 300, 0, 400, 0, 500), 0),  # it comes back each time
-        ((40, 80, 60, 100, 140), 0),  # a smaller one between: it did not only grow
+        ((40, 120, 60, 100, 140), 0),  # a smaller one between: it did not only grow
         ((40, 80, 100, 110), 0),  # twice
         ((40, 80, 120), 1),
+        ((40, 39, 80, 79, 120), 1),  # some arrays less, as from step to step
         ((20, 40, 60, 80, 100, 120), 1),  # slowly, but on and on
         ((40, 80, 120, 160, 200), 1),
         ((40, 80, 120, 160, 200, 240), 2),

@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import mlx.core as mx
@@ -148,6 +149,7 @@ class QueryCapture:
         self._best = row if self._best is None else mx.maximum(self._best, row)
 
 
+@dataclass(eq=False)
 class HeadCapture:
     """Reads the attention rows of single heads while a part of the prompt is read.
 
@@ -163,14 +165,15 @@ class HeadCapture:
         calls: attention calls of the last captured forward.
     """
 
-    def __init__(self, prompt_len: int, heads: Mapping[int, Sequence[int]] | None, rank: int = 0) -> None:
-        self.prompt_len = prompt_len
-        self.heads = heads
-        self.rank = rank
-        self.attention: dict[tuple[int, int], mx.array] = {}
-        self.calls = 0
-        self._span, self._length, self._passage = 0, 0, slice(0, 0)
-        self._parts: mx.array | None = None
+    prompt_len: int
+    heads: Mapping[int, Sequence[int]] | None
+    rank: int = 0
+    attention: dict[tuple[int, int], mx.array] = field(default_factory=dict, init=False)
+    calls: int = field(default=0, init=False)
+    _span: int = field(default=0, init=False)
+    _length: int = field(default=0, init=False)
+    _passage: slice = field(default_factory=lambda: slice(0, 0), init=False)
+    _parts: mx.array | None = field(default=None, init=False)
 
     @contextmanager
     def of_passage(self, span: int, length: int, passage: slice, parts: mx.array | None = None) -> Iterator[None]:

@@ -9,6 +9,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from itertools import takewhile
 
 # The clock counts look-ups. A store moves it by much less: enough to order entries, not to age them.
@@ -22,6 +23,7 @@ SHARED_PART = 7 / 8
 PINNED_PART = 1 / 2
 
 
+@dataclass(eq=False)
 class Evictable:
     """An entry that the budget can evict.
 
@@ -33,13 +35,12 @@ class Evictable:
         held: whether the budget counts it.
     """
 
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self.hits = 0
-        self.pinned = False
-        self.used = 0.0
-        self.seen_at = 0.0
-        self.held = False
+    nbytes: int
+    hits: int = field(default=0, init=False)
+    pinned: bool = field(default=False, init=False)
+    used: float = field(default=0.0, init=False)
+    seen_at: float = field(default=0.0, init=False)
+    held: bool = field(default=False, init=False)
 
     @property
     def rank(self) -> int:

@@ -146,6 +146,7 @@ class _Choice(NamedTuple):
     scores: mx.array  # (B, V)
 
 
+@dataclass(eq=False)
 class _Group:
     """Rows that share a forward. A single row keeps its own cache.
 
@@ -153,13 +154,14 @@ class _Group:
         lot: of most of its rows. The others are to leave it.
     """
 
-    def __init__(self, model: nn.Module, ranks: Ranks | None, row: _Row, cache: list[Any], choice: _Choice) -> None:
-        self._model = model
-        self._ranks = ranks
-        self.rows = [row]
-        self.lot = row.lot
-        self.cache = cache
-        self.next = choice
+    model: nn.Module
+    ranks: Ranks | None
+    rows: list[_Row]
+    cache: list[Any]
+    next: _Choice
+
+    def __post_init__(self) -> None:
+        self.lot = self.rows[0].lot
 
     @classmethod
     def of(cls, model: nn.Module, spec: DecodeRow, ranks: Ranks | None) -> _Group:
@@ -167,7 +169,7 @@ class _Group:
         row = _Row(spec)
         first = None if spec.grammar is None else spec.grammar.mask(spec.logits.shape[-1])
         choice = _Choice(*row.choose(spec.logits, None if first is None else mx.array(first)[None]))
-        group = cls(model, ranks, row, spec.cache, choice)
+        group = cls(model, ranks, [row], spec.cache, choice)
         group._follow(choice)
         return group
 
@@ -180,7 +182,7 @@ class _Group:
         """Feed every row's token and queue the next choice; return the tokens fed."""
         fed = self.next
         with adjust_offsets([row.shift for row in self.rows]):
-            logits = self._model(fed.tokens[:, None], cache=self.cache)[:, -1, :]
+            logits = self.model(fed.tokens[:, None], cache=self.cache)[:, -1, :]
         self._follow(self._choose(logits, fed.tokens, self._grammar_masks(logits, fed.tokens)))
         return fed
 
@@ -192,7 +194,7 @@ class _Group:
 
     def _broadcast(self, tokens: mx.array) -> mx.array:
         """Return rank 0's choice: machines may round differently."""
-        return tokens if self._ranks is None else self._ranks.broadcast_tokens(tokens)
+        return tokens if self.ranks is None else self.ranks.broadcast_tokens(tokens)
 
     def events(self, fed: _Choice) -> list[tuple[int, TokenEvent]]:
         events = []
@@ -268,7 +270,7 @@ class _Group:
         # Queued now: arrays that are still to be cut out of the batch keep all of it alive.
         mx.async_eval([part.state for part in (*cache, *self.cache)], self.next.tokens)  # type: ignore[no-untyped-call]
         self.rows = [self.rows[other] for other in keep]
-        return _Group(self._model, self._ranks, row, cache, choice)
+        return _Group(self.model, self.ranks, [row], cache, choice)
 
     def _keep(self, rows: list[int]) -> None:
         if len(rows) == 1:

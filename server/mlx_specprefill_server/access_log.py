@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Sequence
 from contextvars import ContextVar
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 from urllib.parse import quote
 from uuid import uuid4
@@ -38,22 +39,25 @@ STAGES = ("queue_ms", "ttft_ms", "draft_ms", "select_ms", "prefill_ms", "decode_
 _current: ContextVar[RequestTrace | None] = ContextVar("request_trace", default=None)
 
 
+@dataclass(eq=False)
 class RequestTrace:
     """One request and its response. Used on the event loop."""
 
-    def __init__(self, scope: Scope) -> None:
+    scope: InitVar[Scope]
+    status: int = 0
+    answers: list[AnswerResult] = field(default_factory=list)
+    running: int = 0
+    deadline: tuple[float, DeadlineError] | None = None  # by the event loop's clock; the error at that time
+    made: float = field(default_factory=time.monotonic)
+    _begun: float = field(default_factory=time.perf_counter)
+    _ms: float | None = None  # None: the response is not over
+    _logged: bool = False
+
+    def __post_init__(self, scope: Scope) -> None:
         given = Headers(scope=scope).get(REQUEST_ID, "")
         self.id = given if SANE_ID.fullmatch(given) else f"req_{uuid4().hex}"
         self.method = scope["method"]
         self.path = quote(scope["path"], safe="/:@,+=~")[:LONGEST_PATH]  # a client's path must not break the line
-        self.status = 0
-        self.answers: list[AnswerResult] = []
-        self.running = 0
-        self.deadline: tuple[float, DeadlineError] | None = None  # by the event loop's clock; the error at that time
-        self.made = time.monotonic()
-        self._begun = time.perf_counter()
-        self._ms: float | None = None  # None: the response is not over
-        self._logged = False
 
     def add_answer(self, result: AnswerResult) -> None:
         """Note the end of an answer."""

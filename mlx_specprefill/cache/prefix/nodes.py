@@ -126,6 +126,7 @@ class Record(Evictable):
         self._on_evict(self)
 
 
+@dataclass(eq=False)
 class Node:
     """TokenIds [end - len(tokens), end) below a parent that covers all tokens before them.
 
@@ -134,28 +135,21 @@ class Node:
         positions: of a sparse block, as in `Fed`.
     """
 
-    def __init__(
-        self,
-        parent: Node | None,
-        tokens: TokenIds,
-        digest: bytes,
-        label: CacheLabel,
-        selection_key: SelectionKey | None = None,
-        positions: TokenIds | None = None,
-    ) -> None:
-        self.parent = parent
-        self.label = label
-        self.selection_key = selection_key
-        self.positions = positions
-        self.tokens = tokens
-        self.digest = digest
-        self.first = int(tokens[0]) if tokens.size else -1
-        self.end: int = tokens.size + (parent.end if parent else 0)
-        self.children: dict[bytes, Node] = {}
-        self.record: Record | None = None  # None for the root only
-        self.state: Record | None = None
-        self.held_dependants = 0  # records in memory that need this node's: its state, its children's
-        self.removed = False
+    parent: Node | None
+    tokens: TokenIds
+    digest: bytes
+    label: CacheLabel
+    selection_key: SelectionKey | None = None
+    positions: TokenIds | None = None
+    children: dict[bytes, Node] = field(default_factory=dict, init=False)
+    record: Record | None = field(default=None, init=False)  # None for the root only
+    state: Record | None = field(default=None, init=False)
+    held_dependants: int = field(default=0, init=False)  # records in memory that need this node's: state, children's
+    removed: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.first = int(self.tokens[0]) if self.tokens.size else -1
+        self.end = self.tokens.size + (self.parent.end if self.parent else 0)
 
     @property
     def fed(self) -> TokenIds:

@@ -7,6 +7,7 @@ lists of numbers. Within a fence of code, where lines may be alike, a loop has t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 LONGEST_PERIOD = 64  # tokens
 LEAST_REPEATS = 8
@@ -16,6 +17,7 @@ EVERY = 16  # tokens between two looks
 FENCE = "```"
 
 
+@dataclass(eq=False)
 class LoopGuard:
     """A guard of one answer.
 
@@ -26,10 +28,9 @@ class LoopGuard:
         found: a sentence about the loop; "": there is none.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
-        self._decode = decode
-        self._tokens: list[int] = []
-        self.found = ""
+    decode: Callable[[Sequence[int]], str]
+    found: str = field(default="", init=False)
+    _tokens: list[int] = field(default_factory=list, init=False)
 
     def push(self, token: int) -> bool:
         """Add a token and return whether the answer repeats itself."""
@@ -39,9 +40,9 @@ class LoopGuard:
         return bool(self.found)
 
     def _is_loop(self, period: int) -> bool:
-        if not _has_words(self._decode(self._tokens[-2 * period :])):
+        if not _has_words(self.decode(self._tokens[-2 * period :])):
             return False
-        in_code = self._decode(self._tokens).count(FENCE) % 2 == 1
+        in_code = self.decode(self._tokens).count(FENCE) % 2 == 1
         return not in_code or _period(self._tokens, IN_CODE) > 0
 
 

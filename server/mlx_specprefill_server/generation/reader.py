@@ -6,7 +6,7 @@ import json
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -123,6 +123,7 @@ def _unsure(text: str) -> int:
     return min(len(text) - len(text.rstrip(REPLACEMENT)), UNFINISHED_BYTES)
 
 
+@dataclass(eq=False)
 class StopMatcher:
     """A matcher that holds back a possible stop string and ends at the first complete one.
 
@@ -131,22 +132,21 @@ class StopMatcher:
         shown: the stop string is part of the text.
     """
 
-    def __init__(self, stops: Sequence[str] = (), shown: bool = False) -> None:
-        self._stops = stops
-        self._shown = shown
-        self._held = ""
-        self.matched: str | None = None
+    stops: Sequence[str] = ()
+    shown: bool = False
+    matched: str | None = field(default=None, init=False)
+    _held: str = field(default="", init=False)
 
     def push(self, text: str) -> str:
         """Add text and return the part that can be shown now."""
         if self.matched is not None:
             return ""
         self._held += text
-        matches = [(at + len(stop), at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        matches = [(at + len(stop), at, stop) for stop in self.stops if (at := self._held.find(stop)) >= 0]
         if matches:
             end, at, self.matched = min(matches)
-            return self._release(end if self._shown else at)
-        return self._release(len(self._held) - overlap(self._held, self._stops))
+            return self._release(end if self.shown else at)
+        return self._release(len(self._held) - overlap(self._held, self.stops))
 
     def finish(self) -> str:
         return "" if self.matched is not None else self._release(len(self._held))
@@ -224,6 +224,7 @@ class Mark(NamedTuple):
     delta: CallPart
 
 
+@dataclass(eq=False)
 class AnswerReader:
     """A reader of one answer. Stop strings end its visible text; without `parallel`, so does the first call.
 
@@ -242,60 +243,51 @@ class AnswerReader:
         marks: of the calls, in order.
     """
 
-    def __init__(
-        self,
-        detokenizer: IncrementalDetokenizer,
-        parser: Parser,
-        stop: StopMatcher | None = None,
-        *,
-        end_ids: frozenset[int] = frozenset(),
-        parallel: bool = True,
-        forced: bool = False,
-        with_tokens: bool = False,
-        every_token: bool = False,
-        turn_end: str | None = None,
-        unseen: frozenset[str] = frozenset(),
-        loops: LoopGuard | None = None,
-    ) -> None:
-        self._detokenizer = detokenizer
-        self._parser = parser
-        self._stop = stop or StopMatcher()
-        self._end_ids = end_ids
-        self._parallel = parallel
-        self._distinct = _DistinctCalls() if forced else None
-        self._tokens = _Tokens() if with_tokens else None
-        self._every_token = every_token
-        self._turn = None if turn_end is None else StopMatcher((turn_end,))
-        self._unseen = unseen
-        self._loops = loops
-        self._warnings: dict[str, None] = {}
-        self._new_ids: list[int] = []
-        self._calls = 0  # number of calls that are not broken
-        self._reasoning_tokens = 0
-        self.completion_tokens = 0
-        self._cut = False  # the request wants no more of the answer
-        self.marks: list[Mark] = []
-        self._told = 0  # tokens up to the last delta
+    detokenizer: IncrementalDetokenizer
+    parser: Parser
+    stop: StopMatcher = field(default_factory=StopMatcher)
+    _: KW_ONLY
+    end_ids: frozenset[int] = frozenset()
+    parallel: bool = True
+    forced: bool = False
+    with_tokens: bool = False
+    every_token: bool = False
+    turn_end: str | None = None
+    unseen: frozenset[str] = frozenset()
+    loops: LoopGuard | None = None
+    completion_tokens: int = field(default=0, init=False)
+    marks: list[Mark] = field(default_factory=list, init=False)
+    _warnings: dict[str, None] = field(default_factory=dict, init=False)
+    _new_ids: list[int] = field(default_factory=list, init=False)
+    _calls: int = field(default=0, init=False)  # number of calls that are not broken
+    _reasoning_tokens: int = field(default=0, init=False)
+    _cut: bool = field(default=False, init=False)  # the request wants no more of the answer
+    _marked: int = field(default=0, init=False)  # tokens up to the last delta
+
+    def __post_init__(self) -> None:
+        self._distinct = _DistinctCalls() if self.forced else None
+        self._tokens = _Tokens() if self.with_tokens else None
+        self._turn = None if self.turn_end is None else StopMatcher((self.turn_end,))
 
     def push(self, event: TokenEvent) -> list[ContentDelta]:
         """Add one token and return the deltas that it completes, often none."""
         if self.over:
             return []
         self.completion_tokens += 1
-        if event.token in self._end_ids:
+        if event.token in self.end_ids:
             return []
         if self._tokens is not None:
             self._tokens.add(event)
             self._new_ids.append(event.token)
-        deltas = self._mark(self._read(self._in_turn(self._detokenizer.push(event.token))))
-        if self._loops is not None and self._loops.push(event.token):
-            self._warnings[self._loops.found] = None
+        deltas = self._mark(self._read(self._in_turn(self.detokenizer.push(event.token))))
+        if self.loops is not None and self.loops.push(event.token):
+            self._warnings[self.loops.found] = None
         return deltas
 
     @property
     def in_loop(self) -> bool:
         """Return whether the answer was ended since it repeated itself."""
-        return self._loops is not None and bool(self._loops.found)
+        return self.loops is not None and bool(self.loops.found)
 
     @property
     def over(self) -> bool:
@@ -311,21 +303,21 @@ class AnswerReader:
     def _mark(self, deltas: list[ContentDelta]) -> list[ContentDelta]:
         """Note the places of calls."""
         if deltas:
-            start, self._told = self._told, self.completion_tokens
-            self.marks += [Mark(start, self._told, delta) for delta in deltas if isinstance(delta, CallPart)]
+            start, self._marked = self._marked, self.completion_tokens
+            self.marks += [Mark(start, self._marked, delta) for delta in deltas if isinstance(delta, CallPart)]
         return deltas
 
     def finish(self, event: Finished | Failed, report: PrefillReport) -> list[AnswerDelta]:
         """Return the rest of the answer and its end."""
-        text = self._in_turn(self._detokenizer.finish()) + ("" if self._turn is None else self._turn.finish())
+        text = self._in_turn(self.detokenizer.finish()) + ("" if self._turn is None else self._turn.finish())
         deltas: list[AnswerDelta] = [] if self._cut else [*self._read(text)]
         ended = isinstance(event, Finished) and (self.over or event.reason == "stop") and not self.in_loop
-        if self._parser.thinking and not self._cut:
+        if self.parser.thinking and not self._cut:
             self._reasoning_tokens = self.completion_tokens
         if not self._cut:
-            deltas += self._mark(self._limit(self._parser.finish(ended)))
-        deltas += self._release(self._stop.finish())
-        if self._every_token and self._tokens is not None and not self._cut and (tokens := self._tokens.rest()):
+            deltas += self._mark(self._limit(self.parser.finish(ended)))
+        deltas += self._release(self.stop.finish())
+        if self.every_token and self._tokens is not None and not self._cut and (tokens := self._tokens.rest()):
             deltas.append(TextDelta("", tokens, places=(0,) * len(tokens)))
         if ended:
             return [*deltas, self._done("tool_calls" if self._calls else "stop", report)]
@@ -341,17 +333,17 @@ class AnswerReader:
         return ids
 
     def _done(self, reason: FinishReason, report: PrefillReport, error: Exception | None = None) -> AnswerDone:
-        if self.in_loop and self._loops is not None:
-            report = replace(report, ended=self._loops.found)
+        if self.in_loop and self.loops is not None:
+            report = replace(report, ended=self.loops.found)
         counts = self.completion_tokens, self._reasoning_tokens
-        return AnswerDone(reason, *counts, report, self._stop.matched, error, tuple(self._warnings))
+        return AnswerDone(reason, *counts, report, self.stop.matched, error, tuple(self._warnings))
 
     def _read(self, text: str) -> list[ContentDelta]:
         if not text:
             return []
-        thinking = self._parser.thinking
-        deltas = self._limit(self._parser.push(text))
-        if thinking or self._parser.thinking:
+        thinking = self.parser.thinking
+        deltas = self._limit(self.parser.push(text))
+        if thinking or self.parser.thinking:
             self._reasoning_tokens = self.completion_tokens
         return deltas
 
@@ -375,14 +367,14 @@ class AnswerReader:
                     yield from self._visible(delta)
             case CallStart():
                 self._calls += 1
-                if delta.name in self._unseen:
+                if delta.name in self.unseen:
                     self._warnings[UNSEEN.format(delta.name)] = None
-                yield from self._release(self._stop.finish())
+                yield from self._release(self.stop.finish())
                 yield delta
             case CallDelta():
                 yield delta
             case CallEnd():
-                self._cut = not self._parallel
+                self._cut = not self.parallel
                 yield delta
             case CallBroken():
                 self._calls -= 1
@@ -398,8 +390,8 @@ class AnswerReader:
     def _visible(self, delta: TextDelta) -> Iterator[TextDelta]:
         if self._tokens is not None:
             self._tokens.hold(delta)
-        yield from self._release(self._stop.push(delta.text))
-        self._cut = self._stop.matched is not None
+        yield from self._release(self.stop.push(delta.text))
+        self._cut = self.stop.matched is not None
 
     def _release(self, text: str) -> list[TextDelta]:
         placed = [] if self._tokens is None else self._tokens.release(len(text))

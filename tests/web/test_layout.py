@@ -11,7 +11,7 @@ from selenium.webdriver.common.keys import Keys
 from ..server.fakes import FakeEngine
 from .conftest import Page
 
-LINES = "".join(f"Line {number} of the log.\n\n" for number in range(40))  # no two alike: the answer is no loop
+LINES = "".join(f"Line {number}.\n\n" for number in range(40))  # no two alike: the answer is no loop
 ENDS = """
 const bottom = (css) => [...document.querySelectorAll(css)].at(-1).getBoundingClientRect().bottom;
 return [bottom(".answer"), document.getElementById("form").getBoundingClientRect().top];

@@ -342,3 +342,39 @@ def test_escape_stops_and_what_was_said_stays(page: Page, live: Any, engine: Fak
     assert page.find("body").text.count("Stopped.") == 1
     page.find("#question").send_keys("a", Keys.SHIFT, Keys.ENTER, Keys.NULL, "b")
     assert page.find("#question").get_property("value") == "a\nb"
+
+
+def test_a_stop_keeps_the_size_of_the_conversation_and_the_text_of_the_answer_before(
+    page: Page, live: Any, engine: FakeEngine
+) -> None:
+    base, _ = live()
+    page.open(base)
+    page.drop("The river waited for the stone bridge. " * 60)
+    page.ask("Where?")
+    known = page.find("#room").text, page.find("#prompt").text
+    assert re.match(r"\d[\d,]+ of 100,000 tokens", known[0])
+    release = threading.Event()
+    engine.script = lambda request: [*engine.tokens("The beginning", end=False), release]
+    page.find("#question").send_keys("And who?", Keys.ENTER)
+    page.until(lambda: page.all(".answer")[-1].text == "The beginning")
+    page.find("#question").send_keys(Keys.ESCAPE)
+    page.until(lambda: "Stopped." in page.all(".turn")[-1].text)
+    release.set()
+    page.until(lambda: (page.find("#room").text, page.find("#prompt").text) == known)
+
+
+@pytest.mark.parametrize(
+    ("cached", "said"), [(0, "Why everything was read: short prompt."), (999, "Nothing new to read.")]
+)
+def test_nothing_new_to_read_is_a_fact_and_no_warning(
+    page: Page, live: Any, monkeypatch: Any, cached: int, said: str
+) -> None:
+    plain = fakes.report_of
+    report = {"prompt_tokens": 1000, "kept_tokens": 1000, "cached_tokens": cached}
+    monkeypatch.setattr(fakes, "report_of", lambda request: replace(plain(request), **report))
+    base, _ = live()
+    page.open(base)
+    page.drop("A text.")
+    assert page.ask("Where?").find_element("css selector", ".why").text == said
+    colours = page.run("return ['.why', '.facts'].map((css) => getComputedStyle(document.querySelector(css)).color)")
+    assert (colours[0] == colours[1]) == (cached > 0)

@@ -11,7 +11,9 @@ from selenium.webdriver.common.keys import Keys
 from ..server.fakes import FakeEngine
 from .conftest import Page
 
-LINES = "".join(f"Line {number}.\n\n" for number in range(40))  # no two alike: the answer is no loop
+# No two lines alike: the answer is no loop.
+PIECES = ["".join(f"Line {row} of {piece}.\n\n" for row in range(40)) for piece in range(3)]
+LONG = PIECES[0] + PIECES[1]
 ENDS = """
 const bottom = (css) => [...document.querySelectorAll(css)].at(-1).getBoundingClientRect().bottom;
 return [bottom(".answer"), document.getElementById("form").getBoundingClientRect().top];
@@ -28,11 +30,11 @@ def streams(engine: FakeEngine) -> list[threading.Event]:
     """Make answers of three pieces of 40 lines; each event lets the next piece go."""
     gates = [threading.Event(), threading.Event()]
     engine.script = lambda request: [
-        *engine.tokens(LINES, end=False),
+        *engine.tokens(PIECES[0], end=False),
         gates[0],
-        *engine.tokens(LINES, end=False),
+        *engine.tokens(PIECES[1], end=False),
         gates[1],
-        *engine.tokens(LINES + "The end."),
+        *engine.tokens(PIECES[2] + "The end."),
     ]
     return gates
 
@@ -155,3 +157,68 @@ def test_an_answer_that_fits_leaves_the_header_where_it_was(page: Page, live: An
     assert frame["top"] == 0
     if width != "narrow":  # where the text lies below the conversation
         assert frame["composer"] == pytest.approx(frame["pane"], abs=1)
+
+
+FRAMED = """
+const box = (css) => document.querySelector(css).getBoundingClientRect();
+const [header, map] = [box("header"), box("#map")];
+return { top: header.top, room: [map.top - header.bottom, innerHeight - map.bottom] };
+"""
+
+
+@pytest.mark.parametrize("width", ["screen", "laptop", "narrow"])
+def test_a_longer_answer_leaves_the_header_in_sight_too(page: Page, live: Any, engine: FakeEngine, width: str) -> None:
+    engine.says(LONG)
+    base, _ = live()
+    page.open(base)
+    page.look("light", width)
+    page.drop("A line of words here. " * 300)
+    page.ask("Hello")
+    assert page.run("return scrollY") > 300
+    framed = page.run(FRAMED)
+    assert framed["top"] == 0
+    answer, composer = ends(page)
+    assert 0 < answer <= composer
+    if width != "narrow":  # where the text lies below the conversation
+        assert min(framed["room"]) >= 16
+
+
+def test_a_conversation_is_opened_at_its_end_and_reloaded_where_it_was(
+    page: Page, live: Any, engine: FakeEngine
+) -> None:
+    engine.says(LONG)
+    base, _ = live()
+    page.open(base)
+    page.look("light", "laptop")
+    page.ask("Hello")
+    page.run("scrollTo(0, 300)")
+    page.reload()
+    assert page.run("return scrollY") == 300
+    page.find("#new").click()
+    page.until(lambda: not page.all(".turn"))
+    page.find("#shelf-button").click()
+    page.find("#conversations button").click()
+    page.until(lambda: page.all(".turn"))
+    answer, composer = ends(page)
+    assert 0 < answer <= composer
+
+
+CUT = """
+const pen = document.createElement("canvas").getContext("2d");
+return [...document.querySelectorAll("#settings select")].filter((field) => {
+  const style = getComputedStyle(field);
+  pen.font = style.font;
+  const room = field.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight);
+  return [...field.options].some((option) => pen.measureText(option.textContent).width > room);
+}).map((field) => field.id);
+"""
+
+
+@pytest.mark.parametrize("width", ["laptop", "narrow"])
+def test_the_arrow_of_a_setting_cuts_none_of_its_words(page: Page, live: Any, width: str) -> None:
+    base, _ = live()
+    page.open(base)
+    page.look("light", width)
+    page.find("[popovertarget=settings]").click()
+    assert page.run(CUT) == []
+    assert page.fits()

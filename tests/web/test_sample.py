@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from ..server.fakes import FakeEngine
 from .conftest import Page
 from .test_documents import heard
@@ -30,3 +32,19 @@ def test_a_document_after_the_sample_begins_a_conversation(page: Page, live: Any
     assert "Sandholm" not in heard(engine)
     assert len(page.all(".arm")) == 1
     page.until(lambda: len(page.all("#conversations li")) == 2)  # the sample's is kept
+
+
+@pytest.mark.parametrize(("name", "most"), [("demo", 64), ("llama", 2048)])
+def test_the_tiny_pair_answers_shortly_and_says_what_it_can_do(
+    page: Page, live: Any, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, name: str, most: int
+) -> None:
+    monkeypatch.setattr(engine.pair, "target_id", name)
+    base, _ = live()
+    page.open(base, sample=True)
+    assert ("finds facts in a text, and can do nothing else" in page.find("#intro").text) == (name == "demo")
+    assert page.find("#length").get_attribute("placeholder") == str(most)
+    page.ask("Hello")
+    assert engine.requests[-1].max_tokens == most
+    page.set("#length", "2048")  # somebody's choice
+    page.ask("Hello again")
+    assert engine.requests[-1].max_tokens == 2048

@@ -7,12 +7,12 @@ import { count, find } from "./format.js";
 import { LivePanel } from "./live.js";
 import { TextMap } from "./map.js";
 import { Models } from "./models.js";
-import { DEFAULTS } from "./settings.js";
 import { ONE_MODEL, server, TWO_MODELS } from "./words.js";
 
 const THEMES = ["auto", "light", "dark"];
 const DEMO = "This one is tiny: it finds facts in a text, and can do nothing else.";
-const DEMO_LENGTH = 64; // tokens: it comes to no end
+const DEMO_LENGTH = 64; // tokens of an answer: it comes to no end
+const USUAL_LENGTH = 2048;
 
 const map = new TextMap();
 const live = new LivePanel();
@@ -68,7 +68,7 @@ async function showModel() {
     server.words = staged ? ONE_MODEL : TWO_MODELS;
     const demo = /^demo(-|$)/.test(model);
     find("intro").textContent = demo ? `${server.words.intro} ${DEMO}` : server.words.intro;
-    chat.settings.usual = demo ? DEMO_LENGTH : DEFAULTS.length;
+    find("length").placeholder = demo ? DEMO_LENGTH : USUAL_LENGTH;
     chat.documents.window = room;
     chat.documents.show();
   } catch (error) {
@@ -90,6 +90,8 @@ find("key-button").addEventListener("click", async () => {
   await showModels();
 });
 addEventListener("hashchange", showView);
+const header = document.querySelector("header");
+new ResizeObserver(() => document.documentElement.style.setProperty("--header", `${header.offsetHeight}px`)).observe(header);
 showTheme();
 showView();
 

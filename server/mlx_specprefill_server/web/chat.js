@@ -14,6 +14,7 @@ const SAVE_MS = 500; // after the last change
 const BEAT_MS = 2000; // between two writings of an answer that is coming
 const OPEN = "conversation"; // the one that this tab shows
 const LEFT = "left"; // the answer that was coming when this tab was left
+const PLACE = "place"; // how far it was scrolled down then
 
 /** `gone`: ids of turns that were taken away, which no other tab brings back. */
 const fresh = () => ({ id: newId(), title: "", updated: Date.now(), turns: [], gone: [],
@@ -57,6 +58,7 @@ export class Chat {
   #leftBehind() {
     const { answering, conversation: { id } } = this;
     if (answering) sessionStorage.setItem(LEFT, JSON.stringify({ id, turn: answering.id, arms: answering.arms }));
+    sessionStorage.setItem(PLACE, scrollY);
     this.#save();
   }
 
@@ -108,6 +110,8 @@ export class Chat {
     this.#pickUp(conversation);
     this.sample = await sampleText();
     this.show(conversation);
+    const place = sessionStorage.getItem(PLACE);
+    if (place !== null) scrollTo(0, place);
   }
 
   /** The sample, read in both ways. What is in the composer stays there. */
@@ -180,13 +184,13 @@ export class Chat {
     this.settings.set(conversation.settings);
     find("question").value = conversation.draft.question;
     this.documents.set(conversation.draft.documents);
-    const read = this.turns.findLast((turn) => turn.record.explanation);
-    if (read) this.showMap(read);
-    else this.map.clear();
+    this.#showLastMap();
     this.#count();
     this.documents.measure();
     this.tell("");
     this.shelved();
+    this.following = true;
+    this.#follow();
   }
 
   /** Shows the turns of the conversation; what is shown already stays as it is. */
@@ -221,6 +225,13 @@ export class Chat {
     const bare = ![...this.conversation.turns, record].some(({ documents }) => documents.length);
     return new Turn(record, { map: (turn) => this.showMap(turn), again: (turn) => this.#again(turn),
       edit: (turn) => this.#edit(turn), goOn: (turn) => this.#goOn(turn) }, bare);
+  }
+
+  /** The text of the newest answer of which it is known what was read. */
+  #showLastMap() {
+    const read = this.turns.findLast((turn) => turn.record.explanation);
+    if (read) this.showMap(read);
+    else this.map.clear();
   }
 
   showMap(turn) {
@@ -291,8 +302,8 @@ export class Chat {
 
   /** Tokens of the conversation so far, as the server counted them last. */
   #recount() {
-    const last = this.conversation.turns.at(-1)?.arms[0];
-    this.documents.before = last?.report ? last.report.prompt_tokens + last.tokens : 0;
+    const last = this.conversation.turns.findLast(({ arms }) => arms[0].report)?.arms[0];
+    this.documents.before = last ? last.report.prompt_tokens + last.tokens : 0;
     this.documents.show();
   }
 
@@ -424,7 +435,7 @@ export class Chat {
       // Apart from the rest of the cache: neither arm may find what the other one has read.
       if (other) await other.run(messages, { ...this.settings.answering("full", most), cache_salt: `compare ${id}` }, signal);
     } finally {
-      if (!turn.plain && !record.explanation) this.map.clear();
+      if (!turn.plain && !record.explanation) this.#showLastMap();
       endAs("stopped", record);
       clearInterval(beat);
       this.answering = null;

@@ -3,10 +3,9 @@
 import { find } from "./format.js";
 
 export const DEFAULTS = {
-  mode: "auto", keep: "server", share: 20, compare: false, system: "", temperature: "", length: 2048,
+  mode: "auto", keep: "server", share: 20, compare: false, system: "", temperature: "", length: "",
 };
 const CHECKED = ["compare"];
-const NUMBERS = ["share", "length"];
 
 export class Settings {
   constructor(changed) {
@@ -16,7 +15,6 @@ export class Settings {
         changed();
       });
     }
-    this.usual = DEFAULTS.length; // of an answer whose length nobody has chosen
     this.set(DEFAULTS);
   }
 
@@ -24,7 +22,7 @@ export class Settings {
     return Object.fromEntries(Object.keys(DEFAULTS).map((name) => {
       const field = find(name);
       if (CHECKED.includes(name)) return [name, field.checked];
-      return [name, NUMBERS.includes(name) ? Number(field.value) || DEFAULTS[name] : field.value];
+      return [name, name === "share" ? Number(field.value) : field.value];
     }));
   }
 
@@ -52,7 +50,7 @@ export class Settings {
   /** Fields of an answer of `most` tokens, or fewer. */
   answering(mode, most) {
     const { temperature, length } = this.get();
-    const longest = length === DEFAULTS.length ? this.usual : length;
+    const longest = Number(length || find("length").placeholder); // what it says where nobody has chosen
     const fields = { ...this.reading(mode), max_tokens: Math.min(longest, most), specprefill_return_spans: true };
     if (temperature !== "") fields.temperature = Number(temperature);
     return fields;

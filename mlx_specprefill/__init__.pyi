@@ -24,6 +24,7 @@ from .config import keep_pct as keep_pct
 from .constraints import grammar_error as grammar_error
 from .distributed.ranks import Ranks as Ranks
 from .distributed.ranks import join_ranks as join_ranks
+from .engine.costs import ForwardCost as ForwardCost
 from .engine.engine import Engine as Engine
 from .engine.engine import EngineHealth as EngineHealth
 from .engine.engine import EngineStats as EngineStats

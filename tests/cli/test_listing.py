@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import tomllib
 from argparse import Namespace
 from pathlib import Path
@@ -15,7 +16,8 @@ from huggingface_hub import constants
 from mlx_lm.models.switch_layers import SwitchLinear
 from typer.testing import CliRunner, Result
 
-from mlx_specprefill import blueprint
+from mlx_specprefill import ForwardCost, blueprint
+from mlx_specprefill.engine.costs import prior_cost
 from mlx_specprefill_server import cli
 from mlx_specprefill_server.cli.listing import TABLE
 from tests.support.tiny import save_checkpoint
@@ -44,6 +46,7 @@ SHAPE_OF = {
     "mlx-community/Llama-3.2-1B-Instruct-4bit": ("llama-3.1-8b", "draft", 4.5, 4.5),
 }
 """id -> shape, its model, bits of a weight, bits of an expert's weight; with the scales."""
+MODELS = Path(__file__).parents[2] / "docs" / "guides" / "models.md"
 ROWS: list[dict[str, Any]] = tomllib.loads(TABLE.read_text())["pair"]
 
 
@@ -134,9 +137,10 @@ class TestRecommend:
     def test_what_fits_is_shown_with_the_command_that_comes_next(self, cache: Path) -> None:
         """4.86 GB of weights and 163 840 bytes per token; lines are whole on any terminal."""
         assert table("recommend", "--memory-limit", "11GB", "--context", "8192") == [
-            ["MEMORY", "NEXT"],
+            ["MEMORY", "SOONER", "NEXT"],
             [
                 "6.1 GB",
+                "2.7",
                 "mlx-specprefill pull mlx-community/Meta-Llama-3.1-8B-Instruct-4bit "
                 "--draft mlx-community/Llama-3.2-1B-Instruct-4bit",
             ],
@@ -153,10 +157,21 @@ class TestRecommend:
         assert "Qwen3.5-122B" in shown
         assert "gpt-oss" not in shown
 
+    @pytest.mark.parametrize(("column", "tokens"), [(1, "8192"), (2, "32768"), (3, "65536")])
+    def test_the_page_of_models_has_the_same_predictions(self, cache: Path, column: int, tokens: str) -> None:
+        """Of every pair with a draft, and of no other."""
+        page = re.findall(
+            r"^\| (\S+, \S+) \| (.+) \| (.+) \| (.+) \|$", MODELS.read_text(encoding="utf-8"), re.MULTILINE
+        )
+        shown = table("recommend", "--memory-limit", "400GB", "--context", tokens)[1:]
+        pairs = {", ".join(re.findall(r"mlx-community/(\S+)", command)): gain for _, gain, command in shown}
+        assert {row[0]: row[column] for row in page} == {pair: gain for pair, gain in pairs.items() if gain != "-"}
+        assert all((", " in pair) == (gain != "-") for pair, gain in pairs.items())
+
     def test_what_is_here_is_served(self, cache: Path) -> None:
         store(cache, "mlx-community/gpt-oss-20b-MXFP4-Q8")
         store(cache, "mlx-community/Meta-Llama-3.1-8B-Instruct-4bit")  # without its draft
-        commands = [row[1] for row in table("recommend", "--memory-limit", "13GB")[1:]]
+        commands = [row[2] for row in table("recommend", "--memory-limit", "13GB")[1:]]
         assert commands[0] == "mlx-specprefill serve --target mlx-community/gpt-oss-20b-MXFP4-Q8"
         assert commands[1].startswith("mlx-specprefill pull mlx-community/Meta-Llama")
 
@@ -197,6 +212,24 @@ def test_figures_are_those_of_the_layers(row: dict[str, Any]) -> None:
     assert row["bytes_per_token"] == sum(design.footprint.per_token for design in designs if design.footprint)
     assert row["context"] == min(design.context for design in designs)
     assert row["source"]
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    "row", [row for row in ROWS if "draft" in row], ids=lambda row: row["draft"].rpartition("/")[2]
+)
+def test_costs_are_those_that_the_engine_assumes(row: dict[str, Any]) -> None:
+    """In the same unit for both; which one differs between devices."""
+    unit = (
+        prior_cost(shapes.random_model(config_of(row["target"])), config_of(row["target"])).token
+        / row["target_cost"][1]
+    )
+    for role in ("target", "draft"):
+        assumed = prior_cost(shapes.random_model(config_of(row[role])), config_of(row[role]))
+        noted = ForwardCost(*row[f"{role}_cost"]).scale(unit)
+        assert (noted.fixed, noted.token, noted.pair) == pytest.approx(
+            (assumed.fixed, assumed.token, assumed.pair), rel=1e-4
+        )
 
 
 @pytest.mark.extended

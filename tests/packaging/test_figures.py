@@ -15,6 +15,16 @@ DOCUMENTS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob
 NUMBER = re.compile(r"(?<![\w.-])\d*\.?\d+(?![\w-])")
 # What says that a number was measured: some of several, a share, a factor. Limits and settings have a unit.
 MEASURED = re.compile(r"\b\d+ (?:right answers |of )[^|]*?\bof \d+|\b\d+ of \d+\b|(?<![\w.])\.\d+\b|\b[\d.]+ times\b")
+GAIN = re.compile(r"\b\d[\d.]*(?: (?:to|and|or) \d[\d.]*)? times\b")
+SHARE = re.compile(r"(?<![\w.])\.\d+\b")
+COUNTED = re.compile(r"\b\d+ of (?:the )?\d+\b")
+RATE = re.compile(r"\b\d[\d.]* tokens(?:/s| per second| a second)")
+TIME = re.compile(r"(?<![\w.])\d[\d.]*(?: to \d[\d.]*)? (?:ms|s|seconds)\b")
+# A time is measured where something took it; it is a setting where something waits for it or has it as its limit.
+TOOK = re.compile(r"\b(?:take|takes|took|after|without|instead of)\b")
+SETTING = re.compile(r"`--|`specprefill|`/|[Aa]fter \d+ seconds|\bevery \d|failure|\bhangs\b|\bsteps? of\b")
+OTHERS = re.compile(r"\b(?:issues?|pull requests?) \d|arXiv|\]\(https?:")
+DEDUCED = re.compile(r"\bpredicted\b|\bat best\b|\bsuch a step\b")  # by a formula that stands beside it
 OWN_TESTS = {"docs/results.md", "docs/machines.md"}  # written from JSON files, or held to one
 REAL = {"table": "A real pair", "columns": ["task", "2048, in full"]}
 SPEED = {"table": "Speed", "columns": ["pair"]}
@@ -156,17 +166,74 @@ def test_a_measured_number_of_another_page_is_a_result(line: str, numbers: list[
     assert numbers == sources[0]()
 
 
-def test_the_predicted_shares_are_those_of_the_formula() -> None:
-    """The one of the cost model: with a draft r + k, at the k that the page names."""
-    page = " ".join((ROOT / "docs" / "guides" / "models.md").read_text(encoding="utf-8").split())
-    kept = re.search(r"Predicted for k = (0\.\d+), not measured:", page)
-    assert kept is not None
-    stated = re.findall(r"(?:takes )?(0\.\d\d)(?: with Qwen3\.5-2B)? \(r = (0\.\d+)\)", page[kept.end() :])
-    assert len(stated) == 1 + 1  # both pairs
-    for share, r in stated:
-        assert float(share) == pytest.approx(float(r) + float(kept[1]), abs=0.005)
-
-
 def test_each_source_is_used() -> None:
     lines = [line for line, _ in figures()]
     assert [begins for begins in SOURCES if not any(line.startswith(begins) for line in lines)] == []
+
+
+def blocks(page: str) -> Iterator[str]:
+    """The paragraphs and items of a page, without programs, what they print, tables and code."""
+    text = re.sub(r"^ *```.*?^ *```$", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    for block in re.split(r"\n\s*\n|\n(?= *(?:[-*]|\d+\.) )", text):
+        if not block.lstrip().startswith(("|", ">", "#", "    ")):
+            yield " ".join(block.split())
+
+
+def measured(sentence: str) -> list[str]:
+    """The figures that somebody measured: gains, shares, counts, rates, and times that something took."""
+    words = re.sub(r"\(r = [\d.]+\)", "", sentence)
+    found = [figure for kind in (GAIN, SHARE, COUNTED, RATE) for figure in kind.findall(words)]
+    if TOOK.search(words) and not SETTING.search(words):
+        found += TIME.findall(words)
+    return [number for figure in found for number in NUMBER.findall(figure)]
+
+
+def sentences() -> Iterator[tuple[str, str, list[str]]]:
+    """Each block of running text with a sentence of measured figures: its page, the block, and these figures."""
+    for page in ("README.md", *DOCUMENTS):
+        if page.startswith(("docs/reference/", "docs/clients/")) or page in OWN_TESTS:
+            continue
+        for block in blocks(page):
+            if OTHERS.search(block):  # who measured it is named
+                continue
+            for sentence in re.split(r"(?<=[.!?:;])\s+(?=[A-Z\d`*\[])", block):
+                numbers = measured(sentence)
+                if numbers and not DEDUCED.search(sentence):
+                    yield page, block, numbers
+
+
+def sections() -> dict[str, set[float]]:
+    """The numbers below each heading of the page of results, which has its own tests, by the heading's anchor."""
+    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    parts = re.split(r"^(#+ .+)$", page, flags=re.MULTILINE)
+    anchors = [re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in parts[1::2]]
+    return {
+        anchor: {float(number) for number in NUMBER.findall(text)}
+        for anchor, text in zip(anchors, parts[2::2], strict=True)
+    }
+
+
+@pytest.mark.parametrize(("page", "block", "numbers"), list(sentences()))
+def test_a_figure_in_running_text_is_in_the_results_it_links_to(page: str, block: str, numbers: list[str]) -> None:
+    """Delete a figure that can't be traced, or measure it, and write it into the results."""
+    known: set[float] = set()
+    for anchor in re.findall(r"results\.md#([\w-]+)", block):
+        known |= sections()[anchor]
+    assert [number for number in numbers if float(number) not in known] == [], f"{page}: {block}"
+
+
+@pytest.mark.parametrize(
+    ("sentence", "numbers"),
+    [
+        ("It gains 3.2 times.", ["3.2"]),
+        ("A step took 1.09 to 1.15 times as long.", ["1.09", "1.15"]),
+        ("It keeps .85 of the answers.", [".85"]),
+        ("It is right in 16 of 18 answers.", ["16", "18"]),
+        ("The first takes 18 to 35 s, then it decodes 60 tokens/s.", ["60", "18", "35"]),
+        ("After 120 seconds it gives up, and it starts again 30 s after a failure.", []),
+        ("A chunk takes `--target-itl-ms` (200 ms).", []),
+        ("It keeps 20 % of 4096 tokens in 7 layers.", []),
+    ],
+)
+def test_measured_figures_are_told_from_settings(sentence: str, numbers: list[str]) -> None:
+    assert measured(sentence) == numbers

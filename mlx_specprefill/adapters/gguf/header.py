@@ -7,6 +7,7 @@ short file that claims to be long costs nothing. Only little-endian files of ver
 from __future__ import annotations
 
 import math
+import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,13 +35,25 @@ class TensorInfo:
     start: int
     nbytes: int
 
-    def read(self, file: BinaryIO) -> npt.NDArray[np.uint8]:
-        """Read its bytes, (rows..., bytes of a row) uint8."""
-        file.seek(self.start)
-        data = file.read(self.nbytes)
-        if len(data) < self.nbytes:
+    @property
+    def block_bytes(self) -> int:
+        return GGML_QUANT_SIZES[self.kind][1]
+
+    @property
+    def blocks(self) -> int:
+        return self.nbytes // self.block_bytes
+
+    def read(self, file: BinaryIO, first: int, last: int) -> npt.NDArray[np.uint8]:
+        """Read the blocks from `first` to before `last`, (blocks, bytes of a block) uint8. Any thread may.
+
+        Raises:
+            LoadError: the file has become shorter.
+        """
+        wanted = (last - first) * self.block_bytes
+        data = os.pread(file.fileno(), wanted, self.start + first * self.block_bytes)
+        if len(data) < wanted:
             raise LoadError(f"the file ends within tensor {shorten(self.name)}")
-        return np.frombuffer(data, dtype=np.uint8).reshape(*self.shape[:-1], -1)
+        return np.frombuffer(data, dtype=np.uint8).reshape(last - first, -1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,7 +113,7 @@ def files_digest(path: Path) -> str:
 
 def repacked_files(folder: Path) -> Iterator[tuple[Path, str]]:
     """Yield each file of repacked weights in a folder, and the path of the GGUF file that it was made from."""
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in sorted(folder.glob("*[0-9a-f].safetensors")):  # those that are not whole end in "part"
         try:
             with file.open("rb") as content:
                 (length,) = struct.unpack("<Q", content.read(8))

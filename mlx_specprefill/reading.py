@@ -198,9 +198,7 @@ class LoadedModels:
         kept = self._models.get((str(resolve_model_path(where) or where), dtype))
         return kept is not None and kept[0]() is not None
 
-    def read(
-        self, where: str | Path, dtype: DtypeName, on_progress: OnProgress, repacked: Path | None = None
-    ) -> Read:
+    def read(self, where: str | Path, dtype: DtypeName, on_progress: OnProgress, repacked: Path | None = None) -> Read:
         """Load as `read_model`, unless it is loaded already."""
         key = (str(resolve_model_path(where) or where), dtype)
         if key in self._models:
@@ -212,9 +210,7 @@ class LoadedModels:
         return model, tokenizer, config
 
 
-def read_model(
-    where: str | Path, dtype: DtypeName, on_progress: OnProgress, repacked: Path | None = None
-) -> Read:
+def read_model(where: str | Path, dtype: DtypeName, on_progress: OnProgress, repacked: Path | None = None) -> Read:
     """Load model, tokenizer and configuration of a folder, a GGUF file or a repository id, downloading it if necessary.
 
     Args:

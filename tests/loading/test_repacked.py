@@ -87,7 +87,7 @@ def test_forms_do_not_meet(tmp_path: Path, conversions: Conversions) -> None:
 
 @pytest.mark.parametrize("same_time", [True, False])
 def test_a_changed_file_is_repacked(tmp_path: Path, conversions: Conversions, same_time: bool) -> None:
-    """Of the same name and size, with its old time or with another one."""
+    """The name and size are the same, and in one case the time."""
     file, folder = write(tmp_path / "a.gguf"), tmp_path / "kept"
     load(file, folder)
     then = file.stat()
@@ -126,7 +126,7 @@ def test_a_damaged_file_is_written_again(tmp_path: Path, conversions: Conversion
 def test_a_write_that_was_interrupted_leaves_nothing(tmp_path: Path, conversions: Conversions, monkeypatch) -> None:
     file, folder = write(tmp_path / "a.gguf"), tmp_path / "kept"
     with monkeypatch.context() as ends:
-        ends.setattr(repacked.os, "fsync", lambda _: sys.exit())  # the process ends before the file is whole
+        ends.setattr(os, "fsync", lambda _: sys.exit())  # the process ends before the file is whole
         plain = load(file, folder)
     assert [path.name for path in folder.glob("*.part.safetensors")] != []
     assert list(repacked_files(folder)) == []
@@ -156,7 +156,7 @@ def test_two_starts_at_once(tmp_path: Path, conversions: Conversions) -> None:
 
 def test_a_full_disk_keeps_none(tmp_path: Path, conversions: Conversions, monkeypatch: pytest.MonkeyPatch) -> None:
     file, folder = write(tmp_path / "a.gguf"), tmp_path / "kept"
-    disk = namedtuple("disk", "total used free")  # noqa: PYI024
+    disk = namedtuple("disk", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: disk(1 << 40, 0, (1 << 40) // 10 + 1000))
     load(file, folder)
     assert list(repacked_files(folder)) == []

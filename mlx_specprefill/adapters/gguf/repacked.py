@@ -14,9 +14,11 @@ import threading
 from collections.abc import Callable, Mapping
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
+from ..._files import make_unsaved
 from ...stored import REPACKED_FROM, files_digest
 
 log = logging.getLogger(__name__)
@@ -48,7 +50,8 @@ class Repacked:
         if self._file is None or not self._file.is_file():
             return None
         try:
-            arrays, metadata = mx.load(str(self._file), return_metadata=True)
+            loaded: Any = mx.load(str(self._file), return_metadata=True)  # its type is that of every format
+            arrays, metadata = loaded
             if metadata.get(_STATE) != self._state:
                 return None
             _read_all(arrays, on_progress)
@@ -68,7 +71,7 @@ class Repacked:
     def _write(self, file: Path, arrays: dict[str, mx.array]) -> None:
         part = file.with_suffix(".part.safetensors")  # MLX adds the ending to names without it
         try:
-            file.parent.mkdir(parents=True, exist_ok=True)
+            make_unsaved(file.parent)
             disk = shutil.disk_usage(file.parent)
             if disk.free - sum(array.nbytes for array in arrays.values()) < disk.total // _FREE:
                 log.info("no room in %s for the repacked weights of %s", file.parent, self._source)

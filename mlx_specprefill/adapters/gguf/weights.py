@@ -125,7 +125,7 @@ def read_arrays(
             )
             for at in range(0, info.blocks, step)
         ]
-        joined = (mx.concatenate(each) for each in zip(*parts, strict=True))
+        joined = (mx.concatenate(list(each)) for each in zip(*parts, strict=True))
         arrays = dict(zip(("weight", "scales", "biases"), joined, strict=True))
     return {name: array.reshape(*info.shape[:-1], -1) for name, array in arrays.items()}
 

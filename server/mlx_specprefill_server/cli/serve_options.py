@@ -39,7 +39,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "prefix_cache_dir",
         "prefix_disk_size",
         "remember",
-        "keep_repacked",
     ),
     "Advanced: access": ("admin_keys", "allowed_hosts", "allow_special_tokens"),
     "Advanced: several machines": ("hosts", "starting_port", "draft_placement"),

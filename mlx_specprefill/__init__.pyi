@@ -37,6 +37,8 @@ from .engine.machine import machine as machine
 from .engine.memory import MemoryUse as MemoryUse
 from .engine.mlx_thread import MLXThread as MLXThread
 from .engine.ranked import RankedEngine as RankedEngine
+from .engine.speeds import slower_models as slower_models
+from .engine.speeds import speeds_file as speeds_file
 from .errors import ContextLengthError as ContextLengthError
 from .errors import DeviceError as DeviceError
 from .errors import EngineClosedError as EngineClosedError
@@ -92,6 +94,7 @@ from .specprefill.head_calibration import find_heads as find_heads
 from .speculative.strategies import drafts_with_draft as drafts_with_draft
 from .stored import find_model as find_model
 from .stored import is_repository_id as is_repository_id
+from .stored import repacked_files as repacked_files
 from .stored import resolve_model_path as resolve_model_path
 from .unloaded import Blueprint as Blueprint
 from .unloaded import blueprint as blueprint

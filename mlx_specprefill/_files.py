@@ -1,10 +1,12 @@
-"""Files: the limit on open ones, and atomic replacement."""
+"""Files: the limit on open ones, atomic replacement, and folders that are not backed up."""
 
 from __future__ import annotations
 
 import os
 import resource
+import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 _MLX_LM_LIMITS = (2048, 4096)
@@ -31,6 +33,19 @@ def raise_file_limit() -> None:
     wanted = _WANTED if hard == resource.RLIM_INFINITY else min(_WANTED, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         change(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def make_unsaved(folder: Path, mode: int = 0o777) -> None:
+    """Make the folder if it is missing, and keep a new one out of Time Machine.
+
+    Raises:
+        OSError: it can't be made.
+    """
+    is_new = not folder.exists()
+    folder.mkdir(mode=mode, parents=True, exist_ok=True)
+    if is_new and sys.platform == "darwin":
+        with suppress(OSError, subprocess.SubprocessError):  # a backup that is larger does no harm
+            subprocess.run(("/usr/bin/tmutil", "addexclusion", str(folder)), capture_output=True, timeout=10)
 
 
 def replace_text(file: Path, text: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -173,6 +173,7 @@ def load_pair(
     exit_early: bool = True,
     dtype: DtypeName = "auto",
     loaded: LoadedModels | None = None,
+    repacked: Path | None = None,
     on_progress: OnProgress = lambda done, total: None,
     ranks: Ranks | None = None,
     draft_placement: DraftPlacement = "first",
@@ -189,6 +190,7 @@ def load_pair(
         dtype: "auto" keeps the stored type on a GPU and casts to float32 on the CPU backend, where half precision
             matmuls are some fifty times slower. There it also unpacks the weights of GGUF files.
         loaded: models of other pairs, which this one shares.
+        repacked: folder that keeps the repacked weights of large GGUF files for later loads; None: none is kept.
         on_progress: gets the bytes of target or draft that are in memory, and those of the whole; one after the other.
         ranks: from `join_ranks`. Each holds its part of the target; `draft_placement`: of a draft model on them.
 
@@ -197,7 +199,7 @@ def load_pair(
             over so many ranks, or has other files on another one.
         PairMismatchError: the draft has another tokenizer, and the target's text can't be mapped to its tokens.
     """
-    read = read_model if loaded is None else loaded.read
+    read = partial(read_model if loaded is None else loaded.read, repacked=repacked)
     model, tokenizer, config, sharding = _read_target(target, dtype, on_progress, read, ranks)
     draft_from, source = target, _DraftSource()
     if draft == "self":

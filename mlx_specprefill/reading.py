@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import re
@@ -33,12 +32,9 @@ from .adapters.turn_ends import end_with_turns
 from .config import DtypeName
 from .distributed.ranks import Ranks
 from .errors import LoadError
-from .stored import resolve_model_path
+from .stored import files_digest, resolve_model_path
 
 Sharding = Literal["tensor", "pipeline"]  # every layer over all ranks, or some layers to each rank
-
-_PART = 4096  # bytes
-_PARTS = 64  # of every file
 
 _TOKENIZERS = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.*", "tekken.json", "tokenization_*.py")
 _SIZES = frozenset(
@@ -155,20 +151,6 @@ def check_heads(name: str, config: dict[str, Any], size: int) -> None:
             raise LoadError(f"{name} can't be spread over {size} ranks: its {count} {key} can't be divided by that")
 
 
-def files_digest(path: Path) -> str:
-    """Return a digest of a checkpoint's configuration and of samples of its weights."""
-    digest = hashlib.blake2b(digest_size=16)
-    files = [path] if path.is_file() else sorted([*path.glob("config.json"), *path.glob("*.safetensors")])
-    for file in files:
-        size = file.stat().st_size
-        digest.update(f"{file.name}\0{size}\0".encode())
-        with file.open("rb") as content:
-            for index in range(_PARTS):
-                content.seek(index * size // _PARTS)
-                digest.update(content.read(_PART))
-    return digest.hexdigest()
-
-
 def stated_sampling(where: str | Path) -> dict[str, Any]:
     """Return the sampling that a model's generation_config.json states, unchecked; empty if it does not sample."""
     try:
@@ -216,30 +198,30 @@ class LoadedModels:
         kept = self._models.get((str(resolve_model_path(where) or where), dtype))
         return kept is not None and kept[0]() is not None
 
-    def read(self, where: str | Path, dtype: DtypeName, on_progress: OnProgress) -> Read:
+    def read(self, where: str | Path, dtype: DtypeName, on_progress: OnProgress, repacked: Path | None = None) -> Read:
         """Load as `read_model`, unless it is loaded already."""
         key = (str(resolve_model_path(where) or where), dtype)
         if key in self._models:
             kept, tokenizer, config = self._models[key]
             if (model := kept()) is not None:
                 return model, tokenizer, config
-        model, tokenizer, config = read_model(where, dtype, on_progress)
+        model, tokenizer, config = read_model(where, dtype, on_progress, repacked)
         self._models[key] = (weakref.ref(model, lambda _: self._models.pop(key, None)), tokenizer, config)
         return model, tokenizer, config
 
 
-def read_model(where: str | Path, dtype: DtypeName, on_progress: OnProgress) -> Read:
+def read_model(where: str | Path, dtype: DtypeName, on_progress: OnProgress, repacked: Path | None = None) -> Read:
     """Load model, tokenizer and configuration of a folder, a GGUF file or a repository id, downloading it if necessary.
 
     Args:
-        dtype: as in `load_pair`.
+        dtype, repacked: as in `load_pair`.
 
     Raises:
         LoadError: the checkpoint is missing or broken, or its hidden values overflow in float16.
     """
     path = resolve_model_path(where)
     if is_gguf(path or Path(where)):
-        model, tokenizer, config = _read_gguf(path or Path(where), dtype, on_progress)
+        model, tokenizer, config = _read_gguf(path or Path(where), dtype, on_progress, repacked)
     else:
         with _errors(where):
             model, tokenizer, config = _lazy(where)
@@ -408,14 +390,16 @@ def _fill(model: nn.Module, on_progress: OnProgress) -> None:
         on_progress(piece[-1][1], ends[-1])
 
 
-def _read_gguf(path: Path, dtype: DtypeName, on_progress: OnProgress) -> Read:
+def _read_gguf(path: Path, dtype: DtypeName, on_progress: OnProgress, repacked: Path | None) -> Read:
     """Load a GGUF file. On the CPU backend packed weights are slower than float32 ones, so they stay packed only if a
     dtype is set.
     """
     unpacked = dtype == "auto" and _on_cpu()
     wanted = mx.float32 if unpacked else _DTYPES.get(dtype)
     try:
-        model, tokenizer, config = load_gguf(path, dtype=wanted, pack=not unpacked, on_progress=on_progress)
+        model, tokenizer, config = load_gguf(
+            path, dtype=wanted, pack=not unpacked, on_progress=on_progress, repacked=repacked
+        )
     except OSError as error:
         raise LoadError(f"{path}: {error.strerror or error}") from error
     except LoadError as error:

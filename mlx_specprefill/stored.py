@@ -5,8 +5,11 @@ The cache holds `models--publisher--name/snapshots/COMMIT/files`, and `refs/main
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
+import struct
+from collections.abc import Iterator
 from pathlib import Path
 
 from huggingface_hub import constants
@@ -14,6 +17,11 @@ from huggingface_hub.file_download import repo_folder_name
 
 from .errors import LoadError
 
+REPACKED_FROM = "source"
+"""Key of the GGUF file's path in a file of repacked weights."""
+_LONGEST_HEADER = 1 << 26  # bytes
+_PART = 4096  # bytes
+_PARTS = 64  # of every file
 _ID = re.compile(r"(?P<repository>[\w][\w.-]*/[\w][\w.-]*)(?:/(?P<file>[^/].*\.gguf))?", re.ASCII)
 
 
@@ -87,3 +95,29 @@ def _has_weights(folder: Path) -> bool:
     except (OSError, ValueError, KeyError, AttributeError):
         return False
     return all((folder / str(file)).is_file() for file in files)
+
+
+def files_digest(path: Path) -> str:
+    """Return a digest of a checkpoint's configuration and of samples of its weights."""
+    digest = hashlib.blake2b(digest_size=16)
+    files = [path] if path.is_file() else sorted([*path.glob("config.json"), *path.glob("*.safetensors")])
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name}\0{size}\0".encode())
+        with file.open("rb") as content:
+            for index in range(_PARTS):
+                content.seek(index * size // _PARTS)
+                digest.update(content.read(_PART))
+    return digest.hexdigest()
+
+
+def repacked_files(folder: Path) -> Iterator[tuple[Path, str]]:
+    """Yield each file of repacked weights in a folder, and the path of the GGUF file that it was made from."""
+    for file in sorted(folder.glob("*[0-9a-f].safetensors")):  # those that are not whole end in "part"
+        try:
+            with file.open("rb") as content:
+                (length,) = struct.unpack("<Q", content.read(8))
+                metadata = json.loads(content.read(min(length, _LONGEST_HEADER)))["__metadata__"]
+            yield file, str(metadata[REPACKED_FROM])
+        except (OSError, ValueError, KeyError, TypeError, struct.error):  # of a start that was interrupted
+            continue

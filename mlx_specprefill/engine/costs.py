@@ -34,6 +34,7 @@ from ..config import EngineConfig
 from ..events import Prediction
 from ..loading import ModelPair
 from ..specprefill.sparse_prefill import TAIL
+from .speeds import TOKENS, keep_speed, speeds_file
 
 log = logging.getLogger(__name__)
 ForwardKind = Literal["draft", "target", "upper", "select"]
@@ -43,6 +44,7 @@ _HALF_LIFE = 12  # forwards after which an observation counts half, to follow a 
 _LEAST_TOKENS = 8  # shorter forwards are not timed
 _ROUNDS = 12
 _EXACT = 1e-3  # relative error below which observations count alike
+_KNOWN = 12  # forwards of the target after which its speed is kept for the next version
 _RIDGE = 1e-9  # keeps a system solvable if all observations are alike
 _SUBSETS = np.array([s for s in product((0.0, 1.0), repeat=3) if any(s)])  # of the three coefficients, (7, 3)
 # (tokens, depth) of the observations that the prior stands for, and the weight of each beside a new one.
@@ -181,6 +183,7 @@ class CostModel:
 
     def __init__(self, pair: ModelPair, config: EngineConfig) -> None:
         self._file = config.calibration_file
+        self._step = config.prefill_step
         target = prior_cost(pair.target, pair.target_config)
         draft = ForwardCost(0, 0, 0) if pair.draft is None else prior_cost(pair.draft, pair.draft_config or {})
         priors: dict[ForwardKind, ForwardCost] = {
@@ -258,6 +261,9 @@ class CostModel:
             replace_text(self._file, json.dumps(stored | {self._key: costs}, indent=1))
         except OSError as error:
             log.warning("the learnt costs could not be kept: %s", error)
+        if self._learnt["target"].count >= _KNOWN:
+            speed = 1e3 * TOKENS / self.cost("target").prefill_ms(TOKENS, 0, self._step)
+            keep_speed(speeds_file(self._file), f"{self._pair.target_id} in {self._pair.dtype} on {_device()}", speed)
 
     @property
     def _key(self) -> str:
@@ -265,9 +271,14 @@ class CostModel:
         models = [model_identity(pair.target, pair.target_config)]
         if pair.draft is not None:
             models.append(model_identity(pair.draft, pair.draft_config or {}))
-        name = mx.device_info().get("device_name") or platform.machine()
-        threads = os.environ.get("OPENBLAS_NUM_THREADS") or os.cpu_count()
-        return ":".join(map(str, ("chunks", *models, mx.default_device(), name, threads, version("mlx"))))
+        return ":".join(("chunks", *models, _device(), version("mlx")))
+
+
+def _device() -> str:
+    """Return the device, its name and the threads of its BLAS."""
+    name = mx.device_info().get("device_name") or platform.machine()
+    threads = os.environ.get("OPENBLAS_NUM_THREADS") or os.cpu_count()
+    return f"{mx.default_device()}:{name}:{threads}"
 
 
 def prior_cost(model: nn.Module, config: Mapping[str, Any]) -> ForwardCost:

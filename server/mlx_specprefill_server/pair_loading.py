@@ -70,6 +70,7 @@ def load(
             exit_early=early,
             dtype=pair.dtype if dtype == "auto" else dtype,
             loaded=loaded,
+            repacked=None if settings is None else settings.repacked_folder,
             on_progress=lambda done, total: progress(done >> 20, total >> 20),
             ranks=ranks,
             draft_placement="first" if settings is None else settings.draft_placement,

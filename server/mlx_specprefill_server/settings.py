@@ -197,6 +197,9 @@ class Settings(BaseSettings):
     remember: bool = Field(
         default=True, description="Keep shared system prompts and tools on disk, readable by this user only."
     )
+    keep_repacked: bool = Field(
+        default=True, description="Keep the repacked weights of GGUF files on disk, where a tenth of it stays free."
+    )
     densify: Densify = Field(
         default="auto",
         description="Prefill sparse prompts in full in idle time. auto: not on battery. busy: as on, and one answer "
@@ -210,6 +213,12 @@ class Settings(BaseSettings):
     def heads_folder(self) -> Path | None:
         """The folder of the drafts' calibrated heads."""
         return None if self.calibration_file is None else self.calibration_file.parent / "heads"
+
+    @property
+    def repacked_folder(self) -> Path | None:
+        """The folder of the repacked weights of GGUF files, if they are kept."""
+        file = self.calibration_file if self.keep_repacked else None
+        return None if file is None else file.parent / "repacked"
 
     @property
     def remember_folder(self) -> Path | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import mlx.nn as nn
 import pytest
 
 from mlx_specprefill import Engine, EngineConfig, Finished, GenerationRequest, SpecPrefillPolicy
+from mlx_specprefill.engine import speeds
 from mlx_specprefill.engine.costs import CostModel, ForwardCost, LearntCost, prior_cost
 from tests.support import tiny
 
@@ -147,6 +149,23 @@ def test_costs_outlive_the_process_by_model_and_machine(tmp_path):
         costs.load()
     assert again.cost("target") == first.cost("target")
     assert other.cost("target") == unknown
+
+
+def test_the_speed_at_8k_is_kept_by_version(tmp_path, monkeypatch):
+    """From a dozen forwards on; the next version is compared with it."""
+    law, pair = ForwardCost(5, 0.5, 1e-4), tiny.tiny_pair()
+    for release, factor in (("0.1.0", 1.0), ("0.2.0", 1.5), ("0.2.0", 2.0)):
+        monkeypatch.setattr(speeds, "version", lambda name, release=release: release)
+        costs = CostModel(pair, replace(config(tmp_path / "costs.json"), prefill_step=512))
+        for number, forward in enumerate(forwards_of(8192, 512)[:15]):
+            assert (tmp_path / "speeds.json").exists() == (release != "0.1.0" or number > 11)
+            costs.observe("target", *forward, factor * law.ms(*forward))
+            costs.store()
+    [slow] = speeds.slower_models(speeds.speeds_file(tmp_path / "costs.json"))
+    whole = 8192e3 / law.prefill_ms(8192, 0, 512)
+    assert (slow.before, slow.now) == pytest.approx((whole, whole / 2), rel=0.2)
+    assert slow.earlier == "mlx-specprefill 0.1.0, mlx 0.1.0, mlx-lm 0.1.0"
+    assert slow.model.startswith("target in float32 on Device(")
 
 
 @pytest.mark.parametrize(

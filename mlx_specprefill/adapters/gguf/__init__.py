@@ -14,6 +14,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .architectures import architecture_in, config_in
 from .header import Header, read_header
+from .repacked import Repacked
 from .tokens import build_tokenizer
 from .weights import GROUP, load_model, packed_bits
 
@@ -31,6 +32,7 @@ def load_gguf(
     dtype: mx.Dtype | None = None,
     pack: bool = True,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
+    repacked: Path | None = None,
 ) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
     """Load model, tokenizer and configuration, as `mlx_lm.load` returns them for a folder.
 
@@ -38,6 +40,7 @@ def load_gguf(
         dtype: of all floating-point arrays; None: the file's own.
         pack: keep quantised weights packed; else every weight becomes `dtype`.
         on_progress: called with the bytes of the tensors read so far, and of all tensors.
+        repacked: folder that keeps the arrays of large files for later loads; None: none is kept.
 
     Raises:
         LoadError: the file is not GGUF, is broken, or can't be run; one line that names it.
@@ -49,7 +52,10 @@ def load_gguf(
     tokenizer, ends = build_tokenizer(header.metadata, name, config["vocab_size"], config["max_position_embeddings"])
     config["eos_token_id"] = ends
     wanted = dtype or _own_dtype(header)
-    model = load_model(path, header, architecture, config, dtype=wanted, pack=pack, on_progress=on_progress)
+    kept = Repacked(repacked, path, f"{wanted}, {'packed' if pack else 'unpacked'}")
+    model = load_model(
+        path, header, architecture, config, dtype=wanted, pack=pack, on_progress=on_progress, repacked=kept
+    )
     return model, tokenizer, config
 
 

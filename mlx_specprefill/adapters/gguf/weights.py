@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,6 +20,7 @@ from gguf.quants import Q4_K, dequantize
 from ...errors import LoadError
 from .architectures import ROPE_FACTORS, Architecture
 from .header import Header, TensorInfo, shorten
+from .repacked import Repacked
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
@@ -29,7 +32,9 @@ _LOWER_HALVES = {  # of pairs of fields, by a field's bits
     16: np.uint64(0x0000FFFF0000FFFF),
     32: np.uint64(0x00000000FFFFFFFF),
 }
-_PIECE = 1 << 22  # bytes of a tensor that are converted at once
+_PIECE = 1 << 16  # bytes of a tensor that one thread converts at once: its numbers stay in a core's cache
+_ROUNDED = 1 << 24  # bytes of a tensor that MLX rounds at once
+_MOST_THREADS = 8
 
 
 def packed_bits(kind: Kind) -> int | None:
@@ -46,6 +51,7 @@ def load_model(
     dtype: mx.Dtype,
     pack: bool,
     on_progress: Callable[[int, int], None],
+    repacked: Repacked,
 ) -> nn.Module:
     """Load mlx-lm's model from the file. Adds settings that only the tensors hold to `config`.
 
@@ -53,6 +59,7 @@ def load_model(
         dtype: of all floating-point arrays, including the scales of packed weights.
         pack: keep the quantised matrices packed; else all become `dtype`.
         on_progress: as in `load_gguf`.
+        repacked: the arrays, where an earlier load kept them.
 
     Raises:
         LoadError: a tensor is missing, unknown, or of a shape that the configuration does not expect.
@@ -63,16 +70,10 @@ def load_model(
         model: nn.Module = module.Model(module.ModelArgs.from_dict(config))
         stored = _find_tensors(model, header, architecture, config)
         packing = _packing(model, stored) if pack else {}
-        weights: dict[str, mx.array] = {}
-        total, done = sum(info.nbytes for info in stored.values()), 0
-        for name, info in stored.items():
-            layer, _, part = name.rpartition(".")
-            arrays = read_arrays(info, file, pack=layer in packing and part == "weight")
-            for kind, array in arrays.items():
-                full = f"{layer}.{kind or part}"
-                weights[full] = _convert(full, array, architecture, config, dtype)
-            done += info.nbytes
-            on_progress(done, total)
+        weights = repacked.read(on_progress)
+        if weights is None:
+            weights = dict(_converted(stored, file, architecture, config, packing, dtype, on_progress))
+            repacked.keep(weights)
     if packing:
         config["quantization"] = packing
     weights = model.sanitize(weights)
@@ -82,33 +83,92 @@ def load_model(
     return model
 
 
-def read_arrays(info: TensorInfo, file: BinaryIO, *, pack: bool) -> dict[str, mx.array]:
+def _converted(
+    stored: Mapping[str, TensorInfo],
+    file: BinaryIO,
+    architecture: Architecture,
+    config: dict[str, Any],
+    packing: Mapping[str, object],
+    dtype: mx.Dtype,
+    on_progress: Callable[[int, int], None],
+) -> Iterator[tuple[str, mx.array]]:
+    """Yield the arrays of mlx-lm's module by name, one tensor after the other."""
+    total, done = sum(info.nbytes for info in stored.values()), 0
+    with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as threads:
+        for name, info in stored.items():
+            layer, _, part = name.rpartition(".")
+            arrays = read_arrays(info, file, pack=layer in packing and part == "weight", threads=threads)
+            for kind, array in arrays.items():
+                full = f"{layer}.{kind or part}"
+                yield full, _convert(full, array, architecture, config, dtype)
+            done += info.nbytes
+            on_progress(done, total)
+
+
+def read_arrays(
+    info: TensorInfo, file: BinaryIO, *, pack: bool, threads: Executor | None = None
+) -> dict[str, mx.array]:
     """Return `weight`, `scales` and `biases` in MLX's packing, or a tensor's numbers by the name "".
 
-    Packed weights are uint32, all others float32. A piece at a time is in memory twice.
+    Packed weights are uint32, all others float32. MLX's weight q means q scale + bias. GGUF's means the same in the
+    types of EXACT_BITS; others are rounded to 8 bits, a piece at a time.
     """
-    data = np.atleast_2d(info.read(file))
+    if not pack or info.kind in EXACT_BITS:
+        arrays = _filled(info, file, 0, info.blocks, pack, threads)
+    else:
+        step = max(1, _ROUNDED // info.block_bytes)
+        parts = [
+            mx.quantize(
+                _filled(info, file, at, min(at + step, info.blocks), False, threads)[""].reshape(-1, GROUP),
+                GROUP,
+                _OTHER_BITS,
+            )
+            for at in range(0, info.blocks, step)
+        ]
+        joined = (mx.concatenate(list(each)) for each in zip(*parts, strict=True))
+        arrays = dict(zip(("weight", "scales", "biases"), joined, strict=True))
+    return {name: array.reshape(*info.shape[:-1], -1) for name, array in arrays.items()}
+
+
+def _filled(
+    info: TensorInfo, file: BinaryIO, first: int, last: int, pack: bool, threads: Executor | None
+) -> dict[str, mx.array]:
+    """Return the blocks from `first` to before `last`, converted: (blocks, ...) each.
+
+    Threads write the numbers where MLX has them. They call numpy alone, which lets others run meanwhile.
+    """
     convert = _pack if pack else _numbers
-    pieces = [convert(piece, info.kind) for piece in np.array_split(data, -(-data.size // _PIECE))]
-    joined = {name: mx.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
-    return {name: array.reshape(*info.shape[:-1], -1) for name, array in joined.items()}
+    sample = convert(np.zeros((1, info.block_bytes), np.uint8), info.kind)
+    arrays = {
+        name: mx.zeros((last - first, each.shape[1]), mx.uint32 if each.dtype == np.uint32 else mx.float32)
+        for name, each in sample.items()
+    }
+    mx.eval(arrays)
+    views = {name: np.array(array, copy=False) for name, array in arrays.items()}
+    step = max(1, _PIECE // info.block_bytes)
+
+    def fill(begin: int, end: int) -> None:
+        for at in range(begin, end, step):
+            upto = min(at + step, end)
+            for name, part in convert(info.read(file, first + at, first + upto), info.kind).items():
+                views[name][at:upto] = part
+
+    share = max(step, -(-(last - first) // _MOST_THREADS))
+    begins = range(0, last - first, share)
+    ends = [min(begin + share, last - first) for begin in begins]
+    list(map(fill, begins, ends) if threads is None else threads.map(fill, begins, ends))
+    return arrays
 
 
-def _numbers(rows: Bytes, kind: Kind) -> dict[str, mx.array]:
-    return {"": mx.array(dequantize(rows, kind))}
+def _numbers(blocks: Bytes, kind: Kind) -> dict[str, npt.NDArray[Any]]:
+    # As one row: the gguf package converts sixteen rows at a time.
+    return {"": dequantize(blocks.reshape(1, -1), kind).reshape(len(blocks), -1)}
 
 
-def _pack(rows: Bytes, kind: Kind) -> dict[str, mx.array]:
-    """Pack rows as MLX does, (rows, bytes) uint8: `weight` uint32, `scales` and `biases` float32, all (rows, ...).
-
-    MLX's weight q means q scale + bias. GGUF's means the same in the types of EXACT_BITS; others are rounded to 8 bits.
-    """
-    if kind not in EXACT_BITS:
-        names = ("weight", "scales", "biases")
-        return dict(zip(names, mx.quantize(mx.array(dequantize(rows, kind)), GROUP, _OTHER_BITS), strict=True))
-    blocks = rows.reshape(-1, GGML_QUANT_SIZES[kind][1])
-    arrays = {"weight": _words(_integers(blocks, kind), EXACT_BITS[kind]), **_affine(blocks, kind)}
-    return {name: mx.array(array.reshape(len(rows), -1)) for name, array in arrays.items()}
+def _pack(blocks: Bytes, kind: Kind) -> dict[str, npt.NDArray[Any]]:
+    """Pack blocks of a type of EXACT_BITS as MLX does: `weight` uint32, `scales` and `biases` float32."""
+    words = _words(_integers(blocks, kind), EXACT_BITS[kind]).reshape(len(blocks), -1)
+    return {"weight": words, **_affine(blocks, kind)}
 
 
 def _affine(blocks: Bytes, kind: Kind) -> dict[str, Floats]:

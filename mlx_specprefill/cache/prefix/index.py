@@ -13,6 +13,8 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from ..._files import make_unsaved
+
 FOLDER, FILE = 0o700, 0o600
 log = logging.getLogger(__name__)
 _VERSION = 7  # of the rows, and of what the files hold: states of 6 and before may lack layers
@@ -53,7 +55,7 @@ def make_private(folder: Path, ours: Callable[[str], bool]) -> int:
     Raises:
         OSError: the folder can't be made or closed, because it belongs to somebody else or is meant for everybody.
     """
-    folder.mkdir(mode=FOLDER, parents=True, exist_ok=True)
+    make_unsaved(folder, FOLDER)
     state = folder.stat()
     if state.st_uid != os.geteuid() or state.st_mode & stat.S_ISVTX:
         raise PermissionError(f"{folder} is not this user's alone, and prompts would lie in it; name another folder")

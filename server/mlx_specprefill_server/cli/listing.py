@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -10,9 +11,10 @@ from typing import Annotated, Any
 import typer
 from huggingface_hub import constants, scan_cache_dir
 
-from mlx_specprefill import ForwardCost, LoadError, find_model
+from mlx_specprefill import ForwardCost, LoadError, find_model, repacked_files
 
 from ..pairs import NAMED_PAIRS, PackagedFile, models_file, pair_state, read_pairs, size
+from ..settings import Settings
 from .common import OptionError, one_line_errors, usable_memory
 from .options import PairsFile
 
@@ -22,15 +24,18 @@ STEP = 2048  # tokens of a forward, on a GPU
 
 
 def list_models(pairs_file: PairsFile = None) -> None:
-    """Show the models in Hugging Face's cache, the named pairs and those of your models.toml."""
+    """Show the models in Hugging Face's cache, the named pairs and those of your models.toml; weights that are kept."""
     with one_line_errors():
-        models, pairs = list(_models()), list(_pairs(pairs_file))
+        models, pairs, repacked = list(_models()), list(_pairs(pairs_file)), list(_repacked())
     if models:
         _print([("MODEL", "SIZE", "STATE", "NEXT"), *models])
     else:
         typer.echo(f"No model of your own is in {constants.HF_HUB_CACHE} yet: `mlx-specprefill recommend` names some.")
     typer.echo()
     _print([("PAIR", "TARGET", "DRAFT", "STATE", "NEXT"), *pairs])
+    if repacked:
+        typer.echo()
+        _print([("REPACKED WEIGHTS OF", "SIZE", "TO REMOVE THEM"), *repacked])
 
 
 def _models() -> Iterator[tuple[str, ...]]:
@@ -60,6 +65,12 @@ def _pairs(pairs_file: Path | None) -> Iterator[tuple[str, ...]]:
             of_file = "" if file is None else f" --pairs-file {file}"
             command = {"ready": f"serve --pair {name}", "only in a clone": ""}.get(state, f"pull {name}")
             yield name, *shown, state, f"mlx-specprefill {command}{of_file}" if command else ""
+
+
+def _repacked() -> Iterator[tuple[str, ...]]:
+    folder = Settings().repacked_folder
+    for file, source in () if folder is None else repacked_files(folder):
+        yield source, size(file.stat().st_size), shlex.join(("rm", str(file)))
 
 
 def recommend(

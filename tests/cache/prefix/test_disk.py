@@ -24,7 +24,7 @@ import pytest
 from mlx_specprefill.cache.budget import ByteBudget
 from mlx_specprefill.cache.prefix import disk
 from mlx_specprefill.cache.prefix.disk import DiskTier
-from mlx_specprefill.cache.prefix.index import DiskRow
+from mlx_specprefill.cache.prefix.index import DiskRow, make_private
 from mlx_specprefill.cache.prefix.stored import StoredPrefixCache
 from tests.cache.prefix.disk_writer import FILE_BYTES, MAKE
 from tests.cache.prefix.stores import BLOCK, fake_caches, filled, held_bytes, prompt_of, same
@@ -587,6 +587,26 @@ def test_nobody_else_can_read_what_is_kept(tmp_path: Path) -> None:
         assert open_to_others(folder) == {}
     assert open_to_others(folder) == {}
     assert folder.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("system", ["darwin", "linux"])
+def test_a_new_folder_is_kept_out_of_time_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: str, fails: bool
+) -> None:
+    asked: list[tuple[str, ...]] = []
+
+    def run(command: tuple[str, ...], **_: Any) -> None:
+        asked.append(command)
+        if fails:
+            raise subprocess.TimeoutExpired(command, 10)
+
+    monkeypatch.setattr(sys, "platform", system)
+    monkeypatch.setattr(subprocess, "run", run)
+    for _ in range(2):  # a user may have taken an older one in again
+        make_private(tmp_path / "prompts", lambda _: True)
+    expected = [("/usr/bin/tmutil", "addexclusion", str(tmp_path / "prompts"))]
+    assert asked == (expected if system == "darwin" else [])
 
 
 def test_a_folder_of_before_is_closed_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

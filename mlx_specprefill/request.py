@@ -59,6 +59,8 @@ class SamplingParams:
             never `xtc_special_tokens`.
         bad_words: token sequences that are not completed.
         allowed_token_ids: nothing else is generated; None: everything may be.
+        dry_multiplier: weight of the penalty on tokens that lengthen a repetition; 0: off. `sampling.without_repeats`.
+        dry_sequence_breakers: token sequences that no repetition crosses.
     """
 
     temperature: float = 0.0
@@ -76,6 +78,11 @@ class SamplingParams:
     xtc_special_tokens: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     allowed_token_ids: frozenset[int] | None = None
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2  # tokens
+    dry_penalty_last_n: int = 64  # tokens of prompt and answer that are searched; 0: off, -1: all
+    dry_sequence_breakers: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,8 @@ from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc
 
 from .errors import InvalidRequestError
 from .events import Logprob, TokenEvent
-from .request import GenerationRequest, SamplingParams
+from .repetition import LONGEST_ALLOWED, without_repeats
+from .request import GenerationRequest, SamplingParams, TokenIds
 
 Sampler = Callable[[mx.array], mx.array]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
@@ -31,6 +32,10 @@ _RANGES = (
     ("typical_p", 0.0, 1.0),
     ("xtc_probability", 0.0, 1.0),
     ("xtc_threshold", 0.0, 1.0),
+    ("dry_multiplier", 0.0, 100.0),
+    ("dry_base", 1.0, 1e6),
+    ("dry_allowed_length", 0, LONGEST_ALLOWED),
+    ("dry_penalty_last_n", -1, math.inf),
 )
 # A smaller share is 0 in float32, and would exclude even the likeliest token.
 _LEAST_SHARE = 1e-9
@@ -40,6 +45,7 @@ _LONGEST_BAD_WORD = 1024  # tokens; every generated token is compared with all o
 LOGITS_ROWS = 128
 
 _ANY, _NONE = -1, -2  # no token has these ids
+_NO_TOKENS: TokenIds = np.zeros(0, dtype=np.int32)
 
 
 def check_sampling(params: SamplingParams, vocab_size: int) -> None:
@@ -63,8 +69,9 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
 def _check_ids(params: SamplingParams, vocab_size: int) -> None:
     if params.allowed_token_ids is not None and not params.allowed_token_ids:
         raise InvalidRequestError("allowed_token_ids must not be empty", field="allowed_token_ids")
-    if not all(params.bad_words):
-        raise InvalidRequestError("bad_words must not have an empty sequence", field="bad_words")
+    for name in ("bad_words", "dry_sequence_breakers"):
+        if not all(getattr(params, name)):
+            raise InvalidRequestError(f"{name} must not have an empty sequence", field=name)
     if (longest := max(map(len, params.bad_words), default=0)) > _LONGEST_BAD_WORD:
         message = f"bad_words: a sequence has {longest} tokens, more than {_LONGEST_BAD_WORD}"
         raise InvalidRequestError(message, field="bad_words")
@@ -72,6 +79,7 @@ def _check_ids(params: SamplingParams, vocab_size: int) -> None:
         "allowed_token_ids": params.allowed_token_ids or (),
         "bad_words": [token for word in params.bad_words for token in word],
         "xtc_special_tokens": params.xtc_special_tokens,
+        "dry_sequence_breakers": [token for breaker in params.dry_sequence_breakers for token in breaker],
     }
     for name, tokens in named.items():
         if not all(0 <= token < vocab_size for token in tokens):
@@ -157,8 +165,11 @@ def _excluding_top_choices(logprobs: mx.array, params: SamplingParams) -> mx.arr
     return mx.log(probability * mx.exp(cut) + (1.0 - probability) * mx.exp(whole))
 
 
-def logits_processors(params: SamplingParams) -> list[LogitsProcessor]:
-    """Return functions of (generated tokens so far, logits (1, V)). Penalties count generated text, as OpenAI's."""
+def logits_processors(params: SamplingParams, prompt: TokenIds = _NO_TOKENS) -> list[LogitsProcessor]:
+    """Return functions of (generated tokens so far, logits (1, V)).
+
+    Penalties count generated text, as OpenAI's. The penalty on repetitions reads the prompt, too, as llama.cpp's.
+    """
     whole = 1 << 30
     processors: list[LogitsProcessor] = make_logits_processors(
         logit_bias=dict(params.logit_bias) or None,
@@ -169,6 +180,8 @@ def logits_processors(params: SamplingParams) -> list[LogitsProcessor]:
         frequency_penalty=params.frequency_penalty or None,
         frequency_context_size=whole,
     )
+    if params.dry_multiplier:
+        processors.append(without_repeats(params, prompt))
     if params.allowed_token_ids is not None:
         processors.append(only(params.allowed_token_ids))
     if params.bad_words:
@@ -178,7 +191,7 @@ def logits_processors(params: SamplingParams) -> list[LogitsProcessor]:
 
 def processors_of(request: GenerationRequest) -> list[LogitsProcessor]:
     """Return a request's penalties, biases and least length. A constraint handles `min_tokens` itself."""
-    processors = logits_processors(request.sampling)
+    processors = logits_processors(request.sampling, request.prompt)
     if request.min_tokens and request.constraint is None:
         processors.append(forbid_until(request.stop_token_ids, request.min_tokens))
     return processors

@@ -10,6 +10,7 @@ from mlx_specprefill import keep_pct
 INT64 = 2**63
 MAX_STOPS = 64
 MAX_BAD_WORDS = 256
+MAX_BREAKERS = 64  # each is looked for in every token
 LONGEST_BAD_WORD = 200  # characters; each token of an answer is compared with all of them
 
 
@@ -53,6 +54,14 @@ def words(value: Any) -> tuple[str, ...]:
         raise ValueError(f"at most {MAX_BAD_WORDS} are supported")
     if any(len(word) > LONGEST_BAD_WORD for word in value):
         raise ValueError(f"each must have at most {LONGEST_BAD_WORD} characters")
+    return tuple(value)
+
+
+def breakers(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple) or not value or not all(isinstance(text, str) and text for text in value):
+        raise ValueError("must be a non-empty array of non-empty strings")
+    if len(value) > MAX_BREAKERS:
+        raise ValueError(f"at most {MAX_BREAKERS} are supported")
     return tuple(value)
 
 

@@ -32,6 +32,7 @@ KINDS = {"enabled": True, "adaptive": True, "disabled": False}
 
 UNLIMITED = -1  # tokens, as llama.cpp's clients write "no limit"
 MAX_STOP_IDS = 1024
+DRY_BASE = 1.75  # also in place of values below 1, as llama.cpp has it
 
 Whole = Annotated[int, BeforeValidator(field_values.whole), Field(ge=-field_values.INT64, lt=field_values.INT64)]
 TokenIds = Annotated[list[Whole], Field(fail_fast=True)]
@@ -41,12 +42,10 @@ MaxTokens = Annotated[Whole, Field(ge=UNLIMITED)]
 StopStrings = Annotated[tuple[str, ...], BeforeValidator(field_values.stops, json_schema_input_type=list[str])]
 OneOrMoreStops = Annotated[StopStrings, BeforeValidator(field_values.listed, json_schema_input_type=str | list[str])]
 
-NO_PENALTY = "not supported; use repetition_penalty, presence_penalty or frequency_penalty"
 NO_GUIDED = "not supported; use structured_outputs, its name in vLLM today, or response_format"
 NO_FILTER = "not supported; use top_p, top_k, min_p, typical_p or xtc_probability"
 Refused = Mapping[str, tuple[tuple[Any, ...], str]]  # field: (its neutral values, the reason to refuse others)
 REFUSED: Refused = {
-    "dry_multiplier": ((0,), NO_PENALTY),  # the other dry_ fields mean nothing without it
     "mirostat": ((0,), NO_FILTER),  # mirostat_tau and mirostat_eta mean nothing without it
     "top_n_sigma": ((0, -1), NO_FILTER),
     "top_a": ((0,), NO_FILTER),
@@ -158,6 +157,13 @@ class SamplingFields(Body):
     logit_bias: Annotated[
         dict[int, float], BeforeValidator(field_values.logit_bias, json_schema_input_type=dict[str, float])
     ] = Field(default_factory=dict)
+    dry_multiplier: Annotated[Number, Field(ge=0, le=100)] = 0.0  # the other dry_ fields mean nothing without it
+    dry_base: Annotated[Number, Field(le=1e6)] = DRY_BASE
+    dry_allowed_length: Annotated[Whole, Field(ge=0, le=1024)] = 2
+    dry_penalty_last_n: Annotated[Whole, Field(ge=-1)] = 64
+    dry_sequence_breakers: Annotated[
+        tuple[str, ...], BeforeValidator(field_values.breakers, json_schema_input_type=list[str])
+    ] = ("\n", ":", '"', "*")
     seed: Whole | None = None
     bad_words: Annotated[tuple[str, ...], BeforeValidator(field_values.words, json_schema_input_type=list[str])] = ()
     allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
@@ -172,7 +178,7 @@ class SamplingFields(Body):
         return {**defaults, **{name: getattr(self, name) for name in self.model_fields_set}}
 
     def sampling(self, defaults: Mapping[str, float], vocabulary: Vocabulary) -> SamplingParams:
-        """Return the engine's sampling parameters without `bad_words`, which need the tokenizer.
+        """Return the engine's sampling parameters without the texts in them, which need the tokenizer.
 
         Args:
             defaults: of the model, for fields that the request leaves open.
@@ -203,7 +209,19 @@ class SamplingFields(Body):
             xtc_threshold=self.xtc_threshold,
             xtc_special_tokens=vocabulary.structural if self.xtc_probability else (),
             allowed_token_ids=None if self.allowed_token_ids is None else frozenset(self.allowed_token_ids),
+            **self._dry(),
         )
+
+    def _dry(self) -> dict[str, Any]:
+        """Return the fields of the penalty on repetitions but `dry_sequence_breakers`, which need the tokenizer."""
+        if not self.dry_multiplier:
+            return {}
+        return {
+            "dry_multiplier": self.dry_multiplier,
+            "dry_base": self.dry_base if self.dry_base >= 1 else DRY_BASE,
+            "dry_allowed_length": self.dry_allowed_length,
+            "dry_penalty_last_n": self.dry_penalty_last_n,
+        }
 
 
 class AnswerFields(SamplingFields, SpecPrefillFields):

@@ -26,6 +26,7 @@ from .parsers.base import Parser
 from .prompt.conversation import Conversation
 from .prompt.deferred import tool_name
 from .prompt.prompt import Prompt
+from .sequence_breakers import breaker_tokens
 from .service import Service
 from .while_connected import while_connected
 
@@ -151,7 +152,11 @@ async def sampling_params(service: Service, fields: SamplingFields) -> SamplingP
     params = fields.sampling(service.sampling, service.vocabulary)
     words = [text for word in fields.bad_words for text in (word.lstrip(), f" {word.lstrip()}")]
     ids = [tuple(await service.prompts.tokens(word, special=False, field="bad_words")) for word in words]
-    return replace(params, bad_words=tuple(dict.fromkeys(filter(None, ids))))
+    params = replace(params, bad_words=tuple(dict.fromkeys(filter(None, ids))))
+    if not params.dry_multiplier:
+        return params
+    breakers = partial(breaker_tokens, service.vocabulary, fields.dry_sequence_breakers)
+    return replace(params, dry_sequence_breakers=await service.prompts.workers.run(breakers))
 
 
 async def count_tokens(request: Request, service: Service, conversation: Conversation, choice: ToolChoice) -> int:

@@ -54,8 +54,9 @@ COMMON: dict[str, st.SearchStrategy[Any]] = {
     "ignore_eos": JSON,
     "return_progress": JSON,
     **dict.fromkeys(
-        ("repeat_penalty", "typical_p", "xtc_probability", "dry_multiplier", "mirostat", "n_predict"), JSON
+        ("repeat_penalty", "typical_p", "xtc_probability", "dry_multiplier", "dry_base", "mirostat", "n_predict"), JSON
     ),
+    "dry_sequence_breakers": JSON | st.lists(st.text(max_size=3), max_size=2),
     "bad_words": JSON | st.lists(st.text(max_size=3), max_size=2),
     "stop_token_ids": JSON | st.lists(st.integers(-1, 300), max_size=2),
     "allowed_token_ids": JSON | st.lists(st.integers(-1, 300), max_size=2),

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_tokenizer
+from openai.types.chat import ChatCompletion
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 from starlette.testclient import TestClient
@@ -25,7 +26,7 @@ from mlx_specprefill_server.prompt.deferred import HEADER
 
 from .calling import called, engine_that_sees_all, prompts
 from .canned_answers import named_events
-from .conftest import client_of
+from .conftest import client_of, events
 from .fakes import FakeEngine, FakePair
 from .form_templates import FORMS
 
@@ -220,6 +221,105 @@ def test_tools_of_the_provider_are_named(client: TestClient, engine: FakeEngine)
     kinds = ["web_search", "local_shell", "image_generation"]
     body = ask(client, tools=[SHELL, *({"type": kind} for kind in kinds)])
     assert [warning.split("'")[1] for warning in body["warnings"]] == kinds
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_the_limit_cuts_is_never_told_as_complete(
+    client: TestClient, engine: FakeEngine, stream: bool
+) -> None:
+    engine.says(called("apply_patch", input=GOOD))
+    body = {"input": "Edit it.", "tools": [APPLY], "max_output_tokens": 70, "stream": stream}
+    answer = client.post(RESPONSES, json=body)
+    events_of = named_events(answer.text) if stream else []
+    response = events_of[-1]["response"] if stream else answer.json()
+    assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert [item for item in response["output"] if item["status"] == "completed"] == []
+    assert "response.completed" not in [event["type"] for event in events_of]
+
+
+# --- in chat completions ----------------------------------------------------------------------------------------------
+
+CHAT = "/v1/chat/completions"
+EDIT = {"role": "user", "content": "Edit it."}
+GRAMMAR = {"type": "grammar", "grammar": {"syntax": "lark", "definition": PATCH}}
+CHAT_APPLY = {"type": "custom", "custom": {"name": "apply_patch", "description": "Edits files.", "format": GRAMMAR}}
+
+
+def chat(client: TestClient, status: int = 200, **body: Any) -> Any:
+    answer = client.post(CHAT, json={"messages": [EDIT], "tools": [CHAT_APPLY], **body})
+    assert answer.status_code == status, answer.text
+    return answer
+
+
+def test_chat_completions_have_them_too(client: TestClient, engine: FakeEngine) -> None:
+    engine.says(called("apply_patch", input=GOOD) + called("other", x=1))
+    body = chat(client).json()
+    ChatCompletion.model_validate(body, strict=True)
+    custom, function = body["choices"][0]["message"]["tool_calls"]
+    wanted = {"id": custom["id"], "type": "custom", "custom": {"name": "apply_patch", "input": GOOD}}
+    assert (custom, function["type"]) == (wanted, "function")
+    assert body["choices"][0]["finish_reason"] == "tool_calls"
+    result = {"role": "tool", "tool_call_id": custom["id"], "content": "Done!"}
+    chat(client, messages=[EDIT, {"role": "assistant", "tool_calls": [custom]}, result])
+    assert "Edits files." in prompts(engine)[0]
+    assert f"<call>apply_patch {json.dumps({'input': GOOD}, ensure_ascii=False)}</call>" in prompts(engine)[1]
+
+
+def test_their_chunks(client: TestClient, engine: FakeEngine) -> None:
+    engine.says(called("apply_patch", input=GOOD))
+    chunks = events(chat(client, stream=True).text)[:-1]
+    calls = [call for chunk in chunks for call in chunk["choices"][0]["delta"].get("tool_calls", ())]
+    assert calls[0].items() >= {"index": 0, "type": "custom"}.items()
+    assert calls[0]["custom"] == {"name": "apply_patch", "input": ""}
+    assert len(calls) > 20
+    assert "".join(call["custom"]["input"] for call in calls) == GOOD
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"type": "custom", "custom": {"name": "apply_patch"}},
+        {
+            "type": "allowed_tools",
+            "allowed_tools": {
+                "mode": "required",
+                "tools": [{"type": "custom", "custom": {"name": "apply_patch"}}],
+            },
+        },
+    ],
+)
+def test_their_grammar_is_forced(client: TestClient, engine: FakeEngine, choice: Any) -> None:
+    chat(client, tools=[CHAT_APPLY, {"type": "function", "function": {"name": "other"}}], tool_choice=choice)
+    constraint = engine.requests[0].constraint
+    assert constraint is not None
+    assert "Begin Patch" in constraint.grammar
+    assert "other" not in constraint.grammar
+
+
+def test_what_is_left_out_there_is_named(client: TestClient, engine: FakeEngine) -> None:
+    unknown = {"type": "grammar", "grammar": {"definition": "x", "syntax": "q"}}
+    tools = [{"type": "web_search"}, {"type": 5}, {"type": "custom", "custom": {"name": "b", "format": unknown}}]
+    warnings = chat(client, tools=tools).json()["warnings"]
+    for text, warning in zip(["'web_search'", "5", "the grammar of b"], warnings, strict=True):
+        assert text in warning
+    assert engine.requests[0].constraint is None
+
+
+@pytest.mark.parametrize(
+    ("tool", "field"),
+    [
+        ({"type": "custom"}, "tools[0].custom"),
+        ({"type": "custom", "custom": "x"}, "tools[0].custom"),
+        ({"type": "custom", "custom": {}}, "tools[0].custom.name"),
+        ({"type": "custom", "custom": {"name": "x", "format": 5}}, "tools[0].custom.format"),
+        (
+            {"type": "custom", "custom": {"name": "x", "format": {"type": "grammar", "grammar": {"syntax": "lark"}}}},
+            "tools[0].custom.format",
+        ),
+    ],
+)
+def test_a_custom_tool_without_its_parts_is_refused_by_name(client: TestClient, tool: Any, field: str) -> None:
+    assert chat(client, 400, tools=[tool]).json()["error"]["param"].startswith(field)
 
 
 # --- the search for deferred tools ------------------------------------------------------------------------------------

@@ -19,7 +19,8 @@ from mlx_specprefill_server.tool_search import SearchError, search
 
 from .calling import called, engine_that_sees_all, prompts
 from .canned_answers import named_events
-from .fakes import FakeEngine, byte_tokenizer
+from .conftest import client_of
+from .fakes import FakeEngine, FakePair, byte_tokenizer
 from .form_templates import FORMS
 from .test_forms import LEARNT
 from .test_messages import accumulated
@@ -347,3 +348,30 @@ def test_a_tool_is_written_as_the_template_writes_it(name: str, tool: Any) -> No
     else:
         assert json.loads(written) == tool["function"]
     assert (tools_in(builder.forms[True], [tool]) or [{}])[0]["function"]["name"] in written
+
+
+MANY = [
+    *functions(WEATHER, STOCKS),
+    *ODD,
+    *(functions({**WEATHER, "name": f"tool_{i}", "description": f"Does {i}."})[0] for i in range(12)),
+]
+LOADED = {"get_weather", "odd", "tool_7"}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_what_waits_changes_no_token_of_what_the_model_sees(engine: FakeEngine, name: str) -> None:
+    """Before and after some of many tools are loaded, the prompt is that of a request with only these."""
+    engine.pair = FakePair(tokenizer=byte_tokenizer(FORMS[name]))
+    client = client_of(engine)
+    finder = {"type": "function", "function": {"name": "find_tools", "description": "Finds tools."}}
+    waiting = [{**tool, "defer_loading": True} for tool in MANY]
+    few = [tool for tool in waiting if tool["function"]["name"] in LOADED]
+    loaded = chat(*({"type": "tool_reference", "tool_name": name} for name in LOADED))
+    for messages, tools in (([ASKED], waiting), ([ASKED], []), (loaded, waiting), (loaded, few)):
+        ask(client, CHAT, messages=messages, tools=[finder, *tools])
+    before, bare, after, alone = (list(request.prompt) for request in engine.requests)
+    assert before == bare
+    assert after == alone
+    text = prompts(engine)[2]
+    assert "tool_7" in text
+    assert "tool_6" not in text

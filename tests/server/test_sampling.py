@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from mlx_lm.tokenizer_utils import load as load_tokenizer
 from starlette.testclient import TestClient
 
 from mlx_specprefill import GenerationRequest
+from mlx_specprefill_server.generation.reader import Vocabulary
+from mlx_specprefill_server.sequence_breakers import breaker_tokens
 
 from .conftest import client_of, events
 from .fakes import CHATML, FakeEngine, FakePair, byte_tokenizer, comparable
 
+DEMO = Path(__file__).parents[2] / "models" / "demo" / "target"
 HI = [{"role": "user", "content": "Hi"}]
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": HI},
@@ -129,7 +134,10 @@ NEUTRAL: dict[str, list[Any]] = {
     "dry_base": [1.75], "dry_allowed_length": [2], "dry_sequence_breakers": [["\n"]], "mirostat_tau": [5.0],
 }  # fmt: skip
 REFUSED: list[tuple[str, Any]] = [
-    ("dry_multiplier", 0.8), ("mirostat", 2), ("mirostat", True), ("top_n_sigma", 1), ("top_a", 0.5), ("tfs_z", 0.9),
+    ("dry_multiplier", -1), ("dry_base", "x"), ("dry_allowed_length", -1), ("dry_penalty_last_n", -2),
+    ("dry_sequence_breakers", []), ("dry_sequence_breakers", [""]), ("dry_sequence_breakers", '["\\n"]'),
+    ("dry_sequence_breakers", ["x"] * 65),
+    ("mirostat", 2), ("mirostat", True), ("top_n_sigma", 1), ("top_a", 0.5), ("tfs_z", 0.9),
     ("tfs", 0.9), ("dynatemp_range", 0.5), ("use_beam_search", True), ("truncate_prompt_tokens", 100),
     ("truncate_prompt_tokens", -1), ("prompt_logprobs", 0), ("prompt_logprobs", 5), ("documents", "x"),
     ("typical_p", 0), ("typical_p", 1.5), ("typical_p", 0.5), ("xtc_probability", 0.5), ("xtc_threshold", 2),
@@ -183,6 +191,42 @@ def test_what_is_not_done_is_refused_by_name(client: TestClient, engine: FakeEng
 def test_every_dialect_refuses_it(client: TestClient, engine: FakeEngine, path: str) -> None:
     assert accepted(client, path, SAMPLES) == []
     assert not engine.requests
+
+
+DRY = {"dry_multiplier": 0.8, "dry_base": 1.5, "dry_allowed_length": 3, "dry_penalty_last_n": -1}
+
+
+@EVERYWHERE
+def test_repetitions_are_penalised_in_every_dialect(client: TestClient, engine: FakeEngine, path: str) -> None:
+    sampling = asked(client, engine, path, **DRY, dry_sequence_breakers=["\n", "ab"]).sampling
+    assert {name: getattr(sampling, name) for name in DRY} == DRY
+    encode = engine.pair.tokenizer.encode
+    assert set(sampling.dry_sequence_breakers) == {tuple(encode(text)) for text in ("\n", "ab")}  # a byte is a token
+    default = asked(client, engine, path, dry_multiplier=1, dry_base=0.5).sampling
+    assert (default.dry_base, default.dry_allowed_length, default.dry_penalty_last_n) == (1.75, 2, 64)
+    assert set(default.dry_sequence_breakers) == {tuple(encode(char)) for char in '\n:"*'}
+
+
+def test_a_breaker_is_found_wherever_tokens_cut_it() -> None:
+    vocabulary = Vocabulary(load_tokenizer(DEMO))
+    texts = ("\n", "###")
+    text = "ab\n c: ### d####e\n\n"
+    ids = vocabulary.encode(text)
+    found = breaker_tokens(vocabulary, texts)
+    for token in range(vocabulary.size):
+        whole = any(part in vocabulary.token_text(token) for part in texts)
+        assert ((token,) in found) == whole, vocabulary.token_text(token)
+    begins = {start for start in range(len(ids)) for size in (1, 2, 3) if tuple(ids[start : start + size]) in found}
+    ends = [len(vocabulary.decode(ids[: start + 1])) for start in range(len(ids))]
+    starts = [0, *ends[:-1]]
+    wanted = {
+        next(i for i in range(len(ids)) if starts[i] <= at < ends[i])
+        for part in texts
+        for at in range(len(text))
+        if text.startswith(part, at)
+    }
+    assert begins >= wanted
+    assert all(set("\n#") & set(vocabulary.decode(ids[i : i + 3])) for i in begins)
 
 
 @EVERYWHERE

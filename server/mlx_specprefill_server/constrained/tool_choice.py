@@ -80,7 +80,7 @@ def read_choice(given: str | dict[str, Any]) -> ToolChoice:
             return given
         case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
             return NamedTool(name)
-        case {"type": "custom", "name": str(name)}:
+        case {"type": "custom", "custom": {"name": str(name)}} | {"type": "custom", "name": str(name)}:
             return NamedTool(name)
         case {"type": "allowed_tools", "allowed_tools": dict(allowed)} | {"type": "allowed_tools", **allowed}:
             return _allowed_tools(allowed)
@@ -102,7 +102,7 @@ def _allowed_tools(given: Mapping[Any, Any]) -> AllowedTools:
 def _given_name(tool: Mapping[str, Any]) -> str:
     """Return the name in the form of chat completions or of responses."""
     match tool:
-        case {"function": {"name": str(name)}} | {"name": str(name)}:
+        case {"function": {"name": str(name)}} | {"custom": {"name": str(name)}} | {"name": str(name)}:
             return name
     raise refusal("tool_choice", "each of the allowed tools needs a name")
 

@@ -194,6 +194,10 @@ class Vocabulary:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text within another."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
     def token_text(self, token: int) -> str:
         """Return the text of one token. A part of a character shows as the replacement character."""
         text = self.decode([token])

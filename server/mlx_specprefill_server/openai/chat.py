@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
@@ -28,6 +29,7 @@ from ..report import ProgressReporter, Report
 from ..request_body import body_of
 from ..service import Service
 from ..serving import count_tokens, serve
+from .custom_tools import ChatTools, InputText, chat_tools, whole_input, with_functions
 from .protocol import ConversationFields, Envelope, logprob_entry, refuse_best_of
 
 router = APIRouter()
@@ -54,10 +56,19 @@ class ChatRequest(ConversationFields):
     continue_final_message: bool = False
     documents: list[Any] = Field(default_factory=list)
 
+    @cached_property
+    def functions(self) -> ChatTools:
+        """The tools as functions; raises InvalidRequestError."""
+        return chat_tools(self.tools)
+
     def conversation(self) -> Conversation:
         ending = ending_of(self.add_generation_prompt, self.continue_final_message)
         kwargs = self.thinking_kwargs(self.reasoning_effort) | self.chat_template_kwargs
-        given = conversation(self.messages, self.tools, kwargs, ending)
+        tools = self.functions
+        messages = with_functions(self.messages) if tools.custom else self.messages
+        given = conversation(messages, tools.functions, kwargs, ending, left_out=tools.left_out)
+        if tools.inputs:
+            given = replace(given, inputs=tools.inputs)
         if not self.documents:
             return given
         return replace(given, template_kwargs={**given.template_kwargs, "documents": self.documents})
@@ -110,12 +121,14 @@ class ChatAnswer:
         self._progress = ProgressReporter(body.return_progress)
         self._report = Report(generation)
         self._calls = [0] * body.n  # streams that have begun
+        self._custom = body.functions.custom
+        self._inputs: dict[int, InputText] = {}  # of the answers that write a custom tool's call
         self._bare = not (body.logprobs or body.return_token_ids)  # chunks carry text only
         self._texts: dict[tuple[int, str], TextEvents] = {}
         self._envelope = Envelope.new("chatcmpl", "chat.completion", body.model or service.model_id)
 
     async def collect(self) -> dict[str, Any]:
-        choices = [_Choice(i, self._vocabulary) for i in range(self._body.n)]
+        choices = [_Choice(i, self._vocabulary, self._custom) for i in range(self._body.n)]
         async for index, delta in self._generation.stream():
             choices[index].add(delta)
             if isinstance(delta, AnswerDone):
@@ -167,9 +180,16 @@ class ChatAnswer:
             case ReasoningDelta():
                 yield {"reasoning_content": delta.text}
             case CallStart():
-                function = {"name": delta.name, "arguments": ""}
                 number, self._calls[index] = self._calls[index], self._calls[index] + 1
-                yield {"tool_calls": [{"index": number, "id": delta.id, "type": "function", "function": function}]}
+                self._inputs.pop(index, None)
+                call = {"type": "function", "function": {"name": delta.name, "arguments": ""}}
+                if delta.name in self._custom:
+                    self._inputs[index] = InputText()
+                    call = {"type": "custom", "custom": {"name": delta.name, "input": ""}}
+                yield {"tool_calls": [{"index": number, "id": delta.id, **call}]}
+            case CallDelta() if index in self._inputs:
+                if text := self._inputs[index].push(delta.text):
+                    yield {"tool_calls": [{"index": self._calls[index] - 1, "custom": {"input": text}}]}
             case CallDelta():
                 yield {"tool_calls": [{"index": self._calls[index] - 1, "function": {"arguments": delta.text}}]}
 
@@ -191,8 +211,9 @@ class ChatAnswer:
 class _Choice:
     """One answer, assembled from its deltas."""
 
-    def __init__(self, index: int, vocabulary: Vocabulary | None) -> None:
+    def __init__(self, index: int, vocabulary: Vocabulary | None, custom: frozenset[str]) -> None:
         self._index = index
+        self._custom = custom
         self._vocabulary = vocabulary
         self._texts: list[str] = []
         self._reasoning: list[str] = []
@@ -208,7 +229,10 @@ class _Choice:
             case ReasoningDelta():
                 self._reasoning.append(delta.text)
             case CallStart():
-                self._calls.append({"id": delta.id, "type": "function", "function": {"name": delta.name}})
+                kind = "custom" if delta.name in self._custom else "function"
+                self._calls.append({"id": delta.id, "type": kind, kind: {"name": delta.name}})
+            case CallEnd() if "custom" in self._calls[-1]:
+                self._calls[-1]["custom"]["input"] = whole_input(delta.arguments)
             case CallEnd():
                 self._calls[-1]["function"]["arguments"] = delta.arguments
             case CallBroken():

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from ..constrained.flat_lark import FlatteningError, flatten
-from ..errors import require
-from ..prompt.conversation import function_of
+from ..errors import refusal, require
+from ..prompt.conversation import function_of, objects
 
+Source = tuple[str, dict[str, Any]]  # a tool as it was sent, behind its path
+CUSTOM = "custom"
 INPUT = "input"  # the string's name
 _PARAMETERS = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]}
 _BEGIN = re.compile(rf'\s*\{{\s*"{INPUT}"\s*:\s*"')
@@ -44,6 +47,82 @@ def input_pattern(tool: Mapping[str, Any], where: str) -> str | None:
         case "regex":
             return f"^(?:{grammar.removeprefix('^').removesuffix('$')})$"
     raise FlatteningError(f"its syntax {form.get('syntax')!r:.40} is neither lark nor regex")
+
+
+def unknown_tool(where: str, kind: Any) -> str:
+    """Return the warning about a tool that was left out."""
+    return f"{where}: {kind!r:.80} was left out: this server has no such tool"
+
+
+def input_patterns(custom: Mapping[str, Source], left_out: list[str]) -> Iterator[tuple[str, str]]:
+    """Yield the regular expression of each custom tool's input. Add a sentence for each that can't be followed."""
+    for name, (where, tool) in custom.items():
+        try:
+            pattern = input_pattern(tool, where)
+        except FlatteningError as error:
+            left_out.append(f"{where}.format: the grammar of {name} is not enforced: {error}")
+        else:
+            if pattern is not None:
+                yield name, pattern
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTools:
+    """The tools of chat completions, all as functions. The attributes are as in the Tools of responses."""
+
+    functions: tuple[Any, ...]
+    custom: frozenset[str]
+    inputs: Mapping[str, str]
+    left_out: tuple[str, ...]
+
+
+def chat_tools(tools: Sequence[Any]) -> ChatTools:
+    """Return the tools with custom ones as functions.
+
+    Raises:
+        InvalidRequestError: `field` is the path of the value at fault.
+    """
+    functions, custom, left_out = list[Any](), dict[str, Source](), list[str]()
+    for where, tool in objects(tools, "tools"):
+        match tool.get("type", "function"):
+            case "function":
+                functions.append(tool)
+            case "custom":
+                source, flat = f"{where}.{CUSTOM}", _flat(tool, where)
+                functions.append({**tool, "type": "function", "function": custom_function(flat, source)})
+                custom[flat["name"]] = source, flat
+            case kind:
+                left_out.append(unknown_tool(where, kind))
+    inputs = dict(input_patterns(custom, left_out))
+    return ChatTools(tuple(functions), frozenset(custom), inputs, tuple(left_out))
+
+
+def _flat(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return a custom tool of chat completions as responses have it."""
+    custom = tool.get(CUSTOM)
+    if not isinstance(custom, dict):
+        raise refusal(f"{where}.{CUSTOM}", "must be an object")
+    form = custom.get("format")
+    if isinstance(form, dict) and isinstance(form.get("grammar"), dict):
+        form = {**form, **form["grammar"]}
+    return {**custom, "format": form}
+
+
+def with_functions(messages: Sequence[Any]) -> list[Any]:
+    """Return messages of chat completions with calls of custom tools as those of functions."""
+    return [
+        {**message, "tool_calls": [_function_call(call) for call in calls]}
+        if isinstance(message, dict) and isinstance(calls := message.get("tool_calls"), list)
+        else message
+        for message in messages
+    ]
+
+
+def _function_call(call: Any) -> Any:
+    match call:
+        case {"type": "custom", "custom": {"name": name, "input": str(text)}}:
+            return {**call, "type": "function", "function": {"name": name, "arguments": json.dumps({INPUT: text})}}
+    return call
 
 
 class InputText:

@@ -12,7 +12,6 @@ from typing import Annotated, Any
 
 from pydantic import Field, PlainValidator
 
-from ..constrained.flat_lark import FlatteningError
 from ..constrained.output_format import OutputFormat, response_format
 from ..errors import refusal, require
 from ..fields import Body, MaxTokens, Texts, Whole, first_limit, refuse_documents, refuse_sampling
@@ -31,10 +30,9 @@ from ..prompt.conversation import (
 )
 from ..prompt.deferred import FLAG, LOADS, Reference
 from ..tool_search import search_tool
-from .custom_tools import custom_function, input_pattern
+from .custom_tools import Source, custom_function, input_patterns, unknown_tool
 from .protocol import ConversationFields
 
-Source = tuple[str, dict[str, Any]]  # a tool as it was sent, behind its path
 TOOL_SEARCH = "tool_search"  # a type of tools, and the name under which the model calls it
 TOOL_TYPES = ("function", "custom", "namespace", TOOL_SEARCH)
 LOGPROBS = "message.output_text.logprobs"
@@ -269,7 +267,7 @@ def function_tools(tools: Sequence[Any], items: Sequence[Any] = ()) -> Tools:
             if source[1].get("type") == "custom":
                 custom[name] = source
     left_out = list(_left_out(given))
-    inputs = dict(_patterns(custom, left_out))
+    inputs = dict(input_patterns(custom, left_out))
     search, is_clients = _search(given)
     if search is not None:
         functions.setdefault(TOOL_SEARCH, {"type": "function", "function": search})
@@ -281,19 +279,7 @@ def function_tools(tools: Sequence[Any], items: Sequence[Any] = ()) -> Tools:
 def _left_out(tools: Sequence[Source]) -> Iterator[str]:
     for where, tool in tools:
         if (kind := tool.get("type", "function")) not in TOOL_TYPES:
-            yield f"{where}: {kind!r:.80} was left out: this server has no such tool"
-
-
-def _patterns(custom: Mapping[str, Source], left_out: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield the regular expression of each custom tool's input. Add a sentence for each that can't be followed."""
-    for name, (where, tool) in custom.items():
-        try:
-            pattern = input_pattern(tool, where)
-        except FlatteningError as error:
-            left_out.append(f"{where}.format: the grammar of {name} is not enforced: {error}")
-        else:
-            if pattern is not None:
-                yield name, pattern
+            yield unknown_tool(where, kind)
 
 
 def _search(tools: Sequence[Source]) -> tuple[dict[str, Any] | None, bool]:

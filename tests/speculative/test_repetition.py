@@ -141,4 +141,4 @@ def test_a_long_loop_takes_no_quadratic_work_and_leaves_finite_logits() -> None:
 )
 def test_what_has_no_meaning_is_refused_by_name(field: str, value: object) -> None:
     with pytest.raises(InvalidRequestError, match=field):
-        check_sampling(SamplingParams(**{field: value}), V)  # type: ignore[arg-type]
+        check_sampling(SamplingParams(**{field: value}), V)

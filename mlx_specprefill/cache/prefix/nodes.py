@@ -149,7 +149,7 @@ class Node:
 
     def __post_init__(self) -> None:
         self.first = int(self.tokens[0]) if self.tokens.size else -1
-        self.end = self.tokens.size + (self.parent.end if self.parent else 0)
+        self.end: int = self.tokens.size + (self.parent.end if self.parent else 0)
 
     @property
     def fed(self) -> TokenIds:

@@ -222,3 +222,19 @@ def test_the_arrow_of_a_setting_cuts_none_of_its_words(page: Page, live: Any, wi
     page.find("[popovertarget=settings]").click()
     assert page.run(CUT) == []
     assert page.fits()
+
+
+@pytest.mark.parametrize("width", ["laptop", "narrow"])
+def test_each_view_stays_where_it_was_scrolled_to(page: Page, live: Any, engine: FakeEngine, width: str) -> None:
+    engine.says(LONG)
+    base, _ = live()
+    page.open(base)
+    page.look("light", width)
+    page.ask("Hello")
+    page.run("scrollTo(0, 1300)")
+    page.find("nav a[href='#server']").click()
+    page.until(lambda: page.find("#server").is_displayed())
+    assert page.run("return scrollY") == 0
+    page.find("nav a[href='#ask']").click()
+    page.until(lambda: page.find("#chat").is_displayed())
+    page.until(lambda: page.run("return scrollY") == 1300, within=5)

@@ -14,6 +14,8 @@ const DEMO = "This one is tiny: it finds facts in a text, and can do nothing els
 const DEMO_LENGTH = 64; // tokens of an answer: it comes to no end
 const USUAL_LENGTH = 2048;
 
+let elsewhere = 0; // how far the view that is not shown is scrolled down
+
 const map = new TextMap();
 const live = new LivePanel();
 const chat = new Chat(map, () => shelf.show());
@@ -26,6 +28,8 @@ const models = new Models(() => {
 
 function showView() {
   const watched = location.hash === "#server";
+  const changes = find("server").hidden === watched;
+  const here = scrollY;
   find("ask").hidden = watched;
   find("server").hidden = !watched;
   for (const link of document.querySelectorAll("nav a")) {
@@ -34,6 +38,9 @@ function showView() {
   }
   if (watched) live.show();
   else live.hide();
+  if (!changes) return;
+  scrollTo(0, elsewhere);
+  elsewhere = here;
 }
 
 function showTheme() {

@@ -17,6 +17,10 @@ Rows: sums over the repetitions for each kind of session and arm; tokens that ta
 against the same turns in full; lost are facts that only full knew. Wrong: each fact that ours got wrong, how many turns
 ago it was said, and if the target had not read all of what that turn brought.
 
+With `--tools` nothing of this is measured but an agent's first prompt with so many tools, as MCP servers have them: all
+in front, or deferred (`defer_loading`) until a search finds them. Then one has been found. The server counts the
+tokens; no model reads them. The bar is the deferred prompt against the whole.
+
 With `--shape` the weights are random and answers empty; a draft of two layers costs about a sixth of a target of nine.
 """
 
@@ -37,6 +41,7 @@ from tokenizers import Tokenizer
 
 from .harness import BenchError, pairs, servers, shapes
 from .harness.agent_sessions import KINDS, TEMPLATE, Count, Message, Session, Step, make_session
+from .harness.agent_tools import FINDER, mcp_tools
 from .harness.figures import machine, rounded, show_rows
 from .harness.servers import DENSE, Copies, Server
 from .harness.text import user
@@ -253,6 +258,39 @@ def summary(results: Results, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+# --- an agent's first prompt ------------------------------------------------------------------------------------------
+
+
+def first_prompts(server: Server, count: Count, options: argparse.Namespace) -> dict[str, Any]:
+    """Return the tokens of an agent's first prompts with tools in front, deferred, and behind the first search."""
+    tools = [{"type": "function", "function": tool} for tool in mcp_tools(options.tools, 300, str(options.seed), count)]
+    finder, deferred = {"type": "function", "function": FINDER}, [{**tool, "defer_loading": True} for tool in tools]
+    begun = make_session(KINDS["growth"], options.tokens, f"{options.seed}/tools", count)
+    messages = [{"role": "system", "content": begun.system}, *user("What is open in the tracker?")]
+    call = {"id": "c", "type": "function", "function": {"name": FINDER["name"], "arguments": '{"query": "tracker"}'}}
+    found = {"type": "tool_reference", "tool_name": tools[0]["function"]["name"]}
+    loaded = [
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": [found]},
+    ]
+    sent = {
+        "in front": (messages, [finder, *tools]),
+        "deferred": (messages, [finder, *deferred]),
+        "one loaded": ([*messages, *loaded], [finder, *deferred]),
+        "that one alone": ([*messages, *loaded], [finder, deferred[0]]),
+    }
+    rows = [{"tools": name, "prompt": server.count(*given)} for name, given in sent.items()]
+    prompts = {row["tools"]: row["prompt"] for row in rows}
+    return {
+        "benchmark": "agents",
+        **machine(),
+        "tools": options.tools,
+        "rows": rows,
+        "deferred_vs_in_front": prompts["deferred"] / prompts["in front"],
+        "tokens_a_schema": (prompts["in front"] - prompts["deferred"]) / options.tools,
+    }
+
+
 # --- start -----------------------------------------------------------------------------------------------------------
 
 
@@ -264,6 +302,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pause", type=float, default=0.0, help="seconds that the agent's tools take after each turn")
     parser.add_argument("--seed", type=int, default=0)
     shapes.add_options(parser, None, layers=9, draft_layers=2, narrow=8)
+    parser.add_argument("--tools", type=int, help="count an agent's first prompt with so many tools; nothing else")
     parser.add_argument("--alone", action="store_true", help="without mlx_lm.server")
     parser.add_argument("--vllm-mlx", type=Path, help="the executable of vllm-mlx, in an environment of its own")
 
@@ -273,6 +312,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         raise BenchError("--tokens must be at least 1000 and --repeats at least 1")
     with ExitStack() as stack:
         copies = stack.enter_context(checkpoints(options))
+        if options.tools:
+            report = first_prompts(stack.enter_context(copies.ours()), counter(copies), options)
+            show_rows(report["rows"])
+            return rounded(report)
         arms = start(copies, stack, options)
         results = measured(arms, counter(copies), options)
     report = rounded(summary(results, options))

@@ -144,6 +144,15 @@ def test_exponents_are_fitted() -> None:
 
 
 @pytest.mark.nightly
+def test_deferred_tools_leave_a_quarter_of_the_first_prompt(report: Report) -> None:
+    found = report("agents --tools 100 --tokens 7000 --target models/demo/target --draft models/demo/draft")
+    prompts = {row["tools"]: row["prompt"] for row in found["rows"]}
+    assert found["deferred_vs_in_front"] == pytest.approx(prompts["deferred"] / prompts["in front"], abs=1e-3)
+    assert found["deferred_vs_in_front"] <= 0.25
+    assert 250 <= found["tokens_a_schema"] <= 350
+    assert prompts["deferred"] < prompts["one loaded"] == prompts["that one alone"] < prompts["in front"]
+
+
 def test_agents(report: Report) -> None:
     found = report("agents --quick --alone --tokens 1000")
     assert found.keys() == set(AGENTS)

@@ -89,6 +89,15 @@ class Server:
             raise BenchError(f"{self.name}: an empty answer: {reply}")
         return reply
 
+    def count(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> int:
+        """Return the length of a prompt in tokens."""
+        asked = {"messages": messages, "tools": tools}
+        with self._reached():
+            response = self.client.post(f"{self.base}/v1/chat/completions/input_tokens", json=asked)
+        if response.status_code != 200:
+            raise BenchError(f"{self.name}: status {response.status_code}: {response.text[:300]}")
+        return int(response.json()["input_tokens"])
+
     @contextmanager
     def _reached(self) -> Iterator[None]:
         try:

@@ -99,9 +99,7 @@ def test_what_can_not_be_run_is_said_in_one_line(
     capsys: pytest.CaptureFixture[str], arguments: str, error: str
 ) -> None:
     assert main(arguments.split()) == 2
-    said = [
-        line for line in capsys.readouterr().err.splitlines() if not line.startswith("Loading ")
-    ]  # if long
+    said = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("Loading ")]  # if long
     assert said[0].startswith("error: ")
     assert error in said[0]
     assert len(said) == 1
@@ -155,6 +153,7 @@ def test_deferred_tools_leave_a_quarter_of_the_first_prompt(report: Report) -> N
     assert prompts["deferred"] < prompts["one loaded"] == prompts["that one alone"] < prompts["in front"]
 
 
+@pytest.mark.nightly
 def test_agents(report: Report) -> None:
     found = report("agents --quick --alone --tokens 1000")
     assert found.keys() == set(AGENTS)

@@ -153,6 +153,7 @@ def test_deferred_tools_leave_a_quarter_of_the_first_prompt(report: Report) -> N
     assert prompts["deferred"] < prompts["one loaded"] == prompts["that one alone"] < prompts["in front"]
 
 
+@pytest.mark.nightly
 def test_agents(report: Report) -> None:
     found = report("agents --quick --alone --tokens 1000")
     assert found.keys() == set(AGENTS)

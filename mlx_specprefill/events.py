@@ -63,6 +63,10 @@ class Prediction:
     def saving_ms(self) -> float:
         return self.full_ms - self.sparse_ms
 
+    @property
+    def words(self) -> str:
+        return f"predicted {self.sparse_ms / 1e3:.2f} s sparse, {self.full_ms / 1e3:.2f} s full"
+
     def pays(self, policy: SpecPrefillPolicy) -> bool:
         """Return whether the predicted saving exceeds both margins of the policy."""
         enough = self.saving_ms >= policy.min_saving_ms

@@ -34,7 +34,7 @@ from .active_request import NO_INDICES, ActiveRequest, Choice, Prefix, Staging
 from .caches import EngineCaches, empty_cache
 from .chunks import ChunkSizer
 from .costs import CostModel
-from .scoring import DraftContextError, PromptScorer, Scoring
+from .scoring import DraftContextError, Extension, PromptScorer, Scoring
 
 log = logging.getLogger(__name__)
 Model = Callable[..., mx.array]
@@ -86,7 +86,8 @@ class Prefiller:
             draft_context=pair.draft_context if pair.mapping is None else None,
             staged=pair.stages is not None,
             cached_tokens=cached,
-            predict=partial(self.predict, len(request.prompt), cached or 0) if pair.has_draft else None,
+            predict=self._predicting(request, cached) if pair.has_draft else None,
+            gains_are_known=self.config.calibration_file is not None and self._costs.are_measured,
         )
 
     @property
@@ -94,13 +95,23 @@ class Prefiller:
         words = self.pair.sparse_refusal
         return None if words is None else Reason("unsupported" if self.pair.has_draft else "no-draft", words)
 
-    def predict(self, tokens: int, cached: int, kept: int) -> Prediction:
+    def _predicting(self, request: GenerationRequest, cached: int | None) -> Callable[[int], Prediction]:
+        """Return `predict` by the number of kept tokens, behind what target and draft hold."""
+        # A draft with another tokenizer has other tokens; another thread can't look into the caches.
+        own = cached is not None and self.pair.mapping is None
+        read = self.caches.draft_covers(request.prompt[:-1], request.label) if own else None
+        return lambda kept: self.predict(len(request.prompt), cached or 0, kept, read)
+
+    def predict(self, tokens: int, cached: int, kept: int, read: int | None = None) -> Prediction:
         """Return the times of both prefills of a prompt if the target sees `kept` of its uncached tokens.
 
-        The draft's cache is assumed to hold the same prefix as the target's. May be called from any thread.
+        May be called from any thread.
+
+        Args:
+            read: tokens that the draft's cache holds; None: as many as the target's.
         """
         sizes = self._chunks.expected_tokens("prefill"), self._chunks.expected_tokens("draft")
-        return self._costs.predict(tokens, kept, cached, sizes)
+        return self._costs.predict(tokens, kept, cached, sizes, read)
 
     def run(self, active: ActiveRequest) -> PrefillSteps:
         """Prefill a request. If a sparse prefill fails, go on with a full one.
@@ -188,7 +199,8 @@ class Prefiller:
         dense = self.caches.covers(prompt[:-1], active.request.label)
         taken = planned.sparse_ms
         if active.way == "extend":
-            new = self.predict(len(prompt), L, len(prompt) - L)
+            asking = len(prompt) - self.config.scoring.question_rows[1]
+            new = self.predict(len(prompt), L, len(prompt) - L, max(L, asking))
             taken = new.sparse_ms if self._is_scored(active) else new.full_ms
         return Prediction(self.predict(len(prompt), dense, 0).full_ms, taken)
 
@@ -218,7 +230,8 @@ class Prefiller:
             hidden = HiddenStates(prefix.dense, prefix.length, prefix.hidden, self._dense_ends(active))
             active.staging = Staging(self.pair.stages, hidden)
         try:
-            return self.scorer.scores(active.request, active.plan, text, hidden)
+            extension = _extension(active.prefix) if active.way == "extend" and hidden is None else None
+            return self.scorer.scores(active.request, active.plan, text, hidden, extension)
         except DraftContextError as error:
             active.decide(active.plan.as_full("draft-context", str(error)))
             return None
@@ -246,6 +259,8 @@ class Prefiller:
 
     def _select_recalled(self, held: Indices, L: int, plan: PrefillPlan, scores: Scores, text: PromptText) -> Indices:
         """Return the dropped tokens among the first L that the question needs: their scores stand out."""
+        L = min(L, scores.importance.size)  # the others are held
+        held = held[held < L]
         is_held = np.zeros(L, dtype=np.bool_)
         is_held[held] = True
         selection = self.select(text, scores, plan, 0, L)
@@ -258,7 +273,7 @@ class Prefiller:
         proposer = None if active.drafting is None else active.drafting.begin(active.staging is not None)
         if proposer is None or proposer.prompt_reader is None:
             return
-        if scores is None:
+        if scores is None or not scores.cache:
             active.stage = "draft"
             proposer.cache = yield from self.scorer.read(proposer.prompt_reader, active.request)
         else:
@@ -433,6 +448,13 @@ def _read_along(active: ActiveRequest, model: Model, fed: Indices) -> Model:
 def _is_staged(plan: PrefillPlan) -> bool:
     """Return whether the target's own first layers score the prompt."""
     return plan.selection_key is not None and plan.selection_key.staged
+
+
+def _extension(prefix: Prefix) -> Extension:
+    """Return what a draft needs to know of a sparse prefix behind which new text is read whole."""
+    start = prefix.length
+    dropped = np.setdiff1d(np.arange(start), prefix.held, assume_unique=True)
+    return Extension(start, int(dropped[-1]) + 1 if dropped.size else 0)
 
 
 def _asks(request: GenerationRequest, start: int) -> bool:

@@ -40,7 +40,7 @@ from .loop import EngineCore
 from .memory import Memory
 from .mlx_thread import MLXThread
 from .prefill import Prefiller
-from .scoring import PromptScorer, Scoring
+from .scoring import Extension, PromptScorer, Scoring
 
 _MOST = (1 << 30) - 1  # the largest value that `Ranks.min_max` compares
 _PARTS = 1 << 10  # as which it compares parts of a number
@@ -178,12 +178,17 @@ class RankedScorer(_Ranked, PromptScorer):
     """Rank 0 scores: machines may round differently."""
 
     def scores(
-        self, request: GenerationRequest, plan: PrefillPlan, text: PromptText, hidden: HiddenStates | None = None
+        self,
+        request: GenerationRequest,
+        plan: PrefillPlan,
+        text: PromptText,
+        hidden: HiddenStates | None = None,
+        extension: Extension | None = None,
     ) -> Scoring:
-        scores = super().scores
+        begin = partial(super().scores, request, plan, text, hidden, extension)
         if self.pair.draft_placement == "first" and request.specprefill.importance is None:
-            return self._agreed(self._by_rank_0(lambda: scores(request, plan, text, hidden)))
-        return self._agreed(scores(request, plan, text, hidden))
+            return self._agreed(self._by_rank_0(begin))
+        return self._agreed(begin())
 
     def _agreed(self, steps: Scoring) -> Scoring:
         result = yield from steps

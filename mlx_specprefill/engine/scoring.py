@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.nn as nn
 import numpy as np
@@ -21,17 +21,30 @@ from ..request import GenerationRequest
 from ..specprefill.mapped import MappedTask, map_task
 from ..specprefill.plan import PrefillPlan, template_mask
 from ..specprefill.question import possible_questions, question_span, repeated_question_spans
-from ..specprefill.scorer import Scores, ScoringInput, scorer_for
+from ..specprefill.scorer import HeadScorer, Scores, ScoringInput, scorer_for
 from ..specprefill.sparse_prefill import HiddenStates, feed, forward_ends
 from ..specprefill.text import PromptText
 from .active_request import NO_INDICES
 from .caches import EngineCaches, draft_window, empty_draft_cache
 
 Scoring = Generator[Progress, None, Scores]
+_LAGS = "nothing is recalled: the draft would read more than half of what is new first"
 
 
 class DraftContextError(SparseUnsupportedError):
     """The prompt has more of the draft's tokens than the draft's context."""
+
+
+class Extension(NamedTuple):
+    """A prompt whose new text is read whole, so that its scores serve for recall alone. Counts of tokens.
+
+    Attributes:
+        start: in front of the new text.
+        dropped: up to the last one that earlier turns dropped.
+    """
+
+    start: int
+    dropped: int
 
 
 class PromptScorer:
@@ -50,13 +63,19 @@ class PromptScorer:
         self._window = draft_window(pair, config)
 
     def scores(
-        self, request: GenerationRequest, plan: PrefillPlan, text: PromptText, hidden: HiddenStates | None = None
+        self,
+        request: GenerationRequest,
+        plan: PrefillPlan,
+        text: PromptText,
+        hidden: HiddenStates | None = None,
+        extension: Extension | None = None,
     ) -> Scoring:
         """Return the steps to the request's own scores, else to the draft's, which resume from its dense prefix.
 
         Args:
             hidden: stores the hidden states of the draft, the target's own first layers. The draft reads anew from its
                 `known` on.
+            extension: calibrated heads ask the question right behind what the draft has read, however little it is.
 
         Raises:
             SparseUnsupportedError: in the first step, there is no draft; or it can't score.
@@ -66,17 +85,21 @@ class PromptScorer:
             return _given(Scores(request.specprefill.importance))
         task = self._task(request, plan, text)
         if self.pair.mapping is not None:
-            return self._mapped(request, plan, map_task(self.pair.mapping, task))
+            return self._mapped(request, plan, map_task(self.pair.mapping, task), extension)
         known = task.prompt.size - 1 if task.again.size else task.question[0]
         if hidden is not None:
             task, known = replace(task, seen=hidden.keep, cuts=hidden.cuts), min(known, hidden.known)
-        return self._by_draft(request, plan, task, known)
+        return self._by_draft(request, plan, task, known, extension)
 
-    def _mapped(self, request: GenerationRequest, plan: PrefillPlan, mapped: MappedTask) -> Scoring:
+    def _mapped(
+        self, request: GenerationRequest, plan: PrefillPlan, mapped: MappedTask, extension: Extension | None
+    ) -> Scoring:
         size, context = mapped.task.prompt.size, self.pair.draft_context
         if context is not None and size > context:
             raise DraftContextError(f"the prompt has {size} tokens of the draft's, the draft's context {context}")
-        steps = self._by_draft(request, plan, mapped.task, mapped.task.question[0])
+        if extension is not None:
+            extension = Extension(*(mapped.overlap.span(0, end)[1] for end in extension))
+        steps = self._by_draft(request, plan, mapped.task, mapped.task.question[0], extension)
         return _converted(steps, mapped.scores)
 
     def asking(self, request: GenerationRequest, plan: PrefillPlan, text: PromptText) -> tuple[tuple[int, int], ...]:
@@ -109,7 +132,14 @@ class PromptScorer:
             step=self.step,
         )
 
-    def _by_draft(self, request: GenerationRequest, plan: PrefillPlan, task: ScoringInput, known: int) -> Scoring:
+    def _by_draft(
+        self,
+        request: GenerationRequest,
+        plan: PrefillPlan,
+        task: ScoringInput,
+        known: int,
+        extension: Extension | None,
+    ) -> Scoring:
         """Score with the draft. A cached prefix may cover `known` tokens."""
         if self.pair.draft is None or self._whole is None:
             raise SparseUnsupportedError("no draft model is loaded")
@@ -124,16 +154,25 @@ class PromptScorer:
         task = replace(
             task, cache=cache, window=window, on_cut=lambda end: self.caches.keep_draft(prompt[:end], cache, keeper)
         )
-        scorer = scorer_for(plan.rule, self.pair.heads, self.config.scoring, self.pair.split)
+        scoring = self.config.scoring
+        scorer = scorer_for(plan.rule, self.pair.heads, scoring, self.pair.split)
+        read = 0 if hit is None else hit.length
+        if extension is not None:
+            by_heads = isinstance(scorer, HeadScorer)
+            end = extension.dropped if by_heads else extension.start - scoring.question_rows[1]
+            if end - read > (len(prompt) - extension.start) // 2:
+                return Scores(np.zeros(len(prompt), np.float32), "draft", _LAGS)
+            task = _behind(task, max(read, end), extension.start) if by_heads else task
         try:
             scores = yield from scorer.score(draft, task)
         except RequestCancelled:
             if stored and 0 < (done := tokens_in(task.cache)) < len(prompt):
                 self.caches.keep_draft(prompt[:done], task.cache, keeper)
             raise
-        if stored:
-            self.caches.keep_draft(prompt, task.cache, keeper)
-        scores = replace(scores, read=len(prompt) - (0 if hit is None else hit.length))
+        done = tokens_in(task.cache)
+        if stored and done > read:
+            self.caches.keep_draft(prompt[:done], task.cache, keeper)
+        scores = replace(scores, read=done - read, cache=task.cache if done == len(prompt) else [])
         return replace(scores, scorer="self") if self._whole is self.pair.target else scores
 
     def read(self, draft: nn.Module, request: GenerationRequest) -> Generator[Progress, None, list[Any]]:
@@ -152,6 +191,12 @@ class PromptScorer:
             yield Progress("draft", start + done, prompt.size)
         self.caches.keep_draft(prompt, cache, request)
         return cache
+
+
+def _behind(task: ScoringInput, end: int, start: int) -> ScoringInput:
+    """Ask what the text from `start` on asks right behind the prompt's first `end` tokens."""
+    question, asks = task.question, tuple(ask for ask in task.asks if ask.start >= start)
+    return replace(task, end=end, asks=asks, question=(min(max(start, question[0]), question[1] - 1), question[1]))
 
 
 def _given(scores: Scores) -> Scoring:

@@ -106,7 +106,9 @@ class MappedTask:
 
     def scores(self, found: Scores) -> Scores:
         """Convert scores to the target's tokens. Drops the draft's look-ahead and cache, which the target can't use."""
-        importance = self.overlap.importance(found.importance)
+        N = found.importance.size
+        known = int(np.searchsorted(self.overlap.target, self.overlap.draft[N - 1], side="right"))
+        importance = self.overlap.importance(np.pad(found.importance, (0, self.overlap.draft.size - N)))[:known]
         words = f"{found.words}, mapped by text"
         return replace(found, importance=importance, scorer="mapped-draft", words=words, lookahead=(), cache=[])
 

@@ -58,6 +58,7 @@ def plan_prefill(
     staged: bool = False,
     cached_tokens: int | None = 0,
     predict: Callable[[int], Prediction] | None = None,
+    gains_are_known: bool = False,
 ) -> PrefillPlan:
     """Decide from the request, the server's policy and the pair's abilities.
 
@@ -68,6 +69,7 @@ def plan_prefill(
         cached_tokens: prompt tokens that a prefix cache already holds; all else looks at the rest. None: not known yet.
             The plan is then sparse if it could become so: all that is forced may be cached.
         predict: returns the times of both prefills if the target sees that many tokens of the rest; None: not known.
+        gains_are_known: the prediction is by costs that were measured on this machine.
     """
     M = len(request.prompt)
     options, policy = request.specprefill, config.policy
@@ -95,7 +97,7 @@ def plan_prefill(
     elif nominal < keep == 1:
         plan = plan.as_full("short", f"{M} prompt tokens, at least {policy.min_kept} are kept")
     elif options.enabled is None:
-        plan = _by_policy(plan, config, rest.size)
+        plan = _by_policy(plan, config, rest.size, gains_are_known)
     if plan.mode == "sparse":
         plan = _possible(plan, config, rest)
     if plan.selection_key is None or options.enabled or request.about_everything is None:
@@ -110,16 +112,17 @@ def _read_everything(plan: PrefillPlan, words: str) -> PrefillPlan:
     return replace(plan, selection_key=None)
 
 
-def _by_policy(plan: PrefillPlan, config: EngineConfig, uncached: int) -> PrefillPlan:
-    """Apply the server's policy: by predicted times if known, else by length."""
+def _by_policy(plan: PrefillPlan, config: EngineConfig, uncached: int, gains_are_known: bool) -> PrefillPlan:
+    """Apply the server's policy: by predicted times if known, else by length. A length forces no loss of time."""
     policy, predicted = config.policy, plan.predicted
     if not policy.enabled:
         return plan.as_full("policy", "off by server policy")
     if policy.threshold is None and predicted is not None:
-        times = f"predicted {predicted.sparse_ms / 1e3:.2f} s sparse, {predicted.full_ms / 1e3:.2f} s full"
         if predicted.pays(policy):
-            return replace(plan, reason=Reason("predicted", times))
-        return plan.as_full("predicted", f"{times}: too little to gain")
+            return replace(plan, reason=Reason("predicted", predicted.words))
+        return plan.as_full("predicted", f"{predicted.words}: too little to gain")
+    if uncached > policy.long_prompt and gains_are_known and predicted is not None and predicted.saving_ms <= 0:
+        return plan.as_full("predicted", f"{predicted.words}: nothing to gain, whatever the threshold")
     words = f"{uncached} uncached prompt tokens, threshold {policy.long_prompt}"
     mode: Mode = "sparse" if uncached > policy.long_prompt else "full"
     return replace(plan, mode=mode, reason=Reason("threshold", words))

@@ -57,6 +57,7 @@ class ScoringInput:
         seen: called at every forward with the index of its first token and the draft's output; None: not called.
         cuts: lengths before the question, ascending, at which a forward ends; `on_cut` is called with each.
         window: seen by the tokens in front of the question while they are read; None: everything.
+        end: tokens of the prompt whose scores are wanted, if the question is asked right behind them; None: all.
     """
 
     prompt: npt.NDArray[np.int32]
@@ -71,6 +72,7 @@ class ScoringInput:
     cuts: Sequence[int] = ()
     on_cut: Callable[[int], None] = lambda _: None
     window: DraftWindow | None = None
+    end: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +80,11 @@ class Scores:
     """The result of a scorer.
 
     Attributes:
-        importance: float32 (M,), non-negative.
+        importance: float32 (M,), non-negative; of fewer tokens if no more were wanted (`ScoringInput.end`).
         scorer: its name.
         words: its rule and input, for a report.
         lookahead: the draft's greedy continuation, as far as it was used; empty if the scorer needs none.
-        cache: the draft's, holding exactly the prompt.
+        cache: the draft's, holding exactly the scored tokens.
         read: tokens, in the draft's tokenizer, that were read; the others were cached.
 
     Raises:
@@ -163,18 +165,20 @@ class HeadScorer:
             SparseUnsupportedError: no attention layer sees the whole prompt.
             SpecPrefillError: the scores are not finite.
         """
-        M = task.prompt.size
-        if task.again.size:
-            yield from read_prompt(draft, task, M)
-            rows = self._ask_again(draft, task, task.again)
+        M, end = task.prompt.size, task.prompt.size if task.end is None else task.end
+        if task.again.size or end < M:
+            yield from read_prompt(draft, task, end)
+            asking = task.again if task.again.size else task.prompt[slice(*task.question)]
+            rows = self._ask_again(draft, end, task.cache, asking)
         else:
             capture = self._capture(M)
             yield from read_prompt(draft, task, M, task.question, capture.of_passage)
             rows = capture.attention
-        importance = self._importance(rows, task.template[None])[0]
+        asked = self._asked(draft, task, end) if task.asks else None  # queued before the host waits for `rows`
+        importance = self._importance(rows, task.template[None, :end])[0]
         words = f"{len(self.heads.heads)} calibrated heads, {self.heads.depth} of {self.heads.layers} layers"
-        if task.asks:
-            importance += self._asked(draft, task)
+        if asked is not None:
+            importance += self._most(task, asked, end)
             words += f", {len(task.asks)} more lines that may ask"
         return Scores(importance, "draft", words, (), task.cache)
 
@@ -182,31 +186,42 @@ class HeadScorer:
         return HeadCapture(length, self.heads.by_call, 0 if self.ranks is None else self.ranks.rank)
 
     def _ask_again(
-        self, draft: nn.Module, task: ScoringInput, tokens: npt.NDArray[np.int32], parts: mx.array | None = None
+        self,
+        draft: nn.Module,
+        end: int,
+        cache: list[Any],
+        tokens: npt.NDArray[np.int32],
+        parts: mx.array | None = None,
     ) -> dict[tuple[int, int], mx.array]:
-        """Feed tokens behind the prompt; return their heads' attention to it. The cache is restored.
+        """Feed tokens behind the prompt's first `end`; return their heads' attention to these, queued.
+
+        The cache is restored.
 
         Args:
             parts: as in `HeadCapture.of_passage`.
         """
-        M, Q = task.prompt.size, tokens.size
-        capture, snapshot = self._capture(M + Q), Snapshot(task.cache)
-        with capture.of_passage(M + Q, Q, slice(0, Q), parts):
-            draft(mx.array(tokens)[None], cache=task.cache)
-        mx.eval([part.state for part in task.cache], list(capture.attention.values()))
+        Q = tokens.size
+        capture, snapshot = self._capture(end + Q), Snapshot(cache)
+        with capture.of_passage(end + Q, Q, slice(0, Q), parts):
+            draft(mx.array(tokens)[None], cache=cache)
+        mx.async_eval([part.state for part in cache], list(capture.attention.values()))  # type: ignore[no-untyped-call]
         snapshot.take_back(Q, Q)
-        return {key: row[..., :M] for key, row in capture.attention.items()}
+        return {key: row[..., :end] for key, row in capture.attention.items()}
 
-    def _asked(self, draft: nn.Module, task: ScoringInput) -> Floats:
-        """Return the most that any of the lines that may ask makes of each token, (M,).
-
-        A line that asks looks at one place, and a line that does not at many. A line's own surroundings don't compete.
-        """
+    def _asked(self, draft: nn.Module, task: ScoringInput, end: int) -> dict[tuple[int, int], mx.array]:
+        """Return the attention of each line that may ask to the first tokens, (P, end) per (call, head), queued."""
         indices = [np.arange(ask.start, ask.end) for ask in task.asks]
         numbers = np.repeat(np.arange(len(indices)), [part.size for part in indices])
         parts = (numbers == np.arange(len(indices))[:, None]) / np.bincount(numbers)[:, None]
-        rows = self._ask_again(draft, task, task.prompt[np.concatenate(indices)], mx.array(parts.astype(np.float32)))
-        template = np.repeat(task.template[None], len(task.asks), axis=0)
+        tokens = task.prompt[np.concatenate(indices)]
+        return self._ask_again(draft, end, task.cache, tokens, mx.array(parts.astype(np.float32)))
+
+    def _most(self, task: ScoringInput, rows: Mapping[tuple[int, int], mx.array], end: int) -> Floats:
+        """Return the most that any of the lines that may ask makes of each of the first tokens, (end,).
+
+        A line that asks looks at one place, and a line that does not at many. A line's own surroundings don't compete.
+        """
+        template = np.repeat(task.template[None, :end], len(task.asks), axis=0)
         for hidden, ask in zip(template, task.asks, strict=True):
             hidden[max(0, ask.start - AROUND) : ask.end + AROUND] = True
         weights = np.array([ask.weight for ask in task.asks], dtype=np.float32)

@@ -2,7 +2,8 @@
 
 Both arms run the library's own stages on the same prompts, interleaved, in this process; the figures are medians over
 the repetitions. The limit of a sparse prefill is what no implementation can avoid: reading the M prompt tokens with the
-draft and the kept tokens with the target. Both parts are measured here, as plain prefills of those lengths:
+draft, within its window, and the kept tokens with the target. Both parts are measured here, as plain prefills of those
+lengths:
 
     share_of_limit  = (T_draft(M) + T_target(kept)) / TTFT_sparse        1.0 is the best possible
     r               = T_draft(M) / T_target(M)
@@ -26,7 +27,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
@@ -38,8 +39,10 @@ from rich.progress import track
 
 from mlx_specprefill import RULE_NAMES, Engine, EngineConfig, ModelPair, as_token_ids, keep_pct
 from mlx_specprefill.adapters.depth import full_draft_model, layers_of
+from mlx_specprefill.adapters.window import WindowedReader
 from mlx_specprefill.cache.positioned import make_positioned_cache
-from mlx_specprefill.engine.caches import empty_draft_cache
+from mlx_specprefill.config import DraftWindow
+from mlx_specprefill.engine.caches import draft_window, empty_draft_cache
 from mlx_specprefill.errors import Refused
 from mlx_specprefill.specprefill.mapped import map_task
 from mlx_specprefill.specprefill.plan import forced_mask, forced_ranges, template_mask
@@ -68,6 +71,15 @@ class Setup:
     step: int
     text: TextReader
 
+    @property
+    def window(self) -> DraftWindow | None:
+        return None if self.config.rule == "paper" else draft_window(self.pair, self.config)
+
+    @property
+    def draft(self) -> Callable[..., mx.array]:
+        """Return the draft as it reads a prompt."""
+        return self.pair.draft if self.window is None else WindowedReader(self.pair.draft, self.window)
+
 
 def first_token(logits: mx.array) -> int:
     return int(np.array(mx.argmax(logits, axis=-1))[0])
@@ -91,7 +103,10 @@ def score(setup: Setup, prompt: list[int], hidden: HiddenStates | None) -> Score
     cache = empty_draft_cache(pair.draft, pair.stages is not None)
     ids = np.asarray(prompt, dtype=np.int32)
     template = template_mask((), question, np.ones(ids.size, dtype=np.bool_))
-    task = ScoringInput(ids, question, template, pair.eos_token_ids, cache, lambda: setup.step, seen=seen)
+    window = setup.window
+    task = ScoringInput(
+        ids, question, template, pair.eos_token_ids, cache, lambda: setup.step, seen=seen, window=window
+    )
     scorer = scorer_for(config.rule, pair.heads, config.scoring)
     if pair.mapping is None:
         return finish(scorer.score(pair.draft, task))
@@ -136,7 +151,7 @@ def sparse_arm(setup: Setup, prompt: list[int], keep: Fraction) -> Run:
 def repetition(setup: Setup, prompt: list[int], shares: list[Fraction]) -> list[Run]:
     """Time full prefill, then sparse and its limit for every keep share. Return one run per share, with its ratios."""
     pair, full = setup.pair, full_arm(setup, prompt)
-    draft_alone = plain_prefill_ms(pair.draft, prompt, setup.step)
+    draft_alone = plain_prefill_ms(pair.draft, prompt, setup.step, setup.draft)
     runs = []
     for keep in shares:
         run = full | sparse_arm(setup, prompt, keep)

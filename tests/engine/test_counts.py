@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 from benchmarks.harness.counts import count_steps, counted
 
-from mlx_specprefill import Engine, EngineConfig, ModelPair
+from mlx_specprefill import Engine, EngineConfig, GenerationRequest, ModelPair, Progress, SpecPrefillPolicy
+from mlx_specprefill.adapters.heads import DraftHeads, Head
 from mlx_specprefill.engine.decode_batch import DecodeRow
+from mlx_specprefill.loading import with_heads
 from mlx_specprefill.sampling import greedy
 from tests.support.rows import crowd, make_rows, prefilled
-from tests.support.tiny import VOCAB, tiny_model, tiny_pair
+from tests.support.tiny import VOCAB, random_prompt, tiny_model, tiny_pair
 
 from .test_staged import own_pair
 
@@ -49,6 +51,19 @@ def test_the_host_waits_once_per_token_and_twice_per_prefill_chunk(pair: ModelPa
     assert {*both, (True, 1, "draft"), (True, 4, "draft")} <= set(counted_kinds)
     assert [step for step in steps if step["waits"] > MOST.get(step["step"], np.inf)] == []
     assert {step["queued"] for step in steps if step["step"] == "decode"} == {1}
+
+
+def test_between_draft_and_target_the_host_waits_once() -> None:
+    """For the importance. Each chunk of either is waited for, and the first token."""
+    heads = DraftHeads((Head(1, 3, 0.5), Head(0, 0, 0.25)), 2, 3, {"copy": 1.0})
+    config = EngineConfig(policy=SpecPrefillPolicy(threshold=0), prefill_step=64, prefix_cache_bytes=0)
+    request = GenerationRequest(random_prompt(640), 1)
+    with Engine(with_heads(tiny_pair(), heads), config) as engine, counted() as counts:
+        events = list(engine.generate(request))
+    chunks = [event for event in events if isinstance(event, Progress) and event.stage in ("draft", "prefill")]
+    ends = {(event.stage, event.done) for event in chunks if event.done}
+    assert {stage for stage, _ in ends} == {"draft", "prefill"}
+    assert counts["waits"] == len(ends) + 1 + 1
 
 
 @pytest.mark.parametrize("rows", [1, 4])

@@ -282,3 +282,10 @@ def test_predictions_count_the_drafts_tokens():
     by_hand = two.cost("draft").prefill_ms(round(501 * made.draft_ratio), round(500 * made.draft_ratio), 512)
     by_hand += two.cost("target").prefill_ms(201, 500, 512)
     assert two.predict(1001, 201, 500, (512, 512)).sparse_ms == pytest.approx(by_hand)
+
+
+def test_predictions_count_what_the_draft_has_not_read():
+    """A draft that lags reads the turns before, too."""
+    costs = CostModel(pair(), EngineConfig())
+    by_hand = costs.cost("draft").prefill_ms(901, 100, 512) + costs.cost("target").prefill_ms(201, 500, 512)
+    assert costs.predict(1001, 201, 500, (512, 512), 100).sparse_ms == pytest.approx(by_hand)

@@ -194,3 +194,13 @@ def test_before_it_is_known_what_is_cached_a_plan_is_sparse_if_it_could_become_s
     assert plan(20_000, spans=spans, config=GATED, predict=predict).mode == "full"
     assert plan(1000, cached_tokens=None).mode == "full"
     assert plan(20_000, spans=spans, keep=Fraction(1), cached_tokens=None).reason.words == "keep is 100 %"
+
+
+def test_a_threshold_forces_no_prefill_that_is_known_to_lose_time():
+    """Known are costs that this machine has shown; a prior's guess decides nothing against a threshold."""
+    loses, gains = (Prediction(1000.0, sparse_ms) for sparse_ms in (1001.0, 999.0))
+    assert plan(predict=lambda _: loses, gains_are_known=True).mode == "full"
+    assert "nothing to gain" in plan(predict=lambda _: loses, gains_are_known=True).reason.words
+    assert plan(predict=lambda _: loses).mode == "sparse"
+    assert plan(predict=lambda _: gains, gains_are_known=True).mode == "sparse"
+    assert plan(enabled=True, predict=lambda _: loses, gains_are_known=True).mode == "sparse"

@@ -42,9 +42,15 @@ def prefill(model: Any, cache: list[Any], prompt: Sequence[int], kept: np.ndarra
     return logits
 
 
-def plain_prefill_ms(model: Any, prompt: Sequence[int], step: int) -> float:
-    """Return the milliseconds of a full prefill on mlx-lm's own cache."""
-    return timed(lambda: full_prefill(model, list(make_prompt_cache(model)), prompt, step))[0]
+def plain_prefill_ms(model: Any, prompt: Sequence[int], step: int, reader: Any = None) -> float:
+    """Return the milliseconds of a full prefill on mlx-lm's own cache.
+
+    Args:
+        reader: called in the model's place; None: the model itself.
+    """
+    return timed(
+        lambda: full_prefill(model if reader is None else reader, list(make_prompt_cache(model)), prompt, step)
+    )[0]
 
 
 def decode_ms(model: Any, cache: list[Any], logits: mx.array, count: int) -> float:

@@ -1,0 +1,139 @@
+"""What the draft has not read is never in front of a short turn's first token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_specprefill import (
+    Engine,
+    EngineConfig,
+    Finished,
+    GenerationRequest,
+    ModelPair,
+    PromptSpan,
+    SelectionConfig,
+    SpecPrefillOptions,
+    SpecPrefillPolicy,
+)
+from mlx_specprefill.adapters.capture import HeadCapture
+from mlx_specprefill.adapters.heads import DraftHeads, Head
+from mlx_specprefill.loading import with_heads
+from tests.engine.test_mapped_draft import TEXT, behind, permuted, tokens_of
+from tests.engine.test_mapped_draft import pair as mapped_pair
+from tests.engine.test_sessions import Meter
+from tests.support.tiny import generated, random_prompt, tiny_pair
+
+HEADS = DraftHeads((Head(1, 3, 0.5), Head(0, 0, 0.25)), 2, 3, {"copy": 1.0})
+CONFIG = EngineConfig(
+    policy=SpecPrefillPolicy(threshold=300, keep_pct=Fraction(1, 5), densify=False),
+    prefill_step=128,
+    prefix_cache_bytes=64 << 20,
+)
+AUTO, OFF = SpecPrefillOptions(return_spans=True), SpecPrefillOptions(False)
+ANSWER = 2
+ASKED, ASKS = 26, "What is the code for Anna?"
+SESSION = [("user", 900), ("tool", 200), ("tool", 150), ("user", ASKED), ("tool", 100), ("user", ASKED), ("tool", 500)]
+SESSION += [("user", ASKED)]
+DRAFT = 0.35  # of the target's time per token
+
+
+class Dialogue:
+    """A conversation of messages with random text."""
+
+    def __init__(self) -> None:
+        self.prompt: tuple[int, ...] = ()
+        self.spans: tuple[PromptSpan, ...] = ()
+
+    def ask(self, engine: Engine, kind: str, text: Sequence[int], options: SpecPrefillOptions = AUTO) -> Finished:
+        start, self.prompt = len(self.prompt), (*self.prompt, *text)
+        self._say(kind, start)
+        request = GenerationRequest(self.prompt, ANSWER, specprefill=options, spans=self.spans)
+        answer, last = generated(engine.generate(request))
+        assert isinstance(last, Finished)
+        start, self.prompt = len(self.prompt), (*self.prompt, *answer)
+        self._say("assistant", start)
+        return last
+
+    def _say(self, kind: str, start: int) -> None:
+        self.spans += (PromptSpan(kind, start, start, len(self.prompt), len(self.prompt)),)
+
+
+def waits(pair: ModelPair, meter: Meter, options: SpecPrefillOptions) -> list[float]:
+    """Return the tokens in front of each turn's first one, without recalled ones, a draft's as parts of a target's."""
+    talk, found = Dialogue(), []
+    with Engine(pair, CONFIG) as engine:
+        for kind, tokens in SESSION:
+            meter.take()
+            text = random_prompt(tokens, len(found))
+            recalled = talk.ask(engine, kind, text, options).report.recalled_tokens
+            target, draft = meter.take()
+            found.append(target - (ANSWER - 1) - recalled + DRAFT * draft)
+        assert not engine.stats().fallbacks
+    return found
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5", "gpt_oss", "nemotron_h"])
+def test_no_turn_waits_for_what_the_draft_has_not_read(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a pause. No turn is dearer than one and a half times the same in full, and the session is cheaper."""
+    pair = with_heads(tiny_pair(family, "llama"), HEADS)
+    meter = Meter(pair, monkeypatch)
+    ours, full = (waits(pair, meter, options) for options in (AUTO, OFF))
+    assert max(mine / its for mine, its in zip(ours, full, strict=True)) <= 1.5
+    assert sum(ours) <= 0.9 * sum(full)
+
+
+def wants(patch: pytest.MonkeyPatch, *ranges: range) -> None:
+    """From now on the draft's heads look at these tokens, if they see them."""
+
+    def looks_at(capture: HeadCapture, call: int, head: int, *_: object) -> None:
+        row = np.full(capture.prompt_len, 1e-6, dtype=np.float32)
+        for wanted in ranges:
+            row[wanted.start : wanted.stop] = 1.0
+        capture.attention[call, head] = mx.array(row)
+
+    patch.setattr(HeadCapture, "_keep", looks_at)
+
+
+def kept_of(last: Finished) -> set[int]:
+    return {index for start, end in last.report.kept_spans or () for index in range(start, end)}
+
+
+def test_a_lagging_draft_still_finds_what_a_question_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks behind what it has read, and reads nothing else."""
+    pair, talk = with_heads(tiny_pair(), HEADS), Dialogue()
+    wants(monkeypatch, range(320, 352))
+    with Engine(pair, CONFIG) as engine:
+        before = kept_of(talk.ask(engine, "user", random_prompt(900)))
+        talk.ask(engine, "tool", random_prompt(250, 1))
+        wanted = set(range(640, 672))
+        assert not wanted <= before
+        wants(monkeypatch, range(640, 672))
+        last = talk.ask(engine, "user", random_prompt(ASKED, 2))
+        assert last.report.draft_tokens == 0
+        assert wanted <= kept_of(last)
+        assert last.report.recalled_tokens < 256
+
+
+def test_a_mapped_draft_that_lags_finds_the_same() -> None:
+    """The target's own weights behind another numbering of its vocabulary, and behind the same."""
+    tokenizer, ids = permuted()
+    config = replace(CONFIG, selection=SelectionConfig(stands_out=0.0))
+    found = []
+    for pair in (mapped_pair(), mapped_pair(behind(ids), tokenizer)):
+        talk, reports = Dialogue(), []
+        with Engine(pair, config) as engine:
+            for kind, text in (("user", 4 * TEXT), ("tool", TEXT[:200]), ("user", ASKS)):
+                report = talk.ask(engine, kind, tokens_of(text).tolist()).report
+                reports.append((report.kept_spans, report.recalled_tokens, report.draft_tokens))
+        found.append(reports)
+    assert found[0] == found[1]
+    (_, _, first), (_, _, tool), (_, recalled, last) = found[0]
+    assert first > 300
+    assert tool == last == 0
+    assert recalled > 0

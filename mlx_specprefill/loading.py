@@ -180,15 +180,13 @@ def load_pair(
 ) -> ModelPair:
     """Load a target and optionally a draft: directories or hub names with mlx-lm, or GGUF files.
 
-    A hub name is looked for in Hugging Face's cache; mlx-lm downloads what is not there.
-
     Args:
+        target: of hub names, mlx-lm downloads what Hugging Face's cache does not have.
         draft: "self" is the target itself, whose weights then serve both.
         draft_heads: a file of retrieval heads, trained on as many of the draft's first layers as it says.
         heads: the draft's calibrated heads; None: `heads.json` in its folder, else those that come with the library.
         exit_early: whether the draft ends at the last of its calibrated heads; one that proposes tokens must not.
-        dtype: "auto" keeps the stored type on a GPU and casts to float32 on the CPU backend, where half precision
-            matmuls are some fifty times slower. There it also unpacks the weights of GGUF files.
+        dtype: "auto" is as stored on a GPU. On a CPU, where halves are slow, it is float32 with GGUF files unpacked.
         loaded: models of other pairs, which this one shares.
         repacked: folder that keeps the repacked weights of large GGUF files for later loads; None: none is kept.
         on_progress: gets the bytes of target or draft that are in memory, and those of the whole; one after the other.

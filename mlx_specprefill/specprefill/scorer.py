@@ -36,6 +36,9 @@ from ..events import Progress, ScorerKind
 from .question import Ask
 
 AROUND = 48  # tokens on either side of a line that is asked again
+# The n-th best token of lines without a question mark is as good as the question's 2n-th: a third of what is chosen, at
+# most, is theirs.
+_QUESTIONS_PART = 2
 
 
 @dataclass(frozen=True)
@@ -178,7 +181,7 @@ class HeadScorer:
         importance = self._importance(rows, task.template[None, :end])[0]
         words = f"{len(self.heads.heads)} calibrated heads, {self.heads.depth} of {self.heads.layers} layers"
         if asked is not None:
-            importance += self._most(task, asked, end)
+            importance = with_asked(importance, self._by_asks(task, asked, end), task.asks)
             words += f", {len(task.asks)} more lines that may ask"
         return Scores(importance, "draft", words, (), task.cache)
 
@@ -216,17 +219,15 @@ class HeadScorer:
         tokens = task.prompt[np.concatenate(indices)]
         return self._ask_again(draft, end, task.cache, tokens, mx.array(parts.astype(np.float32)))
 
-    def _most(self, task: ScoringInput, rows: Mapping[tuple[int, int], mx.array], end: int) -> Floats:
-        """Return the most that any of the lines that may ask makes of each of the first tokens, (end,).
+    def _by_asks(self, task: ScoringInput, rows: Mapping[tuple[int, int], mx.array], end: int) -> Floats:
+        """Return the importance of the first tokens by each of P lines that may ask, (P, end).
 
-        A line that asks looks at one place, and a line that does not at many. A line's own surroundings don't compete.
+        A line's own surroundings don't compete.
         """
         template = np.repeat(task.template[None, :end], len(task.asks), axis=0)
         for hidden, ask in zip(template, task.asks, strict=True):
             hidden[max(0, ask.start - AROUND) : ask.end + AROUND] = True
-        weights = np.array([ask.weight for ask in task.asks], dtype=np.float32)
-        most: Floats = (weights[:, None] * self._importance(rows, template)).max(axis=0)
-        return most
+        return self._importance(rows, template)
 
     def _importance(self, rows: Mapping[tuple[int, int], mx.array], template: Bools) -> Floats:
         """Return the importance by each of P parts, (P, M), summed over all ranks' heads in one reduction.
@@ -245,6 +246,25 @@ class HeadScorer:
         if round(float(found[-1])) < len(self.heads.heads):
             raise SparseUnsupportedError("a calibrated head of the draft does not see the whole prompt")
         return found[:-1].reshape(template.shape)
+
+
+def with_asked(importance: Floats, asked: Floats, asks: Sequence[Ask]) -> Floats:
+    """Return the importance (M,) by the question and by the lines that may ask, (P, M).
+
+    A line that asks looks at one place, and a line that does not at many, so of several lines the most counts. Lines
+    without a question mark may not ask at all, and text that repeats itself draws all of their attention: they add
+    tokens by rank.
+    """
+    weights = np.array([ask.weight for ask in asks], dtype=np.float32)
+    marked = weights > 1
+    total = importance + (weights[marked, None] * asked[marked]).max(axis=0, initial=0.0)
+    if marked.all():
+        return total
+    others = asked[~marked].max(axis=0)
+    best_first, ranks = np.argsort(-others), np.arange(others.size) * _QUESTIONS_PART
+    raised = np.empty_like(others)
+    raised[best_first] = np.sort(importance)[::-1][np.minimum(ranks, others.size - 1)]
+    return np.maximum(total, np.where(others == 0, 0, raised + 0 * others))  # keeps what is no number, to be refused
 
 
 def importance_of(

@@ -159,7 +159,7 @@ class TestRecommend:
 
     @pytest.mark.parametrize(("column", "tokens"), [(1, "8192"), (2, "32768"), (3, "65536")])
     def test_the_page_of_models_has_the_same_predictions(self, cache: Path, column: int, tokens: str) -> None:
-        """Of every pair with a draft, and of no other."""
+        """Every pair with a draft has a row, and no other."""
         page = re.findall(
             r"^\| (\S+, \S+) \| (.+) \| (.+) \| (.+) \|$", MODELS.read_text(encoding="utf-8"), re.MULTILINE
         )

@@ -23,6 +23,7 @@ from mlx_specprefill.specprefill.scorer import (
     PaperScorer,
     importance_of,
     scorer_for,
+    with_asked,
 )
 from tests.support.precision import assert_close, numbers
 from tests.support.scoring import scoring_input
@@ -495,7 +496,7 @@ def test_what_asks_again_counts_as_if_it_stood_behind_the_prompt(family):
 def test_lines_that_may_ask_count_by_the_most_that_one_makes_of_a_token(family):
     """As if they stood behind the prompt, each without its own surroundings; the cache is that of the prompt alone."""
     draft, prompt, heads = tiny_model(family), np.array(random_prompt(M), dtype=np.int32), heads_of(family)
-    asks = (Ask(2, 9, 3.0), Ask(20, 26, 1.0))
+    asks = (Ask(2, 9, 3.0), Ask(20, 26, 2.0))
     found, _ = run_heads(draft, prompt, heads, asks=asks)
     alone, _ = run_heads(draft, prompt, heads)
     tokens = [prompt[ask.start : ask.end] for ask in asks]
@@ -510,6 +511,29 @@ def test_lines_that_may_ask_count_by_the_most_that_one_makes_of_a_token(family):
     following, plain = mx.array([[5, 6, 7]]), list(make_prompt_cache(draft))
     draft(mx.array(prompt)[None], cache=plain)
     assert_close(draft(following, cache=found.cache), draft(following, cache=plain), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_lines_without_a_mark_take_a_third_of_what_is_chosen_at_most(seed):
+    """However strong they are, as where a text repeats itself; what they see nothing of is not raised."""
+    rng = np.random.default_rng(seed)
+    importance, asked = rng.random(300, dtype=np.float32), 100 * rng.random((3, 300), dtype=np.float32)
+    asked[:, 200:] = 0
+    found = with_asked(importance, asked, [Ask(0, 3, 1.0), Ask(3, 6, 1.0), Ask(6, 9, 1.0)])
+    assert np.array_equal(found[200:], importance[200:])
+    assert (found >= importance).all()
+    for chosen in (3, 30, 90):
+        best, own = np.argsort(-found)[:chosen], np.argsort(-importance)[:chosen]
+        assert np.isin(best, own).sum() >= 2 * chosen // 3
+        assert np.isin(np.argsort(-asked.max(axis=0))[: chosen // 3], best).all()
+
+
+def test_a_line_with_a_mark_adds_all_of_its_weight_and_no_number_stays_none():
+    importance, asked = np.float32([1, 2, 3, 4]), np.float32([[4, 0, 0, 0], [0, 5, 0, 0]])
+    assert with_asked(importance, asked, [Ask(0, 3, 3.0), Ask(3, 6, 3.0)]).tolist() == [13, 17, 3, 4]
+    assert with_asked(importance, asked, [Ask(0, 3, 3.0), Ask(3, 6, 1.0)]).tolist() == [13, 4, 3, 4]
+    asked[1, 2] = np.nan
+    assert np.isnan(with_asked(importance, asked, [Ask(0, 3, 3.0), Ask(3, 6, 1.0)])[2])
 
 
 def spans_of(*kinds_and_lengths):

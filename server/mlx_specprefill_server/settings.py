@@ -140,8 +140,8 @@ class Settings(BaseSettings):
     specprefill_threshold: int | None = Field(
         default=None,
         ge=0,
-        description="Prefill prompts with more uncached tokens than this sparsely, unless costs measured on this machine "
-        "say that it saves no time. Default: if it saves enough time, by learnt costs.",
+        description="Prefill prompts with more uncached tokens than this sparsely, unless costs measured on this "
+        "machine say that it saves no time. Default: if it saves enough time, by learnt costs.",
     )
     calibration_file: Path | None = Field(
         default_factory=lambda: Path.home() / ".cache/mlx-specprefill/costs.json",

@@ -8,6 +8,7 @@ assignments of modules behind their first class or function.
 from __future__ import annotations
 
 import ast
+import math
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -17,11 +18,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import pytest
 from fastapi.testclient import TestClient
 
 import mlx_specprefill
 import mlx_specprefill_server
 from mlx_specprefill import Engine
+from mlx_specprefill.engine import loop
 from mlx_specprefill_server.app import create_app
 from mlx_specprefill_server.pair_loading import load
 from mlx_specprefill_server.pair_settings import make_settings
@@ -88,9 +91,12 @@ def traced(run: Callable[[Tracer], None]) -> Tracer:
     return tracer
 
 
-def test_a_plain_sparse_chat_runs_few_lines_and_nothing_of_several_processes() -> None:
+def test_a_plain_sparse_chat_runs_few_lines_and_nothing_of_several_processes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pair = find_pair("demo")
     settings = make_settings(pair, calibration_file=None, densify="off")  # idle work would be traced, too
+    monkeypatch.setattr(loop, "_LOOK_EVERY_S", math.inf)  # after the first look at the memory, a matter of time
 
     def chat(tracer: Tracer) -> None:
         with (

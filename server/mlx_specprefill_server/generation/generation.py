@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, Protocol
 
@@ -119,56 +119,48 @@ class Answers(Protocol):
         """Stop all running answers."""
 
 
+@dataclass(eq=False)
 class Generation:
     """The answers to one HTTP request. Its owner must `close` it in every case.
 
+    Args:
+        specs: of the prompts.
+        copies: answers to each spec, one after the other in the numbers of answers. The first one reads the prompt. The
+            others start when it has been read, and find it in the engine's cache.
+        _calls: to the running loop.
+
     Attributes:
         prompts: token ids of each answer's prompt.
-        copies: number of answers to each prompt, one after the other.
         warnings: sentences about parts of the request that are not followed.
         previous: the verdict on the conversation's last answer, for the report of the response.
         deferred: the number of tools that the prompt leaves out until they are loaded, and that of their tokens.
     """
 
-    deferred = (0, 0)
+    _engine: Engine
+    specs: InitVar[Sequence[AnswerSpec]]
+    copies: int
+    _calls: ThreadsafeCalls
+    _observer: Observer
+    warnings: Sequence[str]
+    previous: Mapping[str, Any] | None
+    deferred: tuple[int, int] = (0, 0)
+    _buffer: int = STREAM_BUFFER
+    _closed: bool = False
+    _events: deque[tuple[int, Event] | None] = field(default_factory=deque)  # None means a pause
+    _wanted: asyncio.Future[None] | None = None  # the future of a waiting reader
+    _handles: dict[int, RequestHandle] = field(default_factory=dict)
+    _deadline: asyncio.TimerHandle | None = None
 
-    def __init__(
-        self,
-        engine: Engine,
-        specs: Sequence[AnswerSpec],
-        copies: int,
-        calls: ThreadsafeCalls,
-        observer: Observer,
-        warnings: Sequence[str],
-        previous: Mapping[str, Any] | None,
-    ) -> None:
-        """Submit all specs, or none; raises as `Engine.submit`.
-
-        Args:
-            copies: answers to each spec, one after the other in the numbers of answers. The first one reads the prompt.
-                The others start when it has been read, and find it in the engine's cache.
-            calls: to the running loop.
-        """
-        self._engine = engine
-        self._requests = [_with_seed(spec.request, i) for spec in specs for i in range(copies)]
-        self.prompts: Sequence[TokenIds] = [request.prompt for request in self._requests]
-        self.copies = copies
-        self._observer = observer
-        self._calls = calls
-        self._buffer = STREAM_BUFFER
-        self.warnings = warnings
-        self.previous = previous
-        self._closed = False
+    def __post_init__(self, specs: Sequence[AnswerSpec]) -> None:
+        """Submit all specs, or none; raises as `Engine.submit`."""
         self._loop = asyncio.get_running_loop()
-        self._events: deque[tuple[int, Event] | None] = deque()  # None means a pause
-        self._wanted: asyncio.Future[None] | None = None  # the future of a waiting reader
-        self._handles: dict[int, RequestHandle] = {}
-        self._deadline: asyncio.TimerHandle | None = None
-        self._readers = [spec.reader() for spec in specs for _ in range(copies)]
+        self._requests = [_with_seed(spec.request, i) for spec in specs for i in range(self.copies)]
+        self.prompts: Sequence[TokenIds] = [request.prompt for request in self._requests]
+        self._readers = [spec.reader() for spec in specs for _ in range(self.copies)]
         self._open = set(range(len(self._requests)))  # answers without an end
-        self._followers = {i for i in self._open if i % copies}  # answers that wait for the prompt of another one
+        self._followers = {i for i in self._open if i % self.copies}  # that wait for the prompt of another one
         try:
-            for i in range(0, len(self._requests), copies):
+            for i in range(0, len(self._requests), self.copies):
                 self._start(i)
         except BaseException:
             self.close()

@@ -351,11 +351,11 @@ SAMPLINGS = (
 def test_every_row_has_its_own_sampler(family: str) -> None:
     """A seed means the same text in a batch, whoever else is in it; reported log-probabilities are the model's."""
     model = tiny_model(family)
-    rows = make_rows(VOCAB, 5, seed=3)
+    rows = make_rows(VOCAB, 6, seed=3)
     rows = [replace(row, sampling=sampling) for row, sampling in zip(rows, SAMPLINGS, strict=True)]
     rows[1] = replace(rows[1], logprobs=None)
     rows[2] = replace(rows[2], logprobs=0)
-    events, _ = together(model, rows, [0, 0, 3, 4, 9], [24] * 5)
+    events, _ = together(model, rows, [0, 0, 3, 4, 9, 9], [24] * 6)
     for uid, row in enumerate(rows):
         expected, _ = alone(model, row, 24)
         assert tokens(events[uid]) == tokens(expected)

@@ -204,10 +204,10 @@ class EngineCaches:
         cache, name = self._target, self._full_key(selection_key)
         return 0 if cache is None else self._try(_NOT_FOUND, lambda: cache.covers(tokens, label, name), 0)
 
-    def draft_covers(self, tokens: Sequence[int] | TokenIds, label: CacheLabel) -> int:
-        """Return the number of leading tokens that the draft has cached now."""
-        cache = self._draft
-        return 0 if cache is None else self._try(_NOT_FOUND, lambda: cache.covers(tokens, label), 0)
+    def draft_covers(self, tokens: Sequence[int] | TokenIds, label: CacheLabel) -> int | None:
+        """Return the number of leading tokens that the draft has cached now; None: it has another tokenizer."""
+        cache = self._draft if self._pair.mapping is None else None
+        return None if cache is None else self._try(_NOT_FOUND, lambda: cache.covers(tokens, label), 0)
 
     def miss(self, request: GenerationRequest, decode: Decode) -> PrefixMiss | None:
         """Return why the target reads tokens again that it has cached; None: it does not, or for no reason known."""

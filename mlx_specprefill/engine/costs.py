@@ -217,9 +217,7 @@ class CostModel:
         """Learn from a forward. MLX thread only."""
         self._learnt[kind].observe(tokens, depth, ms)
 
-    def predict(
-        self, tokens: int, kept: int, cached: int, steps: tuple[int, int], read: int | None = None
-    ) -> Prediction:
+    def predict(self, tokens: int, kept: int, cached: int, steps: tuple[int, int], read: int) -> Prediction:
         """Return the times of both ways to continue a prompt. May be called from any thread.
 
         Args:
@@ -227,16 +225,13 @@ class CostModel:
             kept: tokens of the uncached rest that the target would see.
             cached: prompt tokens that the target's cache holds.
             steps: tokens per forward of target and draft.
-            read: prompt tokens that the draft's cache holds; None: as many as the target's.
+            read: prompt tokens that the draft's cache holds.
         """
-        step, draft_step = steps
-        full = self.cost("target").prefill_ms(tokens - cached, cached, step)
-        read = cached if read is None else read
+        full = self.cost("target").prefill_ms(tokens - cached, cached, steps[0])
         new = round((tokens - read) * self._pair.draft_ratio)
-        draft = self.cost("draft").prefill_ms(new, round(read * self._pair.draft_ratio), draft_step)
-        chosen = self._learnt["select"].cost.ms(tokens)
-        upper = self.cost("target" if self._pair.stages is None else "upper").prefill_ms(kept, cached, step)
-        return Prediction(full, draft + chosen + upper)
+        draft = self.cost("draft").prefill_ms(new, round(read * self._pair.draft_ratio), steps[1])
+        upper = self.cost("target" if self._pair.stages is None else "upper").prefill_ms(kept, cached, steps[0])
+        return Prediction(full, draft + self._learnt["select"].cost.ms(tokens) + upper)
 
     # --- between starts ----------------------------------------------------------------------------------------------
 

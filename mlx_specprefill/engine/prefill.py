@@ -78,6 +78,7 @@ class Prefiller:
             cached: tokens that the target's cache holds; None: not known yet.
         """
         pair = self.pair
+        read = None if cached is None else self.caches.draft_covers(request.prompt[:-1], request.label)
         return plan_prefill(
             request,
             self.config,
@@ -86,7 +87,7 @@ class Prefiller:
             draft_context=pair.draft_context if pair.mapping is None else None,
             staged=pair.stages is not None,
             cached_tokens=cached,
-            predict=self._predicting(request, cached) if pair.has_draft else None,
+            predict=partial(self.predict, len(request.prompt), cached or 0, read=read) if pair.has_draft else None,
             gains_are_known=self.config.calibration_file is not None and self._costs.are_measured,
         )
 
@@ -94,13 +95,6 @@ class Prefiller:
     def _refusal(self) -> Reason | None:
         words = self.pair.sparse_refusal
         return None if words is None else Reason("unsupported" if self.pair.has_draft else "no-draft", words)
-
-    def _predicting(self, request: GenerationRequest, cached: int | None) -> Callable[[int], Prediction]:
-        """Return `predict` by the number of kept tokens, behind what target and draft hold."""
-        # A draft with another tokenizer has other tokens; another thread can't look into the caches.
-        own = cached is not None and self.pair.mapping is None
-        read = self.caches.draft_covers(request.prompt[:-1], request.label) if own else None
-        return lambda kept: self.predict(len(request.prompt), cached or 0, kept, read)
 
     def predict(self, tokens: int, cached: int, kept: int, read: int | None = None) -> Prediction:
         """Return the times of both prefills of a prompt if the target sees `kept` of its uncached tokens.
@@ -111,7 +105,7 @@ class Prefiller:
             read: tokens that the draft's cache holds; None: as many as the target's.
         """
         sizes = self._chunks.expected_tokens("prefill"), self._chunks.expected_tokens("draft")
-        return self._costs.predict(tokens, kept, cached, sizes, read)
+        return self._costs.predict(tokens, kept, cached, sizes, cached if read is None else read)
 
     def run(self, active: ActiveRequest) -> PrefillSteps:
         """Prefill a request. If a sparse prefill fails, go on with a full one.
@@ -273,7 +267,7 @@ class Prefiller:
         proposer = None if active.drafting is None else active.drafting.begin(active.staging is not None)
         if proposer is None or proposer.prompt_reader is None:
             return
-        if scores is None or not scores.cache:
+        if scores is None or scores.importance.size < len(active.request.prompt):
             active.stage = "draft"
             proposer.cache = yield from self.scorer.read(proposer.prompt_reader, active.request)
         else:

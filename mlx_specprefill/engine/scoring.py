@@ -154,14 +154,13 @@ class PromptScorer:
         task = replace(
             task, cache=cache, window=window, on_cut=lambda end: self.caches.keep_draft(prompt[:end], cache, keeper)
         )
-        scoring = self.config.scoring
-        scorer = scorer_for(plan.rule, self.pair.heads, scoring, self.pair.split)
+        scorer = scorer_for(plan.rule, self.pair.heads, self.config.scoring, self.pair.split)
         read = 0 if hit is None else hit.length
         if extension is not None:
             by_heads = isinstance(scorer, HeadScorer)
-            end = extension.dropped if by_heads else extension.start - scoring.question_rows[1]
+            end = extension.dropped if by_heads else extension.start - self.config.scoring.question_rows[1]
             if end - read > (len(prompt) - extension.start) // 2:
-                return Scores(np.zeros(len(prompt), np.float32), "draft", _LAGS)
+                return Scores(np.zeros(extension.start, np.float32), "draft", _LAGS)
             task = _behind(task, max(read, end), extension.start) if by_heads else task
         try:
             scores = yield from scorer.score(draft, task)
@@ -169,10 +168,9 @@ class PromptScorer:
             if stored and 0 < (done := tokens_in(task.cache)) < len(prompt):
                 self.caches.keep_draft(prompt[:done], task.cache, keeper)
             raise
-        done = tokens_in(task.cache)
-        if stored and done > read:
-            self.caches.keep_draft(prompt[:done], task.cache, keeper)
-        scores = replace(scores, read=done - read, cache=task.cache if done == len(prompt) else [])
+        if stored:
+            self.caches.keep_draft(prompt[: scores.importance.size], task.cache, keeper)
+        scores = replace(scores, read=scores.importance.size - read)
         return replace(scores, scorer="self") if self._whole is self.pair.target else scores
 
     def read(self, draft: nn.Module, request: GenerationRequest) -> Generator[Progress, None, list[Any]]:

@@ -124,8 +124,7 @@ def _by_policy(plan: PrefillPlan, config: EngineConfig, uncached: int, gains_are
     if uncached > policy.long_prompt and gains_are_known and predicted is not None and predicted.saving_ms <= 0:
         return plan.as_full("predicted", f"{predicted.words}: nothing to gain, whatever the threshold")
     words = f"{uncached} uncached prompt tokens, threshold {policy.long_prompt}"
-    mode: Mode = "sparse" if uncached > policy.long_prompt else "full"
-    return replace(plan, mode=mode, reason=Reason("threshold", words))
+    return replace(plan, mode="sparse" if uncached > policy.long_prompt else "full", reason=Reason("threshold", words))
 
 
 def _estimate_kept(keep: Fraction, forced: Bools) -> int:

@@ -203,8 +203,7 @@ class HeadScorer:
         Args:
             parts: as in `HeadCapture.of_passage`.
         """
-        Q = tokens.size
-        capture, snapshot = self._capture(end + Q), Snapshot(cache)
+        capture, snapshot, Q = self._capture(end + tokens.size), Snapshot(cache), tokens.size
         with capture.of_passage(end + Q, Q, slice(0, Q), parts):
             draft(mx.array(tokens)[None], cache=cache)
         mx.async_eval([part.state for part in cache], list(capture.attention.values()))  # type: ignore[no-untyped-call]
@@ -237,9 +236,8 @@ class HeadScorer:
             template: (P, M) tokens that do not compete for a part.
         """
         here = [head for head in self.heads.heads if (head.call, head.head) in rows]
-        own = np.zeros(template.shape, dtype=np.float32)
-        if here:
-            own = importance_of(rows, here, template, self.config.pool_width)
+        none = np.zeros(template.shape, np.float32)
+        own = importance_of(rows, here, template, self.config.pool_width) if here else none
         found = np.append(own, np.float32(len(here)))  # which also counts the heads
         if self.ranks is not None:
             found = self.ranks.all_sum(found)

@@ -263,23 +263,24 @@ def summary(results: Results, options: argparse.Namespace) -> dict[str, Any]:
 
 def first_prompts(server: Server, count: Count, options: argparse.Namespace) -> dict[str, Any]:
     """Return the tokens of an agent's first prompts with tools in front, deferred, and behind the first search."""
-    tools = [{"type": "function", "function": tool} for tool in mcp_tools(options.tools, 300, str(options.seed), count)]
+    functions = mcp_tools(options.tools, 300, str(options.seed), count)
+    tools = [{"type": "function", "function": function} for function in functions]
     finder, deferred = {"type": "function", "function": FINDER}, [{**tool, "defer_loading": True} for tool in tools]
     begun = make_session(KINDS["growth"], options.tokens, f"{options.seed}/tools", count)
     messages = [{"role": "system", "content": begun.system}, *user("What is open in the tracker?")]
     call = {"id": "c", "type": "function", "function": {"name": FINDER["name"], "arguments": '{"query": "tracker"}'}}
-    found = {"type": "tool_reference", "tool_name": tools[0]["function"]["name"]}
-    loaded = [
+    found = {"type": "tool_reference", "tool_name": functions[0]["name"]}
+    loaded: list[dict[str, Any]] = [
         {"role": "assistant", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c", "content": [found]},
     ]
-    sent = {
+    sent: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
         "in front": (messages, [finder, *tools]),
         "deferred": (messages, [finder, *deferred]),
         "one loaded": ([*messages, *loaded], [finder, *deferred]),
         "that one alone": ([*messages, *loaded], [finder, deferred[0]]),
     }
-    rows = [{"tools": name, "prompt": server.count(*given)} for name, given in sent.items()]
+    rows = [{"tools": name, "prompt": server.count(told, given)} for name, (told, given) in sent.items()]
     prompts = {row["tools"]: row["prompt"] for row in rows}
     return {
         "benchmark": "agents",

@@ -78,6 +78,7 @@ class Setup:
     @property
     def draft(self) -> Callable[..., mx.array]:
         """Return the draft as it reads a prompt."""
+        assert self.pair.draft is not None
         return self.pair.draft if self.window is None else WindowedReader(self.pair.draft, self.window)
 
 

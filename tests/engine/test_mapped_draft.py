@@ -278,10 +278,10 @@ def test_predictions_count_the_drafts_tokens():
     assert made.draft_ratio > 1.2
     assert pair().draft_ratio == 1
     one, two = CostModel(pair(), EngineConfig()), CostModel(made, EngineConfig())
-    assert two.predict(1001, 201, 500, (512, 512)).full_ms == one.predict(1001, 201, 500, (512, 512)).full_ms
+    assert two.predict(1001, 201, 500, (512, 512), 500).full_ms == one.predict(1001, 201, 500, (512, 512), 500).full_ms
     by_hand = two.cost("draft").prefill_ms(round(501 * made.draft_ratio), round(500 * made.draft_ratio), 512)
     by_hand += two.cost("target").prefill_ms(201, 500, 512)
-    assert two.predict(1001, 201, 500, (512, 512)).sparse_ms == pytest.approx(by_hand)
+    assert two.predict(1001, 201, 500, (512, 512), 500).sparse_ms == pytest.approx(by_hand)
 
 
 def test_predictions_count_what_the_draft_has_not_read():

@@ -255,14 +255,15 @@ def with_asked(importance: Floats, asked: Floats, asks: Sequence[Ask]) -> Floats
     """
     weights = np.array([ask.weight for ask in asks], dtype=np.float32)
     marked = weights > 1
-    total = importance + (weights[marked, None] * asked[marked]).max(axis=0, initial=0.0)
+    total: Floats = importance + (weights[marked, None] * asked[marked]).max(axis=0, initial=0.0)
     if marked.all():
         return total
     others = asked[~marked].max(axis=0)
     best_first, ranks = np.argsort(-others), np.arange(others.size) * _QUESTIONS_PART
     raised = np.empty_like(others)
     raised[best_first] = np.sort(importance)[::-1][np.minimum(ranks, others.size - 1)]
-    return np.maximum(total, np.where(others == 0, 0, raised + 0 * others))  # keeps what is no number, to be refused
+    seen = np.where(others == 0, 0, raised + 0 * others)  # keeps what is no number, to be refused
+    return np.asarray(np.maximum(total, seen))
 
 
 def importance_of(

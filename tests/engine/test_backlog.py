@@ -66,7 +66,7 @@ class Dialogue:
 
 def waits(pair: ModelPair, meter: Meter, options: SpecPrefillOptions) -> list[float]:
     """Return the tokens in front of each turn's first one, without recalled ones, a draft's as parts of a target's."""
-    talk, found = Dialogue(), []
+    talk, found = Dialogue(), list[float]()
     with Engine(pair, CONFIG) as engine:
         for kind, tokens in SESSION:
             meter.take()

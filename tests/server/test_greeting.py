@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from mlx_specprefill import Engine, EngineConfig, ModelPair
-from mlx_specprefill_server.greeting import expected_times
+from mlx_specprefill_server.greeting import expected_times, greeting
 from mlx_specprefill_server.service import Service
 from mlx_specprefill_server.settings import Settings
 from tests.support.tiny import tiny_pair
@@ -38,6 +40,17 @@ def test_the_second_start_says_how_long_a_prompt_will_take(pair: ModelPair, tmp_
     assert found is not None
     assert 15 <= float(found[1]) <= 18  # 8192 tokens of 2 ms
     assert 3.5 <= float(found[2]) <= 5  # a fifth of them, and all by the draft
+
+
+def test_the_first_lines_of_a_server_say_it(pair: ModelPair, tmp_path: Path) -> None:
+    said(pair, tmp_path, {"target": 2.0, "draft": 0.1})
+    with Engine(pair, EngineConfig(calibration_file=tmp_path / "costs.json")) as engine:
+        service = Service(engine, Settings())
+        default, state = SimpleNamespace(service=service), SimpleNamespace(settings=service.settings)
+        served: Any = SimpleNamespace(several=False, default=default, state=state)
+        lines = list(greeting(served, []))
+        assert set(expected_times(service)) == set(lines[1:])
+    assert len(lines) == 2
 
 
 def test_a_pair_that_reads_in_full_has_one_time(pair: ModelPair, tmp_path: Path) -> None:

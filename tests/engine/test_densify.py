@@ -273,6 +273,20 @@ def test_idle_work_never_costs_the_next_turn_what_it_would_find(
     assert found_by_the_next_turn(family, share, True) >= found_by_the_next_turn(family, share, False)
 
 
+@pytest.mark.parametrize(("share", "made"), [(0.3, 0), (3.0, 1)])
+def test_a_turn_whose_dense_prefix_has_no_room_is_not_made_dense(
+    share: float, made: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop.EngineCore, "_quiet_s", 0.0)
+    with Engine(tiny_pair(), CONFIG) as engine:
+        memory = engine.memory
+        engine.caches.budget.most = int(share * sum(memory.need_idle(TURN, dense).held for dense in (True, False)))
+        generated(engine.generate(GenerationRequest(random_prompt(TURN), 8)))
+        engine.cached()  # the turn has ended, and is queued
+        assert eventually(lambda: not engine.densifier.turns and not engine.health().background, 60)
+        assert engine.stats().densified == made
+
+
 def test_a_prompt_without_room_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     with Engine(tiny_pair(), dataclasses.replace(CONFIG, prefix_cache_bytes=200_000)) as engine:
         generated(engine.generate(GenerationRequest(random_prompt(100), 2)))

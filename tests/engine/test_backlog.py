@@ -1,4 +1,4 @@
-"""What the draft has not read is never in front of a short turn's first token."""
+"""No short turn waits for its first token until the draft has read what it lags behind."""
 
 from __future__ import annotations
 

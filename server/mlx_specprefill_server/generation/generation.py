@@ -144,7 +144,7 @@ class Generation:
     warnings: Sequence[str]
     previous: Mapping[str, Any] | None
     deferred: tuple[int, int] = (0, 0)
-    _buffer: int = STREAM_BUFFER
+    _buffer: int = field(default_factory=lambda: STREAM_BUFFER)
     _closed: bool = False
     _events: deque[tuple[int, Event] | None] = field(default_factory=deque)  # None means a pause
     _wanted: asyncio.Future[None] | None = None  # the future of a waiting reader

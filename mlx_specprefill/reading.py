@@ -10,7 +10,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +25,7 @@ from mlx_lm.utils import _get_classes as classes_of
 from tokenizers import Tokenizer
 
 from .adapters.gguf import describe_gguf, is_gguf, load_gguf
+from .adapters.pieces import bring_into_memory
 from .adapters.probe import FLOAT16_MAX, largest_hidden
 from .adapters.rope_names import check_rope_names, with_old_rope_names
 from .adapters.turn_ends import end_with_turns
@@ -50,7 +50,6 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 log = logging.getLogger(__name__)
 _DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
-_PIECE = 128 << 20  # bytes
 _WITHOUT_BFLOAT16 = ("applegpu_g13", "applegpu_g14")
 _LONGEST = 1 << 20  # tokens; models without positions state no limit, or 2^31 - 1
 
@@ -382,12 +381,7 @@ def _split_as_declared(tokenizer: TokenizerWrapper, folder: Path) -> None:
 
 def _fill(model: nn.Module, on_progress: OnProgress) -> None:
     """Read the parameters into memory."""
-    arrays = [array for _, array in tree_flatten(model.parameters())]
-    ends = list(accumulate(int(array.nbytes) for array in arrays))
-    for _, group in groupby(zip(arrays, ends, strict=True), key=lambda pair: pair[1] // _PIECE):
-        piece = list(group)
-        mx.eval([array for array, _ in piece])
-        on_progress(piece[-1][1], ends[-1])
+    bring_into_memory([array for _, array in tree_flatten(model.parameters())], on_progress)
 
 
 def _read_gguf(path: Path, dtype: DtypeName, on_progress: OnProgress, repacked: Path | None) -> Read:

@@ -266,7 +266,7 @@ def test_a_model_that_can_not_be_loaded_leaves_the_others_serving(folder: Path, 
 def test_answers_go_on_while_another_model_is_loaded(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlx_specprefill.reading._PIECE", 2000)
+    monkeypatch.setattr("mlx_specprefill.adapters.pieces._PIECE", 2000)
     seen = list[int]()
     with several(folder, tmp_path) as (models, host):
         load = host.load

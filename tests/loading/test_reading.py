@@ -18,8 +18,8 @@ from mlx_specprefill import (
     ModelPair,
     SpecPrefillOptions,
     load_pair,
-    reading,
 )
+from mlx_specprefill.adapters import pieces
 from mlx_specprefill.config import keep_pct
 from tests.support.tiny import generated, random_prompt, save_checkpoint
 
@@ -35,7 +35,7 @@ def checkpoints(tmp_path: Path) -> tuple[Path, Path, Path]:
 
 
 def test_progress_is_told_piece_by_piece(checkpoints: tuple[Path, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "_PIECE", 10_000)
+    monkeypatch.setattr(pieces, "_PIECE", 10_000)
     told: list[tuple[int, int]] = []
     load_pair(checkpoints[0], on_progress=lambda done, total: told.append((done, total)))
     assert len(told) > 3
@@ -47,7 +47,7 @@ def test_progress_is_told_piece_by_piece(checkpoints: tuple[Path, ...], monkeypa
 def test_what_progress_raises_ends_the_loading_and_leaves_nothing(
     checkpoints: tuple[Path, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "_PIECE", 10_000)
+    monkeypatch.setattr(pieces, "_PIECE", 10_000)
     gc.collect()
     before = mx.get_active_memory()
 

@@ -79,10 +79,10 @@ def read_header(path: Path) -> Header:
     """
     size = path.stat().st_size
     with path.open("rb") as file:
-        reader = _Reader(file.read(min(size, MAX_HEADER)), cut=size > MAX_HEADER)
-    tensor_count, entry_count = _counts(reader)
-    metadata = _metadata(reader, entry_count)
-    table = [_tensor(reader) for _ in range(tensor_count)]
+        reader = _Reader(file, min(size, MAX_HEADER), cut=size > MAX_HEADER)
+        tensor_count, entry_count = _counts(reader)
+        metadata = _metadata(reader, entry_count)
+        table = [_tensor(reader) for _ in range(tensor_count)]
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
         raise LoadError(f"general.alignment is {shorten(alignment)}, not a power of two")
@@ -93,14 +93,14 @@ def read_header(path: Path) -> Header:
 
 
 class _Reader:
-    """Reads the first bytes of a file once, from their start. A vocabulary has 300 000 texts and merges."""
+    """Reads a file once from its start, at most to its end or the limit."""
 
-    def __init__(self, data: bytes, *, cut: bool) -> None:
-        self.position, self._data, self._cut = 0, data, cut
+    def __init__(self, file: BinaryIO, limit: int, *, cut: bool) -> None:
+        self.position, self._file, self._limit, self._cut = 0, file, limit, cut
 
     def take(self, count: int, what: str) -> bytes:
         """Return the next bytes."""
-        data = self._data[self.position : self.position + count]
+        data = self._file.read(count) if count <= self._limit - self.position else b""
         if len(data) < count:
             why = f"is larger than {MAX_HEADER >> 20} MiB" if self._cut else "is cut off"
             raise LoadError(f"its header {why} (in {what})")

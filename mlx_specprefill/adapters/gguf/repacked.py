@@ -12,7 +12,6 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Mapping
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,13 @@ import mlx.core as mx
 
 from ..._files import make_unsaved
 from ...stored import REPACKED_FROM, files_digest
+from ..pieces import bring_into_memory
 
 log = logging.getLogger(__name__)
 _STATE = "state"
 _VERSION = 1  # of the conversion: other arrays from the same file need another number
 _SMALLEST = 256 << 20  # bytes of a GGUF file; smaller ones are converted in two seconds
 _FREE = 10  # a tenth of the disk stays free
-_PIECE = 128 << 20  # bytes that are read at once
 
 
 class Repacked:
@@ -54,7 +53,7 @@ class Repacked:
             arrays, metadata = loaded
             if metadata.get(_STATE) != self._state:
                 return None
-            _read_all(arrays, on_progress)
+            bring_into_memory(arrays.values(), on_progress)
         except (OSError, ValueError, RuntimeError) as error:
             log.warning("%s can't be read, so the weights are repacked: %s", self._file, error)
             return None
@@ -93,14 +92,3 @@ def _state_of(source: Path) -> str:
     repacking saves.
     """
     return f"{_VERSION}, {files_digest(source)}, {source.stat().st_mtime_ns}"
-
-
-def _read_all(arrays: Mapping[str, mx.array], on_progress: Callable[[int, int], None]) -> None:
-    ends = list(accumulate(array.nbytes for array in arrays.values()))
-    piece: list[mx.array] = []
-    for array, end in zip(arrays.values(), ends, strict=True):
-        piece.append(array)
-        if sum(each.nbytes for each in piece) >= _PIECE or end == ends[-1]:
-            mx.eval(piece)
-            on_progress(end, ends[-1])
-            piece = []

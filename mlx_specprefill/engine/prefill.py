@@ -260,7 +260,7 @@ class Prefiller:
         selection = self.select(text, scores, plan, 0, L)
         missing = missing_of(selection, is_held, self.config.selection.stands_out)
         most = max(_LEAST_RECALL, int(self.config.policy.recall_share * selection.kept.size))
-        return strongest(missing, selection.asked, most)
+        return strongest(missing, selection.token_scores, most)
 
     def _begin_drafting(self, active: ActiveRequest, scores: Scores | None) -> Generator[Progress, None, None]:
         """Prepare the draft to propose the answer from the cache of its scoring, if it will."""

@@ -51,7 +51,7 @@ class SharedMemory:
         self.loading = 0
         self._sharers: list[Sharer] = []
         self._spare_before: int | None = None  # MLX's own limit
-        self._asked: dict[tuple[Sharer, int], float] = {}  # when, by the monotonic clock; for which request
+        self._waiting_since: dict[tuple[Sharer, int], float] = {}  # when, by the monotonic clock; for which request
 
     def join(self, sharer: Sharer) -> None:
         """Add an engine whose models are loaded. Their bytes no longer count as loading."""
@@ -147,14 +147,14 @@ class SharedMemory:
             return True
         if self.on_pressure is None or self.missing(need) <= 0:
             return False
-        if (sharer, uid) not in self._asked:
-            self._asked[sharer, uid] = time.monotonic()
+        if (sharer, uid) not in self._waiting_since:
+            self._waiting_since[sharer, uid] = time.monotonic()
             self.on_pressure(need)
-        return time.monotonic() - self._asked[sharer, uid] < _PATIENCE_S
+        return time.monotonic() - self._waiting_since[sharer, uid] < _PATIENCE_S
 
     def forget(self, sharer: Sharer, uid: int) -> None:
         """Forget that memory was asked for: the request has it, or has ended."""
-        self._asked.pop((sharer, uid), None)
+        self._waiting_since.pop((sharer, uid), None)
 
     def _others(self, sharer: Sharer | None) -> Iterable[Sharer]:
         return sorted((one for one in self._sharers if one is not sharer), key=lambda one: one.last_use)

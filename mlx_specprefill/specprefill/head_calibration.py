@@ -396,11 +396,11 @@ def _render(
         messages = [{"role": "user", "content": content}]
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     start = max(text.rfind(content), 0)
-    asked, told = start + len(item.document) + 2, start + item.document.index(item.gold)
+    question, gold = start + len(item.document) + 2, start + item.document.index(item.gold)
     spans = {
         "document": (start, start + len(item.document)),
-        "question": (asked, asked + len(item.question)),
-        "gold": (told, told + len(item.gold)),
+        "question": (question, question + len(item.question)),
+        "gold": (gold, gold + len(item.gold)),
     }
     ends = sorted({end for span in spans.values() for end in span})
     # Tokenized in one piece. A range is found by the number of tokens before it.

@@ -226,10 +226,10 @@ def _last_turn(spans: Sequence[PromptSpan], prompt_len: int) -> Iterator[ForcedR
     message: of older messages the ends are kept.
     """
     users = [i for i, span in enumerate(spans) if span.kind == "user"]
-    asked = users[-1] if users else len(spans) - 1
-    yield from _ends(spans[asked], prompt_len, USER_HEAD, USER_TAIL, "last user message")
+    newest = users[-1] if users else len(spans) - 1
+    yield from _ends(spans[newest], prompt_len, USER_HEAD, USER_TAIL, "last user message")
     whole = _share(prompt_len, USER_WHOLE)
-    for span in reversed(spans[asked + 1 :]):
+    for span in reversed(spans[newest + 1 :]):
         if span.kind == "tool":
             yield from _ends(span, prompt_len, (TOOL_HEAD, 1), (TOOL_TAIL, 1), "tool result", whole)
         else:

@@ -63,8 +63,8 @@ def repeated_question_spans(
     if called is not None:
         said = max(called.content_start, called.content_end - config.question_rows[1])
         places += [(called.start, called.content_start), (said, called.end)]
-    asked = max(user.content_start, question_span(user.content_end, config, units=units)[0])
-    places += [(user.start, user.content_start), (asked, user.end)]
+    question = max(user.content_start, question_span(user.content_end, config, units=units)[0])
+    places += [(user.start, user.content_start), (question, user.end)]
     return tuple((start, end) for start, end in places if start < end)
 
 

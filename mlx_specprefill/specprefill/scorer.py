@@ -177,11 +177,11 @@ class HeadScorer:
             capture = self._capture(M)
             yield from read_prompt(draft, task, M, task.question, capture.of_passage)
             rows = capture.attention
-        asked = self._asked(draft, task, end) if task.asks else None  # queued before the host waits for `rows`
+        by_line = self._read_asks(draft, task, end) if task.asks else None  # queued before the host waits for `rows`
         importance = self._importance(rows, task.template[None, :end])[0]
         words = f"{len(self.heads.heads)} calibrated heads, {self.heads.depth} of {self.heads.layers} layers"
-        if asked is not None:
-            importance = with_asked(importance, self._by_asks(task, asked, end), task.asks)
+        if by_line is not None:
+            importance = add_asks(importance, self._by_asks(task, by_line, end), task.asks)
             words += f", {len(task.asks)} more lines that may ask"
         return Scores(importance, "draft", words, (), task.cache)
 
@@ -210,7 +210,7 @@ class HeadScorer:
         snapshot.take_back(Q, Q)
         return {key: row[..., :end] for key, row in capture.attention.items()}
 
-    def _asked(self, draft: nn.Module, task: ScoringInput, end: int) -> dict[tuple[int, int], mx.array]:
+    def _read_asks(self, draft: nn.Module, task: ScoringInput, end: int) -> dict[tuple[int, int], mx.array]:
         """Return the attention of each line that may ask to the first tokens, (P, end) per (call, head), queued."""
         indices = [np.arange(ask.start, ask.end) for ask in task.asks]
         numbers = np.repeat(np.arange(len(indices)), [part.size for part in indices])
@@ -246,7 +246,7 @@ class HeadScorer:
         return found[:-1].reshape(template.shape)
 
 
-def with_asked(importance: Floats, asked: Floats, asks: Sequence[Ask]) -> Floats:
+def add_asks(importance: Floats, by_line: Floats, asks: Sequence[Ask]) -> Floats:
     """Return the importance (M,) by the question and by the lines that may ask, (P, M).
 
     A line that asks looks at one place, and a line that does not at many, so of several lines the most counts. Lines
@@ -255,10 +255,10 @@ def with_asked(importance: Floats, asked: Floats, asks: Sequence[Ask]) -> Floats
     """
     weights = np.array([ask.weight for ask in asks], dtype=np.float32)
     marked = weights > 1
-    total: Floats = importance + (weights[marked, None] * asked[marked]).max(axis=0, initial=0.0)
+    total: Floats = importance + (weights[marked, None] * by_line[marked]).max(axis=0, initial=0.0)
     if marked.all():
         return total
-    others = asked[~marked].max(axis=0)
+    others = by_line[~marked].max(axis=0)
     best_first, ranks = np.argsort(-others), np.arange(others.size) * _QUESTIONS_PART
     raised = np.empty_like(others)
     raised[best_first] = np.sort(importance)[::-1][np.minimum(ranks, others.size - 1)]

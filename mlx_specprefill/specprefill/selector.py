@@ -26,7 +26,7 @@ class Selection:
     Attributes:
         kept: prompt indices of the kept tokens, ascending and unique, int32 (N,).
         forced: tokens kept at any score, bool (M,).
-        asked: importance of each token, without smoothing across the end of a line, float32 (M,).
+        token_scores: importance of each token, without smoothing across the end of a line, float32 (M,).
         chunk_scores: scores of the chunks, float32 (C,).
         chunk_forced: chunks with forced tokens only (C,).
         chunk_chosen: chunks kept for their score (C,).
@@ -35,7 +35,7 @@ class Selection:
 
     kept: Indices
     forced: Bools
-    asked: Floats
+    token_scores: Floats
     chunk_scores: Floats
     chunk_forced: Bools
     chunk_chosen: Bools
@@ -85,7 +85,7 @@ def _pieces(units: Indices, length: int, limit: int) -> tuple[Indices, Indices]:
 
 
 def select_chunks(
-    chunk_scores: Floats, forced: Bools, keep: Fraction, chunk_size: int, asked: Floats | None = None
+    chunk_scores: Floats, forced: Bools, keep: Fraction, chunk_size: int, token_scores: Floats | None = None
 ) -> Selection:
     """Keep ceil(C * keep) chunks, best score first, ties to the lower index, plus every forced token.
 
@@ -97,7 +97,7 @@ def select_chunks(
         chunk_scores: (C,) finite.
         forced: (M,) per token, with ceil(M / chunk_size) == C.
         keep: share of chunks in [0, 1], exact: the ceiling of a float product is wrong for some shares.
-        asked: as in `Selection`; None: the score of the token's chunk.
+        token_scores: as in `Selection`; None: the score of the token's chunk.
     """
     M, C = forced.size, chunk_scores.size
     starts = np.arange(0, M, chunk_size)
@@ -111,8 +111,8 @@ def select_chunks(
     chosen[ranked[: min(count, C - int(chunk_forced.sum()))]] = True
     tokens = np.repeat(chosen, chunk_size)[:M] | forced
     kept = np.flatnonzero(tokens).astype(np.int32)
-    asked = np.repeat(chunk_scores, chunk_size)[:M] if asked is None else asked
-    return Selection(kept, forced, asked, chunk_scores, chunk_forced, chosen, chunk_size)
+    token_scores = np.repeat(chunk_scores, chunk_size)[:M] if token_scores is None else token_scores
+    return Selection(kept, forced, token_scores, chunk_scores, chunk_forced, chosen, chunk_size)
 
 
 def select_tokens(
@@ -123,13 +123,13 @@ def select_tokens(
     Args:
         forced: (M,) per token.
     """
-    scores, asked = chunk_means(importance, config.chunk_size), importance
+    scores, token_scores = chunk_means(importance, config.chunk_size), importance
     if config.by_sentence:
         weights = by_sentence(importance, text.units, config)
         scores = np.maximum(scores, np.maximum.reduceat(weights, np.arange(0, importance.size, config.chunk_size)))
-        asked = np.minimum(importance, weights)
+        token_scores = np.minimum(importance, weights)
         _raise_headings(scores, text.headings, config.chunk_size)
-    return select_chunks(scores, forced, keep, config.chunk_size, asked)
+    return select_chunks(scores, forced, keep, config.chunk_size, token_scores)
 
 
 def _raise_headings(scores: Floats, headings: Indices, size: int) -> None:
@@ -163,11 +163,11 @@ def missing_of(selection: Selection, held: Bools, stands_out: float) -> Indices:
     L, size = held.size, selection.chunk_size
     if held.all():
         return np.zeros(0, dtype=np.int32)
-    asked, forced = selection.asked[:L], selection.forced[:L]
+    token_scores, forced = selection.token_scores[:L], selection.forced[:L]
     chosen = np.repeat(selection.chunk_chosen, size)[:L]
-    others = asked[~chosen & ~forced]
+    others = token_scores[~chosen & ~forced]
     ordinary = float(np.quantile(others, _ORDINARY)) if others.size else 0.0
-    standing = chosen & ~forced & ~held & (asked > 0) & (asked >= stands_out * ordinary)
+    standing = chosen & ~forced & ~held & (token_scores > 0) & (token_scores >= stands_out * ordinary)
     starts = np.arange(0, L, size)
     near = np.logical_or.reduceat(standing, starts)
     whole = np.logical_and.reduceat(chosen, starts)
@@ -178,14 +178,14 @@ def missing_of(selection: Selection, held: Bools, stands_out: float) -> Indices:
     return np.flatnonzero(np.repeat(near, size)[:L] & chosen & ~held).astype(np.int32)
 
 
-def strongest(tokens: Indices, asked: Floats, most: int) -> Indices:
+def strongest(tokens: Indices, token_scores: Floats, most: int) -> Indices:
     """Return the runs of tokens with the highest importance, at most `most` tokens.
 
     Args:
         tokens: prompt indices, ascending int32.
-        asked: importance (M,).
+        token_scores: importance (M,).
     """
-    runs = sorted(_runs(tokens), key=lambda run: -float(asked[run].max()))
+    runs = sorted(_runs(tokens), key=lambda run: -float(token_scores[run].max()))
     return np.sort(np.concatenate([tokens[:0], *runs])[:most])
 
 

@@ -368,7 +368,7 @@ def test_every_request_has_its_own_patience(monkeypatch: pytest.MonkeyPatch) -> 
             assert not memory.can_be_freed(500 + uid, own, uid)
         memory.forget(own, uid)
     assert asked == [500, 501, 502]
-    assert not memory._asked
+    assert not memory._waiting_since
 
 
 def limit_of(*engines: Engine, requests: int) -> int:

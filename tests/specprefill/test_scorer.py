@@ -21,9 +21,9 @@ from mlx_specprefill.specprefill.scorer import (
     AROUND,
     HeadScorer,
     PaperScorer,
+    add_asks,
     importance_of,
     scorer_for,
-    with_asked,
 )
 from tests.support.precision import assert_close, numbers
 from tests.support.scoring import scoring_input
@@ -519,7 +519,7 @@ def test_lines_without_a_mark_take_a_third_of_what_is_chosen_at_most(seed):
     rng = np.random.default_rng(seed)
     importance, asked = rng.random(300, dtype=np.float32), 100 * rng.random((3, 300), dtype=np.float32)
     asked[:, 200:] = 0
-    found = with_asked(importance, asked, [Ask(0, 3, 1.0), Ask(3, 6, 1.0), Ask(6, 9, 1.0)])
+    found = add_asks(importance, asked, [Ask(0, 3, 1.0), Ask(3, 6, 1.0), Ask(6, 9, 1.0)])
     assert np.array_equal(found[200:], importance[200:])
     assert (found >= importance).all()
     for chosen in (3, 30, 90):
@@ -530,10 +530,10 @@ def test_lines_without_a_mark_take_a_third_of_what_is_chosen_at_most(seed):
 
 def test_a_line_with_a_mark_adds_all_of_its_weight_and_no_number_stays_none():
     importance, asked = np.float32([1, 2, 3, 4]), np.float32([[4, 0, 0, 0], [0, 5, 0, 0]])
-    assert with_asked(importance, asked, [Ask(0, 3, 3.0), Ask(3, 6, 3.0)]).tolist() == [13, 17, 3, 4]
-    assert with_asked(importance, asked, [Ask(0, 3, 3.0), Ask(3, 6, 1.0)]).tolist() == [13, 4, 3, 4]
+    assert add_asks(importance, asked, [Ask(0, 3, 3.0), Ask(3, 6, 3.0)]).tolist() == [13, 17, 3, 4]
+    assert add_asks(importance, asked, [Ask(0, 3, 3.0), Ask(3, 6, 1.0)]).tolist() == [13, 4, 3, 4]
     asked[1, 2] = np.nan
-    assert np.isnan(with_asked(importance, asked, [Ask(0, 3, 3.0), Ask(3, 6, 1.0)])[2])
+    assert np.isnan(add_asks(importance, asked, [Ask(0, 3, 3.0), Ask(3, 6, 1.0)])[2])
 
 
 def spans_of(*kinds_and_lengths):

@@ -253,7 +253,7 @@ def test_what_is_carried_over_the_end_of_a_line_is_not_asked_for():
     text, forced = text_of(range(0, 80, 20)), np.zeros(80, dtype=bool)
     selection = select_tokens(importance, forced, text, Fraction(3, 10), SelectionConfig(chunk_size=4))
     assert set(range(24, 44)) <= set(selection.kept.tolist())
-    assert selection.asked[[24, 39, 40]].tolist() == pytest.approx([60, 60, (4 * 20 + 9) / 13])
+    assert selection.token_scores[[24, 39, 40]].tolist() == pytest.approx([60, 60, (4 * 20 + 9) / 13])
 
 
 def test_a_sentence_that_goes_on_brings_its_next_chunk_and_a_new_one_does_not():
@@ -315,7 +315,7 @@ def test_the_papers_chunks_compete_by_their_means_alone():
     selection = select_tokens(importance, forced, text_of(np.arange(0, 300, 24)), Fraction(1, 5), rule)
     means = [float(importance[start : start + 32].mean(dtype=np.float64)) for start in range(0, 300, 32)]
     assert selection.kept.tolist() == brute_force(means, forced.tolist(), Fraction(1, 5), 32)
-    np.testing.assert_array_equal(selection.asked, importance)
+    np.testing.assert_array_equal(selection.token_scores, importance)
     assert replace(SelectionConfig(sentence_limit=50), chunk_size=32, by_sentence=False) == rule
 
 

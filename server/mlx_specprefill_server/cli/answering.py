@@ -124,7 +124,7 @@ def _state(chunk: ChunkInfo) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class CliPrompt:
     """A prompt on the command line, and how it is to be read and answered.
 
     Attributes:
@@ -155,10 +155,10 @@ class Asked:
         )
 
 
-def answer(chosen: Pair, dtype: DtypeName, settings: Settings, asked: Asked) -> None:
+def answer(chosen: Pair, dtype: DtypeName, settings: Settings, prompt: CliPrompt) -> None:
     """Answer the prompt, and show the time of each stage."""
     with load_engine(chosen, dtype, settings, settings.engine_config()) as engine:
-        _answer(engine, asked.request(engine.pair))
+        _answer(engine, prompt.request(engine.pair))
 
 
 def _answer(engine: Engine, request: GenerationRequest) -> None:
@@ -178,10 +178,10 @@ def _answer(engine: Engine, request: GenerationRequest) -> None:
     console.print(stage_summary(last.report, last.completion_tokens), markup=False, highlight=False)
 
 
-def inspect(chosen: Pair, dtype: DtypeName, settings: Settings, asked: Asked, *, dropped_too: bool) -> None:
+def inspect(chosen: Pair, dtype: DtypeName, settings: Settings, prompt: CliPrompt, *, dropped_too: bool) -> None:
     """Show which chunks of the prompt the draft would keep."""
     with load_engine(chosen, dtype, settings, settings.engine_config()) as engine:
-        request = asked.request(engine.pair)
+        request = prompt.request(engine.pair)
         with StageBars(notes()) as bars:
             inspection = engine.inspect(request, bars.show)
         _show(inspection, explain_chunks(engine.pair.tokenizer, request.prompt, inspection), dropped_too=dropped_too)

@@ -47,7 +47,8 @@ def generate(
             **ONE_SHOT,
         )
         work = import_module(".answering", __package__)
-        work.answer(chosen, models.dtype, settings, work.Asked(text, question, raw, options, max_tokens, temperature))
+        prompt = work.CliPrompt(text, question, raw, options, max_tokens, temperature)
+        work.answer(chosen, models.dtype, settings, prompt)
 
 
 @takes_pair
@@ -80,8 +81,8 @@ def inspect(
         chosen = choose_here(models)
         settings = make_settings(chosen, rule=rule, **ONE_SHOT)
         work = import_module(".answering", __package__)
-        asked = work.Asked(text, question, raw, options)
-        work.inspect(chosen, models.dtype, settings, asked, dropped_too=show_dropped)
+        prompt = work.CliPrompt(text, question, raw, options)
+        work.inspect(chosen, models.dtype, settings, prompt, dropped_too=show_dropped)
 
 
 def _show_misses(answers: Iterable[Mapping[str, Any]]) -> None:

@@ -166,10 +166,10 @@ class EnforceableSchema:
 
     def _is_refused(self, schema: Schema, words: Sequence[str]) -> bool:
         """Ask the grammar library about some words of a schema."""
-        asked = {word: schema[word] for word in ("type", *words) if word in schema}
-        if isinstance(named := asked.get("patternProperties"), dict):
-            asked["patternProperties"] = dict.fromkeys(named, True)
-        text = dumps({**asked, "x-guidance": {"lenient": False}}).decode()
+        subset = {word: schema[word] for word in ("type", *words) if word in schema}
+        if isinstance(named := subset.get("patternProperties"), dict):
+            subset["patternProperties"] = dict.fromkeys(named, True)
+        text = dumps({**subset, "x-guidance": {"lenient": False}}).decode()
         return bool(self._objection_to(f"start: %json {text}"))
 
     def _exclusive(self, branches: Sequence[Any]) -> bool:

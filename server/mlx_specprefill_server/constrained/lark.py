@@ -22,7 +22,7 @@ _COMPACT = {
     "lenient": True,  # what can't be enforced has been left out by name; other words say nothing
 }
 LARGEST = 1 << 20  # characters of a grammar, as in the library; a larger one is not even built
-_MOST_ASKED = 256  # grammars of which it is asked whether they can be followed; each takes milliseconds
+_MOST_CHECKED = 256  # grammars that are checked whether they can be followed; each takes milliseconds
 _ESCAPED_OR_SPECIAL = re.compile(r"\\.|/|\n", re.DOTALL)
 
 
@@ -43,7 +43,7 @@ class Lark:
         self._rules: dict[str, str] = {}
         self._names: dict[tuple[str, str, str], str] = {}
         self._field = field
-        self._size = self._asked = 0
+        self._size = self._checked = 0
         markers = sorted(filter(None, special), key=len, reverse=True)
         self._markers = re.compile(f"({'|'.join(map(re.escape, markers))})") if markers else None
 
@@ -123,8 +123,8 @@ class Lark:
 
     def objection(self, grammar: str) -> str:
         """Return why no text can follow a grammar, "" if one can or after too many questions."""
-        self._asked += 1
-        return grammar_error(grammar) if self._asked <= _MOST_ASKED else ""
+        self._checked += 1
+        return grammar_error(grammar) if self._checked <= _MOST_CHECKED else ""
 
     def regex(self, pattern: str) -> str:
         """Return text that matches a regular expression as a whole."""

@@ -48,10 +48,10 @@ def parse_response_format(body: Mapping[str, Any]) -> OutputFormat | None:
     Raises:
         InvalidRequestError: names the field; also when two fields ask for something.
     """
-    asked = {
+    requested = {
         name: read(body[name], name) for name, read in _READERS.items() if body.get(name) not in (None, "", {}, [])
     }
-    formats = {name: output for name, output in asked.items() if output is not None}
+    formats = {name: output for name, output in requested.items() if output is not None}
     if len(formats) > 1:
         raise refusal(list(formats)[1], f"can't be combined with {next(iter(formats))}")
     return next(iter(formats.values()), None)

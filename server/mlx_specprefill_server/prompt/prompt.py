@@ -204,8 +204,8 @@ class PromptBuilder:
         marked = mark(fitted.messages, fitted.rendered, fitted.render)
         missing = map(fitted.unescape, islice(left_out(fitted.messages, fitted.rendered, marked), MOST_NAMED))
         sentences = (*fitted.left_out, *missing)
-        asked = [message["content"] for message in conversation.messages if message["role"] == "user"]
-        words = about_everything(asked[-1]) if asked else None
+        questions = [message["content"] for message in conversation.messages if message["role"] == "user"]
+        words = about_everything(questions[-1]) if questions else None
         waiting = conversation.waiting
         deferred = (len(waiting), sum(self._tool_tokens(dumps(tool)) for tool in waiting)) if waiting else (0, 0)
         if offsets is None:

@@ -1,14 +1,18 @@
-"""Files: the limit on open ones, atomic replacement, and folders that are not backed up."""
+"""Files: the limit on open ones, JSON objects, atomic replacement, and folders that are not backed up."""
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import resource
 import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+log = logging.getLogger(__name__)
 _MLX_LM_LIMITS = (2048, 4096)
 _WANTED = 2048  # open files: checkpoints have many shards, and the usual limit of macOS is 256
 
@@ -46,6 +50,18 @@ def make_unsaved(folder: Path, mode: int = 0o777) -> None:
     if is_new and sys.platform == "darwin":
         with suppress(OSError, subprocess.SubprocessError):  # a backup that is larger does no harm
             subprocess.run(("/usr/bin/tmutil", "addexclusion", str(folder)), capture_output=True, timeout=10)
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """Return the JSON object in a file. It is empty if there is none, or, with a warning, if it can't be read."""
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        log.warning("%s can't be read: its values are learnt anew", file)
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def replace_text(file: Path, text: str) -> None:

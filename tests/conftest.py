@@ -24,7 +24,7 @@ ASIDE = ("evals", "recording", "selftest", "training", "web")  # only with --all
 REPRESENTATIVE = frozenset({"llama", "qwen3_5"})  # in every run: plain attention, and a recurrent hybrid
 IN_ENGINES = frozenset({"llama"})  # all else that differs between models, the other folders test
 SHARES_A_SERVER = ("clients", "distributed", "e2e", "web")  # between the tests of a file
-TURNS = {"nightly": 20, "extended": 4}  # until each of these tests was taken
+TURNS = {"nightly": 20, "extended": 8}  # until each of these tests was taken
 ROUNDED_TURNS = 10  # in rounded arithmetic
 # What rounding may break: with `--dtype rounded` these run, and no others.
 ROUNDED = frozenset(

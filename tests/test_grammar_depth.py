@@ -83,7 +83,9 @@ def test_what_is_refused_before_it_is_compiled(grammar: str, said: str) -> None:
         depth_of(grammar)
 
 
-@pytest.mark.parametrize("count", [50, pytest.param(2000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "count", [12, pytest.param(50, marks=pytest.mark.extended), pytest.param(2000, marks=pytest.mark.nightly)]
+)
 def test_no_hostile_grammar_schema_or_tool_ends_the_process(count: int) -> None:
     """On the smallest stack that a thread has anywhere."""
     command = [sys.executable, "-m", "tests.support.hostile", str(count), str(count)]

@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import product
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import mlx.core as mx
@@ -27,7 +26,7 @@ import numpy as np
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from .._files import replace_text
+from .._files import read_object, replace_text
 from ..cache.positioned import leaves
 from ..cache.prefix.identity import model_identity
 from ..config import EngineConfig
@@ -239,7 +238,7 @@ class CostModel:
         """Load the stored costs of these models on this machine. MLX thread only."""
         if self._file is None:
             return
-        stored = _read(self._file).get(self._key)
+        stored = read_object(self._file).get(self._key)
         for kind, learnt in self._learnt.items():
             if (known := _stored_cost(stored, kind)) is not None:
                 learnt.assume(known)
@@ -253,7 +252,7 @@ class CostModel:
         self._stored = count
         found = {kind: learnt.cost for kind, learnt in self._learnt.items() if learnt.count}
         costs = {kind: [cost.fixed, cost.token, cost.pair] for kind, cost in found.items() if cost.token or cost.fixed}
-        stored = _read(self._file)
+        stored = read_object(self._file)
         if isinstance(before := stored.get(self._key), dict):  # what did not run this time is still known
             costs = before | costs
         try:
@@ -323,18 +322,6 @@ def _without(whole: ForwardCost, first: ForwardCost) -> ForwardCost:
     """Return the cost of the layers behind the first ones."""
     parts = ((whole.fixed, first.fixed), (whole.token, first.token), (whole.pair, first.pair))
     return ForwardCost(*(max(0.0, all_of_it - some) for all_of_it, some in parts))
-
-
-def _read(file: Path) -> dict[str, Any]:
-    """Return the stored costs by key; empty if the file can't be read."""
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(file.read_text())
-    except (OSError, ValueError):
-        log.warning("%s can't be read: costs are learnt anew", file)
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _stored_cost(stored: Any, kind: str) -> ForwardCost | None:

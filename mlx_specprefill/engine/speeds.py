@@ -7,9 +7,9 @@ import logging
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from .._files import replace_text
+from .._files import read_object, replace_text
 
 log = logging.getLogger(__name__)
 TOKENS = 8192  # of the prompt whose speed is kept
@@ -36,7 +36,7 @@ def keep_speed(file: Path, model: str, speed: float) -> None:
     Args:
         model: the model, dtype and device, which have to be equal in a comparison.
     """
-    stored = _read(file)
+    stored = read_object(file)
     here = ", ".join(f"{name} {version(name)}" for name in ("mlx-specprefill", "mlx", "mlx-lm"))
     known = stored.get(model)
     others = {name: each for name, each in known.items() if name != here} if isinstance(known, dict) else {}
@@ -48,17 +48,9 @@ def keep_speed(file: Path, model: str, speed: float) -> None:
 
 def slower_models(file: Path) -> Iterator[Slowdown]:
     """Yield the models whose latest version reads over 20 % slower than the one before."""
-    for model, known in _read(file).items():
+    for model, known in read_object(file).items():
         speeds = list(known.items())[-2:] if isinstance(known, dict) else []
         if len(speeds) == 2 and all(isinstance(speed, int | float) for _, speed in speeds):
             (earlier, before), (_, now) = speeds
             if now < _SLOWER * before:
                 yield Slowdown(model, earlier, before, now)
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        stored = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return stored if isinstance(stored, dict) else {}

@@ -14,7 +14,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "server")]
 
 from tests.clients.packages import PACKAGES, connect  # noqa: E402
-from tests.support.scripted import save_scripted  # noqa: E402
+from tests.support.scripted import save_scripted, scripts_in  # noqa: E402
 from tests.support.serving import start  # noqa: E402
 
 from .proxy import Recorder, running  # noqa: E402
@@ -37,10 +37,11 @@ def main() -> int:
     out.parent.mkdir(parents=True, exist_ok=True)
     out.unlink(missing_ok=True)
     prompt = options.prompt or f"Please do script:{package.script} now."
-    with tempfile.TemporaryDirectory() as name, server(options.url, Path(name)) as (url, key):
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         home, work = Path(name, "home"), options.work or Path(name, "work")
         for folder in (home, work):
             folder.mkdir(exist_ok=True)
+        url, key = stack.enter_context(server(options.url, Path(name), work))
         recorder = Recorder(out, [key])
         with running(url, recorder) as address:
             connect(home, options.agent, "--url", address, *(("--api-key", key) if key else ()), "--write")
@@ -69,12 +70,12 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
 
 
 @contextmanager
-def server(url: str | None, folder: Path) -> Iterator[tuple[str, str]]:
+def server(url: str | None, folder: Path, work: Path) -> Iterator[tuple[str, str]]:
     """Yield the address and key of the running server, or of a scripted model until the block ends."""
     if url is not None:
         yield url, ""
         return
-    model = save_scripted(folder / "model")
+    model = save_scripted(folder / "model", scripts=scripts_in(work))
     with start(folder / "log", model, None, "--model-alias", "scripted", "--api-key", KEY) as running_server:
         yield running_server.base, KEY
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from .config_files import Values
 
@@ -17,6 +18,23 @@ _ID = "mlx-specprefill"  # the id of our entry among an agent's providers
 _KEY_VARIABLE = "MLX_SPECPREFILL_API_KEY"
 _PATIENCE_MS = 3_000_000  # milliseconds, for a long prompt on a slow machine
 _MOST_OUTPUT = 8192  # tokens; agents plan their compaction by it
+_CODEX_INSTRUCTIONS = """You are a coding agent in the Codex CLI, on the user's own machine.
+Work until the task is done: look at the files that it concerns, change them, and run what shows that it is right.
+Keep to the task and to the style of the code around it. Say in one sentence before a call what it is for, and in a
+few at the end what you changed. Don't commit, and don't undo changes of the user's, unless you are asked to.
+
+Edit files with apply_patch. Its input is a patch of this form:
+*** Begin Patch
+*** Update File: path/of/file.py
+@@ def name_of_the_function():
+ a line of context
+-a line to be removed
++a line to be added
+*** Add File: path/of/new_file.py
++each line of it
+*** Delete File: path/of/old_file.py
+*** End Patch
+Paths are relative. Give three lines of context above and below each change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +92,40 @@ def _codex(server: RunningServer) -> Setup:
         "stream_idle_timeout_ms": _PATIENCE_MS,
         "experimental_bearer_token": server.key,
     }
+    folder = _home("CODEX_HOME", ".codex")
+    catalogue = folder / f"{_ID}.json"
     values = {
         "model": server.model,
         "model_provider": _ID,
+        "model_catalog_json": catalogue.name,  # beside this file
         "model_context_window": server.window,
         "model_providers": {_ID: provider},
     }
-    note = "Codex says at its start that it does not know the model; the window above is what it goes by."
-    return Setup({_home("CODEX_HOME", ".codex") / "config.toml": values}, notes=(note,))
+    note = f"{catalogue.name} is all that Codex knows of models: for OpenAI's own, take model_catalog_json out again."
+    return Setup({folder / "config.toml": values, catalogue: {"models": [_codex_model(server)]}}, notes=(note,))
+
+
+def _codex_model(server: RunningServer) -> dict[str, Any]:
+    """Return an entry of Codex's catalogue: it has apply_patch and the search for tools for models in there only."""
+    return {
+        "name": _ID,  # means nothing to Codex
+        "slug": server.model,
+        "display_name": server.model,
+        "base_instructions": _CODEX_INSTRUCTIONS,
+        "apply_patch_tool_type": "freeform",
+        "supports_search_tool": True,
+        "shell_type": "unified_exec",
+        "context_window": server.window,
+        "max_context_window": server.window,
+        "truncation_policy": {"mode": "tokens", "limit": 10_000},
+        "input_modalities": ["text"],
+        "supported_reasoning_levels": [],
+        "support_verbosity": False,
+        "experimental_supported_tools": [],
+        "supported_in_api": True,
+        "visibility": "list",
+        "priority": 0,
+    }
 
 
 def _opencode(server: RunningServer) -> Setup:

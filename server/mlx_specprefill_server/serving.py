@@ -101,7 +101,8 @@ async def _answer(
     if tools and not (forced or service.prompts.takes_tools):
         warnings.append("the model's chat template has no place for tools: the model is not told of them")
     constraint: Constraint | None = None
-    if output is not None or forced:
+    free = output is None and not forced  # of a grammar that says where the answer ends
+    if not free:
         make = partial(
             constraint_of,
             output,
@@ -132,7 +133,7 @@ async def _answer(
         forced=forced,
         spent=spent,
         unseen=frozenset(map(tool_name, conversation.waiting)),
-        guarded=(body.loop_guard or service.settings.loop_guard) == "on",
+        guarded=free and (body.loop_guard or service.settings.loop_guard) == "on",
     )
     generation = service.submit([spec], identity, body.cache_salt, warnings, body.answers())
     if prompt.deferred[0]:
@@ -197,7 +198,7 @@ def make_spec(
 
     Args:
         field: field of the body that holds the prompt.
-        guarded: an answer without a grammar that repeats itself is ended.
+        guarded: an answer that repeats itself is ended.
         choices: `parallel`, `forced`, `every_token` and `unseen` of AnswerReader.
         spent: tokens of the answer that were generated before.
 
@@ -226,8 +227,7 @@ def make_spec(
     turn_end = None if ignored else service.engine.pair.turn_end
 
     def reader() -> AnswerReader:
-        free = constraint is None and not body.ignore_eos
-        loops = LoopGuard(service.vocabulary.decode) if guarded and free else None
+        loops = LoopGuard(service.vocabulary.decode) if guarded and not body.ignore_eos else None
         return _reader(service, body, request, parser(), loops, turn_end=turn_end, **choices)
 
     return AnswerSpec(request, reader)

@@ -88,16 +88,19 @@ class Package:
 
 
 _CODEX = ("exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
+_CLAUDE = ("--allowedTools=Bash,Edit", "-p")
 _AIDER = ("--yes-always", "--no-git", "--no-check-update", "--no-analytics", "--no-browser", "--message")
 _OFFLINE = {"OPENCODE_DISABLE_MODELS_FETCH": "1", "OPENCODE_DISABLE_AUTOUPDATE": "1"}
 
 PACKAGES = {
     package.name: package
     for package in (
-        Package("codex", "@openai/codex", "0.169.0", "codex", _CODEX, "codex", 2),
-        Package("opencode", "opencode-ai", "1.18.33", "opencode", ("run",), "opencode", 3, _OFFLINE),  # and a title
-        Package("claude", "@anthropic-ai/claude-code", "2.1.330", "claude", ("--allowedTools=Bash", "-p"), "claude", 2),
-        Package("qwen", "@qwen-code/qwen-code", "0.15.10", "qwen", ("-y", "-p"), "qwen", 2, proxied=False),
+        Package("codex", "@openai/codex", "0.169.0", "codex", _CODEX, "codex", 3),
+        Package("opencode", "opencode-ai", "1.18.33", "opencode", ("run",), "opencode", 4, _OFFLINE),  # and a title
+        Package(
+            "claude", "@anthropic-ai/claude-code", "2.1.330", "claude", ("--allowedTools=Bash,Edit", "-p"), "claude", 3
+        ),
+        Package("qwen", "@qwen-code/qwen-code", "0.15.10", "qwen", ("-y", "-p"), "qwen", 4, proxied=False),
         Package("cline", "cline", "3.0.65", "cline", (), "cline", 2),
         Package("continue", "@continuedev/cli", "1.5.47", "cn", ("--auto", "-p"), "continue", 2),
         Package("aider", "aider-chat", "0.86.2", "aider", _AIDER, "text", 1),

@@ -5,7 +5,9 @@ The server asks for a key, and its streams are full of keep-alives and progress:
 
 from __future__ import annotations
 
+import json
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import cache
@@ -15,7 +17,18 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.scripted import COMMAND, DONE, TEXT, Flavour, save_scripted
+from tests.support.scripted import (
+    CHANGED,
+    COMMAND,
+    DONE,
+    EDITS,
+    NOTE,
+    SEARCHES,
+    TEXT,
+    Flavour,
+    save_scripted,
+    scripts_in,
+)
 from tests.support.serving import Server, start
 from tests.support.waiting import eventually
 
@@ -23,6 +36,7 @@ from ..connecting.test_connect import BEFORE, FILES, JSON
 from .packages import PACKAGES, connect
 
 KEY = "geheim"
+NOTES = Path(__file__).with_name("notes.py")
 CHATTY = """
 from mlx_specprefill_server import report
 from mlx_specprefill_server.cli import main
@@ -37,23 +51,37 @@ pytestmark = [pytest.mark.extended, pytest.mark.timeout(900)]  # the download, a
 
 
 @pytest.fixture(scope="module")
-def chatty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Flavour], Server]]:
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which agents work, one behind the other."""
+    return tmp_path_factory.mktemp("work")
+
+
+@pytest.fixture(scope="module")
+def chatty(tmp_path_factory: pytest.TempPathFactory, work: Path) -> Iterator[Callable[[Flavour], Server]]:
     """The scripted model behind a key, by the format in which it calls tools."""
     with ExitStack() as servers:
 
         @cache
         def serve(flavour: Flavour) -> Server:
             folder = tmp_path_factory.mktemp(f"chatty-{flavour}")
-            model = save_scripted(folder / "model", flavour)
+            model = save_scripted(folder / "model", flavour, scripts_in(work))
             options = ("--model-alias", "scripted", "--api-key", KEY, "--prefill-step", "64")
             return servers.enter_context(start(folder / "log", model, None, *options, program=("-c", CHATTY)))
 
         yield serve
 
 
-def answers(server: Server) -> float:
+def counted(server: Server, name: str) -> float:
     text = httpx.get(f"{server.base}/metrics", headers={"x-api-key": KEY}).text
-    return sum(map(float, re.findall(r"^vllm:request_success_total\{.*\} (.*)$", text, re.M)))
+    return sum(map(float, re.findall(rf"^{name}_total(?:\{{.*\}})? (.*)$", text, re.M)))
+
+
+def answers(server: Server) -> float:
+    return counted(server, "vllm:request_success")
+
+
+def deferred(server: Server) -> float:
+    return counted(server, "specprefill_deferred_tools")
 
 
 def existing(home: Path, agent: str) -> None:
@@ -65,11 +93,11 @@ def existing(home: Path, agent: str) -> None:
 
 @pytest.mark.parametrize("flavour", ["hermes", pytest.param("xml", marks=pytest.mark.nightly)])
 @ALL
-def test_a_task(chatty: Callable[[Flavour], Server], tmp_path: Path, agent: str, flavour: Flavour) -> None:
+def test_a_task(chatty: Callable[[Flavour], Server], tmp_path: Path, work: Path, agent: str, flavour: Flavour) -> None:
     package = PACKAGES[agent]
     package.installed()
-    home, work = tmp_path / "home", tmp_path / "work"
-    work.mkdir()
+    home, result = tmp_path / "home", work / "result.txt"
+    result.unlink(missing_ok=True)
     existing(home, agent)
     server = chatty(flavour)
     connect(home, agent, "--url", server.base, "--api-key", KEY, "--write")
@@ -79,9 +107,41 @@ def test_a_task(chatty: Callable[[Flavour], Server], tmp_path: Path, agent: str,
         assert TEXT in said
     else:
         assert DONE in said
-        assert (work / "result.txt").read_text() == "made by a script", COMMAND
+        written = CHANGED if agent in EDITS else "made by a script"
+        assert result.read_text().strip() == written, COMMAND
     assert eventually(lambda: answers(server) - before >= package.requests)
     assert answers(server) - before == package.requests  # nothing was sent twice
+
+
+def with_notes(home: Path, agent: str) -> None:
+    """Add an MCP server to an agent's configuration."""
+    server = {"command": sys.executable, "args": [str(NOTES)]}
+    if agent == "codex":
+        table = f"\n[mcp_servers.notes]\ncommand = {json.dumps(sys.executable)}\nargs = {json.dumps([str(NOTES)])}\n"
+        (home / FILES[agent]).open("a").write(table)
+        return
+    (home / ".claude.json").write_text(json.dumps({"mcpServers": {"notes": server}}))
+    settings = home / FILES[agent]
+    allowed = {"permissions": {"allow": ["mcp__notes"]}}
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | allowed))
+
+
+@pytest.mark.parametrize("agent", SEARCHES)
+def test_a_tool_of_an_mcp_server_is_searched_for_and_called(
+    chatty: Callable[[Flavour], Server], tmp_path: Path, work: Path, agent: str
+) -> None:
+    package, called = PACKAGES[agent], work / "called.json"
+    package.installed()
+    called.unlink(missing_ok=True)
+    server = chatty("hermes")
+    connect(tmp_path, agent, "--url", server.base, "--api-key", KEY, "--write")
+    with_notes(tmp_path, agent)
+    before = deferred(server)
+    said = package.run(tmp_path, work, f"Please do script:search-{agent} now.")
+    assert NOTE in said
+    params = json.loads(called.read_text())
+    assert (params["name"], params["arguments"]) == ("read_note", {"number": 7})
+    assert (deferred(server) > before) == (agent == "claude")  # Codex does not even send what it has not found
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])

@@ -21,6 +21,7 @@ from mlx_specprefill_server.cli import app
 
 from ..server.conftest import live as live  # the fixtures of the server's tests
 from ..server.fakes import FakeEngine
+from ..server.test_custom_tools import is_patch
 
 TOML = '# mine\nmodel = "theirs" # the usual one\n\n[projects."/work"]\ntrust_level = "trusted"'  # no line end
 JSON = '{\n    "theme": "dark"\n}\n'
@@ -185,6 +186,18 @@ def test_json_with_comments_is_left_alone_and_printed(home: Path, base: str, age
     assert base in done.stdout
     assert "is unchanged" in done.stderr
     assert contents(home) == {FILES[agent]: COMMENTED.encode()}
+
+
+def test_codex_gets_its_own_tools_and_an_example_of_a_patch(home: Path, base: str) -> None:
+    write("codex", base)
+    configured = data(home / FILES["codex"])
+    catalogue = data(home / ".codex" / configured["model_catalog_json"])
+    (model,) = catalogue["models"]
+    assert (model["slug"], model["context_window"]) == (configured["model"], 4096)
+    assert (model["apply_patch_tool_type"], model["supports_search_tool"]) == ("freeform", True)
+    instructions = model["base_instructions"]
+    begin, end = "*** Begin Patch", "*** End Patch\n"
+    assert is_patch(instructions[instructions.index(begin) : instructions.index(end) + len(end)])
 
 
 def test_of_two_files_none_is_written_if_one_cannot_be(home: Path, base: str) -> None:

@@ -467,6 +467,15 @@ def test_all_other_text_is_free(constrained: tuple[Grammars, Any, str], text: st
     assert fed(constrained, text).mask(len(tokenizer()))[tokenizer().eos_token_id]
 
 
+def test_free_text_beside_such_a_tool_is_guarded_against_loops() -> None:
+    fake = FakeEngine(FakePair(tokenizer(), 16_384))
+    fake.says("so it goes and so " * 200)
+    body = ask(client_of(fake), tools=[APPLY])
+    fake.close()
+    assert fake.requests[0].constraint is not None
+    assert body["specprefill"]["ended"].startswith("loop: ")
+
+
 @pytest.mark.parametrize("constrained", ["auto"], indirect=True)
 def test_a_call_can_not_end_before_its_patch(constrained: tuple[Grammars, Any, str]) -> None:
     state = fed(constrained, f'{OPENED}ents": {{"input": "*** Begin Patch\\n*** Delete File: a\\n')

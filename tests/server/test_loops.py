@@ -20,6 +20,7 @@ CHAT = "/v1/chat/completions"
 HI = [{"role": "user", "content": "Hi"}]
 PERIOD = "so it goes and so "  # a byte is a token
 FENCE = "```python\n"
+TOOL = {"type": "function", "function": {"name": "edit"}}
 
 
 def caught(text: str) -> int | None:
@@ -104,6 +105,7 @@ def test_the_answer_says_why(engine: FakeEngine) -> None:
         ({"loop_guard": "off"}, {"loop_guard": "on"}, True),
         ({}, {"response_format": {"type": "json_object"}}, False),
         ({}, {"ignore_eos": True}, False),
+        ({}, {"tools": [TOOL], "tool_choice": "required"}, False),
     ],
 )
 def test_who_decides(engine: FakeEngine, settings: Any, fields: Any, ended: bool) -> None:

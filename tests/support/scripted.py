@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -24,9 +24,13 @@ import numpy.typing as npt
 from tokenizers import AddedToken, Tokenizer
 
 __all__ = [
+    "CHANGED",
     "COMMAND",
     "DONE",
+    "EDITS",
+    "NOTE",
     "SCRIPTS",
+    "SEARCHES",
     "SHELLS",
     "TEXT",
     "Call",
@@ -34,6 +38,7 @@ __all__ = [
     "Script",
     "Turn",
     "save_scripted",
+    "scripts_in",
     "written",
 ]
 
@@ -45,7 +50,8 @@ CONTEXT = 131_072
 HIDDEN = 128
 SHARPNESS = 30.0  # the logit of the right token; wrong ones stay below half of it
 FIRST_TAG = 0xE000  # private use: tokens that read alike differ in an invisible last character, which decoding removes
-MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")  # tokens of their own, as in real vocabularies
+CALL, END_CALL = "<tool_call>", "</tool_call>"
+MARKS = ("<think>", "</think>", CALL, END_CALL)  # tokens of their own, as in real vocabularies
 TEXT = "Hello! The answer is 42, as everybody knows."
 
 
@@ -57,20 +63,31 @@ class Call:
 
 @dataclass(frozen=True)
 class Turn:
-    """One answer. `raw` is put at the end as it stands, for what no well-behaved model writes."""
+    """One answer.
+
+    Attributes:
+        raw: put at the end as it stands, for what no well-behaved model writes.
+        marked: its call stands between tokens of the marks' own, which have one place in a model.
+    """
 
     text: str = ""
     reasoning: str = ""
     calls: tuple[Call, ...] = ()
     raw: Mapping[Flavour, str] = field(default_factory=dict)
+    marked: bool = False
 
 
 @dataclass(frozen=True)
 class Script:
-    """`pieces`: a token per word or per byte. `endless`: the last turn starts again where it ends."""
+    """A model's answers.
+
+    Attributes:
+        pieces: a token per word or per byte; "unlike": no two tokens read alike, so that grammars know them all.
+        endless: the last turn starts again where it ends.
+    """
 
     turns: tuple[Turn, ...]
-    pieces: Literal["words", "bytes"] = "words"
+    pieces: Literal["words", "bytes", "unlike"] = "words"
     endless: bool = False
 
 
@@ -96,6 +113,40 @@ SHELLS = {
     "continue": Call("Bash", {"command": COMMAND}),
     "cline": Call("run_commands", {"commands": [COMMAND]}),
 }
+# What some call to change a file. They put CHANGED into the file that COMMAND has written.
+CHANGED = "mended by a script"
+_PATCH = f"*** Begin Patch\n*** Update File: result.txt\n@@\n-made by a script\n+{CHANGED}\n*** End Patch\n"
+_STRINGS = {"old_string": "made", "new_string": "mended"}
+EDITS = {
+    "codex": (Call("apply_patch", {"input": _PATCH}),),
+    "opencode": (Call("edit", {"filePath": "result.txt", "oldString": "made", "newString": "mended"}),),
+    "claude": (Call("Edit", {"file_path": "result.txt", **_STRINGS}),),
+    "qwen": (Call("read_file", {"file_path": "result.txt"}), Call("edit", {"file_path": "result.txt", **_STRINGS})),
+}
+
+
+# What some call to look for a tool of an MCP server and to use it.
+NOTE = "The note was read."
+SEARCHES = {
+    "codex": (Call("tool_search", {"query": "read a note"}), Call("read_note", {"number": 7})),
+    "claude": (
+        Call("ToolSearch", {"query": "select:mcp__notes__read_note", "max_results": 3}),
+        Call("mcp__notes__read_note", {"number": 7}),
+    ),
+}
+
+
+def _search(agent: str) -> Script:
+    turns = (*(Turn("I look.", calls=(call,)) for call in SEARCHES[agent]), Turn(NOTE))
+    return Script(turns, "unlike" if agent == "codex" else "words")
+
+
+def _task(agent: str, *edits: Call) -> Script:
+    """Return an agent's script: a file is written, and changed by the agents whose calls for that are known."""
+    changes = (Turn("I change it.", calls=(edit,), marked=agent == "codex") for edit in edits)
+    turns = (Turn("I write it.", calls=(SHELLS[agent],)), *changes, Turn(DONE))
+    return Script(turns, "unlike" if agent == "codex" else "words")
+
 
 SCRIPTS: dict[str, Script] = {
     "text": _said(TEXT),
@@ -125,11 +176,19 @@ SCRIPTS: dict[str, Script] = {
         "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</function>\n</tool_call>",
     ),
     "loop": Script((Turn("I ask.", calls=(WEATHER,)), Turn("It is 18 degrees in Paris."))),
-    **{name: Script((Turn("I write it.", calls=(call,)), Turn(DONE))) for name, call in SHELLS.items()},
+    **{agent: _task(agent, *EDITS.get(agent, ())) for agent in SHELLS},
+    **{f"search-{agent}": _search(agent) for agent in SEARCHES},
     "long-loop": Script(
         (Turn(calls=(WEATHER,)), Turn("Once more.", calls=(ROME,)), Turn("Paris has 18 degrees, Rome has 24."))
     ),
 }
+
+
+def scripts_in(work: Path) -> dict[str, Script]:
+    """Return SCRIPTS for agents that work in a folder: Qwen-Code takes the whole path of a file only."""
+    path = {"file_path": str(work / "result.txt")}
+    edits = (Call(call.name, {**call.arguments, **path}) for call in EDITS["qwen"])
+    return SCRIPTS | {"qwen": _task("qwen", *edits)}
 
 
 # --- what a turn looks like in each format ---------------------------------------------------------------------------
@@ -215,7 +274,7 @@ def save_scripted(folder: Path, flavour: Flavour = "hermes", scripts: Mapping[st
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = _Vocabulary()
     chains = [
-        (tokenizer.start(f"<|{name}:{i}|>"), tokenizer.tokens(written(turn, flavour), script.pieces), script.endless)
+        (tokenizer.start(f"<|{name}:{i}|>"), list(tokenizer.tokens(turn, flavour, script.pieces)), script.endless)
         for name, script in scripts.items()
         for i, turn in enumerate(script.turns)
     ]
@@ -236,6 +295,7 @@ class _Vocabulary:
         self.size = base.get_vocab_size()
         self.end: int = base.get_vocab()["<|im_end|>"]
         self._uses: dict[str, int] = {}
+        self._texts = set(base.get_vocab())
         self._starts: list[str] = []
         self._bytes = _byte_alphabet()
         for mark in MARKS:
@@ -246,16 +306,41 @@ class _Vocabulary:
         self._starts.append(name)
         return self._new(name)
 
-    def tokens(self, text: str, pieces: str) -> list[int]:
-        """One new token per piece."""
-        parts: Iterable[bytes] = (
-            (bytes([byte]) for byte in text.encode())
-            if pieces == "bytes"
-            else (part.encode() for part in re.findall(r"\s*\S{1,5}|\s+", text))
-        )
-        return [self._piece("".join(self._bytes[byte] for byte in part)) for part in parts]
+    def tokens(self, turn: Turn, flavour: Flavour, pieces: str) -> Iterator[int]:
+        """Yield one new token per piece."""
+        text = written(turn, flavour)
+        before, begin, call = text.partition(CALL) if turn.marked else (text, "", "")
+        call, end, behind = call.partition(END_CALL)
+        for part, mark in ((before, begin), (call, end), (behind, "")):
+            yield from self._pieces(part, pieces)
+            if mark:
+                yield self._file["model"]["vocab"][mark]
 
-    def _piece(self, piece: str) -> int:
+    def _pieces(self, text: str, pieces: str) -> Iterator[int]:
+        match pieces:
+            case "unlike":
+                yield from map(self._new, self._new_texts(self._in_alphabet(text.encode())))
+            case "bytes":
+                yield from (self._piece(bytes([byte])) for byte in text.encode())
+            case _:
+                yield from (self._piece(part.encode()) for part in re.findall(r"\s*\S{1,5}|\s+", text))
+
+    def _in_alphabet(self, text: bytes) -> str:
+        return "".join(self._bytes[byte] for byte in text)
+
+    def _new_texts(self, text: str) -> Iterator[str]:
+        """Yield a text in parts of five characters and more, each of which is new."""
+        while text:
+            length = next(n for n in range(min(5, len(text)), len(text) + 1) if text[:n] not in self._texts)
+            if len(text) - length < 5:
+                length = len(text)
+            assert text[:length] not in self._texts
+            self._texts.add(text[:length])
+            yield text[:length]
+            text = text[length:]
+
+    def _piece(self, text: bytes) -> int:
+        piece = self._in_alphabet(text)
         use = self._uses[piece] = self._uses.get(piece, -1) + 1
         return self._new(piece + chr(FIRST_TAG + use))
 

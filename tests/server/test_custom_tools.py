@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ from pydantic import TypeAdapter
 from starlette.testclient import TestClient
 from tokenizers import AddedToken
 
+from mlx_specprefill import Constraint
 from mlx_specprefill.constraints import Grammars
 from mlx_specprefill_server.constrained.flat_lark import FlatteningError, flatten
 from mlx_specprefill_server.openai.custom_tools import InputText
@@ -394,67 +395,109 @@ def test_additional_tools_stand_where_they_come(client: TestClient, engine: Fake
 
 
 FORCED = {"type": "custom", "name": "apply_patch"}
-OPENED = 'I edit it.\n<tool_call>\n{"name": "apply_patch", "argum'
+HERMES, TAGS = FORMS["no calls, trained on tags"], "{#- <function= #}" + FORMS["no calls, trained on tags"]
+OPENED = {
+    HERMES: 'I edit it.\n<tool_call>\n{"name": "apply_patch", "argum',
+    TAGS: "I edit it.\n<tool_call>\n<function=apply_patch>\n<par",
+}
+CALLED = {
+    HERMES: re.compile(r'"arguments": ?\{"input": ?"(.*)"\}\}\n</tool_call>', re.DOTALL),
+    TAGS: re.compile(r"<parameter=input>\n(.*?)\n</parameter>\n</function>\n</tool_call>", re.DOTALL),
+}
+SAMPLES = 50
+ENDS = {"\\": 60, "\n": 40, '"': 60, "n": 20, "E": 5, "*": 5, "<": 5}
 
 
 @cache
-def tokenizer() -> Any:
+def tokenizer(template: str = HERMES) -> Any:
     """The demo pair's, with the marks of calls as tokens, as real vocabularies have them."""
     loaded = load_tokenizer(DEMO)
     loaded._tokenizer.add_tokens([AddedToken(mark, normalized=False) for mark in ("<tool_call>", "</tool_call>")])
-    loaded._tokenizer.chat_template = FORMS["no calls, trained on tags"]
+    loaded._tokenizer.chat_template = template
     return TokenizerWrapper(loaded._tokenizer)
 
 
-@pytest.fixture(scope="module", params=["auto", FORCED], ids=["auto", "forced"])
-def constrained(request: pytest.FixtureRequest) -> tuple[Grammars, Any, str]:
+@cache
+def texts() -> list[str]:
+    return [tokenizer().decode([token]) for token in range(len(tokenizer()))]
+
+
+class Constrained(NamedTuple):
     """The grammar that a server gives the engine, and how the answer begins."""
-    fake = FakeEngine(FakePair(tokenizer(), 16_384))
+
+    grammars: Grammars
+    constraint: Constraint
+    opened: str
+    called: re.Pattern[str]
+
+
+@cache
+def constrained(choice: Any, template: str = HERMES) -> Constrained:
+    wanted = FORCED if choice == "forced" else choice
+    fake = FakeEngine(FakePair(tokenizer(template), 16_384))
     try:
-        body = ask(client_of(fake), tools=[APPLY, SHELL], tool_choice=request.param)
+        body = ask(client_of(fake), tools=[APPLY, SHELL], tool_choice=wanted)
         assert "warnings" not in body
-        return Grammars(tokenizer(), frozenset()), fake.requests[0].constraint, OPENED * (request.param == "auto")
+        constraint = fake.requests[0].constraint
     finally:
         fake.close()
+    assert constraint is not None
+    opened = OPENED[template] * (choice == "auto")
+    return Constrained(Grammars(tokenizer(), frozenset()), constraint, opened, CALLED[template])
 
 
-def fed(constrained: tuple[Grammars, Any, str], text: str) -> Any:
+def fed(given: Constrained, text: str) -> Any:
     """The state behind a text, each of whose tokens was permitted."""
-    grammars, constraint, _ = constrained
-    state = grammars.state(constraint, frozenset({tokenizer().eos_token_id}))
+    state = given.grammars.state(given.constraint, frozenset({tokenizer().eos_token_id}))
     for token in tokenizer().encode(text, add_special_tokens=False):
         assert state.mask(len(tokenizer()))[token], text
         state.accept(token)
     return state
 
 
-def sampled(constrained: tuple[Grammars, Any, str], seed: int) -> str:
-    """A random answer within the grammar, in which lines and texts end more often than by chance."""
-    state, opened = fed(constrained, constrained[2]), constrained[2]
-    texts = [tokenizer().decode([token]) for token in range(len(tokenizer()))]
-    ends = np.array([300.0 if set('\\"') & set(text) else 100.0 if text[:1] == "E" else 1.0 for text in texts])
-    ids, generator = tokenizer().encode(opened, add_special_tokens=False), np.random.default_rng(seed)
+@cache
+def firsts() -> Any:
+    """The first character of each token's text, as a number."""
+    return np.array([ord(text[:1] or "?") for text in texts()])
+
+
+def likely(mask: Any) -> Any:
+    """Weights of tokens: their first characters are equally likely, but lines, texts and patches end more often."""
+    weights = mask / np.maximum(np.bincount(firsts(), mask), 1)[firsts()]
+    for character, factor in ENDS.items():
+        weights[firsts() == ord(character)] *= factor
+    return weights
+
+
+def sampled(given: Constrained, seed: int) -> str:
+    """A random answer within the grammar."""
+    state, generator = fed(given, given.opened), np.random.default_rng(seed)
+    ids = tokenizer().encode(given.opened, add_special_tokens=False)
     for _ in range(1500):
-        weights = ends * state.mask(len(tokenizer()))
-        token = int(generator.choice(len(weights), p=weights / weights.sum()))
+        sums = np.cumsum(likely(state.mask(len(tokenizer()))))
+        token = int(np.searchsorted(sums, generator.random() * sums[-1], side="right"))
         if token == tokenizer().eos_token_id:
             break
         ids.append(token)
         state.accept(token)
-        if tokenizer().decode([token]) == "</tool_call>":
+        if texts()[token] == "</tool_call>":
             break
     return str(tokenizer().decode(ids))
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_sampled_patches_are_well_formed(constrained: tuple[Grammars, Any, str], seed: int) -> None:
-    text = sampled(constrained, seed)
-    match = re.search(r'"arguments": ?(\{.*\})\}\n</tool_call>', text, re.DOTALL)
-    assert match is not None, text
-    assert is_patch(json.loads(match[1])["input"]), text
+@pytest.mark.parametrize("template", [HERMES, pytest.param(TAGS, marks=pytest.mark.extended)], ids=["JSON", "tags"])
+@pytest.mark.parametrize("choice", ["auto", "forced"])
+def test_sampled_patches_are_well_formed(choice: str, template: str) -> None:
+    """Of both together, fifty of each notation."""
+    given = constrained(choice, template)
+    for seed in range(SAMPLES // 2):
+        text = sampled(given, seed)
+        match = given.called.search(text)
+        assert match is not None, text
+        patch = match[1] if template == TAGS else json.loads(f'"{match[1]}"')
+        assert is_patch(patch), text
 
 
-@pytest.mark.parametrize("constrained", ["auto"], indirect=True)
 @pytest.mark.parametrize(
     "text",
     [
@@ -463,8 +506,8 @@ def test_sampled_patches_are_well_formed(constrained: tuple[Grammars, Any, str],
         f"{called('apply_patch', input=GOOD)}\nAnd again.\n{called('apply_patch', input=GOOD)}",
     ],
 )
-def test_all_other_text_is_free(constrained: tuple[Grammars, Any, str], text: str) -> None:
-    assert fed(constrained, text).mask(len(tokenizer()))[tokenizer().eos_token_id]
+def test_all_other_text_is_free(text: str) -> None:
+    assert fed(constrained("auto"), text).mask(len(tokenizer()))[tokenizer().eos_token_id]
 
 
 def test_free_text_beside_such_a_tool_is_guarded_against_loops() -> None:
@@ -476,9 +519,8 @@ def test_free_text_beside_such_a_tool_is_guarded_against_loops() -> None:
     assert body["specprefill"]["ended"].startswith("loop: ")
 
 
-@pytest.mark.parametrize("constrained", ["auto"], indirect=True)
-def test_a_call_can_not_end_before_its_patch(constrained: tuple[Grammars, Any, str]) -> None:
-    state = fed(constrained, f'{OPENED}ents": {{"input": "*** Begin Patch\\n*** Delete File: a\\n')
+def test_a_call_can_not_end_before_its_patch() -> None:
+    state = fed(constrained("auto"), f'{OPENED[HERMES]}ents": {{"input": "*** Begin Patch\\n*** Delete File: a\\n')
     allowed = state.mask(len(tokenizer()))
     assert not allowed[tokenizer().eos_token_id]
     (quote,) = tokenizer().encode('"', add_special_tokens=False)

@@ -501,7 +501,7 @@ def test_sampled_patches_are_well_formed(choice: str, template: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "Nothing to do: *** Begin Patch is a mark.",
+        "Nothing to do: *** Begin Patch is a mark, and so is </tool_call>.",
         '<tool_call>\n{"name": "exec_command", "arguments": {"cmd": "apply_patch <<X"}}\n</tool_call>',
         f"{called('apply_patch', input=GOOD)}\nAnd again.\n{called('apply_patch', input=GOOD)}",
     ],

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from mlx_specprefill_server.generation.loops import LoopGuard
+from mlx_specprefill_server.generation.loops import EVERY, LoopGuard
 
 from .conftest import client_of
 from .fakes import FakeEngine, FakePair, byte_tokenizer
@@ -39,6 +39,11 @@ def test_a_loop_is_ended_soon(period: str) -> None:
     count = caught("It begins. " + period * 200)
     assert count is not None
     assert length <= count <= length + 11 + 2 * len(period.encode()) + 16
+
+
+def test_eight_times_are_a_loop() -> None:
+    assert len(PERIOD) * 8 % EVERY == 0  # it is looked for there
+    assert caught(PERIOD * 8) == len(PERIOD) * 8
 
 
 @pytest.mark.parametrize("text", [PERIOD * 7, "for " * 15, "ab" * 400, ("word " * 12 + "x") * 7])

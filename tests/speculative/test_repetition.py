@@ -66,6 +66,7 @@ def lost(text: list[int], params: SamplingParams, prompt: int = 0, size: int = V
     breakers=BREAKERS,
 )
 @example(text=[1] * 40, share=0.5, base=1.75, allowed=2, last_n=-1, breakers=())
+@example(text=[1, 2, 3, 0, 0, 1, 2], share=0.5, base=1.75, allowed=2, last_n=5, breakers=())  # 3 lies too far back
 def test_it_is_as_defined(
     text: list[int], share: float, base: float, allowed: int, last_n: int, breakers: tuple[tuple[int, ...], ...]
 ) -> None:

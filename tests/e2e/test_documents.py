@@ -36,6 +36,7 @@ FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 READ_AS = {"json": json.loads, "toml": tomllib.loads}
 ON_THE_MACHINE = ("mlx-specprefill list", "mlx-specprefill recommend")
 RUN_HERE = ("mlx-specprefill connect", "scripts/bench ttft --help", *ON_THE_MACHINE)
+CONFIGURED = {"codex": ".codex/config.toml", "claude": ".claude/settings.json"}
 NOT_RUN = {
     "tests/e2e/test_readme.py runs it": ("python3 -c", "curl "),
     "starts a server, as tests/e2e, tests/distributed and scripts/try_install.py do": (
@@ -47,6 +48,8 @@ NOT_RUN = {
     "tests/server/test_stable.py runs it": ("mlx-specprefill inspect --misses",),
     "tests/cli/test_service.py runs it with stand-ins for the system's programs": ("mlx-specprefill service",),
     "needs the network": (
+        "git clone",
+        "git pull",
         "pip ",
         "mlx-specprefill pull",
         "scripts/serve --target mlx-community/",
@@ -99,7 +102,16 @@ def _whole(text: str) -> bool:
     return True
 
 
-COMMANDS = sorted({(block.page, one) for block in blocks("sh") for one in commands(block.text)})
+def inline_commands(page: str) -> list[str]:
+    """The commands in the running text of a page: programs with a word behind them, and scripts."""
+    text = FENCED.sub("", (ROOT / page).read_text(encoding="utf-8"))
+    return re.findall(r"`((?:scripts/|(?:mlx-specprefill|git|pip|curl) )[^`]+)`", text)
+
+
+COMMANDS = sorted(
+    {(block.page, one) for block in blocks("sh") for one in commands(block.text)}
+    | {("README.md", one) for one in inline_commands("README.md")}
+)
 
 
 def test_every_block_is_of_a_kind_that_is_looked_at() -> None:
@@ -177,20 +189,21 @@ def help_of(program: str, *benchmark: str) -> str:
 def test_an_agent_is_connected(server: Server, tmp_path: Path) -> None:
     found = {tuple(shlex.split(one, comments=True)[1:]) for _, one in COMMANDS if "mlx-specprefill connect" in one}
     assert {"claude", "codex", "--write"} <= {word for arguments in found for word in arguments}
-    for arguments in sorted(found, key=lambda words: "--write" in words):
-        user = CliRunner(env={"HOME": str(tmp_path), "MLX_SPECPREFILL_API_KEY": "none"})
+    for number, arguments in enumerate(found):
+        home = tmp_path / str(number)
+        user = CliRunner(env={"HOME": str(home), "MLX_SPECPREFILL_API_KEY": "none"})
         done = user.invoke(app, [*arguments, "--url", server.base])
         assert done.exit_code == 0, done.output
-        configured = tmp_path / ".codex" / "config.toml"
+        configured = home / CONFIGURED[arguments[1]]
         assert configured.exists() == ("--write" in arguments)
         assert str(configured) in done.stdout or server.base in done.stdout
 
 
-@pytest.mark.parametrize("command", [one for _, one in COMMANDS if one.startswith(ON_THE_MACHINE)])
+@pytest.mark.parametrize("words", sorted({words for words in calls() if " ".join(words).startswith(ON_THE_MACHINE)}))
 @pytest.mark.extended
-def test_what_is_on_the_machine_is_shown(command: str, tmp_path: Path) -> None:
+def test_what_is_on_the_machine_is_shown(words: tuple[str, ...], tmp_path: Path) -> None:
     environment = {**os.environ, "HOME": str(tmp_path), "HF_HOME": str(tmp_path / "huggingface")}
-    arguments = [sys.executable, "-m", "mlx_specprefill_server", *shlex.split(command, comments=True)[1:]]
+    arguments = [sys.executable, "-m", "mlx_specprefill_server", *words[1:]]
     assert subprocess.check_output(arguments, env=environment, text=True, timeout=240)
 
 

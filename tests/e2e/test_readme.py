@@ -4,6 +4,7 @@ real text, a sparse prefill, a right answer. Every other block, of these and of 
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -51,7 +52,11 @@ def test_the_programs_print_what_their_comments_say(server: Server, program: str
     text = program.replace(ADDRESS, server.base)
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True, timeout=800)
     assert "471128" in done.stdout
-    assert "'mode': 'sparse'" in done.stdout or "sparse" in done.stdout
+    assert "sparse" in done.stdout
+    for kept, tokens in re.findall(r"some (\d+) of (\d+) prompt tokens", program):
+        report = ast.literal_eval(done.stdout.splitlines()[-1])
+        assert report["prompt_tokens"] == int(tokens)
+        assert abs(report["kept_tokens"] - int(kept)) <= 10  # "some"
 
 
 @pytest.mark.parametrize("command", [text for _, text in BLOCKS if text.startswith("curl ")])

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from mlx_specprefill import EngineConfig
+from mlx_specprefill.engine import chunks
+from mlx_specprefill_evals.statistics import DENSE_FLOOR
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLES = json.loads((ROOT / "docs" / "results.json").read_text(encoding="utf-8"))["tables"]
 DOCUMENTS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
 NUMBER = re.compile(r"(?<![\w.-])\d*\.?\d+(?![\w-])")
 # What says that a number was measured: some of several, a share, a factor. Limits and settings have a unit.
-MEASURED = re.compile(r"\b\d+ (?:right answers |of )[^|]*?\bof \d+|\b\d+ of \d+\b|(?<![\w.])\.\d+\b|\b[\d.]+ times\b")
+MEASURED = re.compile(
+    r"\b\d+ (?:right answers |of )[^|]*?\bof \d+|\b\d+ of \d+\b|(?<![\w.])\.\d+\b|\b[\d.]+ times\b|\b\d+ %"
+)
 GAIN = re.compile(r"\b\d[\d.]*(?: (?:to|and|or) \d[\d.]*)? times\b")
 SHARE = re.compile(r"(?<![\w.])\.\d+\b")
 COUNTED = re.compile(r"\b\d+ of (?:the )?\d+\b")
@@ -32,6 +39,15 @@ SHAPES = {"table": "Speed", "columns": ["shape"]}
 PEERS = {"table": "Beside other servers", "columns": ["seconds"]}
 AGENTS = {"table": "Agents", "columns": ["pair"]}
 Wanted = dict[str, object]
+SENTENCE = re.compile(r"(?<=[.!?:;])\s+(?=[A-Z\d`*\[])")
+CODE_OR_LINK = re.compile(r"`[^`]*`|\]\([^)]*\)")
+SPELLED = {"two": 2.0, "three": 3.0, "four": 4.0, "five": 5.0, "six": 6.0, "ten": 10.0}
+# A spelled number is a figure beside a unit.
+FIGURE = re.compile(rf"{NUMBER.pattern}|\b(?:{'|'.join(SPELLED)})(?= (?:seconds|minutes|times)\b)", re.IGNORECASE)
+PERCENT = re.compile(r"\b\d+(?= %)")
+DEFAULTS = EngineConfig()
+KEPT = float(DEFAULTS.policy.keep_pct)
+STEP_S = DEFAULTS.target_itl_ms / 1000
 
 
 def rows(wanted: Wanted) -> list[list[str]]:
@@ -166,17 +182,82 @@ def test_a_measured_number_of_another_page_is_a_result(line: str, numbers: list[
     assert numbers == sources[0]()
 
 
-def test_each_source_is_used() -> None:
-    lines = [line for line, _ in figures()]
-    assert [begins for begins in SOURCES if not any(line.startswith(begins) for line in lines)] == []
-
-
 def blocks(page: str) -> Iterator[str]:
     """The paragraphs and items of a page, without programs, what they print, tables and code."""
     text = re.sub(r"^ *```.*?^ *```$", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     for block in re.split(r"\n\s*\n|\n(?= *(?:[-*]|\d+\.) )", text):
         if not block.lstrip().startswith(("|", ">", "#", "    ")):
             yield " ".join(block.split())
+
+
+def gain(share: float) -> float:
+    """How many times sooner the first word comes where all that costs anything is this share of full reading."""
+    return round(1 / share, 1)
+
+
+def oldest_python() -> list[float]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return [float(project["requires-python"].removeprefix(">="))]
+
+
+# The figures of the README's running text, by words of their sentence: results are in its tables only. What has no
+# value here is no figure, or another test knows it.
+PROSE: dict[str, Callable[[], list[float]] | str] = {
+    "takes half of the target's time allows": lambda: [gain(0.5 + KEPT)],
+    "is scored by 20 of its 30 layers": lambda: [20, 30, gain(20 / 30 + KEPT * (1 - 20 / 30))],
+    "with Python 3.11 or newer": oldest_python,
+    "read in steps of some two seconds alone": lambda: [chunks._ALONE_MS / 1000, STEP_S],
+    "takes such a step, so that": lambda: [12, round(12 * STEP_S, 1)],
+    "Please lend five minutes": "a wish",
+    "a small English chat model of": "test_the_size_of_the_first_download_is_one_number",
+}
+
+
+def prose(page: str) -> Iterator[str]:
+    """The sentences of a page's running text, without code and addresses."""
+    for block in blocks(page):
+        if not OTHERS.search(block):
+            yield from SENTENCE.split(CODE_OR_LINK.sub("", block))
+
+
+@pytest.mark.parametrize("sentence", [text for text in prose("README.md") if FIGURE.search(text)])
+def test_a_figure_of_the_readmes_running_text_has_a_source(sentence: str) -> None:
+    sources = [source for words, source in PROSE.items() if words in sentence]
+    assert len(sources) == 1, f"no one source for: {sentence}"
+    if not isinstance(sources[0], str):
+        said = [SPELLED.get(number.lower(), number) for number in FIGURE.findall(sentence)]
+        assert list(map(float, said)) == sources[0]()
+
+
+# Shares in running text that are settings or rules, by words of their sentence. No other share has a % there.
+SHARES = {
+    "by default (`specprefill_keep_pct`)": KEPT,
+    "of the uncached tokens are forced": float(DEFAULTS.selection.max_forced_share),
+    "A fixed share of": KEPT,
+    "No difference is printed where full prefill is right in less than": DENSE_FLOOR,
+}
+
+
+@pytest.mark.parametrize("page", ["README.md", *DOCUMENTS])
+def test_a_percentage_in_running_text_is_a_setting(page: str) -> None:
+    if page.startswith(("docs/reference/", "docs/clients/")) or page in OWN_TESTS:
+        return
+    for block in blocks(page):
+        for sentence in SENTENCE.split(block):
+            found = [] if OTHERS.search(block) else PERCENT.findall(sentence)
+            if found:
+                shares = [f"{share * 100:.0f}" for words, share in SHARES.items() if words in sentence]
+                assert found == shares, f"{page}: {sentence}"
+
+
+def test_no_source_is_left_without_its_sentence() -> None:
+    texts = [" ".join(blocks(page)) for page in ("README.md", *DOCUMENTS)]
+    assert [words for words in (*PROSE, *SHARES) if not any(words in text for text in texts)] == []
+
+
+def test_each_source_is_used() -> None:
+    lines = [line for line, _ in figures()]
+    assert [begins for begins in SOURCES if not any(line.startswith(begins) for line in lines)] == []
 
 
 def measured(sentence: str) -> list[str]:
@@ -196,7 +277,7 @@ def sentences() -> Iterator[tuple[str, str, list[str]]]:
         for block in blocks(page):
             if OTHERS.search(block):  # who measured it is named
                 continue
-            for sentence in re.split(r"(?<=[.!?:;])\s+(?=[A-Z\d`*\[])", block):
+            for sentence in SENTENCE.split(block):
                 numbers = measured(sentence)
                 if numbers and not DEDUCED.search(sentence):
                     yield page, block, numbers

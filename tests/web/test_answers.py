@@ -244,15 +244,24 @@ def test_a_short_question_has_no_apparatus(page: Page, live: Any, engine: FakeEn
     assert len(engine.requests) == 1  # and no explanation was asked for
 
 
-def test_waiting_in_the_queue_is_told_apart(page: Page, live: Any, monkeypatch: Any) -> None:
+def test_waiting_in_the_queue_is_told_apart(page: Page, live: Any, engine: FakeEngine, monkeypatch: Any) -> None:
+    release = threading.Event()
+
+    def later(_: GenerationRequest) -> list[Any]:
+        threading.Timer(0.5, release.set).start()
+        return [release, *engine.tokens("Hello")]
+
+    engine.script = later
     plain = fakes.report_of
-    waited = Timings(queue_ms=2_000, draft_ms=10, select_ms=1, prefill_ms=20, ttft_ms=31, decode_ms=4)
-    predicted = Prediction(100.0, 31.0)
+    waited = Timings(queue_ms=400, draft_ms=10, select_ms=1, prefill_ms=20, ttft_ms=31, decode_ms=4)
+    predicted = Prediction(60_000.0, 31.0)
     monkeypatch.setattr(
         fakes, "report_of", lambda request: replace(plain(request), timings=waited, predicted=predicted)
     )
     headline = headline_of(page, live)
-    assert "2.00 s of it in the queue. 50 %" in headline
+    waiting = re.search(r"waiting ([\d.]+ m?s)", page.find(".legend").text)
+    assert waiting is not None
+    assert f", {waiting[1]} of it waiting. 50 %" in headline  # one number for one thing
     assert "instead" not in headline
 
 

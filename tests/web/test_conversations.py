@@ -48,11 +48,14 @@ def test_an_answer_that_was_coming_when_the_page_was_left(page: Page, live: Any,
     engine.script = lambda request: [*engine.tokens("The beginning", end=False), release]
     base, _ = live()
     page.open(base)
+    page.drop("The text.")
     page.find("#question").send_keys("Hello")
     page.find("#send").click()
     page.until(lambda: page.all(".answer") and page.find(".answer").text == "The beginning")
     page.reload()
     release.set()
+    assert page.all(".bar span")  # where the time went until then
+    assert "answer" in page.find(".legend").text
     assert page.find(".question").text == "Hello"
     assert page.find(".answer").text == "The beginning"
     assert "Broken off" in page.find(".turn").text
@@ -135,6 +138,19 @@ def test_another_tab_says_that_an_answer_is_coming(page: Page, tabs: Tabs, engin
     release.set()
     page.until(lambda: page.all(".answer")[-1].text == "Begun and ended")
     assert "another tab" not in page.all(".turn")[-1].text
+
+
+def test_another_tab_at_its_end_follows_what_is_asked_elsewhere(page: Page, tabs: Tabs, engine: FakeEngine) -> None:
+    engine.says("".join(f"Line {row}.\n\n" for row in range(60)))
+    for tab in (0, 1):
+        tabs.to(tab)
+        page.look("light", "laptop")
+    page.ask("A long answer")
+    tabs.to(0)
+    page.until(lambda: tabs.questions() == ["First", "A long answer"])
+    page.until(lambda: "Line 59." in page.all(".answer")[-1].text)
+    below = "return document.getElementById('chat').getBoundingClientRect().bottom - innerHeight"
+    page.until(lambda: page.run(below) <= 1, within=10)
 
 
 def test_what_one_tab_took_away_no_other_brings_back(page: Page, tabs: Tabs, engine: FakeEngine) -> None:

@@ -13,8 +13,9 @@ const ENDS = { running: "Being answered in another tab…", stopped: "Stopped.",
 
 export class BrokenOff extends Error {}
 
-/** A new record; `mode` is what was asked for, the report says what was done. */
-export const newArm = (mode) => ({ id: newId(), mode, text: "", thought: "", first: null, known: 0, report: null, tokens: 0, state: "running" });
+/** A new record; `mode` is what was asked for, the report says what was done, `parts` where the time went until then. */
+export const newArm = (mode) =>
+  ({ id: newId(), mode, text: "", thought: "", first: null, known: 0, report: null, tokens: 0, parts: [], state: "running" });
 
 /** How much of the prompt was read, and by what. */
 function readOf(report, tokens) {
@@ -29,7 +30,7 @@ export class Arm {
   constructor(record, timeline, changed) {
     this.record = record;
     this.changed = changed;
-    this.lane = timeline.lane(TITLES[record.mode]);
+    this.lane = timeline.lane(TITLES[record.mode], record.parts);
     this.title = element("h3", { textContent: TITLES[record.mode] });
     this.thought = element("div", { className: "thought faint" });
     this.thinking = element("details", { className: "thinking", hidden: true },
@@ -43,7 +44,13 @@ export class Arm {
     this.element.setAttribute("aria-live", "polite"); // read out when it is no longer busy
     this.show();
     if (record.report) this.#report();
-    else this.facts.textContent = ENDS[record.state] ?? "";
+    else this.#unfinished();
+  }
+
+  /** As much as came before it was stopped, or broken off. */
+  #unfinished() {
+    this.facts.textContent = ENDS[this.record.state] ?? "";
+    this.lane.moveTo(this.lane.end);
   }
 
   async run(messages, options, signal) {

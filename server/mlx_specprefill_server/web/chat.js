@@ -219,6 +219,7 @@ export class Chat {
     this.#lay();
     this.#recount();
     this.#refresh();
+    this.#follow();
   }
 
   #turn(record) {

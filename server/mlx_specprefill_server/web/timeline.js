@@ -16,25 +16,25 @@ export class Timeline {
     this.element = element("div", { className: "timeline", hidden: true }, this.rows, this.axis);
   }
 
-  lane(title) {
-    const lane = new Lane(this, title);
+  /** `parts`: [stage, from, to] in ms since the question was sent; they grow with what goes on. */
+  lane(title, parts = []) {
+    const lane = new Lane(this, title, parts);
     this.lanes.push(lane);
     this.rows.append(lane.element);
-    this.element.hidden = false;
     return lane;
   }
 
   /** What reading everything would have taken, where nobody has tried. */
   predict(title, ms) {
-    const lane = this.lane(title);
+    const lane = this.lane(title, [["prefill", 0, ms]]);
     lane.predicted = true;
-    lane.parts = [["prefill", 0, ms]];
     lane.note(`about ${seconds(ms)} to the first word, predicted`);
     this.draw();
   }
 
   /** Every lane to the same scale: that of the longest, or of what is expected to be it. */
   draw() {
+    this.element.hidden = this.lanes.every(({ parts }) => !parts.length);
     const longest = Math.max(1, ...this.lanes.flatMap((lane) => [lane.end, lane.expected]));
     for (const lane of this.lanes) lane.draw(longest);
     const step = stepOf(longest);
@@ -56,10 +56,14 @@ function stepOf(longest) {
 
 const tickText = (ms, step) => (step < 1000 ? (step < 100 ? `${ms} ms` : `${(ms / 1000).toFixed(1)} s`) : `${ms / 1000} s`);
 
+/** What the first word took beyond the stages of reading. */
+export const waitOf = ({ timings: times }, first) =>
+  Math.max(0, first - times.draft_ms - times.select_ms - times.prefill_ms);
+
 class Lane {
-  constructor(timeline, title) {
+  constructor(timeline, title, parts) {
     this.timeline = timeline;
-    this.parts = []; // [stage, from, to] in ms since the question was sent
+    this.parts = parts;
     this.predicted = false;
     this.expected = 0; // when the stage that goes on will end, as far as it has shown
     this.bar = element("div", { className: "bar" });
@@ -108,11 +112,11 @@ class Lane {
     this.timeline.draw();
   }
 
-  /** The report's own times; what the first word took beyond them was waiting. */
+  /** The report's own times. */
   finish(report, first) {
     const { timings: times } = report;
     const { draft_ms: draft, select_ms: select, prefill_ms: prefill, decode_ms: decode } = times;
-    const spent = { queue: Math.max(0, first - draft - select - prefill), draft, select, prefill, decode };
+    const spent = { queue: waitOf(report, first), draft, select, prefill, decode };
     let at = 0;
     this.parts = Object.entries(spent).filter(([, ms]) => ms > 0).map(([stage, ms]) => [stage, at, (at += ms)]);
     delete this.element.dataset.stage;

@@ -4,7 +4,7 @@ import { Arm } from "./arm.js";
 import { chip } from "./documents.js";
 import { count, element, newId, percent, seconds } from "./format.js";
 import { copyText } from "./markdown.js";
-import { Timeline } from "./timeline.js";
+import { Timeline, waitOf } from "./timeline.js";
 import { verdictLine } from "./verdict.js";
 
 /** What one turn says to the model. Documents beside others, and those of later turns, carry their names. */
@@ -139,7 +139,7 @@ function headlineOf({ report, first, known, text, state }, other, documents) {
   const strong = (ms) => element("strong", { className: "figure", textContent: seconds(ms) });
   const parts = ["First word after ", strong(first)];
   const sparse = report.mode === "sparse";
-  if (hasWaited(report, first)) parts.push(", ", strong(report.timings.queue_ms), " of it in the queue");
+  if (hasWaited(report, first)) parts.push(", ", strong(waitOf(report, first)), " of it waiting");
   else if (other?.first && fairly(known, other.known) && !hasWaited(other.report, other.first)) parts.push(first < other.first ? " instead of " : "; full reading: ", strong(other.first));
   else if (!other && sparse && report.predicted?.full_ms > first) parts.push(" instead of about ", strong(report.predicted.full_ms));
   parts.push(". ");

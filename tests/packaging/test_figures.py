@@ -191,7 +191,7 @@ def blocks(page: str) -> Iterator[str]:
 
 
 def gain(share: float) -> float:
-    """How many times sooner the first word comes where all that costs anything is this share of full reading."""
+    """Return the factor by which the first word comes sooner, for a cost that is this share of full reading."""
     return round(1 / share, 1)
 
 

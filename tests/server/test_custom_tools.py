@@ -488,7 +488,7 @@ def sampled(given: Constrained, seed: int) -> str:
 @pytest.mark.parametrize("template", [HERMES, pytest.param(TAGS, marks=pytest.mark.extended)], ids=["JSON", "tags"])
 @pytest.mark.parametrize("choice", ["auto", "forced"])
 def test_sampled_patches_are_well_formed(choice: str, template: str) -> None:
-    """Of both together, fifty of each notation."""
+    """Fifty patches of each notation, half of them in the calls that a client forces."""
     given = constrained(choice, template)
     for seed in range(SAMPLES // 2):
         text = sampled(given, seed)

@@ -10,6 +10,8 @@ from .config import Scope, SpecPrefillPolicy
 from .request import SpanKind
 
 Mode = Literal["sparse", "full"]
+ReportedMode = Literal["sparse", "full", "reuse"]
+"""The third: a cached prompt that this one edits, with parts of it as they were read behind the old text."""
 # The draft; a draft with another tokenizer; the target's own first layers; the request's own scores.
 ScorerKind = Literal["draft", "mapped-draft", "self", "request"]
 Stage = Literal["queued", "draft", "select", "prefill", "decode"]
@@ -19,7 +21,7 @@ MissKind = Literal["time", "counter", "tool_order", "reasoning", "edited", "temp
 
 ReasonCode = Literal[
     "requested", "threshold", "predicted", "request", "policy", "fallback", "no-draft", "unsupported", "draft-context",
-    "prompt-logprobs", "keep-all", "short", "forced", "everything", "memory", "extended", "other",
+    "prompt-logprobs", "keep-all", "short", "forced", "everything", "memory", "extended", "reused", "other",
 ]  # fmt: skip
 
 
@@ -133,7 +135,7 @@ class PrefixMiss:
 class PrefillReport:
     """The prefill of the prompt, with its reason."""
 
-    mode: Mode
+    mode: ReportedMode
     reason: str
     prompt_tokens: int
     kept_tokens: int
@@ -141,6 +143,7 @@ class PrefillReport:
     kept_share: float | None = None  # of the prompt's tokens, forced ones included; None in full mode
     scorer: ScorerKind | None = None  # None in full mode
     recalled_tokens: int = 0  # tokens dropped by an earlier turn and read for this one
+    reused_tokens: int = 0  # cached behind an edit, as they were read behind the text before it
     timings: Timings = field(default_factory=Timings)
     predicted: Prediction | None = None  # before the prefill; None without measurements
     kept_spans: tuple[tuple[int, int], ...] | None = None
@@ -159,6 +162,8 @@ class PrefillReport:
         words = ("mode", "reason", *counts, "scorer", "scoring", "scope")
         report: dict[str, Any] = {name: getattr(self, name) for name in words}
         report["keep_pct"] = self.kept_share
+        if self.mode == "reuse":
+            report |= {"reused_tokens": self.reused_tokens, "read_tokens": self.prompt_tokens - self.cached_tokens}
         report["timings"] = _rounded(self.timings)
         if self.predicted is not None:
             report["predicted"] = _rounded(self.predicted)

@@ -16,8 +16,9 @@ one. Ministral 3 and Mistral 4 scale every query by a function of its position, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -27,6 +28,25 @@ import numpy as np
 from .capture import Active
 
 _shifts: Active[mx.array | int] = Active()
+_calls: Active[list[RotationCall]] = Active()
+
+
+@dataclass(frozen=True, eq=False)
+class RotationCall:
+    """A call of `mx.fast.rope`, to be repeated at other positions.
+
+    Attributes:
+        output: its result.
+        settings: its keyword arguments but `offset`.
+    """
+
+    output: mx.array
+    dims: int
+    settings: Mapping[str, Any]
+
+    def rotate(self, x: mx.array, positions: mx.array) -> mx.array:
+        """Rotate x (B, H, L, D) as the call did, at positions (1, L) int32."""
+        return mx.fast.rope(x, self.dims, **self.settings, offset=positions)
 
 
 def wrap_dynamic_ntk(stock: Callable[..., mx.array]) -> Callable[..., mx.array]:
@@ -79,6 +99,12 @@ class PositionMappedRoPE:
         Raises:
             ValueError: fewer positions than tokens.
         """
+        rotated = self._rotate(x, dims, *args, offset=offset, **kwargs)
+        if _calls.value is not None:
+            _calls.value.append(RotationCall(rotated, dims, kwargs))
+        return rotated
+
+    def _rotate(self, x: mx.array, dims: int, *args: Any, offset: Any, **kwargs: Any) -> mx.array:
         if _shifts.value is not None:
             offset = offset + _shifts.value
         if not (isinstance(offset, mx.array) and offset.ndim == 2):
@@ -93,6 +119,13 @@ class PositionMappedRoPE:
         folded = mx.expand_dims(rows.reshape(B * L, *rows.shape[2:]), -2)
         rotated = self.rope(folded, dims, *args, offset=positions, **kwargs).squeeze(-2)
         return mx.moveaxis(rotated.reshape(rows.shape), 1, -2)
+
+
+@contextmanager
+def record_rotations() -> Iterator[list[RotationCall]]:
+    """Inside the block, record each rotation on this thread, in order."""
+    with _calls.during([]) as calls:
+        yield calls
 
 
 @contextmanager

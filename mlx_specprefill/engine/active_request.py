@@ -14,7 +14,18 @@ import numpy as np
 from ..adapters.staged import StagedModel
 from ..cache.prefix.nodes import CacheHit, Fed
 from ..constraints import GrammarState
-from ..events import PrefillReport, PrefixMiss, Reached, Reason, ScorerKind, Stage, Timings, TokenEvent, noop
+from ..events import (
+    PrefillReport,
+    PrefixMiss,
+    Reached,
+    Reason,
+    ReportedMode,
+    ScorerKind,
+    Stage,
+    Timings,
+    TokenEvent,
+    noop,
+)
 from ..request import GenerationRequest, TokenIds
 from ..specprefill.plan import PrefillPlan
 from ..specprefill.selector import kept_spans
@@ -37,12 +48,14 @@ class Prefix:
         length: prompt tokens that it covers.
         held: their indices in a sparse one, int32, ascending; empty: it is dense.
         hidden: parts of a staged one, as in `CacheHit`.
+        edited: it is another prompt's, and the tokens in front of `length` that it does not hold are to be read.
         miss: why less is cached than the cache holds; None: for no reason known.
     """
 
     length: int = 0
     held: TokenIds = field(default_factory=lambda: NO_INDICES)
     hidden: Seq[tuple[int, mx.array]] = ()
+    edited: bool = False
     miss: PrefixMiss | None = None
 
     @property
@@ -54,6 +67,11 @@ class Prefix:
     def dense(self) -> int:
         """Return the tokens before its first gap."""
         return Fed(self.held).dense_tokens if self.held.size else self.length
+
+    @property
+    def missing(self) -> TokenIds:
+        """Return the indices that a sparse one does not hold, ascending."""
+        return np.setdiff1d(np.arange(self.length, dtype=np.int32), self.held, assume_unique=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -170,6 +188,12 @@ class ActiveRequest:
             words = f"{new} new tokens are read whole behind an earlier turn: {plan.reason.words}"
             self.plan = replace(plan, reason=Reason("extended", words))
 
+    def go_on_from(self, edited: CacheHit, plan: PrefillPlan) -> None:
+        """Take the way behind a prompt that this one edits."""
+        miss, self.plan, self.way = self.prefix.miss, plan, "extend"
+        self.resume(edited)
+        self.prefix = replace(self.prefix, edited=True, miss=miss)
+
     @property
     def is_sparse(self) -> bool:
         """Return whether the target sees the prompt in part. False until its tokens are selected."""
@@ -230,17 +254,24 @@ class ActiveRequest:
         reached = Reached(stage, done.get(stage, 0) if stage == "draft" else held)
         return replace(report, kept_tokens=held, kept_share=None, kept_spans=None, reached=reached)
 
+    @property
+    def _mode(self) -> ReportedMode:
+        if self.way != "extend":
+            return self.plan.mode
+        return "reuse" if self.prefix.edited else "sparse"
+
     def report(self) -> PrefillReport:
         M, sparse, choice = len(self.request.prompt), self.is_sparse, self.choice
         spans = kept_spans(choice.kept) if sparse else ((0, M),)
         return PrefillReport(
-            mode="sparse" if self.way == "extend" else self.plan.mode,
+            mode=self._mode,
             reason=self.plan.reason.words,
             reason_code=self.plan.reason.code,
             prompt_tokens=M,
             kept_tokens=self.tokens_seen,
             cached_tokens=self.prefix.tokens,
-            recalled_tokens=choice.recalled,
+            recalled_tokens=0 if self.prefix.edited else choice.recalled,
+            reused_tokens=self.prefix.tokens - self.prefix.dense if self.prefix.edited else 0,
             kept_share=round(self.tokens_seen / M, 6) if sparse else None,
             scorer=choice.scorer if sparse else None,
             scoring=choice.scoring if sparse else None,

@@ -209,6 +209,14 @@ class EngineCaches:
         cache = self._draft if self._pair.mapping is None else None
         return None if cache is None else self._try(_NOT_FOUND, lambda: cache.covers(tokens, label), 0)
 
+    def others(self, request: GenerationRequest) -> list[TokenIds]:
+        """Return the last used prompts that begin like this one and go on otherwise, as far as they are dense."""
+        cache = self._target
+        if cache is None:
+            return []
+        _, found = cache.others(request.prompt, request.label)
+        return [tokens[: cache.covers(tokens, request.label)] for tokens in found]
+
     def miss(self, request: GenerationRequest, decode: Decode) -> PrefixMiss | None:
         """Return why the target reads tokens again that it has cached; None: it does not, or for no reason known."""
         cache = self._target

@@ -12,12 +12,11 @@ import numpy.typing as npt
 
 from ..events import MissKind, PrefixMiss
 from ..request import GenerationRequest, TokenIds
+from .edits import GRAM, hashes
 
 Decode = Callable[[Sequence[int]], str]
 
 WORTH_TELLING = 1024  # tokens
-_GRAM = 16  # tokens of one hash; a power of 2
-_FACTOR = 0x9E3779B97F4A7C15  # odd, with evenly spread bits
 _WINDOW = 64  # tokens on both sides of the difference that are read as text
 _SHOWN = 80  # characters: the name of a tool stands some 50 behind where it begins
 _BACK = 24  # characters in front of the difference that may belong to its word
@@ -52,11 +51,11 @@ def explain_miss(request: GenerationRequest, others: tuple[int, list[TokenIds]],
     left_out, added = grams.resume_point(old[start:])
     first = max(start - _WINDOW, 0)
     text = _Difference.between(
-        decode(old[first : start + min(left_out + _GRAM, _WINDOW)].tolist()),
-        decode(request.prompt[first : start + min(added + _GRAM, _WINDOW)].tolist()),
-        both_resume=max(left_out, added) + _GRAM <= _WINDOW,
+        decode(old[first : start + min(left_out + GRAM, _WINDOW)].tolist()),
+        decode(request.prompt[first : start + min(added + GRAM, _WINDOW)].tolist()),
+        both_resume=max(left_out, added) + GRAM <= _WINDOW,
     )
-    moved = left_out == 0 and added >= _GRAM and grams.begins_in(old[start:])
+    moved = left_out == 0 and added >= GRAM and grams.begins_in(old[start:])
     message = next((i for i, span in enumerate(request.spans) if span.start <= start < span.end), None)
     return PrefixMiss(
         _kind(request, message, start, text, moved),
@@ -80,38 +79,29 @@ def _is_one_conversation(request: GenerationRequest, start: int) -> bool:
 
 
 class _Grams:
-    """The runs of `_GRAM` tokens of one text, as hashes."""
+    """The runs of `GRAM` tokens of one text, as hashes."""
 
     def __init__(self, tokens: TokenIds) -> None:
-        self._hashes = _hashes(tokens)
+        self._hashes = hashes(tokens)
 
     def count_shared(self, tokens: TokenIds) -> int:
         """Return how many tokens of another text stand in runs that this one has, too."""
         runs = self._runs(tokens)
         begun = np.count_nonzero(runs[:1]) + np.count_nonzero(runs[1:] & ~runs[:-1])
-        return int(np.count_nonzero(runs) + begun * (_GRAM - 1))
+        return int(np.count_nonzero(runs) + begun * (GRAM - 1))
 
     def resume_point(self, tokens: TokenIds) -> tuple[int, int]:
         """Return how many tokens of another text, and of this one, precede the first run that both have."""
         first = int(self._runs(tokens).argmax())
-        return first, int((self._hashes == _hashes(tokens[first : first + _GRAM])).argmax())
+        return first, int((self._hashes == hashes(tokens[first : first + GRAM])).argmax())
 
     def begins_in(self, tokens: TokenIds) -> bool:
         """Return whether another text has this one's first run."""
-        return bool((_hashes(tokens) == self._hashes[0]).any())
+        return bool((hashes(tokens) == self._hashes[0]).any())
 
     def _runs(self, tokens: TokenIds) -> npt.NDArray[np.bool_]:
         """Return where another text has a run of this one."""
-        return np.isin(_hashes(tokens), self._hashes)
-
-
-def _hashes(tokens: TokenIds) -> npt.NDArray[np.uint64]:
-    """Return a hash of each run, uint64 (M - _GRAM + 1,)."""
-    hashes, factor, length = tokens.astype(np.uint64), _FACTOR, 1
-    while length < _GRAM:
-        hashes = hashes[:-length] * np.uint64(factor) + hashes[length:]
-        factor, length = factor * factor % (1 << 64), 2 * length
-    return hashes
+        return np.isin(hashes(tokens), self._hashes)
 
 
 class _Difference(NamedTuple):

@@ -34,6 +34,7 @@ from .active_request import NO_INDICES, ActiveRequest, Choice, Prefix, Staging
 from .caches import EngineCaches, empty_cache
 from .chunks import ChunkSizer
 from .costs import CostModel
+from .edited_prefix import Edit, EditedPrefixes
 from .scoring import DraftContextError, Extension, PromptScorer, Scoring
 
 log = logging.getLogger(__name__)
@@ -69,6 +70,7 @@ class Prefiller:
         self.is_stateful = is_stateful(empty_cache(pair.target))
         self.text = TextReader(pair.tokenizer)
         self.scorer = self._scorer_type(pair, config, caches, partial(chunks.size, "draft"))
+        self.edits = EditedPrefixes(pair, caches)
         self.fallbacks: Counter[str] = Counter()
 
     def plan(self, request: GenerationRequest, cached: int | None = None) -> PrefillPlan:
@@ -117,6 +119,8 @@ class Prefiller:
         try:
             yield from self.resume(active)
             self._decide(active)
+            if active.prefix.miss is not None:  # else no cached prompt has much of the rest
+                yield from self._reuse(active)
             scores = None
             if active.way != "full":
                 text = self.text.read(prompt)
@@ -187,6 +191,34 @@ class Prefiller:
         if active.way != "full" and active.plan.predicted is not None:
             active.plan = replace(active.plan, predicted=self._predict_ways(active, active.plan.predicted))
 
+    def _reuse(self, active: ActiveRequest) -> Generator[Progress, None, None]:
+        """Go on from a cached prompt that this one edits, if the server may choose and that is the soonest."""
+        request, plan = active.request, active.plan
+        edit = self.edits.find(request, plan.keep) if self._may_reuse(active) else None
+        if edit is None or not self._pays(edit, plan):
+            return
+        hit = yield from self.edits.restore(request, edit)
+        if hit is not None:
+            words = f"{edit.reused} tokens behind inserted text are kept as they were read; {edit.read} are read"
+            key = None if _is_staged(plan) else plan.selection_key
+            active.go_on_from(hit, replace(plan, reason=Reason("reused", words), selection_key=key))
+
+    def _may_reuse(self, active: ActiveRequest) -> bool:
+        """Return whether the server chooses the way, and would read a part, or all only because that is sooner."""
+        plan, key = active.plan, active.plan.selection_key
+        may = active.way == "sparse" or plan.reason.code == "predicted"
+        return self.config.policy.reuse and may and key is not None and not key.forced and key.rule == "default"
+
+    def _pays(self, edit: Edit, plan: PrefillPlan) -> bool:
+        """Return whether an edit is read sooner than what the plan reads, and by enough where that is all."""
+        if plan.predicted is None:
+            return edit.reused >= edit.read
+        M, read = edit.reused + edit.read + edit.start, edit.read
+        predicted = replace(plan.predicted, sparse_ms=self.predict(M, M - read, read).full_ms)
+        if plan.mode == "full":
+            return predicted.pays(self.config.policy)
+        return predicted.sparse_ms <= plan.predicted.sparse_ms
+
     def _predict_ways(self, active: ActiveRequest, planned: Prediction) -> Prediction:
         """Return the time of the way taken, and that of full reading, which finds other prefixes: all dense ones."""
         prompt, L = active.request.prompt, active.prefix.length
@@ -212,7 +244,7 @@ class Prefiller:
 
     def _is_scored(self, active: ActiveRequest) -> bool:
         """Return whether the draft scores the prompt: new text may be dropped, or dropped text recalled."""
-        if active.way != "extend":
+        if active.way != "extend" or active.prefix.edited:
             return active.way == "sparse"
         return self.pair.has_draft and (_is_staged(active.plan) or _asks(active.request, active.prefix.length))
 
@@ -242,6 +274,8 @@ class Prefiller:
         plan, L, M = active.plan, active.prefix.length, len(active.request.prompt)
         active.stage = "select"
         recalled, new = NO_INDICES, np.arange(L, M, dtype=np.int32)
+        if active.prefix.edited:
+            return active.prefix.missing, new
         if scores is not None and active.prefix.held.size and _asks(active.request, L):
             recalled = self._select_recalled(active.prefix.held, L, plan, scores, text)
         if active.way == "sparse" and scores is not None:
@@ -447,7 +481,7 @@ def _is_staged(plan: PrefillPlan) -> bool:
 def _extension(prefix: Prefix) -> Extension:
     """Return what a draft needs to know of a sparse prefix behind which new text is read whole."""
     start = prefix.length
-    dropped = np.setdiff1d(np.arange(start), prefix.held, assume_unique=True)
+    dropped = prefix.missing
     return Extension(start, int(dropped[-1]) + 1 if dropped.size else 0)
 
 

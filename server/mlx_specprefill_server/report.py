@@ -117,20 +117,21 @@ def _merge(reports: Sequence[PrefillReport]) -> PrefillReport:
     """Return one report of several prompts, with sums of counts and times."""
     if len(reports) == 1:
         return reports[0]
-    sparse = any(report.mode == "sparse" for report in reports)
+    mode = max((report.mode for report in reports), key=("full", "reuse", "sparse").index)
     prompt_tokens = sum(report.prompt_tokens for report in reports)
     kept_tokens = sum(report.kept_tokens for report in reports)
     times = {f.name: sum(getattr(report.timings, f.name) or 0.0 for report in reports) for f in fields(Timings)}
     return replace(
         reports[0],
-        mode="sparse" if sparse else "full",
+        mode=mode,
         reason="; ".join(dict.fromkeys(report.reason for report in reports)),
         prompt_tokens=prompt_tokens,
         kept_tokens=kept_tokens,
         cached_tokens=sum(report.cached_tokens for report in reports),
         recalled_tokens=sum(report.recalled_tokens for report in reports),
+        reused_tokens=sum(report.reused_tokens for report in reports),
         draft_tokens=sum(report.draft_tokens for report in reports),
-        kept_share=kept_tokens / prompt_tokens if sparse else None,
+        kept_share=None if mode == "full" else kept_tokens / prompt_tokens,
         timings=Timings(**times),
         kept_spans=None,
         miss=next((report.miss for report in reports if report.miss is not None), None),

@@ -205,6 +205,10 @@ class Settings(BaseSettings):
         description="Prefill sparse prompts in full in idle time. auto: not on battery. busy: as on, and one answer "
         "in twenty is compared without waiting for idle time.",
     )
+    reuse: bool = Field(
+        default=True,
+        description="Keep what follows text that was inserted into a cached prompt, and read a part of it anew.",
+    )
     kv_bits: int | None = Field(
         default=None, description="Quantise the target's KV cache after prefill: 2, 3, 4, 5, 6 or 8."
     )
@@ -252,6 +256,7 @@ class Settings(BaseSettings):
                 enabled=self.specprefill,
                 threshold=self.specprefill_threshold,
                 keep_pct=self.specprefill_keep_pct,
+                reuse=self.reuse,
                 densify=self.densify != "off",
                 on_battery=self.densify in ("on", "busy"),
                 verify_busy=self.densify == "busy",

@@ -73,7 +73,7 @@ class AnswerResult:
     def will_be_verified(self) -> bool:
         """Return whether the engine will give a verdict on the answer."""
         event = self.event
-        sparse = isinstance(event, Finished) and event.report.mode == "sparse" and event.completion_tokens > 0
+        sparse = isinstance(event, Finished) and event.report.mode != "full" and event.completion_tokens > 0
         return sparse and self.request.specprefill.verify
 
     @property

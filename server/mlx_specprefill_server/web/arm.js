@@ -4,7 +4,7 @@ import { events } from "./api.js";
 import { count, element, newId, percent, seconds } from "./format.js";
 import { render } from "./markdown.js";
 import { agreed, withSign } from "./verdict.js";
-import { missOf, wordsOf } from "./words.js";
+import { isPartial, missOf, wordsOf } from "./words.js";
 
 export const TITLES = { auto: "Selective reading", sparse: "Selective reading", full: "Full reading" };
 const STREAM = { stream: true, stream_options: { include_usage: true }, return_progress: true };
@@ -21,6 +21,7 @@ export const newArm = (mode) =>
 function readOf(report, tokens) {
   const { kept_tokens: kept, prompt_tokens: all } = report;
   if (report.reached || (!kept && !tokens)) return `Given up before all ${count(all)} tokens were read`;
+  if (report.mode === "reuse") return `The model read ${count(report.read_tokens)} of ${count(all)} tokens; ${count(report.reused_tokens)} behind what was inserted stay as they were read before`;
   if (report.mode !== "sparse") return `The model read all ${count(all)} tokens`;
   return `${wordsOf(report).reader} read ${count(kept)} of ${count(all)} tokens (${percent(kept / all)})`;
 }
@@ -149,7 +150,7 @@ export class Arm {
 
   #report() {
     const { report, mode, tokens, cut, first } = this.record;
-    const sparse = report.mode === "sparse";
+    const sparse = isPartial(report);
     this.record.known = report.cached_tokens / Math.max(1, report.kept_tokens);
     this.title.textContent = this.lane.name.textContent = sparse ? "Selective reading" : "Full reading";
     this.lane.finish(report, first ?? report.timings.queue_ms + (report.timings.ttft_ms ?? 0));

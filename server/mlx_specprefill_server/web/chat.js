@@ -9,6 +9,7 @@ import { Settings } from "./settings.js";
 import * as store from "./store.js";
 import { endAs, isAnsweredElsewhere, isRunning, messagesOf, newTurn, Turn } from "./turn.js";
 import { agreed, GOES_ON, goingOn, nextWords, verdictOn } from "./verdict.js";
+import { isPartial } from "./words.js";
 
 const SAVE_MS = 500; // after the last change
 const BEAT_MS = 2000; // between two writings of an answer that is coming
@@ -462,7 +463,7 @@ export class Chat {
   /** Shows what full reading thinks of a selective answer, when the server knows it. */
   async #verify(turn) {
     const [one] = turn.record.arms;
-    if (one.report?.mode !== "sparse" || one.state !== "done" || one.verdict !== undefined) return;
+    if (!isPartial(one.report) || one.state !== "done" || one.verdict !== undefined) return;
     const shown = () => this.turns.includes(turn) && turn.record.arms[0] === one;
     const verdict = await verdictOn(one.id, shown);
     if (!shown()) return;

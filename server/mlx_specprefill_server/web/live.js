@@ -203,7 +203,7 @@ function renderVerdicts(words) {
 function recentCells({ ended, finish, completion_tokens: tokens, specprefill: report }, now) {
   if (!report) return [ago(ended, now), "–", "–", "–", "–", "–", "–", finish, "–"];
   const { mode, prompt_tokens: prompt, kept_tokens: kept, cached_tokens: cached, timings, reason } = report;
-  return [ago(ended, now), mode === "sparse" ? "selective" : "full", count(prompt), count(kept), count(cached),
+  return [ago(ended, now), { sparse: "selective", reuse: "edited" }[mode] ?? "full", count(prompt), count(kept), count(cached),
     timings.ttft_ms === null ? "–" : seconds(timings.queue_ms + timings.ttft_ms), count(tokens), finish, reason];
 }
 

@@ -6,6 +6,7 @@ import { count, element, newId, percent, seconds } from "./format.js";
 import { copyText } from "./markdown.js";
 import { Timeline, waitOf } from "./timeline.js";
 import { verdictLine } from "./verdict.js";
+import { isPartial } from "./words.js";
 
 /** What one turn says to the model. Documents beside others, and those of later turns, carry their names. */
 export function contentOf({ question, documents }, first) {
@@ -102,14 +103,14 @@ export class Turn {
   /** Without a document, and not read selectively: there is nothing to explain. */
   get plain() {
     const [one, other] = this.record.arms;
-    return this.bare && !other && one.mode === "auto" && one.report?.mode !== "sparse";
+    return this.bare && !other && one.mode === "auto" && !isPartial(one.report);
   }
 
   /** The answers are there, or will not come. */
   finish() {
     const [one, other] = this.record.arms;
     this.foot.hidden = false;
-    if (one.report && one.report.mode === "sparse" && !other && one.report.predicted && this.timeline.lanes.length === 1) {
+    if (isPartial(one.report) && !other && one.report.predicted && this.timeline.lanes.length === 1) {
       this.timeline.predict("Full reading", one.report.predicted.full_ms);
     }
     this.timeline.draw();
@@ -138,12 +139,12 @@ function headlineOf({ report, first, known, text, state }, other, documents) {
   const what = documents ? "document" : "text";
   const strong = (ms) => element("strong", { className: "figure", textContent: seconds(ms) });
   const parts = ["First word after ", strong(first)];
-  const sparse = report.mode === "sparse";
+  const sparse = isPartial(report), unread = report.reused_tokens ?? report.prompt_tokens - report.kept_tokens;
   if (hasWaited(report, first)) parts.push(", ", strong(waitOf(report, first)), " of it waiting");
   else if (other?.first && fairly(known, other.known) && !hasWaited(other.report, other.first)) parts.push(first < other.first ? " instead of " : "; full reading: ", strong(other.first));
   else if (!other && sparse && report.predicted?.full_ms > first) parts.push(" instead of about ", strong(report.predicted.full_ms));
   parts.push(". ");
-  if (sparse) parts.push(`${percent(1 - report.kept_tokens / report.prompt_tokens)} of the ${what} was not read. `);
+  if (sparse) parts.push(`${percent(unread / report.prompt_tokens)} of the ${what} was not read${report.reused_tokens ? " again" : ""}. `);
   else if (!other) parts.push(`All of the ${what} was read. `);
   if (known >= WORTH_SAYING) parts.push(`Already read: ${count(report.cached_tokens)} of ${count(report.kept_tokens)} tokens. `);
   if (other?.state === "done" && state === "done") parts.push(comparison(text.trim(), other.text.trim()));

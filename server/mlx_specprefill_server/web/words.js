@@ -24,6 +24,9 @@ export const ONE_MODEL = {
 export const server = { words: TWO_MODELS }; // those of the server that is asked
 
 /** Those of an answer that is there. */
+/** Whether some of the prompt was not read for this answer, behind an edit too. */
+export const isPartial = (report) => report?.mode === "sparse" || report?.mode === "reuse";
+
 export const wordsOf = (report) => (report.scorer ? (report.scorer === "self" ? ONE_MODEL : TWO_MODELS) : server.words);
 
 const PLACES = {
@@ -31,11 +34,11 @@ const PLACES = {
 };
 
 /** Why a prompt that resembles an earlier one was read again; empty where it was not. */
-export function missOf({ cached_tokens: cached, prompt_tokens: all, cache }) {
+export function missOf({ cached_tokens: cached, prompt_tokens: all, reused_tokens: reused, cache }) {
   if (!cache) return "";
   const { kind, role, was, now, read_tokens: again } = cache.miss;
   const place = PLACES[role] ?? "the text around the messages";
   const what = kind === "tool_order" ? "then the tools come in another order" : `then ${place} differs`;
   const before = was === null ? "words that may be another person's" : was || "nothing";
-  return `${count(cached)} of ${count(all)} tokens were cached; ${what}: ${before} → ${now || "nothing"}. Because of it, ${count(again)} known tokens were read again.`;
+  return `${count(cached)} of ${count(all)} tokens were cached; ${what}: ${before} → ${now || "nothing"}. ${reused ? `${count(reused)} tokens behind it were known and kept.` : `Because of it, ${count(again)} known tokens were read again.`}`;
 }

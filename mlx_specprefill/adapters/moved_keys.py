@@ -1,0 +1,122 @@
+"""Moves cached keys to other positions, by the rotation that each layer of a model has given them.
+
+A rotation by p and then by s is one by p + s, so keys need not be computed again. Each layer's call of RoPE is recorded
+in a short forward; a second one at other positions shows whether that is all that positions change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from ..cache.positioned import PositionedKVCache, leaves, make_positioned_cache, place
+from ..errors import SparseUnsupportedError
+from .rope import RotationCall, record_rotations
+
+_BY_LENGTH = "DynamicNTKScalingRoPE"
+_PROBED = 8  # tokens
+_FAR = 1021  # positions
+_NEXT = 4  # calls of RoPE among which a layer's is: queries and keys, each in two parts at most
+_TOLERANCE = {mx.float32: 1e-3, mx.float16: 0.05, mx.bfloat16: 0.1}  # of the largest value, over all layers
+
+
+class LayerRotation(NamedTuple):
+    """The rotations of a layer's keys, and of its values where a part of the keys is kept there; None: not rotated."""
+
+    keys: RotationCall | None
+    values: RotationCall | None
+
+
+class Piece(NamedTuple):
+    """Tokens of one cache that another prompt has, too: `size` of them, from slot `old` on, at position `new` there."""
+
+    old: int
+    new: int
+    size: int
+
+
+def layer_rotations(model: nn.Module) -> list[LayerRotation]:
+    """Return each layer's rotation.
+
+    Raises:
+        SparseUnsupportedError: a layer has another cache than plain attention's, or keys at other positions are not the
+            rotated ones.
+    """
+    if any(type(module).__name__ == _BY_LENGTH for module in model.modules()):
+        raise SparseUnsupportedError("its rotations change with the text's length")
+    near, far = make_positioned_cache(model), make_positioned_cache(model)
+    if any(type(part) is not PositionedKVCache for part in leaves(near)):
+        raise SparseUnsupportedError("windows and recurrent states can't be moved")
+    tokens, positions = mx.arange(1, _PROBED + 1)[None], np.arange(_PROBED, dtype=np.int32)
+    with record_rotations() as calls:
+        place(near, positions)
+        mx.eval(model(tokens, cache=near))
+    place(far, positions + _FAR)
+    mx.eval(model(tokens, cache=far))
+    rotations, behind = [], list(calls)
+    for part, other in zip(leaves(near), leaves(far), strict=True):
+        found: list[RotationCall | None] = [None, None]
+        for which, array in enumerate(_arrays(part)):
+            found[which] = next((call for call in behind[:_NEXT] if _is_output(call, array)), None)
+        if any(found):
+            behind = behind[1 + max(behind.index(call) for call in found if call is not None) :]
+        for rotation, here, there in zip(found, _arrays(part), _arrays(other), strict=True):
+            _check(_moved(here, rotation, _FAR), there)
+        rotations.append(LayerRotation(*found))
+    return rotations
+
+
+def move(cache: Sequence[Any], rotations: Sequence[LayerRotation], pieces: Sequence[Piece]) -> None:
+    """Make a dense cache hold these pieces alone, ascending, each at its new place. The last one ends the prompt."""
+    runs, size = [(piece.new, piece.size) for piece in pieces], sum(piece.size for piece in pieces)
+    for part, rotation in zip(leaves(cache), rotations, strict=True):
+        if not part.empty():
+            keys, values = _joined(part.keys, rotation.keys, pieces), _joined(part.values, rotation.values, pieces)
+            part.state = (keys, values, size), pieces[-1].new + pieces[-1].size, runs
+            mx.eval(part.state)
+
+
+def _joined(array: mx.array, call: RotationCall | None, pieces: Sequence[Piece]) -> mx.array:
+    parts = (_moved(array[..., old : old + size, :], call, new - old) for old, new, size in pieces)
+    return mx.concatenate(list(parts), axis=2)
+
+
+def _arrays(part: Any) -> tuple[mx.array, ...]:
+    return () if part.empty() else (part.keys[..., :_PROBED, :], part.values[..., :_PROBED, :])
+
+
+def _is_output(call: RotationCall, array: mx.array) -> bool:
+    return call.output.shape == array.shape and bool(mx.array_equal(call.output, array))
+
+
+def _moved(array: mx.array, call: RotationCall | None, shift: int) -> mx.array:
+    """Return keys (1, H, L, D) rotated by `shift` more positions."""
+    if call is None or shift == 0:
+        return array
+    by = mx.full((1, array.shape[2]), abs(shift), dtype=mx.int32)
+    if shift > 0:
+        return call.rotate(array, by)
+    mirror = _mirror(array.shape[-1], call).astype(array.dtype)  # a kernel may take offsets for unsigned
+    return call.rotate(array * mirror, by) * mirror
+
+
+def _mirror(size: int, call: RotationCall) -> mx.array:
+    """Return the signs (D,) that turn a rotation around: -1 for the second of each pair that is rotated."""
+    index = np.arange(size)
+    second = index % 2 == 1 if call.settings.get("traditional") else index >= call.dims // 2
+    return mx.array(np.where(second & (index < call.dims), -1.0, 1.0).astype(np.float32))
+
+
+def _check(moved: mx.array, there: mx.array) -> None:
+    """Check that moved keys are those at the other positions.
+
+    Raises:
+        SparseUnsupportedError: they are not.
+    """
+    differs = float(mx.abs(moved.astype(mx.float32) - there.astype(mx.float32)).max())
+    if not differs <= _TOLERANCE[there.dtype] * float(mx.abs(there.astype(mx.float32)).max()):
+        raise SparseUnsupportedError("keys at other positions are not the rotated ones")

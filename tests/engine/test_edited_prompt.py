@@ -1,0 +1,157 @@
+"""A prompt that edits a cached one keeps what follows the edit, and reads the new text and a part of the old anew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from mlx_specprefill import (
+    CacheLabel,
+    Engine,
+    EngineConfig,
+    Finished,
+    GenerationRequest,
+    PrefillReport,
+    PromptSpan,
+    SpecPrefillOptions,
+    SpecPrefillPolicy,
+)
+from mlx_specprefill.engine.edits import Passage, shared_passages
+from tests.engine.test_sessions import Meter
+from tests.support.tiny import generated, random_prompt, tiny_pair
+from tests.support.waiting import eventually
+
+OLD = random_prompt(2600)
+PLACE, TAIL, SHARE = 600, 64, Fraction(1, 5)
+INSERTED = random_prompt(40, 7)
+LONGER = (*OLD[:PLACE], *INSERTED, *OLD[PLACE:])
+POLICY = SpecPrefillPolicy(threshold=300, keep_pct=SHARE, densify=False)
+CONFIG = EngineConfig(policy=POLICY, prefill_step=128, prefix_cache_bytes=64 << 20)
+IN_FULL = SpecPrefillOptions(False)
+
+
+def read(engine: Engine, prompt: tuple[int, ...], options: SpecPrefillOptions | None = None) -> PrefillReport:
+    spans = (PromptSpan("user", 0, 4, len(prompt) - 10, len(prompt)),)
+    request = GenerationRequest(prompt, 2, spans=spans, specprefill=options or SpecPrefillOptions())
+    _, last = generated(engine.generate(request))
+    assert isinstance(last, Finished)
+    return last.report
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    with Engine(tiny_pair(), CONFIG) as running:
+        yield running
+
+
+def test_the_new_text_the_seam_and_the_end_are_read(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    meter, prompt = Meter(engine.pair, monkeypatch), LONGER
+    read(engine, OLD, IN_FULL)
+    engine._inbox.call(engine.prefiller.edits.layers)  # feeds some tokens of its own
+    meter.take()
+    report = read(engine, prompt)
+    target, draft = meter.take()
+    behind = len(OLD) - PLACE - TAIL
+    assert report.mode == "reuse"
+    assert report.reason_code == "reused"
+    assert abs(report.reused_tokens - (1 - SHARE) * behind) <= 2
+    assert report.cached_tokens == PLACE + report.reused_tokens
+    assert 0 <= target - (len(prompt) - report.cached_tokens) <= 2  # the answer's
+    assert draft == 0
+    assert report.kept_tokens == len(prompt)
+    told = report.to_dict()
+    assert (told["reused_tokens"], told["read_tokens"]) == (report.reused_tokens, len(prompt) - report.cached_tokens)
+
+
+def test_several_insertions(engine: Engine) -> None:
+    read(engine, OLD, IN_FULL)
+    prompt = (*OLD[:PLACE], *INSERTED, *OLD[PLACE : PLACE + 900], *INSERTED, *OLD[PLACE + 900 :])
+    assert read(engine, prompt).reused_tokens == 720 + int((len(OLD) - PLACE - 900 - TAIL) * (1 - SHARE))
+
+
+@pytest.mark.parametrize("added", [(), INSERTED[:1], INSERTED])
+def test_behind_text_that_was_removed_or_changed_all_is_read_as_before(added: tuple[int, ...], engine: Engine) -> None:
+    read(engine, OLD, IN_FULL)
+    assert read(engine, (*OLD[:PLACE], *added, *OLD[PLACE + 1 :])).mode == "sparse"
+
+
+def test_a_dense_request_gets_nothing_of_it(engine: Engine) -> None:
+    read(engine, OLD, IN_FULL)
+    prompt = LONGER
+    assert read(engine, prompt).mode == "reuse"
+    report = read(engine, prompt, IN_FULL)
+    assert report.mode == "full"
+    assert report.cached_tokens <= PLACE
+
+
+def test_the_next_turn_goes_on_from_it(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    meter = Meter(engine.pair, monkeypatch)
+    read(engine, OLD, IN_FULL)
+    read(engine, LONGER)
+    meter.take()
+    report = read(engine, (*LONGER, *random_prompt(50, 9)))
+    assert report.mode == "sparse"  # the target still sees some of it as it was read before the edit
+    assert meter.take()[0] <= 60
+
+
+@pytest.mark.parametrize("options", [SpecPrefillOptions(True, SHARE), IN_FULL, SpecPrefillOptions(rule="paper")])
+def test_a_request_that_asks_for_a_way_gets_it(options: SpecPrefillOptions, engine: Engine) -> None:
+    read(engine, OLD, IN_FULL)
+    assert read(engine, LONGER, options).mode == ("full" if options is IN_FULL else "sparse")
+
+
+@pytest.mark.parametrize(("family", "reuse"), [("llama", False), ("qwen3_5", True), ("gpt_oss", True)])
+def test_off_and_with_windows_or_states_it_is_read_as_before(family: str, reuse: bool) -> None:
+    config = replace(CONFIG, policy=replace(POLICY, reuse=reuse))
+    with Engine(tiny_pair(family, family), config) as running:
+        read(running, OLD, IN_FULL)
+        assert read(running, LONGER).mode == "sparse"
+
+
+def test_another_owners_prompt_is_not_gone_on_from(engine: Engine) -> None:
+    read(engine, OLD, IN_FULL)
+    request = GenerationRequest(LONGER, 2, label=CacheLabel("bob"))
+    _, last = generated(engine.generate(request))
+    assert isinstance(last, Finished)
+    assert last.report.mode == "sparse"
+
+
+def test_idle_time_makes_it_dense() -> None:
+    config = replace(CONFIG, policy=replace(POLICY, densify=True, on_battery=True))
+    prompt = LONGER
+    with Engine(tiny_pair(), config) as running:
+        read(running, OLD, IN_FULL)
+        request = GenerationRequest(prompt, 2)
+        assert read(running, prompt).mode == "reuse"
+        eventually(lambda: running.caches.covers(np.array(prompt[:-1]), request.label) >= len(prompt) - 2)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_passages_are_shared_in_order_and_as_long_as_they_agree(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    old = rng.integers(0, 3 if seed % 2 else 1000, 3000).astype(np.int32)
+    cuts = np.sort(rng.choice(np.arange(1, 3000), 6, replace=False))
+    parts = np.split(old, cuts)
+    added, more = rng.integers(0, 1000, 50), rng.integers(0, 1000, 9)
+    new = np.concatenate([parts[0], added, *parts[1:3], parts[4], more, parts[6]])
+    found = shared_passages(new.astype(np.int32), old, int(cuts[0]))
+    ends = [(cuts[0], cuts[0])] + [(p.new + p.size, p.old + p.size) for p in found]
+    for passage, (new_end, old_end) in zip(found, ends, strict=False):
+        assert passage.new >= new_end
+        assert passage.old >= old_end
+        same = new[passage.new : passage.new + passage.size] == old[passage.old : passage.old + passage.size]
+        assert same.all()
+    wanted = [part for part in (np.concatenate(parts[1:3]), parts[4], parts[6]) if part.size >= 128]
+    if not seed % 2:  # text that does not repeat itself
+        assert sum(passage.size for passage in found) >= sum(part.size for part in wanted)
+
+
+def test_texts_without_a_common_run_share_nothing() -> None:
+    one, other = np.arange(400, dtype=np.int32), np.arange(1000, 1400, dtype=np.int32)
+    assert shared_passages(one, other, 0) == []
+    assert shared_passages(one[:5], one, 0) == []
+    assert shared_passages(one, np.append(other, one), 0) == [Passage(0, 400, 400)]

@@ -143,7 +143,6 @@ class PrefillReport:
     kept_share: float | None = None  # of the prompt's tokens, forced ones included; None in full mode
     scorer: ScorerKind | None = None  # None in full mode
     recalled_tokens: int = 0  # tokens dropped by an earlier turn and read for this one
-    reused_tokens: int = 0  # cached behind an edit, as they were read behind the text before it
     timings: Timings = field(default_factory=Timings)
     predicted: Prediction | None = None  # before the prefill; None without measurements
     kept_spans: tuple[tuple[int, int], ...] | None = None
@@ -154,6 +153,7 @@ class PrefillReport:
     miss: PrefixMiss | None = None  # None: nothing that the cache holds was read again
     reason_code: ReasonCode = "other"  # of `reason`
     reached: Reached | None = None  # None: the prompt was read to its end
+    reused_tokens: int = 0  # cached behind inserted text, as they were read without it
     ended: str | None = None  # why the reader ended the answer before the engine did, where that was its own decision
 
     def to_dict(self) -> dict[str, Any]:

@@ -23,10 +23,6 @@ class Passage(NamedTuple):
     old: int
     size: int
 
-    @property
-    def shift(self) -> int:
-        return self.new - self.old
-
 
 def shared_passages(new: TokenIds, old: TokenIds, start: int) -> list[Passage]:
     """Return the passages from `start` on, where the prompts part, in the order that both have them in.

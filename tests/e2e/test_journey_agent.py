@@ -22,7 +22,7 @@ from tests.support.serving import Server
 BASH: Any = {
     "type": "function",
     "function": {
-        "name": "bash",
+        "name": "Bash",
         "parameters": {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]},
     },
 }
@@ -39,7 +39,7 @@ def test_an_agent_that_connect_has_set_up_completes_its_task(
     written = json.loads((tmp_path / ".config/opencode/opencode.json").read_text())
     options = written["provider"]["mlx-specprefill"]["options"]
     model = written["model"].partition("/")[2]
-    messages: list[Any] = [{"role": "user", "content": "Please do script:opencode now."}]
+    messages: list[Any] = [{"role": "user", "content": "Please do script:continue now."}]
     with openai.OpenAI(base_url=options["baseURL"], api_key=options["apiKey"], max_retries=0) as agent:
         while True:
             answer = agent.chat.completions.create(model=model, messages=messages, tools=[BASH])

@@ -22,7 +22,7 @@ from mlx_specprefill import (
 )
 from mlx_specprefill.engine.edits import Passage, shared_passages
 from tests.engine.test_sessions import Meter
-from tests.support.tiny import generated, random_prompt, tiny_pair
+from tests.support.tiny import generated, on_own_layers, random_prompt, tiny_pair
 from tests.support.waiting import eventually
 
 OLD = random_prompt(2600)
@@ -110,6 +110,15 @@ def test_off_and_with_windows_or_states_it_is_read_as_before(family: str, reuse:
     with Engine(tiny_pair(family, family), config) as running:
         read(running, OLD, IN_FULL)
         assert read(running, LONGER).mode == "sparse"
+
+
+def test_behind_the_targets_own_layers_and_with_quantised_keys() -> None:
+    for pair, config in ((on_own_layers(tiny_pair(), 2), CONFIG), (tiny_pair(), replace(CONFIG, kv_bits=8))):
+        with Engine(pair, config) as running:
+            read(running, OLD, IN_FULL)
+            assert read(running, LONGER).mode == "reuse"
+            assert read(running, (*LONGER, *random_prompt(50, 9))).mode != "full"
+            assert running.stats().fallbacks == {}
 
 
 def test_another_owners_prompt_is_not_gone_on_from(engine: Engine) -> None:

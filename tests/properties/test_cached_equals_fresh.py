@@ -32,6 +32,7 @@ from mlx_specprefill import (
 from mlx_specprefill.adapters.registry import adapter_for
 from tests.support.oracle import build, on_the_cpu_unfused, runnable, tiny_models, vocabulary
 from tests.support.precision import assert_close
+from tests.support.refusals import SPECULATION_REFUSALS
 from tests.support.staged_oracle import deep_enough, splits
 from tests.support.tiny import on_own_layers, tiny_model, tokenizer
 
@@ -110,6 +111,8 @@ def test_later_dense_answers_are_those_of_a_fresh_engine(name: str, how: How, tm
     """In the process that read the turns, and after a restart. A label's requests share nothing with another's."""
     if name not in STAGED and how in ("staged early", "staged late"):
         pytest.skip("it can't be read in stages")
+    if name == "plamo3":  # so an answer depends on where the prompt's forwards end
+        pytest.skip(SPECULATION_REFUSALS[name])
     pair = pair_of(name, how)
     turns, later = texts(pair.vocab_size)
     kept = replace(CONFIG, prefix_cache_dir=tmp_path)

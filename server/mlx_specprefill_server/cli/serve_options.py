@@ -31,7 +31,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "specprefill_threshold",
         "specprefill_keep_pct",
         "rule",
-        "reuse",
         "densify",
     ),
     "Advanced: answers": ("images", "loop_guard", "speculative", "prefill_step", "max_rows", "target_itl_ms"),

@@ -210,14 +210,14 @@ class Prefiller:
         return self.config.policy.reuse and may and key is not None and not key.forced and key.rule == "default"
 
     def _pays(self, edit: Edit, plan: PrefillPlan) -> bool:
-        """Return whether an edit is read sooner than what the plan reads, and by enough where that is all."""
+        """Return whether an edit is read soon enough: it loses less than a sparse prefill, so half the time will do."""
         if plan.predicted is None:
             return edit.reused >= edit.read
         M, read = edit.reused + edit.read + edit.start, edit.read
         predicted = replace(plan.predicted, sparse_ms=self.predict(M, M - read, read).full_ms)
         if plan.mode == "full":
             return predicted.pays(self.config.policy)
-        return predicted.sparse_ms <= plan.predicted.sparse_ms
+        return predicted.sparse_ms <= max(plan.predicted.sparse_ms, predicted.full_ms / 2)
 
     def _predict_ways(self, active: ActiveRequest, planned: Prediction) -> Prediction:
         """Return the time of the way taken, and that of full reading, which finds other prefixes: all dense ones."""

@@ -20,7 +20,11 @@ from mlx_specprefill import (
     SpecPrefillOptions,
     SpecPrefillPolicy,
 )
+from mlx_specprefill.adapters.moved_keys import Piece
+from mlx_specprefill.engine.edited_prefix import Edit
 from mlx_specprefill.engine.edits import Passage, shared_passages
+from mlx_specprefill.events import Mode, Prediction
+from mlx_specprefill.specprefill.plan import READ_ALL
 from tests.engine.test_sessions import Meter
 from tests.support.tiny import generated, on_own_layers, random_prompt, tiny_pair
 from tests.support.waiting import eventually
@@ -119,6 +123,26 @@ def test_behind_the_targets_own_layers_and_with_quantised_keys() -> None:
             assert read(running, LONGER).mode == "reuse"
             assert read(running, (*LONGER, *random_prompt(50, 9))).mode != "full"
             assert running.stats().fallbacks == {}
+
+
+@pytest.mark.parametrize(
+    ("mode", "sparse_ms", "ms", "pays"),
+    [
+        ("sparse", 1000, 4999, True),  # half of full reading
+        ("sparse", 1000, 5001, False),
+        ("sparse", 6000, 5999, True),  # no more than the sparse prefill
+        ("full", 9900, 7900, True),  # a fifth is saved, and a second
+        ("full", 9900, 8100, False),
+    ],
+)
+def test_it_has_to_be_soon(
+    mode: Mode, sparse_ms: float, ms: float, pays: bool, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefiller = engine.prefiller
+    monkeypatch.setattr(prefiller, "predict", lambda *_: Prediction(ms, 0.0))
+    plan = replace(READ_ALL, mode=mode, predicted=Prediction(10_000.0, sparse_ms))
+    edit = Edit(np.zeros(2000, dtype=np.int32), 500, (Piece(600, 700, 1400),), 400)
+    assert prefiller._pays(edit, plan) is pays
 
 
 def test_another_owners_prompt_is_not_gone_on_from(engine: Engine) -> None:

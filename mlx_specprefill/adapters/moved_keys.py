@@ -57,7 +57,7 @@ def layer_rotations(model: nn.Module) -> list[LayerRotation]:
         mx.eval(model(tokens, cache=near))
     place(far, positions + _FAR)
     mx.eval(model(tokens, cache=far))
-    rotations, behind = [], list(calls)
+    rotations, behind = [], calls
     for part, other in zip(leaves(near), leaves(far), strict=True):
         found: list[RotationCall | None] = [None, None]
         for which, array in enumerate(_arrays(part)):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 import numpy.typing as npt
 
+from ..adapters.moved_keys import Piece
 from ..cache.prefix.nodes import common_length
 from ..request import TokenIds
 
@@ -16,15 +15,7 @@ _LEAST = 128  # tokens of a passage that is worth its seam
 _TRIES = 128  # places that are looked at: each takes a moment
 
 
-class Passage(NamedTuple):
-    """Tokens that two prompts share: `size` of them, from `new` on in one and from `old` on in the other."""
-
-    new: int
-    old: int
-    size: int
-
-
-def shared_passages(new: TokenIds, old: TokenIds, start: int) -> list[Passage]:
+def shared_passages(new: TokenIds, old: TokenIds, start: int) -> list[Piece]:
     """Return the passages from `start` on, where the prompts part, in the order that both have them in.
 
     Each begins at the next run of `GRAM` tokens that the rest of the old prompt has, too, and is as long as both agree.
@@ -32,7 +23,7 @@ def shared_passages(new: TokenIds, old: TokenIds, start: int) -> list[Passage]:
     if min(new.size, old.size) < start + GRAM:
         return []
     ours, theirs = hashes(new[start:]), hashes(old[start:])
-    last, found, at, reached = _last_places(ours, theirs), list[Passage](), 0, 0
+    last, found, at, reached = _last_places(ours, theirs), list[Piece](), 0, 0
     for _ in range(_TRIES):
         rest = np.flatnonzero(last[at:] >= reached)
         if not rest.size:
@@ -41,7 +32,7 @@ def shared_passages(new: TokenIds, old: TokenIds, start: int) -> list[Passage]:
         place = reached + int((theirs[reached:] == ours[at]).argmax())
         size = common_length(new[start + at :], old[start + place :])
         if size >= _LEAST:
-            found.append(Passage(start + at, start + place, size))
+            found.append(Piece(start + place, start + at, size))
             reached = place + size
         at += max(size, 1)
     return found

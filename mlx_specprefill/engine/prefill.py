@@ -192,7 +192,7 @@ class Prefiller:
             active.plan = replace(active.plan, predicted=self._predict_ways(active, active.plan.predicted))
 
     def _reuse(self, active: ActiveRequest) -> Generator[Progress, None, None]:
-        """Go on from a cached prompt that this one edits, if the server may choose and that is the soonest."""
+        """Go on from a cached prompt that this one edits, if the server may choose and that is soon enough."""
         request, plan = active.request, active.plan
         edit = self.edits.find(request, plan.keep) if self._may_reuse(active) else None
         if edit is None or not self._pays(edit, plan):

@@ -22,7 +22,7 @@ from mlx_specprefill import (
 )
 from mlx_specprefill.adapters.moved_keys import Piece
 from mlx_specprefill.engine.edited_prefix import Edit
-from mlx_specprefill.engine.edits import Passage, shared_passages
+from mlx_specprefill.engine.edits import shared_passages
 from mlx_specprefill.events import Mode, Prediction
 from mlx_specprefill.specprefill.plan import READ_ALL
 from tests.engine.test_sessions import Meter
@@ -187,4 +187,4 @@ def test_texts_without_a_common_run_share_nothing() -> None:
     one, other = np.arange(400, dtype=np.int32), np.arange(1000, 1400, dtype=np.int32)
     assert shared_passages(one, other, 0) == []
     assert shared_passages(one[:5], one, 0) == []
-    assert shared_passages(one, np.append(other, one), 0) == [Passage(0, 400, 400)]
+    assert shared_passages(one, np.append(other, one), 0) == [Piece(old=400, new=0, size=400)]

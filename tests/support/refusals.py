@@ -68,6 +68,22 @@ SPECULATION_REFUSALS: Mapping[str, str] = {
     "plamo3": "its window is one token wider when it is fed several tokens than when it is fed one",
 }
 
+# Reasons why cached keys can't be moved to other positions.
+_NOT_ROTATED = "keys at other positions are not the rotated ones"
+_OTHER_CACHES = (
+    "afmoe bailing_hybrid bailing_moe_linear bailing_moe_v3 cohere2 exaone4 exaone_moe falcon_h1 gear gemma3 "
+    "gemma3_text gemma3n gemma4 gemma4+experts gemma4_text gemma4_text+experts gpt_oss gpt_oss+yarn "
+    "granitemoehybrid iquestloopcoder jamba kimi_k3 kimi_linear laguna lfm2 lfm2-vl lfm2_moe llama+window "
+    "mellum mimo_v2_flash ministral3 muse_glimmer nemotron_h nemotron_h+experts olmo3 olmo_hybrid plamo2 "
+    "plamo3 qwen3_5 qwen3_5+checkpoint qwen3_5_moe qwen3_next qwen3_next+gqa recurrent_gemma spark2_5 step3p5 "
+).split()
+MOVE_REFUSALS: Mapping[str, str] = {
+    **dict.fromkeys(_OTHER_CACHES, "windows and recurrent states can't be moved"),
+    "llama+dynamic": "its rotations change with the text's length",
+    **dict.fromkeys(("hunyuan", "hunyuan_v1_dense", "mistral3", "mistral4"), _NOT_ROTATED),  # by length or position
+    **dict.fromkeys(("deepseek_v2", "gptj", "minicpm3", "nanochat", "talkie", "youtu_llm"), _NOT_ROTATED),  # in parts
+}
+
 # Reasons why a forward can't be split into first layers over the prompt and others over the kept tokens.
 STAGED_REFUSALS: Mapping[str, str] = {
     "gemma3n": "its layers pass on several hidden states per token and share keys with earlier ones",

@@ -23,10 +23,10 @@ export const ONE_MODEL = {
 
 export const server = { words: TWO_MODELS }; // those of the server that is asked
 
-/** Those of an answer that is there. */
 /** Whether some of the prompt was not read for this answer, behind an edit too. */
 export const isPartial = (report) => report?.mode === "sparse" || report?.mode === "reuse";
 
+/** Those of an answer that is there. */
 export const wordsOf = (report) => (report.scorer ? (report.scorer === "self" ? ONE_MODEL : TWO_MODELS) : server.words);
 
 const PLACES = {

@@ -37,7 +37,7 @@ def test_one_program_runs_from_the_first_request_to_the_last(log: Path) -> None:
         keeper.note(True)
     process = keeper._process
     assert process is not None
-    assert eventually(log.exists)
+    assert eventually(lambda: log.exists() and log.read_text().endswith("\n"))  # it is made before it is written
     assert [line.split()[:2] for line in log.read_text().splitlines()] == [["-i", "-w"]]
     keeper.note(False)
     assert process.poll() is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -134,6 +134,7 @@ async def _answer(
         spent=spent,
         unseen=frozenset(map(tool_name, conversation.waiting)),
         guarded=free and (body.loop_guard or service.settings.loop_guard) == "on",
+        in_grammar=() if constraint is None else conversation.inputs,
     )
     generation = service.submit([spec], identity, body.cache_salt, warnings, body.answers())
     if prompt.deferred[0]:
@@ -192,6 +193,7 @@ def make_spec(
     reasoning: ReasoningBudget | None = None,
     spent: int = 0,
     guarded: bool = False,
+    in_grammar: Iterable[str] = (),
     **choices: Any,
 ) -> AnswerSpec:
     """Return the engine's request for one answer to `prompt`, at most as long as the remaining context, and its reader.
@@ -199,6 +201,7 @@ def make_spec(
     Args:
         field: field of the body that holds the prompt.
         guarded: an answer that repeats itself is ended.
+        in_grammar: tools whose calls may repeat themselves, since they follow a grammar.
         choices: `parallel`, `forced`, `every_token` and `unseen` of AnswerReader.
         spent: tokens of the answer that were generated before.
 
@@ -227,7 +230,8 @@ def make_spec(
     turn_end = None if ignored else service.engine.pair.turn_end
 
     def reader() -> AnswerReader:
-        loops = LoopGuard(service.vocabulary.decode) if guarded and not body.ignore_eos else None
+        guard = LoopGuard(service.vocabulary.decode, frozenset(in_grammar))
+        loops = guard if guarded and not body.ignore_eos else None
         return _reader(service, body, request, parser(), loops, turn_end=turn_end, **choices)
 
     return AnswerSpec(request, reader)

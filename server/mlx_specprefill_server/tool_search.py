@@ -17,7 +17,10 @@ MOST_FOUND = 5  # tools
 LONGEST_PATTERN = 200  # characters, Anthropic's limit
 PATIENCE_S = 0.5  # for one pattern on all tools; some patterns take exponential time
 K1, B = 1.2, 0.75  # Robertson and Zaragoza, "The Probabilistic Relevance Framework: BM25 and Beyond", 2009
-WORD = regex.compile(r"\p{Lu}?\p{Ll}+|\p{Lu}+|\p{N}+")  # also within names: get_weather, readFile
+# Also within names: get_weather, readFile, HTTPServer. Scripts without spaces have a word in each sign.
+WORD = regex.compile(
+    r"\p{Lu}?\p{Ll}+|\p{Lu}+(?!\p{Ll})|\p{N}+|[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}]|[\p{Lo}\p{M}]+"
+)
 
 _ASKS: Mapping[SearchKind, tuple[str, str]] = {
     "regex": (

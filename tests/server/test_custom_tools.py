@@ -22,7 +22,7 @@ from tokenizers import AddedToken
 from mlx_specprefill import Constraint
 from mlx_specprefill.constraints import Grammars
 from mlx_specprefill_server.constrained.flat_lark import FlatteningError, flatten
-from mlx_specprefill_server.openai.custom_tools import InputText
+from mlx_specprefill_server.openai.custom_tools import InputText, input_pattern
 from mlx_specprefill_server.prompt.deferred import HEADER
 
 from .calling import called, engine_that_sees_all, prompts
@@ -133,6 +133,11 @@ NAME: "a".."c"~1..2 | /X/i
         (SUMS, ["1", "4 + 4 * 3"], ["4 +", "4+4", "x"]),
         (NESTED, ["ab", "( a,( x ),() )", "((bc))"], ["abc", "(a", "a b", "(,a)"]),
         ('start: "a" (b | "c")+ [b]\nb: "\\n" "."', ["a\n.", "acc\n."], ["a", "a.."]),
+        (
+            "start: CNAME SIGNED_FLOAT\n%import common (CNAME, SIGNED_FLOAT, WS)\n%ignore WS",
+            ["x -.5", "x1.e3"],
+            ["x 5"],
+        ),
     ],
 )
 def test_a_flat_grammar_matches_the_same_texts(grammar: str, texts: list[str], others: list[str]) -> None:
@@ -162,6 +167,28 @@ def test_other_grammars_are_named_and_not_enforced(
     body = ask(client, tools=[{**APPLY, "format": {**APPLY["format"], "definition": grammar}}])
     assert any("apply_patch" in warning and why in warning for warning in body["warnings"])
     assert engine.requests[0].constraint is None
+
+
+def form(**fields: str) -> dict[str, Any]:
+    return {**APPLY, "format": fields}
+
+
+@pytest.mark.parametrize("kind", ["xml", ""])
+def test_a_format_that_is_not_known_is_named(client: TestClient, engine: FakeEngine, kind: str) -> None:
+    body = ask(client, tools=[form(type=kind, definition="x")])
+    assert body["warnings"] == [f"tools[0].format: the grammar of apply_patch is not enforced: its type {kind!r} is "
+                                "neither text nor grammar"]  # fmt: skip
+    assert "warnings" not in ask(client, tools=[form(type="text")])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text", "other"), [(r"^[0-9]+\$", "5$", "5"), (r"[0-9]+\\$", "5\\", "5\\$"), ("^a|b$", "b", "c")]
+)
+def test_anchors_of_a_regular_expression_are_left_out(pattern: str, text: str, other: str) -> None:
+    whole = input_pattern(form(type="grammar", syntax="regex", definition=pattern), "tools[0]")
+    assert whole is not None
+    assert re.fullmatch(whole, text)
+    assert not re.fullmatch(whole, other)
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------
@@ -224,6 +251,21 @@ def test_tools_of_the_provider_are_named(client: TestClient, engine: FakeEngine)
     assert [warning.split("'")[1] for warning in body["warnings"]] == kinds
 
 
+def test_what_tools_of_the_provider_have_left_behind_is_named(client: TestClient, engine: FakeEngine) -> None:
+    items = [
+        {"role": "user", "content": "Edit it."},
+        *({"type": kind, "call_id": "s"} for kind in ("local_shell_call", "local_shell_call_output")),
+        {"type": "local_shell_call"},
+        {"type": "additional_tools", "tools": [{"type": "namespace", "name": "n", "tools": [{"type": "mcp"}]}]},
+    ]
+    warnings = ask(client, input=items, tools=[SHELL])["warnings"]
+    assert [warning.split(" was")[0] for warning in warnings] == [
+        "input[4].tools[0].tools[0]: 'mcp'",
+        "input[1]: 'local_shell_call'",
+        "input[2]: 'local_shell_call_output'",
+    ]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_call_that_the_limit_cuts_is_never_told_as_complete(
     client: TestClient, engine: FakeEngine, stream: bool
@@ -264,6 +306,21 @@ def test_chat_completions_have_them_too(client: TestClient, engine: FakeEngine) 
     chat(client, messages=[EDIT, {"role": "assistant", "tool_calls": [custom]}, result])
     assert "Edits files." in prompts(engine)[0]
     assert f"<call>apply_patch {json.dumps({'input': GOOD}, ensure_ascii=False)}</call>" in prompts(engine)[1]
+
+
+def test_their_calls_are_read_where_the_tools_are_gone(client: TestClient, engine: FakeEngine) -> None:
+    """Agents send no tools with the request that sums a session up."""
+    made = {"id": "c", "type": "custom", "custom": {"name": "apply_patch", "input": GOOD}}
+    chat(client, messages=[EDIT, {"role": "assistant", "tool_calls": [made]}], tools=[])
+    assert f"<call>apply_patch {json.dumps({'input': GOOD}, ensure_ascii=False)}</call>" in prompts(engine)[0]
+
+
+@pytest.mark.parametrize(("custom", "field"), [(None, ""), ({"name": "x"}, ".input"), ({"input": "x"}, ".name")])
+def test_their_calls_without_a_part_are_refused_by_name(client: TestClient, custom: Any, field: str) -> None:
+    body = chat(
+        client, 400, messages=[EDIT, {"role": "assistant", "tool_calls": [{"type": "custom", "custom": custom}]}]
+    )
+    assert body.json()["error"]["param"] == f"messages[1].tool_calls[0].custom{field}"
 
 
 def test_their_chunks(client: TestClient, engine: FakeEngine) -> None:
@@ -377,6 +434,22 @@ def test_the_servers_search(client: TestClient, engine: FakeEngine) -> None:
     assert [tool["name"] for tool in items[1]["tools"]] == ["get_weather"]
     ask(client, input=[{"role": "user", "content": "Edit it."}, *items[:2]], tools=[*LATER, HOSTED])
     assert prompts(engine)[2] == prompts(engine)[1]
+
+
+def test_functions_of_one_name_in_two_namespaces_are_told_apart(client: TestClient, engine: FakeEngine) -> None:
+    spaces = [{**MAPS, "name": name, "tools": [{**MAPS["tools"][0], "description": name}]} for name in ("land", "sea")]
+    engine.says(called("sea__find_route") + called("find_route"))
+    body = ask(client, tools=spaces)
+    assert [(item["namespace"], item["name"]) for item in body["output"]] == [
+        ("sea", "find_route"),
+        ("land", "find_route"),
+    ]
+    found = {"type": "tool_search_output", "call_id": "s", "tools": spaces}
+    ask(client, input=[{"role": "user", "content": "Edit it."}, *body["output"]], tools=spaces)
+    ask(client, input=[{"role": "user", "content": "Edit it."}, found], tools=[*spaces, OWN])
+    assert "<call>sea__find_route {}</call><call>find_route {}</call>" in prompts(engine)[1]
+    for text in prompts(engine):
+        assert text.index('"find_route", "description": "land"') < text.index('"sea__find_route", "description": "sea"')
 
 
 def test_additional_tools_stand_where_they_come(client: TestClient, engine: FakeEngine) -> None:
@@ -517,6 +590,14 @@ def test_free_text_beside_such_a_tool_is_guarded_against_loops() -> None:
     fake.close()
     assert fake.requests[0].constraint is not None
     assert body["specprefill"]["ended"].startswith("loop: ")
+
+
+def test_a_call_with_a_grammar_may_repeat_itself() -> None:
+    fake = FakeEngine(FakePair(tokenizer(), 16_384))
+    fake.says(called("apply_patch", input=GOOD.replace("@@ def f():\n", "@@ def f():\n" + " pass\n" * 300)))
+    body = ask(client_of(fake), tools=[APPLY])
+    fake.close()
+    assert "ended" not in body["specprefill"]
 
 
 def test_a_call_can_not_end_before_its_patch() -> None:

@@ -157,7 +157,21 @@ def test_forced_calls_know_loaded_tools_only(client: TestClient, engine: FakeEng
 
 
 def test_a_deferred_tool_that_must_be_called_is_shown(client: TestClient, engine: FakeEngine) -> None:
-    ask(client, messages=[ASKED], tools=LATER, tool_choice={"type": "tool", "name": "get_weather"})
+    engine.says(called("get_weather", city="Rome"))
+    body = ask(client, messages=[ASKED], tools=LATER, tool_choice={"type": "tool", "name": "get_weather"})
+    assert "Tells the weather." in prompts(engine)[0]
+    assert "get_stock" not in prompts(engine)[0]
+    assert body["specprefill"]["deferred"]["tools"] == 1
+    assert "warnings" not in body
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_a_deferred_tool_that_is_allowed_without_its_search_is_shown(
+    client: TestClient, engine: FakeEngine, mode: str
+) -> None:
+    allowed = {"mode": mode, "tools": [{"type": "function", "function": {"name": "get_weather"}}]}
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    ask(client, CHAT, messages=[ASKED], tools=chat_tools("find_tools"), tool_choice=choice)
     assert "Tells the weather." in prompts(engine)[0]
     assert "get_stock" not in prompts(engine)[0]
 
@@ -193,6 +207,15 @@ def test_a_search_is_answered_and_the_model_goes_on(client: TestClient, engine: 
     ask(client, messages=[ASKED, {"role": "assistant", "content": body["content"][:3]}], tools=SEARCHED)
     assert prompts(engine)[2] == second
     assert body["usage"]["output_tokens"] > len(called("get_weather", city="Rome"))
+    assert body["specprefill"]["deferred"]["tools"] == 1  # the other one
+
+
+def test_a_search_may_have_a_name_of_its_own(client: TestClient, engine: FakeEngine) -> None:
+    tools = [{"type": SEARCH, "name": "look_up"}, *LATER[1:]]
+    says_in_turn(engine, [called("look_up", query="price"), "It is 5."])
+    body = ask(client, messages=[ASKED], tools=tools)
+    ask(client, messages=[ASKED, {"role": "assistant", "content": body["content"][:2]}], tools=tools)
+    assert prompts(engine)[2] == prompts(engine)[1]
 
 
 def test_a_streamed_search(client: TestClient, engine: FakeEngine) -> None:
@@ -230,6 +253,20 @@ def test_the_limit_of_tokens_is_that_of_all_parts(client: TestClient, engine: Fa
     assert (body["stop_reason"], body["content"][-1]["text"]) == ("max_tokens", "x" * 20)
 
 
+def test_what_is_left_out_is_named(client: TestClient) -> None:
+    provided = [{"type": "web_search_20250305", "name": "web_search"}, {"type": "tool_search_tool_new", "name": "x"}]
+    told = {"role": "user", "content": [{"type": "tool_reference", "tool_name": "clock"}]}
+    body = ask(client, messages=[ASKED, told], tools=[*SEARCHED, *provided])
+    for place, kind, warning in zip(
+        ["tools[3]", "tools[4]", "messages[1].content[0]"],
+        ["web_search_20250305", "tool_search_tool_new", "tool_reference"],
+        body["warnings"],
+        strict=True,
+    ):
+        assert warning.startswith(f"{place}: ")
+        assert kind in warning
+
+
 def functions(*tools: dict[str, Any]) -> list[dict[str, Any]]:
     return [
         {
@@ -261,6 +298,15 @@ def test_what_a_search_finds(kind: Any, query: Any, found: Any) -> None:
         return
     with pytest.raises(SearchError, match=found):
         search(kind, {"query": query}, functions(WEATHER, STOCKS))
+
+
+@pytest.mark.parametrize(
+    ("query", "description"),
+    [("server", "Starts an HTTPServer."), ("天气", "查询天气。"), ("날씨", "날씨 정보"), ("मौसम", "मौसम बताता है")],
+)
+def test_words_of_all_scripts_are_found(query: str, description: str) -> None:
+    tools = functions(STOCKS, {**WEATHER, "name": "x", "description": description})
+    assert search("bm25", {"query": query}, tools) == ["x"]
 
 
 def test_a_pattern_of_exponential_time_is_given_up() -> None:

@@ -13,6 +13,7 @@ from starlette.testclient import TestClient
 
 from mlx_specprefill_server.generation.loops import EVERY, LoopGuard
 
+from .calling import called
 from .conftest import client_of
 from .fakes import FakeEngine, FakePair, byte_tokenizer
 
@@ -33,7 +34,10 @@ def caught(text: str) -> int | None:
     return None
 
 
-@pytest.mark.parametrize("period", ["for ", PERIOD, "I am sorry.\n", "\u7684", "x" * 30 + " word " + "y" * 27])
+@pytest.mark.parametrize(
+    "period",
+    ["for ", PERIOD, "I am sorry.\n", "\u7684", "x" * 30 + " word " + "y" * 27, "Now I run `ls | grep x` and look. "],
+)
 def test_a_loop_is_ended_soon(period: str) -> None:
     length = max(64, 8 * len(period.encode()))
     count = caught("It begins. " + period * 200)
@@ -62,9 +66,20 @@ HARMLESS = {
     "tabs": "0\tno\n" * 200,
     "numbers": "[" + "0, " * 500,
     "hex": "0x00, " * 400,
+    "lines of base64": ("A" * 60 + "+/\n") * 100,
+    "ones in base64": base64.b64encode(b"\xff" * 3000).decode(),
+    "a table without edges": "no | no\n" * 200,
+    "values between commas": "no,no,,no\n" * 200,
+    "values with spaces": "no, yes, no\n" * 200,
+    "a table of HTML": "<tr><td>no</td></tr>\n" * 200,
+    "a table of LaTeX": "no & no \\\\\n" * 200,
     "a line": "-" * 1000,
     "code": FENCE + "    pass\n" * 50 + "```",
     "a file": FENCE + Path(__file__).read_text(),
+    "code with another fence": "~~~\n" + "pass\n" * 50,
+    "code without a fence": "    pass\n" * 50,
+    "statements": "INSERT INTO t VALUES (NULL);\n" * 20,
+    "marks": "<li>Item</li>\n" * 40,
 }
 
 
@@ -73,10 +88,12 @@ def test_what_repeats_for_good_reasons_goes_on(name: str) -> None:
     assert caught(HARMLESS[name]) is None
 
 
-def test_a_loop_in_code_is_ended_later() -> None:
-    count = caught(FENCE + "    do_it_again()\n" * 500)
-    assert count is not None
-    assert count > 8 * 8 * 18
+@pytest.mark.parametrize("period", ["    do_it_again()\n", "!", "\N{ROCKET}", '{"a": "b"} '])
+def test_a_loop_in_code_or_of_signs_is_ended_later(period: str) -> None:
+    for fence in ("", FENCE):
+        count = caught(fence + period * 1000)
+        assert count is not None
+        assert count >= 8 * max(64, 8 * len(period.encode()))
 
 
 @pytest.fixture
@@ -100,6 +117,19 @@ def test_the_answer_says_why(engine: FakeEngine) -> None:
     assert len(choice["message"]["content"]) < 200
     assert body["specprefill"]["ended"].startswith("loop: the same 18 tokens")
     assert body["warnings"] == [body["specprefill"]["ended"]]
+
+
+def test_a_call_is_code(engine: FakeEngine) -> None:
+    for times, ended in ((40, False), (200, True)):
+        engine.says(called("edit", text="x is y\n" * times))
+        body = ask(client_of(engine), tools=[TOOL])
+        assert ("ended" in body["specprefill"]) == ended
+
+
+@pytest.mark.parametrize("given", ["on", None])
+def test_raw_completions_are_guarded_on_demand(engine: FakeEngine, given: str | None) -> None:
+    answer = client_of(engine).post("/v1/completions", json={"prompt": "Hi", "max_tokens": 500, "loop_guard": given})
+    assert ("ended" in answer.json()["specprefill"]) == (given == "on")
 
 
 @pytest.mark.parametrize(

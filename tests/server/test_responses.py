@@ -373,9 +373,10 @@ def test_tools_are_echoed_as_they_are_understood(client: TestClient) -> None:
     ]  # fmt: skip
     body = ask(client, tools=tools)
     Response.model_validate(body, strict=True)
-    read, patch, spawn, inner = body["tools"]
+    read, patch, spawn, inner, second = body["tools"]
     assert [(tool["type"], tool["name"]) for tool in (patch, inner)] == [("custom", "patch"), ("custom", "x")]
     assert (read["name"], read["strict"], read["description"]) == ("read", True, "d")
+    assert second["name"] == "agents__read"
     assert (spawn["name"], spawn["strict"], spawn["parameters"]) == ("spawn", False, {"type": "object"})
 
 

@@ -17,6 +17,7 @@ from ..errors import refusal, require
 from ..fields import Body, ChatFields, Number, StopStrings, ThinkingFields, Whole, refuse_documents, refuse_sampling
 from ..prompt.conversation import (
     IMAGES,
+    REFERENCE,
     Conversation,
     Ending,
     Message,
@@ -31,6 +32,7 @@ from ..prompt.conversation import (
     references_in,
     search_message,
     string_of,
+    unknown_tool,
 )
 from ..prompt.deferred import FLAG, LOADS
 from ..tool_search import search_tool
@@ -40,6 +42,7 @@ LEFT_OUT = {
 }  # fmt: skip
 SEARCHES: Mapping[str, SearchKind] = {"tool_search_tool_regex": "regex", "tool_search_tool_bm25": "bm25"}
 SEARCH_TYPE = re.compile(rf"({'|'.join(SEARCHES)})(_\d+)?")  # of a tool, with a date or without
+OWN = (None, "custom")  # types of the client's own tools
 CALL_ID, SERVER_ID = "call_", "srvtoolu_"
 SEARCH_RESULT = "tool_search_tool_result"
 
@@ -89,7 +92,7 @@ class CountRequest(ThinkingFields):
             self.thinking_kwargs(self.output_config.effort),
             _ending(messages),
             images=tuple(image_paths(self.messages, "messages")),
-            left_out=(*_foreign(self.messages), *self._other_formats()),
+            left_out=(*_unknown_tools(self.tools), *_foreign(self.messages), *self._other_formats()),
             searches=searches,
             any_tool_loads=True,
         )
@@ -142,10 +145,20 @@ def refuse(body: Mapping[str, Any]) -> None:
 
 
 def _foreign(messages: Sequence[Any]) -> Iterator[str]:
-    """Yield a sentence for each block of a tool that the provider's servers run."""
+    """Yield a sentence for each block of a tool that the provider's servers run, and for a misplaced reference."""
     for path, block in parts_of(messages, "messages"):
         if (kind := block["type"]).startswith("mcp_tool"):
             yield f"{path}: {kind} was left out: tools of MCP servers are called by the provider"
+        elif kind == REFERENCE:
+            yield f"{path}: {kind} was left out: it loads a tool within a tool_result"
+
+
+def _unknown_tools(tools: Sequence[Any]) -> Iterator[str]:
+    """Yield a sentence for each tool that runs on the provider's servers."""
+    for where, tool in objects(tools, "tools"):
+        kind = tool.get("type")
+        if kind not in OWN and not (isinstance(kind, str) and SEARCH_TYPE.fullmatch(kind)):
+            yield unknown_tool(where, kind)
 
 
 def chat_messages(system: Any, messages: Sequence[Any]) -> list[Message]:
@@ -169,7 +182,7 @@ def function_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
     return [
         _function(function_of(tool, where, "input_schema"), tool.get(FLAG) is True)
         for where, tool in objects(tools, "tools")
-        if tool.get("type") in (None, "custom")
+        if tool.get("type") in OWN
     ]
 
 
@@ -258,6 +271,7 @@ def _assistant(blocks: Blocks) -> Iterator[Message]:
     A result stands behind all calls of its message, those that the client answers included.
     """
     said, results = _Said(), list[Message]()
+    searches = [block.get("tool_use_id") for _, block in blocks if block["type"] == SEARCH_RESULT]
     for where, block in blocks:
         if block["type"] == SEARCH_RESULT:
             results.append(_search_result(block, where))
@@ -265,7 +279,11 @@ def _assistant(blocks: Blocks) -> Iterator[Message]:
         if results and len(results) == len(said.calls):
             yield from (said.message(), *results)
             said, results = _Said(), []
-        said.add(block, where)
+        if block["type"] == "server_tool_use" and block.get("id") in searches:
+            call = _tool_use(block, where)
+            said.calls.append(call | {"id": _own_id(call["id"])})
+        else:
+            said.add(block, where)
     yield from (said.message(), *results)
 
 
@@ -283,9 +301,6 @@ class _Said:
                 self._thoughts.append(string_of(block, "thinking", where))
             case "tool_use":
                 self.calls.append(_tool_use(block, where))
-            case "server_tool_use" if block.get("name") in SEARCHES:
-                call = _tool_use(block, where)
-                self.calls.append(call | {"id": _own_id(call["id"])})
             case _:
                 self._texts += _texts(block, where)
 

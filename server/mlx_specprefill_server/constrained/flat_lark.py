@@ -17,6 +17,7 @@ COMMON: Mapping[str, str] = {  # of Lark's common.lark
     "DIGIT": "[0-9]", "HEXDIGIT": "[a-fA-F0-9]", "INT": "[0-9]+", "SIGNED_INT": "[+-]?[0-9]+",
     "DECIMAL": r"(?:[0-9]+\.[0-9]*|\.[0-9]+)",
     "FLOAT": r"(?:(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?|[0-9]+[eE][+-]?[0-9]+)",
+    "SIGNED_FLOAT": r"[+-]?(?:(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?|[0-9]+[eE][+-]?[0-9]+)",
     "NUMBER": r"(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+)(?:[eE][+-]?[0-9]+)?",
     "SIGNED_NUMBER": r"[+-]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+)(?:[eE][+-]?[0-9]+)?",
     "ESCAPED_STRING": r'"(?:[^"\\\n]|\\.)*"',
@@ -76,6 +77,9 @@ class _Rules:
         ignored: list[str] = []
         for statement in _statements(grammar):
             match statement:
+                case ["%import", path, "(", *names]:
+                    for name in filter(str.isidentifier, names):
+                        self._import(f"{path}.{name}", None)
                 case ["%import", path, *alias]:
                     self._import(path, alias[0].removeprefix("->").strip() if alias else None)
                 case ["%ignore", *what]:

@@ -34,7 +34,7 @@ from ..notations import (
     Tags,
 )
 from ..prompt.conversation import Conversation
-from ..prompt.deferred import Tool, tool_name
+from ..prompt.deferred import Tool, brings_tools, tool_name
 from ..schemas import Schema, items_of, mapping_of
 from .lark import Lark, escaped, terminal
 from .unquoted import ForcedTool, Gemma, Keywords, Unquoted
@@ -110,7 +110,7 @@ def _given_name(tool: Mapping[str, Any]) -> str:
 def resolve_tool_choice(conversation: Conversation, choice: ToolChoice) -> tuple[Conversation, ToolChoice]:
     """Return the conversation with the tools that the model sees, and the remaining choice among them.
 
-    A deferred tool that must be called stands in front at once.
+    A deferred tool that must be called stands in front at once, and so do those whose search is not allowed.
 
     Raises:
         InvalidRequestError: an allowed tool does not exist.
@@ -124,10 +124,13 @@ def resolve_tool_choice(conversation: Conversation, choice: ToolChoice) -> tuple
             if missing:
                 raise refusal("tool_choice", f"no tool is called {min(missing)!r}")
             front, loaded, waiting = (tuple(t for t in part if tool_name(t) in choice.names) for part in parts)
+            if not any(map(brings_tools, front)):
+                front, waiting = (*front, *waiting), ()
             return replace(conversation, tools=front, loaded=loaded, waiting=waiting), choice.mode
         case NamedTool():
             named = tuple(tool for tool in conversation.waiting if tool_name(tool) == choice.name)
-            return replace(conversation, tools=(*conversation.tools, *named)), choice
+            rest = tuple(tool for tool in conversation.waiting if tool_name(tool) != choice.name)
+            return replace(conversation, tools=(*conversation.tools, *named), waiting=rest), choice
     return conversation, choice
 
 

@@ -104,10 +104,12 @@ class Answers(Protocol):
     @property
     def prompts(self) -> Sequence[TokenIds]: ...
 
+    @property
+    def deferred(self) -> tuple[int, int]: ...
+
     copies: int
     warnings: Sequence[str]
     previous: Mapping[str, Any] | None
-    deferred: tuple[int, int]
 
     def stream(self) -> AsyncIterator[tuple[int, AnswerDelta]]:
         """Yield every answer's deltas with its number. Each ends with one AnswerDone."""

@@ -264,6 +264,7 @@ class AnswerReader:
     _warnings: dict[str, None] = field(default_factory=dict, init=False)
     _new_ids: list[int] = field(default_factory=list, init=False)
     _calls: int = field(default=0, init=False)  # number of calls that are not broken
+    _call: str = field(default="", init=False)  # the name of the tool that is being called
     _reasoning_tokens: int = field(default=0, init=False)
     _cut: bool = field(default=False, init=False)  # the request wants no more of the answer
     _marked: int = field(default=0, init=False)  # tokens up to the last delta
@@ -284,7 +285,7 @@ class AnswerReader:
             self._tokens.add(event)
             self._new_ids.append(event.token)
         deltas = self._mark(self._read(self._in_turn(self.detokenizer.push(event.token))))
-        if self.loops is not None and self.loops.push(event.token):
+        if self.loops is not None and self.loops.push(event.token, self._call):
             self._warnings[self.loops.found] = None
         return deltas
 
@@ -371,6 +372,7 @@ class AnswerReader:
                     yield from self._visible(delta)
             case CallStart():
                 self._calls += 1
+                self._call = delta.name
                 if delta.name in self.unseen:
                     self._warnings[UNSEEN.format(delta.name)] = None
                 yield from self._release(self.stop.finish())
@@ -379,9 +381,11 @@ class AnswerReader:
                 yield delta
             case CallEnd():
                 self._cut = not self.parallel
+                self._call = ""
                 yield delta
             case CallBroken():
                 self._calls -= 1
+                self._call = ""
                 yield delta
 
     def _with_tokens(self, delta: ReasoningDelta) -> ReasoningDelta:

@@ -39,7 +39,10 @@ class SearchingGeneration:
         self._searches = self._tokens = self._reasoning_tokens = 0
         self.warnings: Sequence[str] = first.warnings
         self.previous: Mapping[str, Any] | None = first.previous
-        self.deferred = first.deferred
+
+    @property
+    def deferred(self) -> tuple[int, int]:
+        return self._inner.deferred
 
     @property
     def prompts(self) -> Sequence[TokenIds]:

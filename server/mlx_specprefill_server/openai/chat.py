@@ -29,7 +29,7 @@ from ..report import ProgressReporter, Report
 from ..request_body import body_of
 from ..service import Service
 from ..serving import count_tokens, serve
-from .custom_tools import ChatTools, InputText, chat_tools, whole_input, with_functions
+from .custom_tools import InputText, Tools, chat_tools, whole_input
 from .protocol import ConversationFields, Envelope, logprob_entry, refuse_best_of
 
 router = APIRouter()
@@ -57,7 +57,7 @@ class ChatRequest(ConversationFields):
     documents: list[Any] = Field(default_factory=list)
 
     @cached_property
-    def functions(self) -> ChatTools:
+    def functions(self) -> Tools:
         """The tools as functions; raises InvalidRequestError."""
         return chat_tools(self.tools)
 
@@ -65,8 +65,7 @@ class ChatRequest(ConversationFields):
         ending = ending_of(self.add_generation_prompt, self.continue_final_message)
         kwargs = self.thinking_kwargs(self.reasoning_effort) | self.chat_template_kwargs
         tools = self.functions
-        messages = with_functions(self.messages) if tools.custom else self.messages
-        given = conversation(messages, tools.functions, kwargs, ending, left_out=tools.left_out)
+        given = conversation(self.messages, tools.functions, kwargs, ending, left_out=tools.left_out)
         if tools.inputs:
             given = replace(given, inputs=tools.inputs)
         if not self.documents:

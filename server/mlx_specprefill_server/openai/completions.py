@@ -131,6 +131,7 @@ async def create(
             prompt_logprobs=scored,
             constraint=constraint,
             every_token=True,
+            guarded=constraint is None and body.loop_guard == "on",
         )
         for prompt in prompts
     ]

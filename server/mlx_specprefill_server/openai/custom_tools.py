@@ -5,21 +5,23 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 from ..constrained.flat_lark import FlatteningError, flatten
 from ..errors import refusal, require
-from ..prompt.conversation import function_of, objects
+from ..prompt.conversation import SearchKind, function_of, objects, unknown_tool
 
 Source = tuple[str, dict[str, Any]]  # a tool as it was sent, behind its path
+Origin = tuple[str | None, str]  # a function's namespace, if it came in one, and its name there
 CUSTOM = "custom"
 INPUT = "input"  # the string's name
 _PARAMETERS = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]}
 _BEGIN = re.compile(rf'\s*\{{\s*"{INPUT}"\s*:\s*"')
 _PAIR = r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4}"  # of two escapes, one character
 _PARTS = re.compile(rf'(?:[^"\\]|{_PAIR}|\\u(?![dD][89abAB])[0-9a-fA-F]{{4}}|\\[^u])+')
+_ANCHOR = re.compile(r"(?<!\\)((?:\\\\)*)\$$")  # at the end, where no backslash makes it a sign
 _flatten = lru_cache(64)(flatten)  # agents send the same grammars with every request
 
 
@@ -37,21 +39,20 @@ def input_pattern(tool: Mapping[str, Any], where: str) -> str | None:
     """
     form = tool.get("format")
     require(form is None or isinstance(form, dict), f"{where}.format", "must be an object")
-    if form is None or form.get("type") != "grammar":
+    kind = "text" if form is None else form.get("type")
+    if form is None or kind == "text":
         return None
+    if kind != "grammar":
+        raise FlatteningError(f"its type {kind!r:.40} is neither text nor grammar")
     grammar: Any = form.get("definition", form.get("grammar"))
     require(isinstance(grammar, str), f"{where}.format.definition", "must be a string")
     match form.get("syntax"):
         case "lark":
             return f"^{_flatten(grammar)}$"
         case "regex":
-            return f"^(?:{grammar.removeprefix('^').removesuffix('$')})$"
+            whole = _ANCHOR.sub(r"\1", grammar.removeprefix("^"))
+            return f"^(?:{whole})$"
     raise FlatteningError(f"its syntax {form.get('syntax')!r:.40} is neither lark nor regex")
-
-
-def unknown_tool(where: str, kind: Any) -> str:
-    """Return the warning about a tool that was left out."""
-    return f"{where}: {kind!r:.80} was left out: this server has no such tool"
 
 
 def input_patterns(custom: Mapping[str, Source], left_out: list[str]) -> Iterator[tuple[str, str]]:
@@ -67,16 +68,28 @@ def input_patterns(custom: Mapping[str, Source], left_out: list[str]) -> Iterato
 
 
 @dataclass(frozen=True, slots=True)
-class ChatTools:
-    """The tools of chat completions, all as functions. The attributes are as in the Tools of responses."""
+class Tools:
+    """The client's tools as functions of chat completions.
+
+    Attributes:
+        custom: the names of tools whose calls are plain texts.
+        inputs: the regular expressions of such texts, by name.
+        left_out: sentences about tools and grammars that are not in them.
+        shown: the name of each function from a namespace or without one, by both.
+        searches: as in Conversation.
+        client_search: the client answers calls of its search for deferred tools.
+    """
 
     functions: tuple[Any, ...]
-    custom: frozenset[str]
-    inputs: Mapping[str, str]
-    left_out: tuple[str, ...]
+    custom: frozenset[str] = frozenset()
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+    shown: Mapping[Origin, str] = field(default_factory=dict)
+    searches: Mapping[str, SearchKind] = field(default_factory=dict)
+    client_search: bool = False
 
 
-def chat_tools(tools: Sequence[Any]) -> ChatTools:
+def chat_tools(tools: Sequence[Any]) -> Tools:
     """Return the tools with custom ones as functions.
 
     Raises:
@@ -94,7 +107,7 @@ def chat_tools(tools: Sequence[Any]) -> ChatTools:
             case kind:
                 left_out.append(unknown_tool(where, kind))
     inputs = dict(input_patterns(custom, left_out))
-    return ChatTools(tuple(functions), frozenset(custom), inputs, tuple(left_out))
+    return Tools(tuple(functions), frozenset(custom), inputs, tuple(left_out))
 
 
 def _flat(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -106,23 +119,6 @@ def _flat(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
     if isinstance(form, dict) and isinstance(form.get("grammar"), dict):
         form = {**form, **form["grammar"]}
     return {**custom, "format": form}
-
-
-def with_functions(messages: Sequence[Any]) -> list[Any]:
-    """Return messages of chat completions with calls of custom tools as those of functions."""
-    return [
-        {**message, "tool_calls": [_function_call(call) for call in calls]}
-        if isinstance(message, dict) and isinstance(calls := message.get("tool_calls"), list)
-        else message
-        for message in messages
-    ]
-
-
-def _function_call(call: Any) -> Any:
-    match call:
-        case {"type": "custom", "custom": {"name": name, "input": str(text)}}:
-            return {**call, "type": "function", "function": {"name": name, "arguments": json.dumps({INPUT: text})}}
-    return call
 
 
 class InputText:

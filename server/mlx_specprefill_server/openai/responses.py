@@ -36,9 +36,9 @@ from ..report import ProgressReporter, Report
 from ..request_body import body_of
 from ..service import Service
 from ..serving import count_tokens, serve
-from .custom_tools import InputText, whole_input
+from .custom_tools import InputText, Tools, whole_input
 from .protocol import logprob_entry
-from .responses_protocol import TOOL_SEARCH, ResponsesRequest, Tools, refuse
+from .responses_protocol import TOOL_SEARCH, ResponsesRequest, refuse
 
 Event = dict[str, Any]
 LogprobsOf = Callable[[Sequence[TokenEvent]], list[dict[str, Any]]]  # tokens as the wire's logprobs
@@ -73,6 +73,7 @@ class ItemWriter:
         self._index = 0  # the index of the open item, or of the next one
         self._logprobs_of = logprobs_of
         self._tools = tools
+        self._origins = {name: origin for origin, name in tools.shown.items()}
         self._input = InputText()
         self._open: dict[str, Any] | None = None
         self._text: list[str] = []  # the text of the open item, and the logprobs of its tokens
@@ -131,9 +132,10 @@ class ItemWriter:
             yield from self._start(SEARCH_CALL, {"call_id": call.id, "execution": execution, "arguments": {}})
             return
         kind = CUSTOM if call.name in self._tools.custom else "function_call"
-        space = {"namespace": self._tools.namespaces[call.name]} if call.name in self._tools.namespaces else {}
+        namespace, name = self._origins.get(call.name, (None, call.name))
+        space = {} if namespace is None else {"namespace": namespace}
         self._input = InputText()
-        yield from self._start(kind, {"call_id": call.id, "name": call.name, ARGUMENTS[kind]: "", **space})
+        yield from self._start(kind, {"call_id": call.id, "name": name, ARGUMENTS[kind]: "", **space})
 
     def _call_text(self, text: str) -> Iterator[Event]:
         assert self._open is not None

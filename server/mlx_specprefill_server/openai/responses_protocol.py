@@ -5,8 +5,8 @@ Refusals name the place in the request. Items that only the provider's own tools
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Annotated, Any
 
@@ -27,14 +27,15 @@ from ..prompt.conversation import (
     search_message,
     string_of,
     text_of,
+    unknown_tool,
 )
 from ..prompt.deferred import FLAG, LOADS, Reference
 from ..tool_search import search_tool
-from .custom_tools import Source, custom_function, input_patterns, unknown_tool
+from .custom_tools import Origin, Source, Tools, custom_function, input_patterns
 from .protocol import ConversationFields
 
 TOOL_SEARCH = "tool_search"  # a type of tools, and the name under which the model calls it
-TOOL_TYPES = ("function", "custom", "namespace", TOOL_SEARCH)
+TOOL_TYPES = ("function", "custom", TOOL_SEARCH)
 LOGPROBS = "message.output_text.logprobs"
 STATELESS = "this server keeps no responses or conversations; send the whole conversation as input"
 
@@ -74,17 +75,17 @@ class ResponsesRequest(ConversationFields):
         return function_tools(self.tools, () if isinstance(self.input, str) else self.input)
 
     def conversation(self) -> Conversation:
-        messages = inline_system_messages(chat_messages(self.instructions, self.input))
+        tools = self.functions
+        read = read_items(self.instructions, self.input, tools.shown)
         kwargs = self.thinking_kwargs() | self.chat_template_kwargs
         images = tuple(image_paths([] if isinstance(self.input, str) else self.input, "input"))
-        tools = self.functions
         made = conversation(
-            messages,
+            inline_system_messages(read.messages),
             tools.functions,
             kwargs,
             field="input",
             images=images,
-            left_out=tools.left_out,
+            left_out=(*tools.left_out, *read.left_out.values()),
             searches=tools.searches,
         )
         return replace(made, inputs=tools.inputs) if tools.inputs else made
@@ -122,13 +123,13 @@ def refuse(body: Mapping[str, Any]) -> None:
             raise refusal(name, "not supported")
 
 
-def chat_messages(instructions: str | None, given: str | Sequence[Any]) -> list[Message]:
-    """Return the conversation as chat messages.
+def read_items(instructions: str | None, given: str | Sequence[Any], shown: Mapping[Origin, str]) -> _Builder:
+    """Return the builder of the conversation's chat messages. `shown` is as in Tools.
 
     Raises:
         InvalidRequestError: `field` is the path of the value at fault, like `input[0].content[1].type`.
     """
-    builder = _Builder()
+    builder = _Builder(shown)
     if instructions:
         builder.add({"role": "system", "content": instructions})
     if isinstance(given, str):
@@ -136,14 +137,20 @@ def chat_messages(instructions: str | None, given: str | Sequence[Any]) -> list[
     else:
         for where, item in objects(given, "input"):
             _item(builder, item, where)
-    return builder.messages
+    return builder
 
 
 class _Builder:
-    """A builder of messages. The assistant's consecutive items (thinking, text, calls) become one message."""
+    """A builder of messages. The assistant's consecutive items (thinking, text, calls) become one message.
 
-    def __init__(self) -> None:
+    Attributes:
+        left_out: a sentence for each kind of item that is not in them.
+    """
+
+    def __init__(self, shown: Mapping[Origin, str]) -> None:
         self.messages: list[Message] = []
+        self.left_out: dict[str, str] = {}
+        self._shown = shown
         self.last_search = ""  # the id of a call
 
     def add(self, message: Message) -> None:
@@ -153,10 +160,21 @@ class _Builder:
         message = self._assistant()
         message[name] = "\n".join(filter(None, (message.get(name), text)))
 
-    def call(self, call_id: str, name: str, arguments: Any) -> None:
+    def call(self, item: Mapping[str, Any], where: str, arguments: Any) -> None:
+        name = string_of(item, "name", where)
+        space = item.get("namespace")
+        shown = self._shown.get((space, name), name) if isinstance(space, str) else name
+        self.add_call(string_of(item, "call_id", where), shown, arguments)
+
+    def add_call(self, call_id: str, name: str, arguments: Any) -> None:
         function = {"name": name, "arguments": arguments}
         calls = self._assistant().setdefault("tool_calls", [])
         calls.append({"id": call_id, "type": "function", "function": function})
+
+    def loads(self, item: Mapping[str, Any], where: str) -> list[Reference]:
+        """Return references to the tools that an item brings with it."""
+        origins = [origin for _, origin, _ in _functions(_tools_of(item, where))]
+        return [Reference(self._shown.get(origin, origin[1]), f"{where}.tools") for origin in origins]
 
     def _assistant(self) -> Message:
         if not self.messages or self.messages[-1]["role"] != "assistant":
@@ -172,24 +190,24 @@ def _item(builder: _Builder, item: Mapping[str, Any], where: str) -> None:
             text = text_of(item.get("content"), f"{where}.content") or text_of(item.get("summary"), f"{where}.summary")
             builder.say(text, "reasoning_content")
         case "function_call":
-            builder.call(string_of(item, "call_id", where), string_of(item, "name", where), item.get("arguments"))
+            builder.call(item, where, item.get("arguments"))
         case "custom_tool_call":
-            arguments = {"input": string_of(item, "input", where)}
-            builder.call(string_of(item, "call_id", where), string_of(item, "name", where), arguments)
+            builder.call(item, where, {"input": string_of(item, "input", where)})
         case "function_call_output" | "custom_tool_call_output":
             text = text_of(item.get("output"), f"{where}.output", of_a_tool=True)
             builder.add({"role": "tool", "tool_call_id": string_of(item, "call_id", where), "content": text})
         case "tool_search_call":
             builder.last_search = _search_id(item, f"search_{len(builder.messages)}")
-            builder.call(builder.last_search, TOOL_SEARCH, item.get("arguments"))
+            builder.add_call(builder.last_search, TOOL_SEARCH, item.get("arguments"))
         case "tool_search_output":
-            found = search_message(_search_id(item, builder.last_search), loads=_loads(item, where))
+            found = search_message(_search_id(item, builder.last_search), loads=builder.loads(item, where))
             builder.add(found)
         case "additional_tools":
-            builder.add({"role": "user", "content": "", LOADS: tuple(_loads(item, where))})
+            builder.add({"role": "user", "content": "", LOADS: tuple(builder.loads(item, where))})
         case kind:
             require(isinstance(kind, str), f"{where}.type", "must be a string")
             require(kind not in UNREADABLE, f"{where}.type", f"{kind!r}: {UNREADABLE.get(kind)}")
+            builder.left_out.setdefault(kind, unknown_tool(where, kind))
 
 
 def _message(builder: _Builder, item: Mapping[str, Any], where: str) -> None:
@@ -208,37 +226,10 @@ def _search_id(item: Mapping[str, Any], otherwise: str) -> str:
     return given if isinstance(given, str) else otherwise
 
 
-def _loads(item: Mapping[str, Any], where: str) -> list[Reference]:
-    """Return references to the tools that an item brings with it."""
-    return [Reference(tool["name"], f"{where}.tools") for tool, _, _ in _functions(_tools_of(item, where))]
-
-
 def _tools_of(item: Mapping[str, Any], where: str) -> list[Source]:
     tools = item.get("tools")
     require(isinstance(tools, list), f"{where}.tools", "must be an array")
     return list(objects(tools or (), f"{where}.tools"))
-
-
-@dataclass(frozen=True, slots=True)
-class Tools:
-    """The client's tools as functions of chat completions.
-
-    Attributes:
-        namespaces: those that some of them came in, by the function's name.
-        custom: the names of tools whose calls are plain texts.
-        inputs: the regular expressions of such texts, by name.
-        searches: as in Conversation.
-        client_search: the client answers calls of TOOL_SEARCH.
-        left_out: sentences about tools and grammars that are not in them.
-    """
-
-    functions: tuple[dict[str, Any], ...]
-    namespaces: Mapping[str, str]
-    custom: frozenset[str] = frozenset()
-    inputs: Mapping[str, str] = field(default_factory=dict)
-    searches: Mapping[str, SearchKind] = field(default_factory=dict)
-    client_search: bool = False
-    left_out: tuple[str, ...] = ()
 
 
 def function_tools(tools: Sequence[Any], items: Sequence[Any] = ()) -> Tools:
@@ -253,32 +244,44 @@ def function_tools(tools: Sequence[Any], items: Sequence[Any] = ()) -> Tools:
         if item.get("type") in ("tool_search_output", "additional_tools"):
             brought += _tools_of(item, where)
     functions: dict[str, dict[str, Any]] = {}
-    namespaces: dict[str, str] = {}
+    shown: dict[Origin, str] = {}
     custom: dict[str, Source] = {}
     for later, part in enumerate((given, brought)):
-        for function, namespace, source in _functions(part):
-            name = function["name"]
-            if name in functions:
-                continue  # a call could not name one of them
+        for function, origin, source in _functions(part):
+            name = _shown_name(origin, functions)
+            if name is None or origin in shown:
+                continue
             flag = {FLAG: True} if later or source[1].get(FLAG) is True else {}
-            functions[name] = {"type": "function", "function": function, **flag}
-            if namespace is not None:
-                namespaces[name] = namespace
+            functions[name] = {"type": "function", "function": {**function, "name": name}, **flag}
+            shown[origin] = name
             if source[1].get("type") == "custom":
                 custom[name] = source
-    left_out = list(_left_out(given))
+    left_out = list(_left_out([*given, *brought]))
     inputs = dict(input_patterns(custom, left_out))
     search, is_clients = _search(given)
     if search is not None:
         functions.setdefault(TOOL_SEARCH, {"type": "function", "function": search})
     searches: dict[str, SearchKind] = {} if search is None or is_clients else {TOOL_SEARCH: "bm25"}
     found = tuple(functions.values())
-    return Tools(found, namespaces, frozenset(custom), inputs, searches, is_clients, tuple(left_out))
+    return Tools(found, frozenset(custom), inputs, tuple(left_out), shown, searches, is_clients)
+
+
+def _shown_name(origin: Origin, taken: Container[str]) -> str | None:
+    """Return the name under which the model sees a function: its own, or behind its namespace where that is taken.
+
+    None: both are. A call could not name it.
+    """
+    namespace, name = origin
+    names = (name,) if namespace is None else (name, f"{namespace}__{name}")
+    return next((name for name in names if name not in taken), None)
 
 
 def _left_out(tools: Sequence[Source]) -> Iterator[str]:
     for where, tool in tools:
-        if (kind := tool.get("type", "function")) not in TOOL_TYPES:
+        kind = tool.get("type", "function")
+        if kind == "namespace":
+            yield from _left_out(_tools_of(tool, where))
+        elif kind not in TOOL_TYPES:
             yield unknown_tool(where, kind)
 
 
@@ -292,22 +295,24 @@ def _search(tools: Sequence[Source]) -> tuple[dict[str, Any] | None, bool]:
     return None, False
 
 
-def _functions(tools: Sequence[Source]) -> Iterator[tuple[dict[str, Any], str | None, Source]]:
-    """Yield functions with their namespaces and sources. Those without one come first, so that they win over others of
+def _functions(tools: Sequence[Source]) -> Iterator[tuple[dict[str, Any], Origin, Source]]:
+    """Yield functions with their origins and sources. Those without one come first, so that they win over others of
     the same name.
     """
     spaces: list[Source] = []
     for where, tool in tools:
         kind = tool.get("type", "function")
         if kind in ("function", "custom"):
-            yield _function(tool, where), None, (where, tool)
+            function = _function(tool, where)
+            yield function, (None, function["name"]), (where, tool)
         elif kind == "namespace":
             spaces.append((where, tool))
     for where, space in spaces:
         name = string_of(space, "name", where)
         for place, tool in _tools_of(space, where):
             if tool.get("type", "function") in ("function", "custom"):
-                yield _function(tool, place), name, (place, tool)
+                function = _function(tool, place)
+                yield function, (name, function["name"]), (place, tool)
 
 
 def _function(tool: Mapping[str, Any], where: str) -> dict[str, Any]:

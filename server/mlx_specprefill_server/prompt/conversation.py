@@ -225,6 +225,11 @@ def omission_note(kind: str) -> str:
     return f"[{kind.removeprefix('input_').removesuffix('_url')[:40]} left out: this model reads text only]"
 
 
+def unknown_tool(where: str, kind: Any) -> str:
+    """Return the warning about a tool of the provider's, or what it has left behind."""
+    return f"{where}: {kind!r:.80} was left out: this server has no such tool"
+
+
 def text_of(content: Any, where: str, of_a_tool: bool = False) -> str:
     """Return the text of a content: null, a string, or an array of parts.
 
@@ -279,12 +284,22 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
-    function = _function(call, where)
+    function = _called(call, where)
     arguments = _arguments(function.get("arguments"))
     out: dict[str, Any] = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
     if isinstance(call.get("id"), str):
         out["id"] = call["id"]
     return out
+
+
+def _called(call: Any, where: str) -> dict[str, Any]:
+    """Return what a call names and says; of a custom tool's, as of the function that the model has called."""
+    if not (isinstance(call, dict) and call.get("type") == "custom"):
+        return _function(call, where)
+    custom: Any = call.get("custom")
+    require(isinstance(custom, dict), f"{where}.custom", "must be an object")
+    name, text = (string_of(custom, member, f"{where}.custom") for member in ("name", "input"))
+    return {"name": name, "arguments": {"input": text}}
 
 
 def _arguments(arguments: Any) -> dict[str, Any]:

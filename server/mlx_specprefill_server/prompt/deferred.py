@@ -75,25 +75,26 @@ def divide(tools: Sequence[Tool], messages: Sequence[Message], any_tool: bool) -
     Raises:
         InvalidRequestError: a reference names no tool; the message says which.
     """
-    known = {tool_name(tool): tool for tool in reversed(tools)}
     refers = any(LOADS in message for message in messages)
-    brings = [any_tool or SEARCHES.match(tool_name(tool)) for tool in tools if not is_deferred(tool)]
-    defers = refers or any(brings)
-    front = {name for name, tool in known.items() if not (defers and is_deferred(tool))}
-    loaded: dict[str, Tool] = {}
-    out = tuple(_resolved(message, known, front, loaded) if LOADS in message else message for message in messages)
-    rest = [tool for tool in tools if tool_name(tool) not in front]
-    waiting = [tool for tool in rest if tool_name(tool) not in loaded]
-    shown = [tool for tool in tools if tool_name(tool) in front]
-    return Deferral(_plain(shown), tuple(loaded.values()), _plain(waiting), out)
+    brings = any_tool and not all(map(is_deferred, tools))
+    defers = refers or brings or any(brings_tools(tool) for tool in tools if not is_deferred(tool))
+    later = {tool_name(tool): defers and is_deferred(tool) for tool in reversed(tools)}
+    front = [tool for tool in tools if not later[tool_name(tool)]]
+    rest = [tool for tool in tools if later[tool_name(tool)]]
+    return load(messages, _plain(front), (), _plain(rest))
+
+
+def brings_tools(tool: Tool) -> bool:
+    """Return whether a tool's name says that it finds others."""
+    return SEARCHES.match(tool_name(tool)) is not None
 
 
 def load(
     messages: Sequence[Message], front: Sequence[Tool], loaded: Sequence[Tool], waiting: Sequence[Tool]
 ) -> Deferral:
-    """Divide the tools anew where further messages follow; their References load what is waiting."""
+    """Divide the tools where messages follow; their References load what is waiting. Raises as `divide`."""
     seen = {tool_name(tool): tool for tool in loaded}
-    known = {tool_name(tool): tool for tool in (*front, *loaded, *waiting)}
+    known = {tool_name(tool): tool for tool in reversed((*front, *loaded, *waiting))}
     names = {tool_name(tool) for tool in front}
     out = tuple(_resolved(message, known, names, seen) if LOADS in message else message for message in messages)
     left = tuple(tool for tool in waiting if tool_name(tool) not in seen)
@@ -113,8 +114,8 @@ def _resolved(message: Message, known: Mapping[str, Tool], front: set[str], load
         if reference.name in front or reference.name in loaded:
             again.append(reference.name)
         else:
-            loaded[reference.name] = without_flag(known[reference.name])
-            shown.append(loaded[reference.name])
+            loaded[reference.name] = known[reference.name]
+            shown.append(known[reference.name])
     sentence = AGAIN.format(", ".join(dict.fromkeys(again))) if again else ""
     content = "\n".join(filter(None, (message["content"], sentence)))
     rest = {name: value for name, value in message.items() if name != LOADS}

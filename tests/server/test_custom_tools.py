@@ -452,6 +452,15 @@ def test_functions_of_one_name_in_two_namespaces_are_told_apart(client: TestClie
         assert text.index('"find_route", "description": "land"') < text.index('"sea__find_route", "description": "sea"')
 
 
+def test_searches_side_by_side_are_read_back_as_they_were(client: TestClient, engine: FakeEngine) -> None:
+    both = called("tool_search", query="weather") + called("tool_search", query="way")
+    answers = iter([both, "Done."])
+    engine.script = lambda request: engine.tokens(next(answers, "Done."))
+    items = ask(client, tools=[*LATER, HOSTED])["output"]
+    ask(client, input=[{"role": "user", "content": "Edit it."}, *items[:4]], tools=[*LATER, HOSTED])
+    assert prompts(engine)[2] == prompts(engine)[1]
+
+
 def test_additional_tools_stand_where_they_come(client: TestClient, engine: FakeEngine) -> None:
     more = {"type": "additional_tools", "role": "developer", "tools": [WEATHER, APPLY]}
     history = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Yes?"}, more]

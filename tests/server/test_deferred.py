@@ -98,10 +98,10 @@ def test_a_schema_in_a_result_is_kept_in_full(client: TestClient, engine: FakeEn
 
 
 def test_a_tool_is_shown_once(client: TestClient, engine: FakeEngine) -> None:
-    again = [CALLED | {"content": [{**CALLED["content"][0], "id": "c2"}]}, loads("get_weather", "clock")]
+    again = [CALLED | {"content": [{**CALLED["content"][0], "id": "c2"}]}, loads("get_weather", "clock", "clock")]
     again[1]["content"][0]["tool_use_id"] = "c2"
-    ask(client, messages=[ASKED, CALLED, loads("get_weather"), *again], tools=LATER)
-    assert prompts(engine)[0].count("Tells the weather.") == 1
+    ask(client, messages=[ASKED, CALLED, loads("get_weather", "get_weather"), *again], tools=LATER)
+    assert prompts(engine)[0].count("Tells the weather.") == prompts(engine)[0].count("already") == 1
     assert "These tools can be called already: get_weather, clock<|im_end|>" in prompts(engine)[0]
 
 
@@ -215,6 +215,19 @@ def test_a_search_may_have_a_name_of_its_own(client: TestClient, engine: FakeEng
     says_in_turn(engine, [called("look_up", query="price"), "It is 5."])
     body = ask(client, messages=[ASKED], tools=tools)
     ask(client, messages=[ASKED, {"role": "assistant", "content": body["content"][:2]}], tools=tools)
+    assert prompts(engine)[2] == prompts(engine)[1]
+
+
+def test_searches_side_by_side_are_read_back_as_they_were(client: TestClient, engine: FakeEngine) -> None:
+    says_in_turn(engine, [called(SEARCH, query="weather") + called(SEARCH, query="price"), called("clock")])
+    tools = [*SEARCHED, CLOCK]
+    body = ask(client, messages=[ASKED], tools=tools)
+    *found, call = body["content"]
+    kinds = [block["type"] for block in found]
+    assert kinds == ["server_tool_use", "server_tool_use", "tool_search_tool_result", "tool_search_tool_result"]
+    assert [block["tool_use_id"] for block in found[2:]] == [block["id"] for block in found[:2]]
+    assert call["type"] == "tool_use"
+    ask(client, messages=[ASKED, {"role": "assistant", "content": found}], tools=tools)
     assert prompts(engine)[2] == prompts(engine)[1]
 
 

@@ -53,16 +53,17 @@ class LoopGuard:
         self._tokens.append(token)
         if len(self._tokens) % EVERY or call in self.exempt:
             return False
-        if (period := _period(self._tokens, 1)) and self._is_loop(period, in_code=bool(call)):
+        if (period := _period(self._tokens, 1)) and self._is_loop(period, in_call=bool(call)):
             self.found = f"loop: the same {period} tokens were repeated {LEAST_REPEATS} times and more"
         return bool(self.found)
 
-    def _is_loop(self, period: int, in_code: bool) -> bool:
+    def _is_loop(self, period: int, in_call: bool) -> bool:
         kind = _kind(self.decode(self._tokens[-2 * period :]))
         if kind == "data":
             return False
-        in_code = in_code or kind == "code" or len(FENCE.findall(self.decode(self._tokens))) % 2 == 1
-        return not in_code or _period(self._tokens, IN_CODE) > 0
+        if _period(self._tokens, IN_CODE):
+            return True
+        return kind == "words" and not in_call and len(FENCE.findall(self.decode(self._tokens))) % 2 == 0
 
 
 def _period(tokens: Sequence[int], times: int) -> int:

@@ -56,7 +56,9 @@ class SearchingGeneration:
         self._inner.close()
 
     async def stream(self) -> AsyncIterator[tuple[int, AnswerDelta]]:
-        """Yield the deltas of all parts as one answer: a search is followed by its ToolsFound."""
+        """Yield the deltas of all parts as one answer: the calls of each part are followed by the ToolsFound of its
+        searches, so that they are read back as one message.
+        """
         end: AnswerDone | None = None
         while end is None:
             part = _Part(self._conversation)
@@ -64,9 +66,10 @@ class SearchingGeneration:
                 if isinstance(delta, AnswerDone):
                     end = delta
                     continue
+                part.add(delta)
                 yield index, delta
-                for found in part.add(delta):
-                    yield index, found
+            for found in part.found:
+                yield 0, found
             assert end is not None  # every stream has one
             end = self._counted(end)
             if part.goes_on and end.error is None and end.finish_reason == "tool_calls":
@@ -97,6 +100,7 @@ class _Part:
     """The model's words up to its next end, with the results of its searches.
 
     Attributes:
+        found: the results of its searches.
         goes_on: all calls are searches that were answered.
     """
 
@@ -106,14 +110,15 @@ class _Part:
         self._thoughts: list[str] = []
         self._calls: list[dict[str, Any]] = []
         self._results: list[Message] = []
+        self.found: list[ToolsFound] = []
         self._open: CallStart | None = None
 
     @property
     def goes_on(self) -> bool:
         return bool(self._calls) and len(self._calls) == len(self._results)
 
-    def add(self, delta: AnswerDelta) -> list[ToolsFound]:
-        """Take a delta, and return the result of the search that it completes."""
+    def add(self, delta: AnswerDelta) -> None:
+        """Take a delta. Make the search that it completes."""
         match delta:
             case TextDelta():
                 self._texts.append(delta.text)
@@ -124,20 +129,19 @@ class _Part:
             case CallBroken():
                 self._open = None
             case CallEnd() if self._open is not None:
-                return self._called(self._open, orjson.loads(delta.arguments))
-        return []
+                self._called(self._open, orjson.loads(delta.arguments))
 
-    def _called(self, call: CallStart, arguments: dict[str, Any]) -> list[ToolsFound]:
+    def _called(self, call: CallStart, arguments: dict[str, Any]) -> None:
         function = {"name": call.name, "arguments": arguments}
         self._calls.append({"id": call.id, "type": "function", "function": function})
         if call.name not in self._given.searches:
-            return []
-        found = self._found(call, arguments)
+            return
+        found = self._search(call, arguments)
         loads = [Reference(name, call.name) for name in found.names]
         self._results.append(search_message(call.id, found.error, loads) | {"name": call.name})
-        return [found]
+        self.found.append(found)
 
-    def _found(self, call: CallStart, arguments: dict[str, Any]) -> ToolsFound:
+    def _search(self, call: CallStart, arguments: dict[str, Any]) -> ToolsFound:
         tools = (*self._given.loaded, *self._given.waiting)
         try:
             return ToolsFound(call.id, tuple(search(self._given.searches[call.name], arguments, tools)))

@@ -108,7 +108,7 @@ def _plain(tools: Sequence[Tool]) -> tuple[Tool, ...]:
 def _resolved(message: Message, known: Mapping[str, Tool], front: set[str], loaded: dict[str, Tool]) -> Message:
     """Return the message with the tools that it is the first to show, and a sentence about others that it names."""
     shown, again = list[Tool](), list[str]()
-    for reference in message[LOADS]:
+    for reference in {reference.name: reference for reference in message[LOADS]}.values():
         if reference.name not in known:
             raise refusal(reference.path, f"no tool of this request is called {reference.name!r:.80}")
         if reference.name in front or reference.name in loaded:
@@ -116,7 +116,7 @@ def _resolved(message: Message, known: Mapping[str, Tool], front: set[str], load
         else:
             loaded[reference.name] = known[reference.name]
             shown.append(known[reference.name])
-    sentence = AGAIN.format(", ".join(dict.fromkeys(again))) if again else ""
+    sentence = AGAIN.format(", ".join(again)) if again else ""
     content = "\n".join(filter(None, (message["content"], sentence)))
     rest = {name: value for name, value in message.items() if name != LOADS}
     return rest | {"content": content} | ({LOADS: tuple(shown)} if shown else {})

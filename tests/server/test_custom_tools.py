@@ -125,6 +125,16 @@ NAME: "a".."c"~1..2 | /X/i
 %ignore /[ ]+/
 """
 
+CALCULATOR = """
+?start: sum
+?sum: product | sum "+" product -> add | sum "-" product -> sub
+?product: atom | product "*" atom -> mul
+?atom: INT -> number | "-" atom -> neg | NAME -> var | "(" sum ")"
+NAME: /[a-z]/
+%import common.INT
+%ignore " "
+"""
+
 
 @pytest.mark.parametrize(
     ("grammar", "texts", "others"),
@@ -133,6 +143,8 @@ NAME: "a".."c"~1..2 | /X/i
         (SUMS, ["1", "4 + 4 * 3"], ["4 +", "4+4", "x"]),
         (NESTED, ["ab", "( a,( x ),() )", "((bc))"], ["abc", "(a", "a b", "(,a)"]),
         ('start: "a" (b | "c")+ [b]\nb: "\\n" "."', ["a\n.", "acc\n."], ["a", "a.."]),
+        (CALCULATOR, ["1", "-(3*4) - 1+2*--x", "1+2+3-4-5-6-7-8-9", "((1))"], ["1 +", "*1", "(1", ""]),
+        ('start: e\ne: e ("and" | "or") e | "not" e | e "!" | "x"', ["notnotx!!andxornotx"], ["xx", "and", "xnot"]),
         (
             "start: CNAME SIGNED_FLOAT\n%import common (CNAME, SIGNED_FLOAT, WS)\n%ignore WS",
             ["x -.5", "x1.e3"],

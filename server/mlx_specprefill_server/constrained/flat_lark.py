@@ -1,7 +1,7 @@
 """A Lark grammar as one regular expression: so it can be enforced in every notation, also within a JSON string.
 
-Rules that contain themselves are written out to a depth that keeps the expression small. It then matches those texts of
-the grammar that are nested no deeper.
+Rules that begin or end with themselves are repetitions. Others that contain themselves are written out to a depth that
+keeps the expression small. It then matches those texts of the grammar that are nested no deeper.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ _TOKEN = re.compile(
 )
 _FLAGS = frozenset("is")
 _REPEATS = ("?", "*", "+")
+_SIGNS = [[sign] for sign in (*_REPEATS, "~")]  # behind what is repeated
 
 
 class FlatteningError(Exception):
@@ -85,7 +86,8 @@ class _Rules:
                 case ["%ignore", *what]:
                     ignored += ["|", *what]
                 case [name, ":", *body]:
-                    self.bodies[name.lstrip("?!")] = body
+                    name = name.lstrip("?!")
+                    self.bodies[name] = _repeating(name, body)
                 case _:
                     raise FlatteningError(f"{' '.join(statement)[:60]!r} is not supported")
         if "start" not in self.bodies:
@@ -126,6 +128,43 @@ def _lines(grammar: str) -> Iterator[list[str]]:
             line.append(match[0])
     if line:
         yield line
+
+
+def _repeating(name: str, body: list[str]) -> list[str]:
+    """Return the body of a rule in which it does not begin or end a way through itself: there it is a repetition."""
+    whole, before, behind, between = list[list[str]](), list[list[str]](), list[list[str]](), list[list[str]]()
+    ways = [way for way in _ways(body) if way != [name]]
+    for way in ways:
+        begins = way[:1] == [name] and way[1:2] not in _SIGNS
+        ends = way[-1:] == [name]
+        where = between if begins and ends else behind if begins else before if ends else whole
+        where.append(way[begins : len(way) - ends])
+    if not whole or len(whole) == len(ways):
+        return body
+    unit = [*_any_of(before), *_group(whole)]
+    return [*unit, *_any_of([*behind, *([*way, *unit] for way in between)])]
+
+
+def _ways(body: Sequence[str]) -> list[list[str]]:
+    """Return what stands between the bars of a body, without the names of ways."""
+    out, depth = [list[str]()], 0
+    for token in body:
+        depth += (token in ("(", "[")) - (token in (")", "]"))
+        if token == "|" and not depth:
+            out.append([])
+        elif not token.startswith("->"):
+            out[-1].append(token)
+    return out
+
+
+def _group(ways: Sequence[Sequence[str]]) -> list[str]:
+    tokens = [token for way in ways for token in ("|", *way)]
+    return ["(", *tokens[1:], ")"]
+
+
+def _any_of(ways: Sequence[Sequence[str]]) -> list[str]:
+    """Return any number of these ways."""
+    return [*_group(ways), "*"] if ways else []
 
 
 class _Writer:

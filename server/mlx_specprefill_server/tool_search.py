@@ -41,14 +41,14 @@ class SearchError(Exception):
 
 
 def search_tool(name: str, kind: SearchKind) -> dict[str, Any]:
-    """Return the function that the model calls to search."""
+    """Return the tool that the model calls to search, in the form of chat completions."""
     description, query = _ASKS[kind]
     parameters = {
         "type": "object",
         "properties": {"query": {"type": "string", "description": query}},
         "required": ["query"],
     }
-    return {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 
 def search(kind: SearchKind, arguments: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> list[str]:

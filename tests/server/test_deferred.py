@@ -372,6 +372,37 @@ def test_in_chat_completions_no_tool_is_lost(client: TestClient, engine: FakeEng
     assert "defer_loading" not in prompts(engine)[0]
 
 
+@pytest.mark.parametrize("value", ["yes", 1, []])
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, "/v1/responses"])
+def test_the_flag_is_true_or_false(client: TestClient, engine: FakeEngine, path: str, value: Any) -> None:
+    tool = {**WEATHER, "type": "custom"} if path == MESSAGES else functions(WEATHER)[0]
+    if path == "/v1/responses":
+        tool = {"type": "function", **tool["function"]}
+    body = ask(client, path, messages=[ASKED], input="Hi", tools=[{**tool, "defer_loading": value}], status=400)
+    assert body["error"]["message"] == "tools[0].defer_loading: must be true or false"
+
+
+@pytest.mark.parametrize("value", [False, None])
+def test_a_flag_that_is_off_leaves_no_trace(client: TestClient, engine: FakeEngine, value: Any) -> None:
+    (tool,) = functions(WEATHER)
+    within = {**tool, "function": {**tool["function"], "defer_loading": value}}
+    for given in (tool, {**tool, "defer_loading": value}, within):
+        ask(client, CHAT, messages=[ASKED], tools=[*chat_tools("find_tools")[:1], given])
+    assert len(set(prompts(engine))) == 1
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_custom_tools_wait_too(client: TestClient, engine: FakeEngine, within: bool) -> None:
+    flag = {"defer_loading": True}
+    tool = {"type": "custom", "custom": {"name": "calc", "description": "Sums.", **(flag if within else {})}, **flag}
+    tools = [*chat_tools("find_tools")[:1], tool if not within else {n: tool[n] for n in ("type", "custom")}]
+    ask(client, CHAT, messages=[ASKED], tools=tools)
+    engine.says(called("calc", input="1+1"))
+    body = ask(client, CHAT, messages=chat({"type": "tool_reference", "tool_name": "calc"}), tools=tools)
+    assert ["Sums." in prompt for prompt in prompts(engine)] == [False, True]
+    assert body["choices"][0]["message"]["tool_calls"][0]["custom"] == {"name": "calc", "input": "1+1"}
+
+
 def test_a_member_of_our_own_means_nothing_in_a_request(client: TestClient, engine: FakeEngine) -> None:
     plain = chat("x")
     ask(client, CHAT, messages=plain, tools=chat_tools("find_tools"))

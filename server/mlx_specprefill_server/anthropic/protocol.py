@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import starmap
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -34,7 +35,7 @@ from ..prompt.conversation import (
     string_of,
     unknown_tool,
 )
-from ..prompt.deferred import FLAG, LOADS
+from ..prompt.deferred import LOADS, deferral_of
 from ..tool_search import search_tool
 
 LEFT_OUT = {
@@ -88,7 +89,7 @@ class CountRequest(ThinkingFields):
         searches = search_tools(self.tools)
         return conversation(
             messages,
-            [*function_tools(self.tools), *(_function(search_tool(name, kind)) for name, kind in searches.items())],
+            [*function_tools(self.tools), *starmap(search_tool, searches.items())],
             self.thinking_kwargs(self.output_config.effort),
             _ending(messages),
             images=tuple(image_paths(self.messages, "messages")),
@@ -180,7 +181,7 @@ def chat_messages(system: Any, messages: Sequence[Any]) -> list[Message]:
 def function_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
     """Return the client's own tools as OpenAI's functions. Tools that run on the provider's servers are left out."""
     return [
-        _function(function_of(tool, where, "input_schema"), tool.get(FLAG) is True)
+        {"type": "function", "function": function_of(tool, where, "input_schema"), **deferral_of(tool, where)}
         for where, tool in objects(tools, "tools")
         if tool.get("type") in OWN
     ]
@@ -208,10 +209,6 @@ def server_id(call_id: str) -> str:
 def _own_id(given: str) -> str:
     """Return the id that the call had when the answer went on: templates may show it."""
     return f"{CALL_ID}{given.removeprefix(SERVER_ID)}" if given.startswith(SERVER_ID) else given
-
-
-def _function(function: dict[str, Any], deferred: bool = False) -> dict[str, Any]:
-    return {"type": "function", "function": function, **({FLAG: True} if deferred else {})}
 
 
 def _message(message: dict[str, Any], where: str) -> Iterator[Message]:

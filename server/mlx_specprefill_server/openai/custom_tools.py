@@ -12,6 +12,7 @@ from typing import Any
 from ..constrained.flat_lark import FlatteningError, flatten
 from ..errors import refusal, require
 from ..prompt.conversation import SearchKind, function_of, objects, unknown_tool
+from ..prompt.deferred import deferral_of
 
 Source = tuple[str, dict[str, Any]]  # a tool as it was sent, behind its path
 Origin = tuple[str | None, str]  # a function's namespace, if it came in one, and its name there
@@ -102,7 +103,8 @@ def chat_tools(tools: Sequence[Any]) -> Tools:
                 functions.append(tool)
             case "custom":
                 source, flat = f"{where}.{CUSTOM}", _flat(tool, where)
-                functions.append({**tool, "type": "function", "function": custom_function(flat, source)})
+                function = custom_function(flat, source) | deferral_of(flat, source)
+                functions.append({**tool, "type": "function", "function": function})
                 custom[flat["name"]] = source, flat
             case kind:
                 left_out.append(unknown_tool(where, kind))

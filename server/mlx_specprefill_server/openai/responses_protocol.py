@@ -29,7 +29,7 @@ from ..prompt.conversation import (
     text_of,
     unknown_tool,
 )
-from ..prompt.deferred import FLAG, LOADS, Reference
+from ..prompt.deferred import FLAG, LOADS, Reference, deferral_of
 from ..tool_search import search_tool
 from .custom_tools import Origin, Source, Tools, custom_function, input_patterns
 from .protocol import ConversationFields
@@ -251,7 +251,7 @@ def function_tools(tools: Sequence[Any], items: Sequence[Any] = ()) -> Tools:
             name = _shown_name(origin, functions)
             if name is None or origin in shown:
                 continue
-            flag = {FLAG: True} if later or source[1].get(FLAG) is True else {}
+            flag = deferral_of(source[1], source[0]) | ({FLAG: True} if later else {})
             functions[name] = {"type": "function", "function": {**function, "name": name}, **flag}
             shown[origin] = name
             if source[1].get("type") == "custom":
@@ -260,7 +260,7 @@ def function_tools(tools: Sequence[Any], items: Sequence[Any] = ()) -> Tools:
     inputs = dict(input_patterns(custom, left_out))
     search, is_clients = _search(given)
     if search is not None:
-        functions.setdefault(TOOL_SEARCH, {"type": "function", "function": search})
+        functions.setdefault(TOOL_SEARCH, search)
     searches: dict[str, SearchKind] = {} if search is None or is_clients else {TOOL_SEARCH: "bm25"}
     found = tuple(functions.values())
     return Tools(found, frozenset(custom), inputs, tuple(left_out), shown, searches, is_clients)
@@ -290,7 +290,8 @@ def _search(tools: Sequence[Source]) -> tuple[dict[str, Any] | None, bool]:
     for where, tool in tools:
         if tool.get("type") == TOOL_SEARCH:
             if tool.get("execution") == "client" or tool.get("parameters"):
-                return function_of({**tool, "name": TOOL_SEARCH}, where, "parameters"), True
+                named = {**tool, "name": TOOL_SEARCH}
+                return {"type": "function", "function": function_of(named, where, "parameters")}, True
             return search_tool(TOOL_SEARCH, "bm25"), False
     return None, False
 

@@ -16,7 +16,7 @@ import orjson
 from ..big_json import loads
 from ..errors import refusal, require
 from ..nesting import is_too_deep
-from .deferred import FLAG, LOADS, Deferral, Reference, divide, is_deferred, load
+from .deferred import FLAG, LOADS, Deferral, Reference, deferral_of, divide, is_deferred, load, without_flag
 
 Message = dict[str, Any]  # in the form of templates: role, content (str), and the role's other fields
 Ending = Literal["answer", "continue", "none"]
@@ -319,11 +319,13 @@ def _arguments(arguments: Any) -> dict[str, Any]:
 
 def _tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
     """Return the function tools. Other kinds are the provider's own (web search and the like) and are left out."""
-    return [
-        {"type": "function", "function": _function(tool, where), **({FLAG: True} if is_deferred(tool) else {})}
-        for where, tool in objects(tools, "tools")
-        if tool.get("type", "function") == "function"
-    ]
+    return [_tool(tool, where) for where, tool in objects(tools, "tools") if tool.get("type", "function") == "function"]
+
+
+def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
+    function = _function(tool, where)
+    flag = deferral_of(tool, where) | deferral_of(function, f"{where}.function")
+    return {"type": "function", "function": without_flag(function) if FLAG in function else function, **flag}
 
 
 def _function(value: Any, where: str) -> dict[str, Any]:

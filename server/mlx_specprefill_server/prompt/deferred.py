@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..errors import refusal
+from ..errors import refusal, require
 
 Tool = Mapping[str, Any]  # in the form of chat completions
 Message = dict[str, Any]
@@ -51,16 +51,24 @@ def tool_name(tool: Tool) -> str:
     return str(tool["function"]["name"])
 
 
-def is_deferred(tool: Mapping[str, Any]) -> bool:
-    """Return whether a tool of a chat completion asks to be loaded later, beside its function or within it."""
-    function = tool.get("function")
-    return tool.get(FLAG) is True or (isinstance(function, dict) and function.get(FLAG) is True)
+def deferral_of(tool: Mapping[str, Any], where: str) -> dict[str, bool]:
+    """Return the flag of a tool of any dialect that asks to be loaded later, nothing of others.
+
+    Raises:
+        InvalidRequestError: the flag is neither true nor false.
+    """
+    value = tool.get(FLAG)
+    require(value is None or isinstance(value, bool), f"{where}.{FLAG}", "must be true or false")
+    return {FLAG: True} if value else {}
+
+
+def is_deferred(tool: Tool) -> bool:
+    return FLAG in tool
 
 
 def without_flag(tool: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tool without the flag, which means nothing to a model."""
-    function = {name: value for name, value in tool["function"].items() if name != FLAG}
-    return {name: value for name, value in tool.items() if name != FLAG} | {"function": function}
+    return {name: value for name, value in tool.items() if name != FLAG}
 
 
 def divide(tools: Sequence[Tool], messages: Sequence[Message], any_tool: bool) -> Deferral:

@@ -22,6 +22,7 @@ from tokenizers import AddedToken
 from mlx_specprefill import Constraint
 from mlx_specprefill.constraints import Grammars
 from mlx_specprefill_server.constrained.flat_lark import FlatteningError, flatten
+from mlx_specprefill_server.notations import KIMI
 from mlx_specprefill_server.openai.custom_tools import InputText, input_pattern
 from mlx_specprefill_server.prompt.deferred import HEADER
 
@@ -602,6 +603,55 @@ def test_sampled_patches_are_well_formed(choice: str, template: str) -> None:
 )
 def test_all_other_text_is_free(text: str) -> None:
     assert fed(constrained("auto"), text).mask(len(tokenizer()))[tokenizer().eos_token_id]
+
+
+# (notation, its marks, a call of apply_patch, another call)
+OTHER_MARKS = [
+    (
+        "mistral",
+        ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"],
+        '[TOOL_CALLS]apply_patch[ARGS]{"input": "PATCH"}',
+        '[TOOL_CALLS]exec_command[CALL_ID]123456789[ARGS]{"cmd": "ls"}',
+    ),
+    (
+        "kimi",
+        [*KIMI],
+        f'{KIMI.section}{KIMI.call}functions.apply_patch:0{KIMI.arguments}{{"input": "PATCH"}}{KIMI.end_call}'
+        f"{KIMI.end_section}",
+        f'{KIMI.section}{KIMI.call}functions.exec_command:0{KIMI.arguments}{{"cmd": "ls"}}{KIMI.end_call}'
+        f"{KIMI.end_section}",
+    ),
+]
+
+
+@pytest.mark.parametrize(("notation", "marks", "patch", "other"), OTHER_MARKS, ids=["mistral", "kimi"])
+def test_calls_in_other_notations_follow_their_grammar(notation: str, marks: list[str], patch: str, other: str) -> None:
+    loaded = load_tokenizer(DEMO)
+    loaded._tokenizer.add_tokens([AddedToken(mark, normalized=False) for mark in marks])
+    loaded._tokenizer.chat_template = HERMES
+    wrapped = TokenizerWrapper(loaded._tokenizer)
+    fake = FakeEngine(FakePair(wrapped, 16_384))
+    body = ask(client_of(fake, tool_parser=notation), tools=[APPLY, SHELL])
+    fake.close()
+    assert "warnings" not in body
+    (request,) = fake.requests
+    assert request.constraint is not None
+    state = Grammars(wrapped, frozenset()).state(request.constraint, frozenset({wrapped.eos_token_id}))
+
+    def accepts(text: str) -> bool:
+        now = state.fork()
+        for token in wrapped.encode(text, add_special_tokens=False):
+            if not now.mask(len(wrapped))[token]:
+                return False
+            now.accept(token)
+        return bool(now.mask(len(wrapped))[wrapped.eos_token_id])
+
+    good = patch.replace("PATCH", json.dumps(GOOD, ensure_ascii=False)[1:-1])
+    assert accepts(f"I edit.{good}")
+    assert accepts(other)
+    assert accepts("No call of apply_patch.")
+    assert not accepts(patch.replace("PATCH", "Nothing."))
+    assert not accepts(other + good.replace("Begin", "End"))
 
 
 def test_free_text_beside_such_a_tool_is_guarded_against_loops() -> None:

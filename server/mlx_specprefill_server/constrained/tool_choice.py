@@ -42,13 +42,17 @@ from .unquoted import ForcedTool, Gemma, Keywords, Unquoted
 _OPEN = {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref", "if", "not"}
 _MOST_CALLS = 16  # calls in one answer; a weak model could write them without end
 _NAME_BEFORE = 24  # characters; a call's name begins within so many behind its mark
+# The marks before a call's name and behind the call, or else behind the name, where others may stand, too.
 _CALL_MARKS: Mapping[str, tuple[str, str]] = {
     "hermes": (CALL, END_CALL),
     "xml": (CALL, END_CALL),
     "glm": (CALL, END_CALL),
     "minimax": (MINIMAX.call, MINIMAX.end_call),
     "seed": (SEED.call, SEED.end_call),
+    "mistral": (MISTRAL_TAG, MISTRAL_ARGUMENTS),
+    "kimi": (KIMI.call, KIMI.arguments),
 }
+_MARKED_NAMES = ("mistral", "kimi")
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,10 +234,10 @@ def answer_with_calls(lark: Lark, tools: Sequence[Tool], tool_format: str | None
     marks = _CALL_MARKS.get(tool_format or "")
     if marks is None or not lark.special.keys() >= set(marks):
         return False
-    begin, end = map(lark.literal, marks)
     others = ",".join(
         str(token) for name, token in sorted(lark.special.items(), key=lambda x: x[1]) if name != marks[0]
     )
+    begin, end = lark.literal(marks[0]), f"<[{others}]>" if tool_format in _MARKED_NAMES else lark.literal(marks[1])
     calls = [_NOTATIONS[tool_format].call(lark, _enforceable(lark, tool)) for tool in tools]
     names = "|".join(escaped(tool_name(tool)) for tool in tools)
     lark.define("OTHER", f"/(?s:.)*/ & ~{terminal(f'(?s:.){{0,{_NAME_BEFORE}}}({names})(?s:.)*')}")

@@ -608,13 +608,32 @@ def test_all_other_text_is_free(text: str) -> None:
 # (notation, its marks, a call of apply_patch, another call)
 OTHER_MARKS = [
     (
-        "mistral",
+        "HERMES",
+        ["<tool_call>", "</tool_call>"],
+        '<tool_call>\n{"name": "apply_patch", "arguments": {"input": "PATCH"}}\n</tool_call>',
+        '<tool_call>\n{"name": "apply_patch_v2", "arguments": {}}\n</tool_call>',
+    ),
+    (
+        "GLM",  # as it is, the name is that of an architecture, of which fewer are tested
+        ["<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"],
+        "<tool_call>apply_patch<arg_key>input</arg_key><arg_value>RAW</arg_value></tool_call>",
+        "<tool_call>apply_patch_v2<arg_key>a</arg_key><arg_value>b</arg_value></tool_call>",
+    ),
+    (
+        "MINIMAX",
+        ["<minimax:tool_call>", "</minimax:tool_call>"],
+        '<minimax:tool_call>\n<invoke name="apply_patch">\n<parameter name="input">RAW</parameter>\n</invoke>\n'
+        "</minimax:tool_call>",
+        '<minimax:tool_call>\n<invoke name="apply_patch_v2">\n</invoke>\n</minimax:tool_call>',
+    ),
+    (
+        "MISTRAL",
         ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"],
         '[TOOL_CALLS]apply_patch[ARGS]{"input": "PATCH"}',
         '[TOOL_CALLS]exec_command[CALL_ID]123456789[ARGS]{"cmd": "ls"}',
     ),
     (
-        "kimi",
+        "KIMI",
         [*KIMI],
         f'{KIMI.section}{KIMI.call}functions.apply_patch:0{KIMI.arguments}{{"input": "PATCH"}}{KIMI.end_call}'
         f"{KIMI.end_section}",
@@ -624,14 +643,14 @@ OTHER_MARKS = [
 ]
 
 
-@pytest.mark.parametrize(("notation", "marks", "patch", "other"), OTHER_MARKS, ids=["mistral", "kimi"])
+@pytest.mark.parametrize(("notation", "marks", "patch", "other"), OTHER_MARKS, ids=[given[0] for given in OTHER_MARKS])
 def test_calls_in_other_notations_follow_their_grammar(notation: str, marks: list[str], patch: str, other: str) -> None:
     loaded = load_tokenizer(DEMO)
     loaded._tokenizer.add_tokens([AddedToken(mark, normalized=False) for mark in marks])
     loaded._tokenizer.chat_template = HERMES
     wrapped = TokenizerWrapper(loaded._tokenizer)
     fake = FakeEngine(FakePair(wrapped, 16_384))
-    body = ask(client_of(fake, tool_parser=notation), tools=[APPLY, SHELL])
+    body = ask(client_of(fake, tool_parser=notation.lower()), tools=[APPLY, SHELL])
     fake.close()
     assert "warnings" not in body
     (request,) = fake.requests
@@ -646,11 +665,11 @@ def test_calls_in_other_notations_follow_their_grammar(notation: str, marks: lis
             now.accept(token)
         return bool(now.mask(len(wrapped))[wrapped.eos_token_id])
 
-    good = patch.replace("PATCH", json.dumps(GOOD, ensure_ascii=False)[1:-1])
+    good = patch.replace("PATCH", json.dumps(GOOD, ensure_ascii=False)[1:-1]).replace("RAW", GOOD)
     assert accepts(f"I edit.{good}")
     assert accepts(other)
     assert accepts("No call of apply_patch.")
-    assert not accepts(patch.replace("PATCH", "Nothing."))
+    assert not accepts(patch.replace("PATCH", "Nothing.").replace("RAW", "Nothing."))
     assert not accepts(other + good.replace("Begin", "End"))
 
 

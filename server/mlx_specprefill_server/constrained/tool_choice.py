@@ -41,6 +41,7 @@ from .unquoted import ForcedTool, Gemma, Keywords, Unquoted
 
 _OPEN = {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref", "if", "not"}
 _MOST_CALLS = 16  # calls in one answer; a weak model could write them without end
+_NO_NAME = "[^A-Za-z0-9_-]"  # parts a name from other text
 _NAME_BEFORE = 24  # characters; a call's name begins within so many behind its mark
 # The marks before a call's name and behind the call, or else behind the name, where others may stand, too.
 _CALL_MARKS: Mapping[str, tuple[str, str]] = {
@@ -52,7 +53,7 @@ _CALL_MARKS: Mapping[str, tuple[str, str]] = {
     "mistral": (MISTRAL_TAG, MISTRAL_ARGUMENTS),
     "kimi": (KIMI.call, KIMI.arguments),
 }
-_MARKED_NAMES = ("mistral", "kimi")
+_MARKED_NAMES = ("mistral", "kimi", "glm")  # GLM's marks of arguments are tokens, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +241,8 @@ def answer_with_calls(lark: Lark, tools: Sequence[Tool], tool_format: str | None
     begin, end = lark.literal(marks[0]), f"<[{others}]>" if tool_format in _MARKED_NAMES else lark.literal(marks[1])
     calls = [_NOTATIONS[tool_format].call(lark, _enforceable(lark, tool)) for tool in tools]
     names = "|".join(escaped(tool_name(tool)) for tool in tools)
-    lark.define("OTHER", f"/(?s:.)*/ & ~{terminal(f'(?s:.){{0,{_NAME_BEFORE}}}({names})(?s:.)*')}")
+    named = f"((?s:.){{0,{_NAME_BEFORE}}}{_NO_NAME})?({names})({_NO_NAME}(?s:.)*)?"
+    lark.define("OTHER", f"/(?s:.)*/ & ~{terminal(named)}")
     lark.define("SAID", "/(?s:.)+/")
     lark.define("said", f"(SAID | <[{others}]>)*")
     lark.define("start", f"said (({' | '.join(calls)} | {begin} OTHER {end}) said)*")

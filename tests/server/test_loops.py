@@ -36,7 +36,15 @@ def caught(text: str) -> int | None:
 
 @pytest.mark.parametrize(
     "period",
-    ["for ", PERIOD, "I am sorry.\n", "\u7684", "x" * 30 + " word " + "y" * 27, "Now I run `ls | grep x` and look. "],
+    [
+        "for ",
+        PERIOD,
+        "I am sorry.\n",
+        "\u7684",
+        "x" * 30 + " word " + "y" * 27,
+        "Now I run `ls | grep x` and look. ",
+        "## Step\n\n**Note:** I see.\n",
+    ],
 )
 def test_a_loop_is_ended_soon(period: str) -> None:
     length = max(64, 8 * len(period.encode()))

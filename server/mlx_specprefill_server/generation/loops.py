@@ -25,7 +25,7 @@ ROW = re.compile(  # Markdown, HTML, LaTeX, values between commas
 )
 CODE = re.compile(r"[;{}]\n|\n[ \t]+\S")  # ends of statements, indentation
 INLINE = re.compile("`[^`]+`")  # within prose
-CODE_SIGNS = frozenset("<>{}[]()=_/\\&|`$#@^~+*;")
+CODE_SIGNS = frozenset("<>{}[]()=_/\\&|`$@^~+;")
 PROSE_PER_SIGN = 10  # characters; where there are fewer for each of these signs, it is code
 
 Kind = Literal["words", "code", "data"]

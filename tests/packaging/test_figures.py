@@ -1,4 +1,10 @@
-"""Every number in a table of the README or of a page beside it, and its source in `docs/results.json`."""
+"""Every measured figure of the README and of the documents, and its source in `docs/results.json`.
+
+The tables of `docs/results.md` are `tables` there. `text` has an entry for each other place: the beginning of a row of
+a table or of a block of running text, its figures in order, and the table that has their date, command and machine, or
+these themselves. A figure that stands elsewhere in the file is a path: a table's title, which one of that title, row,
+cell, and which number of the cell; or page, beginning and place of another entry's figure. A list is a sum of paths.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +13,7 @@ import re
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,9 +22,12 @@ from mlx_specprefill.engine import chunks
 from mlx_specprefill_evals.statistics import DENSE_FLOOR
 
 ROOT = Path(__file__).resolve().parents[2]
-TABLES = json.loads((ROOT / "docs" / "results.json").read_text(encoding="utf-8"))["tables"]
+RESULTS = json.loads((ROOT / "docs" / "results.json").read_text(encoding="utf-8"))
+TEXT = RESULTS["text"]
 DOCUMENTS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
 NUMBER = re.compile(r"(?<![\w.-])\d*\.?\d+(?![\w-])")
+SIGNED = re.compile(r"(?<![\w.\-/])[-+]?\d*\.?\d+(?: \d{3})*(?![\w-])(?!\.\d)")
+DATE = re.compile(r"\d{4}-\d\d-\d\d")
 # What says that a number was measured: some of several, a share, a factor. Limits and settings have a unit.
 MEASURED = re.compile(
     r"\b\d+ (?:right answers |of )[^|]*?\bof \d+|\b\d+ of \d+\b|(?<![\w.])\.\d+\b|\b[\d.]+ times\b|\b\d+ %"
@@ -25,20 +35,18 @@ MEASURED = re.compile(
 GAIN = re.compile(r"\b\d[\d.]*(?: (?:to|and|or) \d[\d.]*)? times\b")
 SHARE = re.compile(r"(?<![\w.])\.\d+\b")
 COUNTED = re.compile(r"\b\d+ of (?:the )?\d+\b")
-RATE = re.compile(r"\b\d[\d.]* tokens(?:/s| per second| a second)")
+RATE = re.compile(r"\b\d[\d.]*(?: to \d[\d.]*)? (?:tokens|MB)(?:/s| per second| a second)")
+CHANGE = re.compile(r"\bfrom \d[\d.]* to \d[\d.]* [KMG]B\b|\b[\d.]+ to [\d.]+ relative error|\bin \d+ sessions\b")
 TIME = re.compile(r"(?<![\w.])\d[\d.]*(?: to \d[\d.]*)? (?:ms|s|seconds)\b")
 # A time is measured where something took it; it is a setting where something waits for it or has it as its limit.
 TOOK = re.compile(r"\b(?:take|takes|took|after|without|instead of)\b")
 SETTING = re.compile(r"`--|`specprefill|`/|[Aa]fter \d+ seconds|\bevery \d|failure|\bhangs\b|\bsteps? of\b")
+ARCHITECTURES = re.compile(r"\b\d+ (?:of (?:the )?\d+ )?(?:architectures|\]?model files)")
 OTHERS = re.compile(r"\b(?:issues?|pull requests?) \d|arXiv|\]\(https?:")
-DEDUCED = re.compile(r"\bpredicted\b|\bat best\b|\bsuch a step\b")  # by a formula that stands beside it
-OWN_TESTS = {"docs/results.md", "docs/machines.md"}  # written from JSON files, or held to one
-REAL = {"table": "A real pair", "columns": ["task", "2048, in full"]}
-SPEED = {"table": "Speed", "columns": ["pair"]}
-SHAPES = {"table": "Speed", "columns": ["shape"]}
-PEERS = {"table": "Beside other servers", "columns": ["seconds"]}
-AGENTS = {"table": "Agents", "columns": ["pair"]}
-Wanted = dict[str, object]
+DEDUCED = re.compile(r"\bat best\b|\bsuch a step\b")  # by a formula that stands beside it
+MEASUREMENTS = "docs/results.md"  # every number of its text has a source
+GENERATED = ("docs/machines.md", "docs/reference/supported-models.md")  # from files of measurements
+REFERENCE = ("docs/reference/", "docs/clients/")  # their tables have settings and limits
 SENTENCE = re.compile(r"(?<=[.!?:;])\s+(?=[A-Z\d`*\[])")
 CODE_OR_LINK = re.compile(r"`[^`]*`|\]\([^)]*\)")
 SPELLED = {"two": 2.0, "three": 3.0, "four": 4.0, "five": 5.0, "six": 6.0, "ten": 10.0}
@@ -50,94 +58,42 @@ KEPT = float(DEFAULTS.policy.keep_pct)
 STEP_S = DEFAULTS.target_itl_ms / 1000
 
 
-def rows(wanted: Wanted) -> list[list[str]]:
-    """The rows of the one table of that title whose columns begin so."""
-    columns = wanted["columns"]
-    assert isinstance(columns, list)
-    found = [t for t in TABLES if t["table"] == wanted["table"] and t["columns"][: len(columns)] == columns]
-    assert len(found) == 1
-    return [[cell.replace("*", "") for cell in row] for row in found[0]["rows"]]
+def of_path(path: str) -> float:
+    """Return the number that a path leads to, of a table or of another place."""
+    if path.startswith("docs/"):
+        place, _, which = path.rpartition("/")
+        (found,) = [entry for entry in TEXT if f"{entry['page']}/{entry['begins']}" == place]
+        return value(found["figures"][int(which)])
+    title, number, row, column, *rest = path.split("/")
+    cell = tables(title)[int(number)]["rows"][int(row)][int(column)]
+    return numbers_of(cell)[int(rest[0]) if rest else 0]
 
 
-def row(wanted: Wanted, *begins: str) -> list[str]:
-    """The numbers behind the first cells of the one row that begins so."""
-    found = [cells for cells in rows(wanted) if cells[: len(begins)] == list(begins)]
-    assert len(found) == 1
-    return found[0][len(begins) :]
+def tables(title: str) -> list[Any]:
+    return [table for table in RESULTS["tables"] if table["table"] == title]
 
 
-def speed(*begins: str) -> Callable[[], list[str]]:
-    """Tokens, seconds in full and sparse, and their ratio."""
-    return lambda: [begins[1], *row(SPEED, *begins)[:3]]
+def numbers_of(text: str) -> list[float]:
+    """Return every number of a text, without code, addresses, dates and numbers of decisions."""
+    text = re.sub(r"\bdecision \d+", "", DATE.sub("", CODE_OR_LINK.sub("", text)))
+    return [float(number.replace(" ", "")) for number in SIGNED.findall(text)]
 
 
-def shape(name: str, draft: str, tokens: str) -> Callable[[], list[str]]:
-    return lambda: [tokens, row(SHAPES, name, draft, tokens)[0]]
+def value(figure: float | str | list[str]) -> float:
+    if isinstance(figure, list):
+        return sum(map(of_path, figure))
+    return of_path(figure) if isinstance(figure, str) else figure
 
 
-def right_answers() -> list[str]:
-    """In full, and with a quarter kept, without the questions about code; of 4096 tokens."""
-    six = [cells for cells in rows(REAL) if cells[0] != "code_qa"]
-    assert len(six) * 32 == 192
-    return [str(sum(int(cells[column]) for cells in six)) for column in (5, 7)]
-
-
-def right_with_headings() -> list[str]:
-    """The questions about code that are right in full, and those of them right since lines below a heading are kept."""
-    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-    said = re.search(r"\*\*(\d+) instead of (\d+) of\s+the (\d+) questions", page)
-    assert said is not None
-    full, *_, quarter = row(REAL, "code_qa")[4:]
-    assert said.groups()[1:] == (quarter, full)
-    return [full, said[1]]
-
-
-def read_in_sessions() -> list[str]:
-    shares = [float(share) for cells in rows(AGENTS) for cell in cells for share in re.findall(r"\((\.\d+)\)", cell)]
-    return ["100", f"{min(shares) * 100:.0f}", f"{max(shares) * 100:.0f}"]
-
-
-def peers(first: str) -> Callable[[], list[str]]:
-    return lambda: row(PEERS, first)[:4]
-
-
-CODER, LLAMA, QWEN, OSS = "qwen2.5-coder", "llama-3.1-8b", "qwen3-32b, 40 of 64 layers", "gpt-oss-120b, 8 of 36 layers"
-SOURCES: dict[str, Callable[[], list[str]]] = {
-    "two x86 cores | SmolLM2 135M, its first 7 layers with heads trained here | 4096": speed("smollm2", "4096"),
-    "two x86 cores | Qwen2.5-Coder 1.5B, 0.5B | 4096": speed(CODER, "4096"),
-    "NVIDIA H200 | Qwen2.5-Coder 1.5B, 0.5B | 4096": speed("the same, H200", "4096"),
-    "NVIDIA H200 | Qwen2.5-Coder 1.5B, 0.5B | 30000": speed("the same, H200", "30000"),
-    "NVIDIA H100 | Llama 3.1 8B, 1B, random weights | 8192": shape(LLAMA, "1B", "8192"),
-    "NVIDIA H100 | Llama 3.1 8B, 1B, random weights | 65536": shape(LLAMA, "1B", "65536"),
-    "NVIDIA H100 | Qwen3 32B (40 of 64 layers), 0.6B, random weights | 8192": shape(QWEN, "0.6B", "8192"),
-    "NVIDIA H100 | Qwen3 32B (40 of 64 layers), 0.6B, random weights | 65536": shape(QWEN, "0.6B", "65536"),
-    "NVIDIA H100 | gpt-oss-120b (8 of 36 layers), 20B, random weights | 32768": shape(OSS, "20B", "32768"),
-    "right answers to 192 questions": right_answers,
-    "the same, 25 questions about code": right_with_headings,
-    "what the target reads in a whole session": read_in_sessions,
-    "to the first word, 8192 tokens": peers("8192 tokens"),
-    "to the first words of a coding agent's session": peers("a session"),
-}  # the beginning of a row: the numbers of its figures
-
-
-def figures() -> Iterator[tuple[str, list[str]]]:
+def figures() -> Iterator[tuple[str, list[float]]]:
     """Each row of the README's tables that has a number behind its words, with these numbers."""
     for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines():
         if not line.startswith("| ") or line.startswith("| |"):
             continue
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        numbers = [
-            number for cell in cells[1:] if not re.search("[A-Za-z]{4}", cell) for number in NUMBER.findall(cell)
-        ]
+        numbers = [float(n) for cell in cells[1:] if not re.search("[A-Za-z]{4}", cell) for n in NUMBER.findall(cell)]
         if numbers:
             yield line.strip("| "), numbers
-
-
-@pytest.mark.parametrize(("line", "numbers"), list(figures()))
-def test_a_figure_of_the_readme_is_a_result(line: str, numbers: list[str]) -> None:
-    sources = [source for begins, source in SOURCES.items() if line.startswith(begins)]
-    assert len(sources) == 1, f"no one source for: {line}"
-    assert [float(number) for number in numbers] == [float(number) for number in sources[0]()]
 
 
 @pytest.mark.extended
@@ -154,32 +110,6 @@ def test_the_readme_asks_mac_users_for_five_minutes() -> None:
     asked = (ROOT / "README.md").read_text(encoding="utf-8").partition("has not run on a Mac")[2].partition("\n\n")[0]
     assert "`mlx-specprefill doctor --compute`" in asked
     assert "`mlx-specprefill bench --submit .`" in asked
-
-
-def measured_rows() -> Iterator[tuple[str, list[str]]]:
-    """Each row of a table of the guides, concepts and decisions that has a measured number, with these numbers."""
-    for page in DOCUMENTS:
-        if page.startswith(("docs/reference/", "docs/clients/")) or page in OWN_TESTS:
-            continue
-        for line in (ROOT / page).read_text(encoding="utf-8").splitlines():
-            if line.startswith("| ") and MEASURED.search(line):
-                yield line.strip("| "), [number for pair in MEASURED.findall(line) for number in NUMBER.findall(pair)]
-
-
-def right_in_other_words() -> list[str]:
-    """With a quarter of 4096 tokens kept: facts in other words, of 32, and the questions about code that are right."""
-    full, now = right_with_headings()
-    return [row(REAL, "paraphrase")[6], "32", now, full]
-
-
-ELSEWHERE: dict[str, Callable[[], list[str]]] = {"the same in other words": right_in_other_words}
-
-
-@pytest.mark.parametrize(("line", "numbers"), list(measured_rows()))
-def test_a_measured_number_of_another_page_is_a_result(line: str, numbers: list[str]) -> None:
-    sources = [source for begins, source in ELSEWHERE.items() if line.startswith(begins)]
-    assert len(sources) == 1, f"no one source for: {line}"
-    assert numbers == sources[0]()
 
 
 def blocks(page: str) -> Iterator[str]:
@@ -240,7 +170,7 @@ SHARES = {
 
 @pytest.mark.parametrize("page", ["README.md", *DOCUMENTS])
 def test_a_percentage_in_running_text_is_a_setting(page: str) -> None:
-    if page.startswith(("docs/reference/", "docs/clients/")) or page in OWN_TESTS:
+    if page.startswith(REFERENCE) or page in (MEASUREMENTS, *GENERATED):
         return
     for block in blocks(page):
         for sentence in SENTENCE.split(block):
@@ -255,52 +185,82 @@ def test_no_source_is_left_without_its_sentence() -> None:
     assert [words for words in (*PROSE, *SHARES) if not any(words in text for text in texts)] == []
 
 
-def test_each_source_is_used() -> None:
-    lines = [line for line, _ in figures()]
-    assert [begins for begins in SOURCES if not any(line.startswith(begins) for line in lines)] == []
-
-
 def measured(sentence: str) -> list[str]:
     """The figures that somebody measured: gains, shares, counts, rates, and times that something took."""
     words = re.sub(r"\(r = [\d.]+\)", "", sentence)
-    found = [figure for kind in (GAIN, SHARE, COUNTED, RATE) for figure in kind.findall(words)]
+    found = [figure for kind in (GAIN, SHARE, COUNTED, RATE, CHANGE) for figure in kind.findall(words)]
     if TOOK.search(words) and not SETTING.search(words):
         found += TIME.findall(words)
     return [number for figure in found for number in NUMBER.findall(figure)]
 
 
-def sentences() -> Iterator[tuple[str, str, list[str]]]:
-    """Each block of running text with a sentence of measured figures: its page, the block, and these figures."""
-    for page in ("README.md", *DOCUMENTS):
-        if page.startswith(("docs/reference/", "docs/clients/")) or page in OWN_TESTS:
+def numbers_of_block(page: str, block: str) -> list[float]:
+    """Return all numbers of the page of results, elsewhere those of a block that says what was measured."""
+    if page != MEASUREMENTS and OTHERS.search(block):  # who measured it is named
+        return []
+    says = (not DEDUCED.search(sentence) and measured(sentence) for sentence in SENTENCE.split(block))
+    return numbers_of(block) if page == MEASUREMENTS or any(says) else []
+
+
+def numbers_of_row(line: str) -> list[float]:
+    return [float(number) for figure in MEASURED.findall(line) for number in NUMBER.findall(figure)]
+
+
+def places() -> Iterator[tuple[str, str, list[float]]]:
+    """Each row and block of a page with measured figures, and these. Tables of results are held to their data."""
+    yield from (("README.md", *row) for row in figures())
+    for page in DOCUMENTS:
+        if page in GENERATED:
             continue
-        for block in blocks(page):
-            if OTHERS.search(block):  # who measured it is named
-                continue
-            for sentence in SENTENCE.split(block):
-                numbers = measured(sentence)
-                if numbers and not DEDUCED.search(sentence):
-                    yield page, block, numbers
+        found = [(block, numbers_of_block(page, block)) for block in blocks(page)]
+        if page != MEASUREMENTS and not page.startswith(REFERENCE):
+            lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
+            found += [(line.strip("| "), numbers_of_row(line)) for line in lines if line.startswith("| ")]
+        yield from ((page, text, numbers) for text, numbers in found if numbers)
 
 
-def sections() -> dict[str, set[float]]:
-    """The numbers below each heading of the page of results, which has its own tests, by the heading's anchor."""
-    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-    parts = re.split(r"^(#+ .+)$", page, flags=re.MULTILINE)
-    anchors = [re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in parts[1::2]]
-    return {
-        anchor: {float(number) for number in NUMBER.findall(text)}
-        for anchor, text in zip(anchors, parts[2::2], strict=True)
-    }
+PLACES = list(places())
 
 
-@pytest.mark.parametrize(("page", "block", "numbers"), list(sentences()))
-def test_a_figure_in_running_text_is_in_the_results_it_links_to(page: str, block: str, numbers: list[str]) -> None:
-    """Delete a figure that can't be traced, or measure it, and write it into the results."""
-    known: set[float] = set()
-    for anchor in re.findall(r"results\.md#([\w-]+)", block):
-        known |= sections()[anchor]
-    assert [number for number in numbers if float(number) not in known] == [], f"{page}: {block}"
+@pytest.mark.parametrize(("page", "text", "numbers"), PLACES)
+def test_a_measured_figure_has_a_source(page: str, text: str, numbers: list[float]) -> None:
+    """Measure one that has none, and write it into the file of results, or delete it."""
+    sources = [entry for entry in TEXT if page == entry["page"] and text.startswith(entry["begins"])]
+    assert len(sources) == 1, f"{page}: no one source for: {text}"
+    assert numbers == [value(figure) for figure in sources[0]["figures"]], f"{page}: {text}"
+
+
+@pytest.mark.parametrize("entry", TEXT, ids=lambda entry: f"{entry['page']}: {entry['begins']}")
+def test_a_source_is_used_and_has_a_date_and_a_command(entry: dict[str, Any]) -> None:
+    texts = [text for page, text, _ in PLACES if page == entry["page"] and text.startswith(entry["begins"])]
+    title, _, number = entry.get("run", "").rpartition("/")
+    run = tables(title)[int(number)] if title else entry
+    assert len(texts) == 1
+    assert set(DATE.findall(texts[0])) <= {run["date"]}
+    assert run["command"]
+
+
+# Numbers of architectures in running text, by words beside them.
+COUNTS = {
+    "Tests show that on": ("sparse",),
+    "exact with respect to the masked target, for": ("sparse", None),
+    "can be split so": ("staged",),
+    "of the largest logit on": ("staged",),
+    "subclasses of": (None,),
+}
+
+
+@pytest.mark.parametrize("page", ["README.md", "CHANGELOG.md", "models/README.md", *DOCUMENTS])
+def test_a_number_of_architectures_is_that_of_the_verified_ones(page: str) -> None:
+    rows = json.loads((ROOT / "mlx_specprefill/adapters/verified.json").read_text(encoding="utf-8")).values()
+    for block in [] if page in GENERATED else blocks(page):
+        for sentence in filter(ARCHITECTURES.search, SENTENCE.split(block)):
+            kinds = [kinds for words, kinds in COUNTS.items() if words in sentence]
+            assert len(kinds) == 1, f"{page}: {sentence}"
+            known = [sum(kind not in row["refusals"] for row in rows) for kind in kinds[0]]
+            found = ARCHITECTURES.search(sentence)
+            assert found is not None
+            assert numbers_of(found[0]) == known, sentence
 
 
 @pytest.mark.parametrize(
@@ -310,6 +270,8 @@ def test_a_figure_in_running_text_is_in_the_results_it_links_to(page: str, block
         ("A step took 1.09 to 1.15 times as long.", ["1.09", "1.15"]),
         ("It keeps .85 of the answers.", [".85"]),
         ("It is right in 16 of 18 answers.", ["16", "18"]),
+        ("It repacks 50 to 150 MB per second.", ["50", "150"]),
+        ("A first request fell from 42 to 17 KB.", ["42", "17"]),
         ("The first takes 18 to 35 s, then it decodes 60 tokens/s.", ["60", "18", "35"]),
         ("After 120 seconds it gives up, and it starts again 30 s after a failure.", []),
         ("A chunk takes `--target-itl-ms` (200 ms).", []),

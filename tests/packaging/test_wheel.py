@@ -14,6 +14,7 @@ pytestmark = pytest.mark.extended
 
 PACKAGES = tuple(ROOT / p for p in ("mlx_specprefill", "server/mlx_specprefill_server", "server/mlx_specprefill_evals"))
 MAX_BYTES = 20 * 2**20
+DOCS = ROOT / "docs"
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +60,8 @@ def test_the_pair_needs_nothing_from_a_clone(wheel: ZipFile, pair: str) -> None:
 def test_the_pairs_that_are_for_tests_alone_stay_out_and_so_it_is_small(wheel: ZipFile, wheel_file: Path) -> None:
     assert not [name for name in wheel.namelist() if "/demo-" in name]
     assert wheel_file.stat().st_size < MAX_BYTES
+    for page, words in (("guides/install.md", "One package"), ("decisions/0001-layout.md", "The wheel")):
+        assert f"{words} ({wheel_file.stat().st_size / 1e6:.0f} MB" in (DOCS / page).read_text(encoding="utf-8")
 
 
 def test_it_has_the_console_command(wheel: ZipFile) -> None:

@@ -200,11 +200,10 @@ def test_an_agent_is_connected(server: Server, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", sorted({words for words in calls() if " ".join(words).startswith(ON_THE_MACHINE)}))
-@pytest.mark.extended
 def test_what_is_on_the_machine_is_shown(words: tuple[str, ...], tmp_path: Path) -> None:
-    environment = {**os.environ, "HOME": str(tmp_path), "HF_HOME": str(tmp_path / "huggingface")}
-    arguments = [sys.executable, "-m", "mlx_specprefill_server", *words[1:]]
-    assert subprocess.check_output(arguments, env=environment, text=True, timeout=240)
+    done = CliRunner(env={"HOME": str(tmp_path)}).invoke(app, words[1:])
+    assert done.exit_code == 0, done.output
+    assert done.stdout
 
 
 @pytest.mark.extended

@@ -46,6 +46,8 @@ def test_a_changed_token_is_told_with_what_is_read_behind_it(engine: Engine) -> 
 TURNS = (*SPANS[:1], PromptSpan("user", 600, 604, 650, 660), PromptSpan("assistant", 660, 664, 800, 810))
 ASKED_AGAIN = (*TURNS, PromptSpan("user", 810, 814, 2590, 2600))
 
+ENVIRONMENT = (*TURNS[:2], PromptSpan("user", 660, 664, 2590, 2600))
+
 
 @pytest.mark.parametrize(
     ("spans", "place", "shown"),
@@ -58,6 +60,9 @@ ASKED_AGAIN = (*TURNS, PromptSpan("user", 810, 814, 2590, 2600))
         (TURNS, 700, True),  # in an answer to the same question
         (ASKED_AGAIN, 700, False),  # in front of the last question
         (ASKED_AGAIN, 900, True),  # in the last question, behind the same first one
+        (ENVIRONMENT, 700, False),  # in the first question, behind an environment that others have, too
+        ((*ENVIRONMENT[:-1], PromptSpan("user", 660, 664, 1000, 1010)), 1100, True),  # behind such a question
+        ((SPANS[0], PromptSpan("assistant", 600, 604, 650, 660), *ENVIRONMENT[2:]), 700, False),  # a greeting before it
     ],
 )
 def test_only_one_conversation_s_own_words_are_quoted(spans: tuple[PromptSpan, ...], place: int, shown: bool) -> None:

@@ -82,6 +82,11 @@ class Service:
             return []
         return [f"model: this server has no {name!r:.100}; {self.model_id!r} answers instead"]
 
+    def warnings_of(self, name: str | None) -> dict[str, list[str]]:
+        """Return that warning as a field of a response, if there is one."""
+        warnings = self.other_name(name)
+        return {"warnings": warnings} if warnings else {}
+
     @property
     def draft_id(self) -> str | None:
         """The draft's id; None if no draft is loaded."""

@@ -72,6 +72,14 @@ def test_an_alias_replaces_the_id(engine: FakeEngine) -> None:
         ("/v1/completions", {"prompt": "Hi"}),
         ("/v1/responses", {"input": "Hi"}),
         ("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9}),
+        ("/v1/chat/completions/input_tokens", {"messages": [{"role": "user", "content": "Hi"}]}),
+        ("/v1/responses/input_tokens", {"input": "Hi"}),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "Hi"}]}),
+        ("/tokenize", {"content": "Hi"}),
+        ("/detokenize", {"tokens": [1, 2]}),
+        ("/apply-template", {"messages": [{"role": "user", "content": "Hi"}]}),
+        ("/v1/specprefill/explain", {"prompt": "Hi " * 99}),
+        ("/v1/specprefill/warm", {"messages": [{"role": "system", "content": "Be brief. " * 99}]}),
     ],
 )
 def test_an_answer_to_another_name_says_whose_it_is(engine: FakeEngine, path: str, body: dict[str, Any]) -> None:

@@ -185,7 +185,7 @@ async def count(
 ) -> Response:
     """Count the prompt's tokens."""
     tokens = await count_tokens(request, service, body.conversation(), body.choice())
-    return JsonResponse({"input_tokens": tokens})
+    return JsonResponse({"input_tokens": tokens} | service.warnings_of(body.model))
 
 
 class MessageAnswer:

@@ -201,7 +201,8 @@ async def create(request: Request, identity: IdentityDep, body: BodyDep, service
 async def count(request: Request, body: BodyDep, service: ModelDep) -> Response:
     """Count the prompt's tokens."""
     tokens = await count_tokens(request, service, body.conversation(), body.choice())
-    return JsonResponse({"object": "response.input_tokens", "input_tokens": tokens})
+    counted = {"object": "response.input_tokens", "input_tokens": tokens}
+    return JsonResponse(counted | service.warnings_of(body.model))
 
 
 class ResponsesAnswer:

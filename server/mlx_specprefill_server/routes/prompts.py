@@ -98,7 +98,8 @@ async def tokenize(
 ) -> Response:
     """Return the ids of a text or of a rendered conversation."""
     tokens = await while_connected(request, _tokens(service, body))
-    return JsonResponse({"tokens": tokens, "count": len(tokens), "max_model_len": service.context_length})
+    counted = {"tokens": tokens, "count": len(tokens), "max_model_len": service.context_length}
+    return JsonResponse(counted | service.warnings_of(body.model))
 
 
 async def _tokens(service: Service, body: TokenizeRequest) -> list[int]:
@@ -121,7 +122,7 @@ async def detokenize(
         raise refusal("tokens", f"ids must be from 0 to {size - 1}")
     decoding = service.prompts.workers.run(partial(service.vocabulary.decode, body.tokens))
     text = await while_connected(request, decoding)
-    return JsonResponse({"content": text, "prompt": text})
+    return JsonResponse({"content": text, "prompt": text} | service.warnings_of(body.model))
 
 
 @router.post("/apply-template")
@@ -130,7 +131,7 @@ async def apply_template(
 ) -> Response:
     """Return the rendered text of a conversation, ready for the assistant's answer."""
     text = await while_connected(request, service.prompts.text(body.conversation()))
-    return JsonResponse({"prompt": text})
+    return JsonResponse({"prompt": text} | service.warnings_of(body.model))
 
 
 class ExplainRequest(Rendered, SpecPrefillFields):
@@ -170,7 +171,8 @@ async def explain(
     texts = partial(explain_chunks, service.engine.pair.tokenizer, prompt.tokens, inspection)
     chunks = await while_connected(request, service.prompts.workers.run(texts))
     names = {"object": "specprefill.explanation", "model": service.model_id, "draft": service.draft_id}
-    return JsonResponse(names | explanation(inspection, chunks) | {"tokens": prompt.tokens.tolist()})
+    explained = explanation(inspection, chunks) | {"tokens": prompt.tokens.tolist()}
+    return JsonResponse(names | explained | service.warnings_of(body.model))
 
 
 async def _prompt(service: Service, body: ExplainRequest) -> Prompt:
@@ -186,6 +188,7 @@ class WarmRequest(Body):
 
     model_config = ConfigDict(extra="allow")
 
+    model: str | None = None
     cache_salt: str | None = None
 
 
@@ -210,7 +213,8 @@ async def warm(
     finally:
         generation.close()
     answer = {"object": "specprefill.warm", "model": service.model_id, "tokens": opening.system_prefix_len}
-    return JsonResponse(answer | {"cached_tokens": report.cached_tokens, "specprefill": report.specprefill()})
+    answer |= {"cached_tokens": report.cached_tokens, "specprefill": report.specprefill()}
+    return JsonResponse(answer | service.warnings_of(body.model))
 
 
 def _conversation(body: Mapping[str, Any]) -> Conversation:

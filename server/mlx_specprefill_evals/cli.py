@@ -11,7 +11,7 @@ import typer
 
 from mlx_specprefill_evals.arms import ARM_KINDS
 from mlx_specprefill_evals.arms import arms as make_arms
-from mlx_specprefill_evals.command import Options
+from mlx_specprefill_evals.command import Options, refuse_nothing
 from mlx_specprefill_evals.command import evaluate as run
 from mlx_specprefill_evals.remote import RemoteModel
 from mlx_specprefill_evals.tasks import GROUPS
@@ -86,6 +86,7 @@ def evaluate(
             out=out,
             acceptance=acceptance,
         )
+        refuse_nothing(options)
         if server is not None:
             if chunk_size is not None:
                 raise OptionError("--chunk-size is for a pair that is loaded here; a server has its own")

@@ -15,7 +15,7 @@ from .errors import NothingToDoError
 from .model_under_test import ModelUnderTest
 from .records import Cell, Record, Records
 from .report import markdown, summarise
-from .tasks import CALLS, CODE_QA, PLACE_TASKS, REAL, TASKS, Item
+from .tasks import CALLS, CODE_QA, GROUPS, PLACE_TASKS, REAL, TASKS, Item
 
 Tell = Callable[[str], None]
 Predict = Callable[[int, Arm], float]
@@ -75,6 +75,14 @@ def evaluate(options: Options, model: ModelUnderTest, tell: Tell, predict: Predi
     return report
 
 
+def refuse_nothing(options: Options) -> None:
+    """Raise `NothingToDoError` where no known task and no file is named, for which a pair would be loaded in vain."""
+    names, unknown = suite.choose_tasks([name for name in options.tasks if name != AGENTS])
+    if not names and AGENTS not in options.tasks and not any(file.is_file() for file in options.files):
+        missing = [f"{file}: no such file" for file in options.files]
+        raise NothingToDoError(f"nothing to measure: {'; '.join([*map(_no_task, unknown), *missing])}")
+
+
 def announced(work: Sequence[tuple[Cell, tuple[Arm, ...]]], predict: Predict | None) -> str:
     """Return a line that counts what is left to measure and, given `predict`, estimates the time of its prefills."""
     if not work:
@@ -93,8 +101,7 @@ def _minutes(seconds: float) -> str:
 
 def _sources(options: Options, model: ModelUnderTest, tell: Tell) -> tuple[list[suite.Source], list[str]]:
     names, unknown = suite.choose_tasks([name for name in options.tasks if name != AGENTS])
-    known = ", ".join((AGENTS, *TASKS))
-    problems = [f"no task {name!r}; there are: {known}" for name in unknown]
+    problems = list(map(_no_task, unknown))
     sources = list(suite.synthetic(names, options.lengths, options.depths, model))
     if AGENTS in options.tasks:
         sources += _agents(max(options.lengths), options.acceptance)
@@ -111,6 +118,10 @@ def _sources(options: Options, model: ModelUnderTest, tell: Tell) -> tuple[list[
     if not sources:
         raise NothingToDoError("nothing to measure: no known task and no readable file was named")
     return sources, problems
+
+
+def _no_task(name: str) -> str:
+    return f"no task {name!r}; there are: {', '.join((AGENTS, *GROUPS, *TASKS))}"
 
 
 def _agents(most: int, acceptance: bool) -> Iterator[suite.Source]:

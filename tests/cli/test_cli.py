@@ -300,6 +300,8 @@ class TestRefusals:
             (["serve", "--target", "{missing}"], "there is no such folder or file"),
             (["serve", "--target", "{broken}"], "broken/config.json: Expecting value"),
             (["eval", "--server", "http://localhost", "--chunk-size", "8"], "a server has its own"),
+            (["eval", "--pair", "demo", "--task", "nonsense"], "no task 'nonsense'; there are: agents, ruler, "),
+            (["eval", "--pair", "demo", "--longbench", "{missing}"], "missing: no such file"),
             (["serve", "--pair", "demo", "--memory-limit", "plenty"], "such as 512MB or 2GB"),
             (["serve", "--pair", "demo", "--kv-bits", "7"], "kv_bits must be one of"),
             (["serve", "--pair", "demo", "--specprefill-keep-pct", "1.5"], "must be a number in (0, 1]"),

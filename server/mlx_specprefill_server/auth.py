@@ -54,8 +54,7 @@ class AuthMiddleware:
                 return ApiError(415, message, code="unsupported_media_type")
         identity = self._identity(headers) if self._identities else self._anonymous
         if identity is None and scope["path"] not in OPEN_PATHS and not scope["path"].startswith(OPEN_FOLDER):
-            given = "authorization" in headers or "x-api-key" in headers
-            what = "Incorrect API key provided" if given else "This server asks for an API key, and none was sent"
+            what = "Incorrect API key provided" if any(_keys_of(headers)) else "This server asks for an API key, and none was sent"
             message = f"{what}. Send it as 'Authorization: Bearer <key>' or 'x-api-key'."
             return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         scope["identity"] = identity or Identity()
@@ -73,15 +72,19 @@ class AuthMiddleware:
 
     def _identity(self, headers: Headers) -> Identity | None:
         """Return the identity of the request's key, None without a valid key."""
-        scheme, _, token = headers.get("authorization", "").partition(" ")
-        bearer = token.strip() if scheme.lower() == "bearer" else ""
         # Clients that are signed in elsewhere send that token too, so either header may hold the key.
-        given = [text.encode("latin-1") for text in (bearer, headers.get("x-api-key", ""))]
+        given = [text.encode("latin-1") for text in _keys_of(headers)]
         # every comparison runs to its end, so its time reveals nothing about a key
         identities = [
             identity for text in given for key, identity in self._identities.items() if hmac.compare_digest(text, key)
         ]
         return identities[0] if identities else None
+
+
+def _keys_of(headers: Headers) -> tuple[str, str]:
+    """Return what the two headers for keys hold, empty where one is missing or has none: `Bearer $UNSET` sends none."""
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")
 
 
 def _is_address(host: str) -> bool:

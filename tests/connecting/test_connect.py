@@ -154,7 +154,10 @@ def test_another_server_takes_the_place_of_the_first(home: Path, base: str, agen
     path, before = existing(home, agent)
     write(agent, base)
     first = path.read_bytes()
-    assert agent == "cline" or write(agent, base).stdout == "Nothing to change.\n"
+    if agent != "cline":
+        said = write(agent, base).stdout
+        assert said.startswith("Nothing to change.\n")
+        assert "\nNow run: " in said
     other = live(api_keys=("geheim",), model_alias="another")[0]
     write(agent, other)
     assert other in (text := path.read_text(encoding="utf-8"))

@@ -50,11 +50,20 @@ def test_without_a_key_nothing_but_health_is_open(engine: FakeEngine, headers: d
     assert engine.requests == []
 
 
-def test_a_missing_key_is_not_called_incorrect(engine: FakeEngine) -> None:
-    client = client_of(engine, api_keys=KEYS)
-    said = [client.get("/v1/models", headers=given).json()["error"]["message"] for given in ({}, {"x-api-key": "x"})]
-    assert said[0].startswith("This server asks for an API key, and none was sent. Send it as 'Authorization: Bearer")
-    assert said[1].startswith("Incorrect API key provided. Send it as 'Authorization: Bearer")
+@pytest.mark.parametrize(
+    ("headers", "what"),
+    [
+        ({}, "This server asks for an API key, and none was sent"),
+        ({"authorization": "Bearer "}, "This server asks for an API key, and none was sent"),
+        ({"authorization": "Bearer", "x-api-key": ""}, "This server asks for an API key, and none was sent"),
+        ({"authorization": "key-one"}, "This server asks for an API key, and none was sent"),
+        ({"x-api-key": "x"}, "Incorrect API key provided"),
+        ({"authorization": "Bearer x", "x-api-key": ""}, "Incorrect API key provided"),
+    ],
+)
+def test_a_missing_key_is_not_called_incorrect(engine: FakeEngine, headers: dict[str, str], what: str) -> None:
+    said = client_of(engine, api_keys=KEYS).get("/v1/models", headers=headers).json()["error"]["message"]
+    assert said.startswith(f"{what}. Send it as 'Authorization: Bearer")
 
 
 def test_without_keys_everything_is_open(engine: FakeEngine) -> None:

@@ -75,7 +75,7 @@ def _write_files(setup: Setup, command: str) -> str:
         typer.echo(_text(setup), nl=False)
         raise
     if not changed:
-        return "Nothing to change.\n"
+        return f"Nothing to change.\n{_exports(setup)}Now run: {command}\n"
     lines = [f"{path} is written" + (f"; {copy} is what it was" if copy else "") for path, copy in changed]
     undo = [shlex.join(["mv", str(copy), str(path)] if copy else ["rm", str(path)]) for path, copy in changed]
     return "\n".join([*lines, f"To undo: {' && '.join(undo)}", f"{_exports(setup)}Now run: {command}", ""])

@@ -100,6 +100,23 @@ class TestSystemd:
         assert not file.exists()
         assert lines(calls) == []
 
+    @pytest.mark.parametrize(
+        ("options", "says"),
+        [
+            (("--pair", "nonsense"), "no pair 'nonsense'"),
+            (("--target", "/no/model"), "/no/model: there is no such folder"),
+            (("--pair", "demo", "--target", "/no/model"), "exclude each other"),
+        ],
+    )
+    def test_a_model_that_is_not_here_installs_nothing(
+        self, calls: Path, file: Path, options: tuple[str, ...], says: str
+    ) -> None:
+        done = service("install", *options)
+        assert done.exit_code == 2
+        assert says in done.stderr
+        assert not file.exists()
+        assert lines(calls) == []
+
     def test_what_is_not_installed_is_said(self, calls: Path, file: Path) -> None:
         done = service("uninstall")
         assert (done.exit_code, done.stderr) == (2, f"error: the service is not installed: {file} does not exist\n")

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from time import sleep
 from typing import Any
@@ -18,7 +19,8 @@ import typer
 from mlx_specprefill import SpecPrefillError
 
 from ..__main__ import SERVICE as NAME
-from .common import one_line_errors
+from .common import choose_here, one_line_errors
+from .options import PairOptions
 from .serve import app as serve_app
 
 RESTART_S = 30  # seconds before a restart after a failure
@@ -48,10 +50,12 @@ def install(context: typer.Context) -> None:
     can read. Installing again replaces options and variables.
     """
     options: Any = typer.main.get_command(serve_app)
-    options.make_context("mlx-specprefill service install", list(context.args))  # refuses what serve would refuse
+    given = options.make_context("mlx-specprefill service install", list(context.args)).params  # refuses as serve does
     command = [sys.executable, "-m", "mlx_specprefill_server", "serve", *context.args]
     environment = {name: value for name, value in os.environ.items() if _is_kept(name.upper())}
     with one_line_errors():
+        if given["config"] is None:
+            choose_here(PairOptions(**{field.name: given[field.name] for field in fields(PairOptions)}))
         file = _file()
         content = (plist if _is_mac() else unit)(command, environment)
         before = file.read_bytes() if file.exists() else None

@@ -7,9 +7,9 @@ import shlex
 import socket
 from collections.abc import Iterator, Sequence
 
-from .connections import address, network_address
 from .models.models import Models
 from .service import Service
+from .sockets import address, network_address
 
 _TOKENS = 8192  # of the prompt whose times are told
 

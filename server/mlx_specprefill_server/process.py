@@ -15,10 +15,11 @@ from fastapi import FastAPI
 
 from .app import app_of
 from .awake import Awake
-from .connections import MAX_CONNECTIONS, Connections, LimitedProtocol, address, raise_open_files_limit
+from .connections import MAX_CONNECTIONS, Connections, LimitedProtocol, raise_open_files_limit
 from .greeting import greeting
 from .models.models import Models
 from .settings import Settings
+from .sockets import address
 
 logger = logging.getLogger(__name__)
 

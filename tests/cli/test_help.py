@@ -36,8 +36,11 @@ from mlx_specprefill_server.cli import main
 try:
     main()
 finally:
-    print(*{name.partition(".")[0] for name in sys.modules}, file=sys.stderr)
+    print(*sys.modules, file=sys.stderr)
 """
+
+
+HEAVY = {"mlx_lm", "transformers", "fastapi"}
 
 
 @pytest.mark.parametrize(
@@ -51,11 +54,29 @@ finally:
     ],
 )
 def test_what_needs_no_model_imports_no_library_of_models(arguments: str, said: str) -> None:
+    assert not (HEAVY | {"mlx.core", "huggingface_hub", "numpy"}) & imported(arguments, said)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("serve --pair nonsense", "no pair 'nonsense'"),
+        ("serve --pair demo --target x", "exclude each other"),
+        ("serve --pair demo --host 999.0.0.1", "error: --host 999.0.0.1: "),
+        ("eval --pair demo --task nonsense", "no task 'nonsense'"),
+    ],
+)
+def test_a_refusal_comes_before_the_imports(arguments: str, said: str) -> None:
+    assert not HEAVY & imported(arguments, said)
+
+
+def imported(arguments: str, said: str) -> set[str]:
+    """Return what a command has imported that says these words."""
     done = subprocess.run([sys.executable, "-c", IMPORTED, *arguments.split()], capture_output=True, text=True)
     *_, modules = done.stderr.splitlines()
     assert said in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
-    assert not {"mlx_lm", "transformers", "huggingface_hub", "numpy", "fastapi"} & set(modules.split())
+    return set(modules.split())
 
 
 def test_an_interruption_of_the_first_imports_shows_no_traceback(

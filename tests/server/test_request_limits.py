@@ -13,12 +13,12 @@ import httpx
 import pytest
 
 from mlx_specprefill_server import process
-from mlx_specprefill_server.connections import bound_sockets
 from mlx_specprefill_server.generation import generation
 from mlx_specprefill_server.models.models import Models
 from mlx_specprefill_server.process import Server
 from mlx_specprefill_server.service import Service
 from mlx_specprefill_server.settings import Settings
+from mlx_specprefill_server.sockets import bound_sockets
 from tests.support.waiting import eventually
 
 from .conftest import client_of, events

@@ -16,7 +16,6 @@ import typer
 
 from mlx_specprefill import DtypeName, RankedEngine
 
-from ..connections import bound_sockets, is_exposed
 from ..models.loader import Loader, entries_of, read_table
 from ..models.models import Models
 from ..monitoring.logs import configure_logging
@@ -26,6 +25,7 @@ from ..process import serve_models
 from ..server_state import ServerState
 from ..service import Service
 from ..settings import Settings
+from ..sockets import bound_sockets, is_exposed
 from .common import OptionError, one_line_errors
 from .loading import load_engine
 from .ranks import end_together, follow, join, launch, without

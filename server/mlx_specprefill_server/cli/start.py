@@ -1,7 +1,8 @@
-"""Refusals of `serve` before it imports the server: options that can't be combined, models that are not there."""
+"""Refusals of `serve` before it imports the server: options that exclude each other, missing models, a taken port."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -10,8 +11,11 @@ from typing import Any
 from ..pair_settings import drop_unset, make_settings
 from ..pairs import Pair, models_file
 from ..settings import Settings
+from ..sockets import bound_sockets
 from .common import OptionError, choose_here, note_environment, one_line_errors
 from .options import PairOptions
+
+_RANK_VARIABLES = ("MLX_RANK", "OMPI_COMM_WORLD_RANK")  # set in processes that run one model together
 
 
 def start(
@@ -37,10 +41,11 @@ def start(
         what: Pair | Path | None = _table(config, named, hosts)
         if what is None and hosts is None:  # else each machine chooses
             what = choose_here(models)
-        if isinstance(what, Pair):
-            make_settings(what, **given)  # refuses what the options can't mean
-        else:
-            Settings(**drop_unset(given))
+        # These refuse what the options can't mean.
+        settings = make_settings(what, **given) if isinstance(what, Pair) else Settings(**drop_unset(given))
+        if hosts is None and not any(name in os.environ for name in _RANK_VARIABLES):  # else rank 0 alone listens
+            with bound_sockets(settings.host, settings.port):
+                pass
     import_module(".run_server", __package__).run_server(what, models.dtype, given, hosts, starting_port)
 
 

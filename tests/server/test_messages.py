@@ -393,7 +393,7 @@ def test_a_prompt_that_is_too_long(client: TestClient, engine: FakeEngine) -> No
 
 def test_counting(client: TestClient, engine: FakeEngine) -> None:
     tools = [{"name": "read", "input_schema": {"type": "object"}}]
-    fields = {"model": "m", "messages": HI, "system": "Be brief.", "tools": tools, "thinking": {"type": "adaptive"}}
+    fields = {"messages": HI, "system": "Be brief.", "tools": tools, "thinking": {"type": "adaptive"}}
     body = client.post(f"{URL}/count_tokens?beta=true", json=fields).json()
     MessageTokensCount.model_validate(body, strict=True)
     ask(client, **fields)

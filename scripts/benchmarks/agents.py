@@ -21,6 +21,10 @@ With `--tools` nothing of this is measured but an agent's first prompt with so m
 in front, or deferred (`defer_loading`) until a search finds them. Then one has been found. The server counts the
 tokens; no model reads them. The bar is the deferred prompt against the whole.
 
+With `--edits` what was sent is edited before every fifth turn: a tool whose server answered late stands among the
+others, or an early result has new lines in its middle. A third arm is ours without reuse behind an edit
+(`MLX_SPECPREFILL_REUSE=off`); the bars are ours against it, over all turns and over those with an edit.
+
 With `--shape` the weights are random and answers empty; a draft of two layers costs about a sixth of a target of nine.
 """
 
@@ -40,6 +44,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from .harness import BenchError, pairs, servers, shapes
+from .harness.agent_edits import Edit, make_edits
 from .harness.agent_sessions import KINDS, TEMPLATE, Count, Message, Session, Step, make_session
 from .harness.agent_tools import FINDER, mcp_tools
 from .harness.figures import machine, rounded, show_rows
@@ -48,6 +53,8 @@ from .harness.text import user
 
 QUICK = {"sessions": ["growth"], "repeats": 1}
 OURS, FULL, PEER = "ours", "ours, full", "mlx_lm.server"
+NO_REUSE = "ours, no reuse"
+EDIT_EVERY = 5  # turns
 ANSWER, REMARK = 24, 8  # tokens of an answer at most, to a question and otherwise
 TAIL = 32  # tokens: an answer and the template around it, which the next turn may have to read again
 
@@ -78,6 +85,8 @@ class Turn:
         right: the answer holds the fact; None: nothing was asked.
         back: how many turns ago the fact was said.
         thinned: the target had not read all of what the turn of the fact brought.
+        edited: earlier text was edited before it.
+        reused: kept as they were read before an edit in front of them.
     """
 
     first_s: float
@@ -89,6 +98,8 @@ class Turn:
     right: bool | None = None
     back: int = 0
     thinned: bool = False
+    edited: bool = False
+    reused: int = 0
 
     def exceeds(self, full: Turn) -> bool:
         """True if the target read more than in full, without recalled tokens and the length of answers."""
@@ -120,16 +131,22 @@ class Played:
 class Conversation:
     """One session from the side of its client."""
 
-    def __init__(self, arm: Arm, session: Session) -> None:
+    def __init__(self, arm: Arm, session: Session, edits: Sequence[Edit] = ()) -> None:
         self.arm, self.session, self.known = arm, session, session.opening
+        self.tools, self.edits = session.tools, edits
         self.history: list[Message] = [{"role": "system", "content": session.system}]
         self.turns: list[Turn] = []
 
     def take(self, step: Step) -> Turn:
         """Send the step's message and keep the answer."""
+        number, rest = divmod(len(self.turns), EDIT_EVERY)
+        edited = rest == 0 and 0 < number <= len(self.edits)
+        if edited:
+            self.history, self.tools = self.edits[number - 1].apply(self.history, self.tools)
         self.history += step.messages(len(self.history))
         self.sent = [*self.history], ANSWER if step.code else REMARK
         turn, text, self.known = self.send(*self.sent)
+        turn.edited = edited
         self.history.append({"role": "assistant", "content": text})
         if step.code:
             told = self.turns[step.told] if step.told < len(self.turns) else turn
@@ -140,17 +157,18 @@ class Conversation:
 
     def send(self, messages: list[Message], tokens: int) -> tuple[Turn, str, int]:
         """Return the turn, the answer, and the tokens of both."""
-        tools = {"tools": self.session.tools} if self.session.tools else {}
+        tools = {"tools": self.tools} if self.tools else {}
         reply = self.arm.server.ask(messages, tokens, **tools, **self.arm.options)
         report, prompt = reply.report, reply.prompt_tokens
         cached = report.get("cached_tokens", reply.cached_tokens)
         turn = Turn(
             first_s=reply.first_s or reply.total_s,  # an answer may have no text
             cached=cached,
-            target=report.get("kept_tokens", prompt) - cached,
+            target=report.get("read_tokens", report.get("kept_tokens", prompt) - cached),
             draft=report.get("draft_tokens", 0),
             recalled=report.get("recalled_tokens", 0),
             new=prompt - self.known,
+            reused=report.get("reused_tokens", 0),
         )
         return turn, reply.text, prompt + reply.completion_tokens
 
@@ -158,9 +176,9 @@ class Conversation:
 # --- one kind of session ---------------------------------------------------------------------------------------------
 
 
-def play(arm: Arm, session: Session, pause: float) -> Played:
+def play(arm: Arm, session: Session, pause: float, edits: Sequence[Edit] = ()) -> Played:
     """Send a whole session. `pause` is the time of the agent's tools in seconds."""
-    talk = Conversation(arm, session)
+    talk = Conversation(arm, session, edits)
     for step in session.steps:
         talk.take(step)
         time.sleep(pause)
@@ -170,7 +188,7 @@ def play(arm: Arm, session: Session, pause: float) -> Played:
         played.after.append(talk.take(step))
         del talk.history[end:], talk.turns[len(session.steps) :]
     arm.server.rest()
-    if arm.name in (OURS, FULL):
+    if arm.name in (OURS, FULL, NO_REUSE):
         arm.start()
         played.retries.append(talk.send(*last)[0])
         arm.server.rest()
@@ -201,6 +219,7 @@ def row(kind: str, arm: str, plays: Sequence[Played]) -> dict[str, Any]:
         "second_new": sum(played.turns[1].new for played in plays),
         "asked": len(asked),
         "right": sum(bool(turn.right) for turn in asked),
+        "reused": sum(turn.reused for turn in turns),
     } | {
         name + unit: sum(getattr(turn, figure) for turn in times)
         for name, times in zip(("last", "retry", "restarted"), sent, strict=False)
@@ -229,6 +248,25 @@ def bars(kind: str, rows: dict[str, dict[str, Any]], arms: dict[str, list[Played
     }
 
 
+def edit_bars(kind: str, arms: dict[str, list[Played]]) -> dict[str, Any]:
+    """Return the bars for our arm against the same turns without reuse."""
+
+    def waited(arm: str, edited: bool) -> float:
+        turns = (turn for played in arms[arm] for turn in played.turns)
+        return sum(turn.first_s for turn in turns if turn.edited or not edited)
+
+    def right(arm: str) -> int:
+        return sum(bool(turn.right) for played in arms[arm] for turn in played.asked())
+
+    return {
+        "session": kind,
+        "sum_vs_no_reuse": waited(OURS, False) / waited(NO_REUSE, False),
+        "edited_vs_no_reuse": waited(OURS, True) / waited(NO_REUSE, True),
+        "right": right(OURS),
+        "right_no_reuse": right(NO_REUSE),
+    }
+
+
 def wrong(kind: str, ours: Sequence[Played], full: Sequence[Played]) -> list[dict[str, Any]]:
     """Return the facts that our arm got wrong."""
     names = ("back", "thinned", "recalled")
@@ -249,6 +287,7 @@ def summary(results: Results, options: argparse.Namespace) -> dict[str, Any]:
         "repeats": options.repeats,
         "rows": [one for arms in rows.values() for one in arms.values()],
         "bars": [bars(kind, rows[kind], arms) for kind, arms in results.items()],
+        "edits": [edit_bars(kind, arms) for kind, arms in results.items() if NO_REUSE in arms],
         "wrong": [one for kind, arms in results.items() for one in wrong(kind, arms[OURS], arms[FULL])],
         "turns": {
             f"{kind}, {arm}": [asdict(turn) for turn in plays[0].turns]
@@ -302,6 +341,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--pause", type=float, default=0.0, help="seconds that the agent's tools take after each turn")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--edits", action="store_true", help="edit earlier text before every fifth turn")
     shapes.add_options(parser, None, layers=9, draft_layers=2, narrow=8)
     parser.add_argument("--tools", type=int, help="count an agent's first prompt with so many tools; nothing else")
     parser.add_argument("--alone", action="store_true", help="without mlx_lm.server")
@@ -320,7 +360,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         arms = start(copies, stack, options)
         results = measured(arms, counter(copies), options)
     report = rounded(summary(results, options))
-    for table in (report["rows"], report["bars"], report["wrong"]):
+    for table in (report["rows"], report["bars"], report["edits"], report["wrong"]):
         show_rows(table)
     return report
 
@@ -346,10 +386,12 @@ def start(copies: Copies, stack: ExitStack, options: argparse.Namespace) -> list
     # Without pauses nothing is made dense in idle time but behind the last turn, where an arm is only waited for.
     idle = {"MLX_SPECPREFILL_DENSIFY": "on" if options.pause else "off"}
 
-    def ours(name: str) -> AbstractContextManager[Server]:
-        return copies.ours(*given, "--prefix-cache-dir", str(copies.folder / f"prefixes of {name}"), **idle)
+    def ours(name: str, **more: str) -> AbstractContextManager[Server]:
+        return copies.ours(*given, "--prefix-cache-dir", str(copies.folder / f"prefixes of {name}"), **(idle | more))
 
     made = {OURS: lambda: ours(OURS), FULL: lambda: ours(FULL)} | ({} if options.alone else {PEER: copies.mlx_lm})
+    if options.edits:
+        made[NO_REUSE] = lambda: ours(NO_REUSE, MLX_SPECPREFILL_REUSE="off")
     if options.vllm_mlx:
         made["vllm-mlx"] = lambda: copies.vllm_mlx(options.vllm_mlx, "vllm-mlx", "--continuous-batching")
     arms = [Arm(name, made[name], DENSE if name == FULL else {}, stack.enter_context(ExitStack())) for name in made]
@@ -374,7 +416,10 @@ def measured(arms: list[Arm], count: Count, options: argparse.Namespace) -> Resu
             if options.shape:  # random weights know no facts
                 asked = [replace(step, code="") for step in session.steps]
                 session = replace(session, steps=tuple(asked), after=())
+            edits = (
+                make_edits(len(session.steps) // EDIT_EVERY, f"{options.seed}/{repeat}", count) if options.edits else ()
+            )
             for arm in (*arms[first:], *arms[:first]):
-                results[kind][arm.name].append(play(arm, session, options.pause))
+                results[kind][arm.name].append(play(arm, session, options.pause, edits))
                 print(f"{kind}, {repeat + 1} of {options.repeats}, {arm.name}", file=sys.stderr, flush=True)
     return results

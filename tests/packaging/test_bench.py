@@ -29,9 +29,9 @@ LONG = """benchmark device blas mlx shape layers draft_layers narrow dtype quant
 peak_ratio_max exponents rows""".split()
 LONG_ROW = """tokens full_ms sparse_ms draft_alone_ms target_kept_ms kept_tokens rest_ms rest_of_full full_peak_mib
 sparse_peak_mib peak_ratio hit_ms""".split()
-AGENTS = "benchmark device blas mlx tokens repeats rows bars wrong turns".split()
-AGENTS_ROW = """session arm sum_s worst_s target draft recalled restarts second_draft second_new asked right last_s
-last_target retry_s retry_target restarted_s restarted_target""".split()
+AGENTS = "benchmark device blas mlx tokens repeats rows bars edits wrong turns".split()
+AGENTS_ROW = """session arm sum_s worst_s target draft recalled restarts second_draft second_new asked right reused
+last_s last_target retry_s retry_target restarted_s restarted_target""".split()
 TTFT = """benchmark device blas mlx target draft rule dtype step tokens keep speedup r share_of_limit rest_of_full
 rows""".split()
 TTFT_ROW = """tokens keep kept_tokens full_ttft_ms sparse_ttft_ms draft_ms select_ms prefill_ms first_token_ms

@@ -12,6 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..adapters.depth import full_draft_model
 from ..adapters.window import WindowedReader
+from ..arrays import Floats
 from ..cache.positioned import tokens_in
 from ..config import EngineConfig
 from ..errors import RequestCancelled, SparseUnsupportedError
@@ -24,6 +25,7 @@ from ..specprefill.question import possible_questions, question_span, repeated_q
 from ..specprefill.scorer import HeadScorer, Scores, ScoringInput, scorer_for
 from ..specprefill.sparse_prefill import HiddenStates, feed, forward_ends
 from ..specprefill.text import PromptText
+from ..specprefill.words import word_factors
 from .active_request import NO_INDICES
 from .caches import EngineCaches, draft_window, empty_draft_cache
 
@@ -85,11 +87,16 @@ class PromptScorer:
             return _given(Scores(request.specprefill.importance))
         task = self._task(request, plan, text)
         if self.pair.mapping is not None:
-            return self._mapped(request, plan, map_task(self.pair.mapping, task), extension)
-        known = task.prompt.size - 1 if task.again.size else task.question[0]
-        if hidden is not None:
-            task, known = replace(task, seen=hidden.keep, cuts=hidden.cuts), min(known, hidden.known)
-        return self._by_draft(request, plan, task, known, extension)
+            steps = self._mapped(request, plan, map_task(self.pair.mapping, task), extension)
+        else:
+            known = task.prompt.size - 1 if task.again.size else task.question[0]
+            if hidden is not None:
+                task, known = replace(task, seen=hidden.keep, cuts=hidden.cuts), min(known, hidden.known)
+            steps = self._by_draft(request, plan, task, known, extension)
+        if plan.rule == "paper" or self.pair.heads is None:
+            return steps
+        factors = word_factors(text.units, text.words, self._asking(request, task, text), task.prompt.size)
+        return _converted(steps, lambda scores: _raised(scores, factors))
 
     def _mapped(
         self, request: GenerationRequest, plan: PrefillPlan, mapped: MappedTask, extension: Extension | None
@@ -109,9 +116,21 @@ class PromptScorer:
         """
         if request.specprefill.importance is not None or plan.rule == "paper" or self.pair.heads is None:
             return ()
-        task, scoring = self._task(request, plan, text), self.config.scoring
-        before = repeated_question_spans(request.spans, scoring, text.units) if self.pair.mapping is None else ()
-        return tuple(sorted({*(before or (task.question,)), *((ask.start, ask.end) for ask in task.asks)}))
+        task = self._task(request, plan, text)
+        return tuple(sorted({*self._questions(request, task, text), *((ask.start, ask.end) for ask in task.asks)}))
+
+    def _questions(
+        self, request: GenerationRequest, task: ScoringInput, text: PromptText
+    ) -> tuple[tuple[int, int], ...]:
+        """Return the ranges of the question, without other lines that may ask."""
+        before = repeated_question_spans(request.spans, self.config.scoring, text.units)
+        return before if before and self.pair.mapping is None else (task.question,)
+
+    def _asking(self, request: GenerationRequest, task: ScoringInput, text: PromptText) -> list[tuple[int, int]]:
+        """Return the ranges whose words the needed lines may share: of other lines that may ask, the likeliest."""
+        weight = max((ask.weight for ask in task.asks), default=0.0)
+        likeliest = ((ask.start, ask.end) for ask in task.asks if ask.weight == weight)
+        return [*self._questions(request, task, text), *likeliest]
 
     def _task(self, request: GenerationRequest, plan: PrefillPlan, text: PromptText) -> ScoringInput:
         scoring = self.config.scoring
@@ -195,6 +214,10 @@ def _behind(task: ScoringInput, end: int, start: int) -> ScoringInput:
     """Ask what the text from `start` on asks right behind the prompt's first `end` tokens."""
     question, asks = task.question, tuple(ask for ask in task.asks if ask.start >= start)
     return replace(task, end=end, asks=asks, question=(min(max(start, question[0]), question[1] - 1), question[1]))
+
+
+def _raised(scores: Scores, factors: Floats) -> Scores:
+    return replace(scores, importance=scores.importance * factors[: scores.importance.size])
 
 
 def _given(scores: Scores) -> Scoring:

@@ -1,4 +1,4 @@
-"""Reads the lines, sentences, headings and question marks of a prompt from its tokens."""
+"""Reads the lines, sentences, headings, question marks and words of a prompt from its tokens."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from ..arrays import Bools, Indices
 from ..request import TokenIds
+from .words import NO_WORDS, TOKEN_WORD, Words, join_words, word_of
 
 _UNKNOWN, _ENDS_LINE, _ENDS_SENTENCE, _BEGINS_WORD = 1, 2, 4, 8
 _BLANK = 16  # white space only
@@ -25,7 +26,7 @@ _QUESTION_MARKS = frozenset("?？؟")
 
 @dataclass(frozen=True, slots=True)
 class PromptText:
-    """Lines, sentences and headings of a prompt.
+    """Lines, sentences, headings and words of a prompt.
 
     Attributes:
         units: starts of lines and sentences, ascending, the first of them 0; int32 (U,).
@@ -33,14 +34,16 @@ class PromptText:
             with numbers in front, as below a file's name in search results. The indentation of numbered lines counts
             behind the number. Start and end of each heading, and the end of its lines; int32 (H, 3).
         marks: tokens with a question mark, ascending; int32 (Q,).
+        words: of a whole prompt.
     """
 
     units: Indices
     headings: Indices = field(default_factory=lambda: np.zeros((0, 3), dtype=np.int32))
     marks: Indices = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    words: Words = NO_WORDS
 
     def part(self, start: int, end: int) -> PromptText:
-        """Return the same for the prompt's tokens [start, end). Indices count from `start`."""
+        """Return the same for the prompt's tokens [start, end), without words. Indices count from `start`."""
         inside = self.units[(self.units > start) & (self.units < end)]
         headings = self.headings[(self.headings[:, 0] >= start) & (self.headings[:, 1] < end)]
         marks = self.marks[(self.marks >= start) & (self.marks < end)] - np.int32(start)
@@ -49,7 +52,7 @@ class PromptText:
 
 
 class TextReader:
-    """Finds lines, sentences and headings with a tokenizer of mlx-lm. Decodes each token id once.
+    """Finds lines, sentences, headings and words with a tokenizer of mlx-lm. Decodes each token id once.
 
     A unit ends with a token that holds a line break, or with a sentence's full stop before a space. Usable from any
     thread.
@@ -60,44 +63,55 @@ class TextReader:
         self._learning = threading.Lock()
         self._kinds = np.full(0, _UNKNOWN, dtype=np.uint8)
         self._indents = np.zeros(0, dtype=np.uint8)  # blanks before the first character, behind a line break
+        self._words = np.zeros(0, dtype=TOKEN_WORD)
 
     def read(self, tokens: TokenIds) -> PromptText:
         ids = np.asarray(tokens, dtype=np.int32)
         with self._learning:
             self._learn(ids)
             kinds, indents = self._kinds[ids], self._indents[ids]
+            words = self._words[ids]
         before, after = kinds[:-1], kinds[1:]
         sentence = (before & _ENDS_SENTENCE > 0) & (after & _BEGINS_WORD > 0)
         units = np.append(0, np.flatnonzero((before & _ENDS_LINE > 0) | sentence) + 1).astype(np.int32)
-        return PromptText(units, _headings(kinds, indents), np.flatnonzero(kinds & _ASKS > 0).astype(np.int32))
+        marks = np.flatnonzero(kinds & _ASKS > 0).astype(np.int32)
+        return PromptText(units, _headings(kinds, indents), marks, join_words(words))
 
     def _learn(self, ids: TokenIds) -> None:
         if ids.size and ids.max() >= self._kinds.size:
             missing = int(ids.max()) + 1 - self._kinds.size
             self._kinds = np.pad(self._kinds, (0, missing), constant_values=_UNKNOWN)
             self._indents = np.pad(self._indents, (0, missing))
+            self._words = np.append(self._words, np.zeros(missing, dtype=TOKEN_WORD))
         unknown = [int(token) for token in np.unique(ids[self._kinds[ids] == _UNKNOWN])]
         if unknown:
             pieces = self._tokenizer.convert_ids_to_tokens(unknown)
             for token, piece in zip(unknown, pieces, strict=True):
-                self._kinds[token], self._indents[token] = self._kind_of(token, piece)
+                text = self._text_of(token, piece)
+                self._kinds[token], self._indents[token] = _kind_of(text)
+                self._words[token] = word_of(text)
 
-    def _kind_of(self, token: int, piece: Any) -> tuple[int, int]:
+    def _text_of(self, token: int, piece: Any) -> str:
         spaced = isinstance(piece, str) and piece.startswith(_SPACES)
         word = piece[spaced:] if isinstance(piece, str) else ""
         if word.isascii() and word.isalnum():  # most of a vocabulary: decoding takes ten times as long
-            return spaced * _BEGINS_WORD | word[0].isdigit() * _DIGIT, int(spaced)
+            return " " * spaced + word
         text: str = self._tokenizer.decode([token])
         if spaced and not text[:1].isspace():  # decoding drops the space of a SentencePiece token
-            text = " " + text
-        ends_line = "\n" in text or text.endswith(_WIDE_STOPS)
-        ends_sentence = text.rstrip(" ").endswith(_STOPS)
-        ends_number = text.startswith(("\t", ":", "|", "-")) or not (text[:1].isascii() or text[:1].isalnum())
-        kind = ends_line * _ENDS_LINE | ends_sentence * _ENDS_SENTENCE | ends_number * _ENDS_NUMBER
-        kind |= text[:1].isspace() * _BEGINS_WORD | (not _QUESTION_MARKS.isdisjoint(text)) * _ASKS
-        seen = text.lstrip()
-        blanks = text[: len(text) - len(seen)].rpartition("\n")[2]
-        return kind | (seen[:1].isdigit() * _DIGIT if seen else _BLANK), min(len(blanks), 255)
+            return " " + text
+        return text
+
+
+def _kind_of(text: str) -> tuple[int, int]:
+    """Return a token's kind, and the blanks before its first character, behind a line break."""
+    ends_line = "\n" in text or text.endswith(_WIDE_STOPS)
+    ends_sentence = text.rstrip(" ").endswith(_STOPS)
+    ends_number = text.startswith(("\t", ":", "|", "-")) or not (text[:1].isascii() or text[:1].isalnum())
+    kind = ends_line * _ENDS_LINE | ends_sentence * _ENDS_SENTENCE | ends_number * _ENDS_NUMBER
+    kind |= text[:1].isspace() * _BEGINS_WORD | (not _QUESTION_MARKS.isdisjoint(text)) * _ASKS
+    seen = text.lstrip()
+    blanks = text[: len(text) - len(seen)].rpartition("\n")[2]
+    return kind | (seen[:1].isdigit() * _DIGIT if seen else _BLANK), min(len(blanks), 255)
 
 
 def _headings(kinds: npt.NDArray[np.uint8], indents: npt.NDArray[np.uint8]) -> Indices:

@@ -84,7 +84,7 @@ def test_threads_that_learn_at_once_read_what_one_reads(monkeypatch: pytest.Monk
     prompts = [list(range(start, start + 40)) for start in range(20, 820, 40)]
     expected = [TextReader(tokenizer).read(ids).units.tolist() for ids in prompts]
     reader = TextReader(tokenizer)
-    pad, learn = np.pad, reader._kind_of
+    pad, learn = np.pad, reader._text_of
 
     def slow_pad(*arguments: Any, **options: Any) -> Any:
         """Others run between the copy and its use."""
@@ -92,12 +92,12 @@ def test_threads_that_learn_at_once_read_what_one_reads(monkeypatch: pytest.Monk
         time.sleep(2e-3)
         return padded
 
-    def slow_learn(*token: Any) -> int:
+    def slow_learn(*token: Any) -> str:
         time.sleep(1e-4)
         return learn(*token)
 
     monkeypatch.setattr(np, "pad", slow_pad)
-    monkeypatch.setattr(reader, "_kind_of", slow_learn)
+    monkeypatch.setattr(reader, "_text_of", slow_learn)
     with ThreadPoolExecutor(8) as threads:
         found = [text.units.tolist() for text in threads.map(reader.read, prompts)]
     assert found == expected

@@ -32,7 +32,7 @@ from .backend import encode_text
 Piece = Callable[[str], bytes]
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
-_BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
+_BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 LEAST_ALIGNED = 0.999  # share of bytes

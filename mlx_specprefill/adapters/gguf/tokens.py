@@ -210,7 +210,7 @@ def _sentencepiece(metadata: Mapping[str, Any], vocabulary: _Vocabulary, archite
         raise LoadError("its vocabulary has no scores")
     _check_scored(vocabulary)
     parts = {"tokens": vocabulary.tokens, "token_type": vocabulary.types, "scores": vocabulary.scores}
-    backend, _ = convert_gguf_tokenizer(architecture, {"tokenizer_type": "llama", **parts})
+    backend: Tokenizer = convert_gguf_tokenizer(architecture, {"tokenizer_type": "llama", **parts})[0]
     grown = backend.get_vocab().keys() - set(vocabulary.tokens)
     if backend.get_vocab_size() != len(vocabulary.tokens):
         raise LoadError(f"its vocabulary lacks {shorten(sorted(grown))}")

@@ -161,7 +161,7 @@ class Vocabulary:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._bytes = {char: byte for byte, char in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
+        self._bytes = {char: byte for byte, char in bytes_to_unicode().items()}
         # The innermost function of a fast tokenizer's `decode`. It runs once per generated token.
         self._backend = tokenizer.backend_tokenizer if getattr(tokenizer, "is_fast", False) else None
 

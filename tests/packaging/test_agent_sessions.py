@@ -7,6 +7,8 @@ import random
 import statistics
 
 import pytest
+from benchmarks.harness.agent_edits import TOKENS as EDITED
+from benchmarks.harness.agent_edits import make_edits
 from benchmarks.harness.agent_sessions import KINDS, TEMPLATE, Session, make_session, result, sizes
 from jinja2 import Environment
 
@@ -112,3 +114,24 @@ def test_the_template_shows_tools_calls_and_results() -> None:
     assert all(json.dumps(tool["function"]["name"]) in shown for tool in session.tools)
     assert "<tool_call>" in shown
     assert session.steps[1].said in shown
+
+
+def test_an_edit_inserts_and_changes_nothing_else() -> None:
+    """Of a tool and of lines in turn, some 200 tokens each. Nothing that was given is changed in place."""
+    session = make_session(KINDS["growth"], TOKENS, 1, count)
+    history = [message for number, step in enumerate(session.steps) for message in step.messages(number)]
+    before = json.dumps([history, session.tools])
+    edits = make_edits(4, "1", count)
+    assert [edit.tool is None for edit in edits] == [False, True, False, True]
+    for edit in edits:
+        messages, tools = edit.apply(history, session.tools)
+        inserted = json.dumps(edit.tool) if edit.tool else edit.lines
+        assert 0.7 * EDITED < count(inserted) < 1.3 * EDITED
+        texts = [message["content"] for message in messages]
+        assert [text.replace(f"{edit.lines}\n", "") if edit.lines else text for text in texts] == [
+            message["content"] for message in history
+        ]
+        assert [tool for tool in tools if tool != edit.tool] == session.tools
+        assert (len(tools) > len(session.tools)) == (edit.tool is not None)
+        assert len("".join(texts)) + len(tools) > len("".join(m["content"] for m in history)) + len(session.tools)
+    assert json.dumps([history, session.tools]) == before

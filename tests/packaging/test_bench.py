@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from benchmarks import agents, decode, long
-from benchmarks.agents import FULL, OURS, Played, Turn, row
+from benchmarks.agents import FULL, NO_REUSE, OURS, Played, Turn, row
 from benchmarks.harness.command import FOLDER, benchmark, main, parsed
 
 from tests.support.tiny import save_checkpoint
@@ -204,6 +204,24 @@ def test_the_figures_of_a_session_of_an_agent() -> None:
     }
     missed = {"session": "growth", "back": 3, "thinned": True, "recalled": 0, "right_full": True}
     assert agents.wrong("growth", plays[OURS], plays[FULL]) == [missed | {"repeat": repeat} for repeat in (0, 1)]
+
+
+def test_the_figures_of_edited_turns() -> None:
+    """Two turns, the second behind an edit."""
+
+    def played(*waits: float) -> Played:
+        first, second = (
+            Turn(first_s=wait, cached=0, target=9, draft=0, recalled=0, new=9, right=True) for wait in waits
+        )
+        return Played([first, replace(second, edited=True)], [], [])
+
+    assert agents.edit_bars("growth", {OURS: [played(2.0, 1.0)], NO_REUSE: [played(2.0, 4.0)]}) == {
+        "session": "growth",
+        "sum_vs_no_reuse": 3 / 6,
+        "edited_vs_no_reuse": 1 / 4,
+        "right": 2,
+        "right_no_reuse": 2,
+    }
 
 
 def test_wrong_answers_end_with_status_1_and_a_report(

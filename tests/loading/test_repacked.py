@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -160,6 +162,39 @@ def test_a_full_disk_keeps_none(tmp_path: Path, conversions: Conversions, monkey
     monkeypatch.setattr(shutil, "disk_usage", lambda _: disk(1 << 40, 0, (1 << 40) // 10 + 1000))
     load(file, folder)
     assert list(repacked_files(folder)) == []
+
+
+def test_what_is_of_no_use_any_more_makes_room_on_a_full_disk(
+    tmp_path: Path, conversions: Conversions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk has room for the weights of one file, and those of its earlier state are still there."""
+    file, folder = write(tmp_path / "a.gguf"), tmp_path / "kept"
+    load(file, folder)
+    write(file, seed=1)
+    [(kept, _)] = repacked_files(folder)
+    disk, tenth = namedtuple("disk", "total used free"), (1 << 40) // 10
+    room = kept.stat().st_size
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: disk(1 << 40, 0, tenth + room * (not kept.exists())))
+    load(file, folder)
+    conversions.clear()
+    assert same(load(file, folder), load(file, None))
+    assert len(conversions) == len(set(conversions))  # those of the load that keeps nothing
+
+
+def test_a_disk_that_fills_up_is_left_as_it_was(
+    tmp_path: Path, conversions: Conversions, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A quota, which the disk's numbers don't show: writes of more than 4 KB fail."""
+    file, folder = write(tmp_path / "a.gguf"), tmp_path / "kept"
+    limits, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        load(file, folder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert f"the repacked weights of {file} are not kept: " in caplog.text
+    assert list(folder.glob("*.safetensors")) == []
 
 
 def test_small_files_are_not_kept(tmp_path: Path) -> None:

@@ -71,20 +71,26 @@ class Repacked:
         part = file.with_suffix(".part.safetensors")  # MLX adds the ending to names without it
         try:
             make_unsaved(file.parent)
-            disk = shutil.disk_usage(file.parent)
-            if disk.free - sum(array.nbytes for array in arrays.values()) < disk.total // _FREE:
-                log.info("no room in %s for the repacked weights of %s", file.parent, self._source)
-                return
             with file.with_suffix(".lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                mx.save_safetensors(str(part), arrays, {_STATE: self._state, REPACKED_FROM: str(self._source)})
-                with part.open("rb") as written:
-                    os.fsync(written.fileno())
-                part.replace(file)
+                self._write_alone(file, part, arrays)
         except BlockingIOError:
             log.info("another process keeps the repacked weights of %s", self._source)
         except (OSError, ValueError, RuntimeError) as error:
+            part.unlink(missing_ok=True)
             log.warning("the repacked weights of %s are not kept: %s", self._source, error)
+
+    def _write_alone(self, file: Path, part: Path, arrays: dict[str, mx.array]) -> None:
+        for useless in (file, part):  # of an earlier state of the GGUF file, damaged, or not whole
+            useless.unlink(missing_ok=True)
+        disk = shutil.disk_usage(file.parent)
+        if disk.free - sum(array.nbytes for array in arrays.values()) < disk.total // _FREE:
+            log.info("no room in %s for the repacked weights of %s", file.parent, self._source)
+            return
+        mx.save_safetensors(str(part), arrays, {_STATE: self._state, REPACKED_FROM: str(self._source)})
+        with part.open("rb") as written:
+            os.fsync(written.fileno())
+        part.replace(file)
 
 
 def _state_of(source: Path) -> str:

@@ -139,6 +139,15 @@ class TestSystemd:
         service("install", "--port", "3")
         assert file.read_bytes() == before
 
+    def test_what_is_enabled_and_does_not_start_is_disabled_again(
+        self, calls: Path, file: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """`enable` leaves a link to the file, which systemd would follow at every login."""
+        (calls.parent / "bin" / "systemctl").write_text(f'{RECORDER}[ "$2" != enable ]\n')
+        assert service("install").exit_code == 2
+        assert lines(calls)[-1] == "systemctl --user disable --now mlx-specprefill.service"
+        assert not file.exists()
+
     def test_what_models_and_networks_need_is_kept(
         self, calls: Path, file: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -265,6 +274,21 @@ class TestLaunchd:
         assert service("install").exit_code == 0
         assert service("uninstall").exit_code == 0
         assert lines(calls) == [*self.begun(file, "user"), *self.ended("user")]
+
+
+@pytest.mark.parametrize("system", ["darwin", "linux"])
+@pytest.mark.parametrize("value", ["hf_geheim\x1b[0m", "hf_geheim\udcff"])
+def test_what_no_file_can_hold_is_named_and_not_shown(
+    calls: Path, monkeypatch: pytest.MonkeyPatch, system: str, value: str
+) -> None:
+    """A key with a control character, or of bytes that are no text."""
+    monkeypatch.setattr(sys, "platform", system)
+    monkeypatch.setenv("HF_TOKEN", value)
+    done = service("install")
+    assert done.exit_code == 2
+    assert done.stderr.startswith("error: 'HF_TOKEN' has a control character")
+    assert "geheim" not in done.output
+    assert lines(calls) == []
 
 
 def test_other_systems_are_told(calls: Path, monkeypatch: pytest.MonkeyPatch) -> None:

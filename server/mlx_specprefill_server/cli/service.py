@@ -89,6 +89,7 @@ def _is_kept(name: str) -> bool:
 
 def _undo(file: Path, before: bytes | None) -> None:
     """Leave the file as it was: one that could not be started would start at the next login."""
+    _stop()
     if before is None:
         file.unlink()
     else:
@@ -96,7 +97,11 @@ def _undo(file: Path, before: bytes | None) -> None:
 
 
 def plist(command: Sequence[str], environment: Mapping[str, str]) -> bytes:
-    """Return the launchd agent that runs `command` in this process's folder."""
+    """Return the launchd agent that runs `command` in this process's folder.
+
+    Raises:
+        ServiceError: a value has a control character that XML can't hold.
+    """
     log = str(_launchd_log())
     agent = {
         "Label": NAME,
@@ -113,7 +118,16 @@ def plist(command: Sequence[str], environment: Mapping[str, str]) -> bytes:
         "StandardErrorPath": log,
         "Umask": 0o077,
     }
+    for text in (*command, *(f"{name}={value}" for name, value in environment.items())):
+        _check_xml(text)
     return plistlib.dumps(agent)
+
+
+def _check_xml(text: str) -> None:
+    try:
+        plistlib.dumps(text)
+    except ValueError as error:
+        raise _unwritable(text) from error
 
 
 def unit(command: Sequence[str], environment: Mapping[str, str]) -> bytes:
@@ -208,8 +222,13 @@ def _quote(word: str) -> str:
 
 def _plain(text: str) -> str:
     if not text.isprintable():
-        raise ServiceError(f"{text!r} has a line break or a control character, which a unit file can't hold")
+        raise _unwritable(text)
     return text.replace("%", "%%")
+
+
+def _unwritable(text: str) -> ServiceError:
+    """Return the error of a word or a variable that a service's file can't hold, without the variable's value."""
+    return ServiceError(f"{text.partition('=')[0]!a} has a control character, such as a line break, or is no text")
 
 
 def _run(*command: str) -> subprocess.CompletedProcess[str]:

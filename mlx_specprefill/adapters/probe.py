@@ -106,15 +106,18 @@ def _probe_parts(model: StagedModel) -> str | None:
 
 
 def _in_parts(model: StagedModel, relay: Relay, positions: Positions, sizes: Sequence[int]) -> _Run:
-    """Run the first layers over a longer text, the others over the probe's tokens at `positions` in chunks, then the
-    model over one more token.
+    """Run the first layers over a longer text in two chunks, the others over the probe's tokens at `positions` in
+    chunks, then the model over one more token.
     """
     text = np.arange(positions[-1] + 1, dtype=np.int32) % 29
     text[positions] = TOKENS
     cache = make_positioned_cache(model.whole)
     lower, upper = model.split(cache)
-    relay.expect(range(text.size) if text.size == _COUNT else range(0))
-    hidden = model.lower(mx.array(text)[None], cache=lower)[:, mx.array(positions)]
+    read_first = []
+    for start, end in ((0, _SPLIT), (_SPLIT, text.size)):
+        relay.expect(range(start, end) if text.size == _COUNT else range(0))
+        read_first.append(model.lower(mx.array(text[start:end])[None], cache=lower))
+    hidden = mx.concatenate(read_first, axis=1)[:, mx.array(positions)]
 
     def read(tokens: mx.array, part: slice) -> Any:
         place(upper, positions[part])

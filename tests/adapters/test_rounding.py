@@ -16,6 +16,8 @@ from mlx_specprefill.adapters.depth import FirstLayers
 from mlx_specprefill.adapters.patches import install_patches
 from mlx_specprefill.adapters.probe import probe_sparse, staged_model
 from mlx_specprefill.adapters.staged import StagedModel
+from mlx_specprefill.errors import Refused
+from mlx_specprefill.loading import _split_target
 from tests.support.oracle import on_the_cpu_unfused, perturbed
 from tests.support.precision import float32_only
 from tests.support.rounding import HALVES, rounded
@@ -64,6 +66,10 @@ REFUSALS = (
     "explicit contiguous positions change its logits",
     "a chunk with gaps differs from the same tokens fed one by one",
 )
+STAGED_REFUSALS = (
+    "its layers in two parts differ from the model",
+    "behind the first layers, a chunk with gaps differs from the same tokens fed one by one",
+)
 EACH = [name if name in ("gpt-oss", "qwen3.5") else pytest.param(name, marks=pytest.mark.nightly) for name in SHAPES]
 
 
@@ -85,8 +91,8 @@ def random_model(name: str) -> nn.Module:
     return model
 
 
-def with_a_layer_that_ignores_offsets(model: nn.Module) -> nn.Module:
-    rope = next(layer.self_attn.rope for layer in reversed(model.layers) if "self_attn" in layer)
+def with_a_layer_that_ignores_offsets(model: nn.Module, which: int = -1) -> nn.Module:
+    rope = [layer.self_attn.rope for layer in model.layers if "self_attn" in layer][which]
     kind = type(rope)
 
     def ignoring(self: nn.Module, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
@@ -116,6 +122,19 @@ def test_rounding_is_no_alarm_in_two_parts(name: str, half: str) -> None:
     assert isinstance(staged_model(model, FirstLayers(model, len(model.layers) // 3)), StagedModel)
 
 
-def test_a_layer_that_ignores_offsets_is_one_in_two_parts() -> None:
-    model = rounded(with_a_layer_that_ignores_offsets(random_model("gpt-oss")), HALVES["bf16"])
-    assert isinstance(staged_model(model, FirstLayers(model, 2)), str)
+@pytest.mark.parametrize("which", [0, -1])
+@pytest.mark.parametrize("name", EACH)
+def test_a_layer_that_ignores_offsets_is_one_in_two_parts(name: str, which: int) -> None:
+    """Whichever part it is in."""
+    model = rounded(with_a_layer_that_ignores_offsets(random_model(name), which), HALVES["bf16"])
+    assert staged_model(model, FirstLayers(model, len(model.layers) // 3)) in STAGED_REFUSALS
+
+
+def test_a_pair_that_is_not_read_in_stages_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    model = with_a_layer_that_ignores_offsets(random_model("gpt-oss"))
+    refused = _split_target(model, FirstLayers(model, 2), None)
+    assert isinstance(refused, Refused)
+    assert refused.reason in STAGED_REFUSALS
+    assert caplog.messages == [f"no prefill in stages, the first layers read twice: {refused.reason}"]
+    assert isinstance(_split_target(model, None, None), Refused)
+    assert len(caplog.messages) == 1  # of two models nobody expects it

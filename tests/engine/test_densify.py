@@ -273,10 +273,11 @@ def test_idle_work_never_costs_the_next_turn_what_it_would_find(
     assert found_by_the_next_turn(family, share, True) >= found_by_the_next_turn(family, share, False)
 
 
-@pytest.mark.parametrize(("share", "made"), [(0.3, 0), (3.0, 1)])
+@pytest.mark.parametrize(("share", "made"), [(0.3, 0), (0.8, 0), (3.0, 1)])
 def test_a_turn_whose_dense_prefix_has_no_room_is_not_made_dense(
     share: float, made: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With .8 there is room for it alone, but not beside the session that it is to replace."""
     monkeypatch.setattr(loop.EngineCore, "_quiet_s", 0.0)
     with Engine(tiny_pair(), CONFIG) as engine:
         memory = engine.memory

@@ -115,7 +115,7 @@ class PrefixMiss:
     Attributes:
         token: index of the prompt's first token that differs from the cached prompt.
         message: index among the request's spans of the one that holds it, and `role`: its kind; None: none does.
-        read_tokens: tokens behind the place that the cached prompt has, too.
+        read_tokens: tokens behind the place that the cached prompt has, too, but those that are kept as they were read.
         before: up to 40 characters that both have in front of the difference.
         was, now: the cached prompt's and this prompt's text there, whole words, up to 40 characters. `was` is None
             unless the cached prompt is an earlier turn of the same conversation: it may be another person's.

@@ -192,6 +192,8 @@ class ActiveRequest:
         """Take the way behind a prompt that this one edits."""
         miss, self.plan, self.way = self.prefix.miss, plan, "extend"
         self.resume(edited)
+        if miss is not None:
+            miss = replace(miss, read_tokens=max(miss.read_tokens - self._reused_tokens, 0))
         self.prefix = replace(self.prefix, edited=True, miss=miss)
 
     @property
@@ -255,6 +257,11 @@ class ActiveRequest:
         return replace(report, kept_tokens=held, kept_share=None, kept_spans=None, reached=reached)
 
     @property
+    def _reused_tokens(self) -> int:
+        """Return the cached tokens behind the first gap."""
+        return self.prefix.tokens - self.prefix.dense
+
+    @property
     def _mode(self) -> ReportedMode:
         if self.way != "extend":
             return self.plan.mode
@@ -271,7 +278,7 @@ class ActiveRequest:
             kept_tokens=self.tokens_seen,
             cached_tokens=self.prefix.tokens,
             recalled_tokens=0 if self.prefix.edited else choice.recalled,
-            reused_tokens=self.prefix.tokens - self.prefix.dense if self.prefix.edited else 0,
+            reused_tokens=self._reused_tokens if self.prefix.edited else 0,
             kept_share=round(self.tokens_seen / M, 6) if sparse else None,
             scorer=choice.scorer if sparse else None,
             scoring=choice.scoring if sparse else None,

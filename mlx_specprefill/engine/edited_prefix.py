@@ -19,10 +19,11 @@ from ..errors import Refused, SparseUnsupportedError
 from ..loading import ModelPair
 from ..request import GenerationRequest, TokenIds
 from .caches import EngineCaches, Lookup
-from .edits import shared_passages
+from .edits import kept_passages
 from .misses import WORTH_TELLING
 
 _TAIL = 64  # last tokens of a prompt, which ask
+_WORD = 8  # tokens on both sides of a place that are read to see whether it is inside a word
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,7 +62,7 @@ class EditedPrefixes:
         Args:
             share: of each passage behind an edit, that is read anew.
         """
-        found = [_edit(request.prompt, old, share) for old in self._caches.others(request)]
+        found = [self._edit(request.prompt, old, share) for old in self._caches.others(request)]
         best = max(found, key=lambda edit: edit.reused, default=None)
         if best is None or best.reused < WORTH_TELLING or isinstance(self.layers(), Refused):
             return None
@@ -78,6 +79,37 @@ class EditedPrefixes:
         held = np.concatenate([np.arange(piece.new, piece.new + piece.size, dtype=np.int32) for piece in pieces])
         return CacheHit(pieces[-1].new + pieces[-1].size, hit.cache, held)
 
+    def _edit(self, prompt: TokenIds, old: TokenIds, share: Fraction) -> Edit:
+        """Return what a prompt keeps of another one, up to the first place where it changes some of its text."""
+        end = start = read_to = common_length(prompt, old)
+        pieces = list[Piece]()
+        for passage in kept_passages(prompt[:-_TAIL], old, start):
+            if self._is_change(old, end, prompt, read_to, passage.new):
+                break
+            end, read_to = passage.old + passage.size, passage.new + passage.size
+            seam = math.ceil(passage.size * share)
+            pieces.append(Piece(passage.old + seam, passage.new + seam, passage.size - seam))
+        kept = sum(piece.size for piece in pieces)
+        return Edit(old[:end], start, tuple(pieces), prompt.size - start - kept)
+
+    def _is_change(self, old: TokenIds, place: int, new: TokenIds, start: int, end: int) -> bool:
+        """Return whether tokens [start, end) inserted at a place make another word there, as a further digit does.
+
+        They do not if they end with the word's first tokens: then they stand in front of it.
+        """
+        for back in range(_WORD):
+            if not np.array_equal(new[end - back : end], old[place - back : place]):
+                break
+            if not any(self._is_in_word(*at) for at in ((old, place - back), (new, start - back), (new, end - back))):
+                return False
+        return True
+
+    def _is_in_word(self, tokens: TokenIds, place: int) -> bool:
+        first, decode = max(place - _WORD, 0), self._pair.tokenizer.decode
+        before = len(decode(tokens[first:place].tolist()))
+        text = decode(tokens[first : place + _WORD].tolist())
+        return before > 0 and text[before - 1 : before].isalnum() and text[before : before + 1].isalnum()
+
     def layers(self) -> list[LayerRotation] | Refused:
         """Return each layer's rotation, probed once, or why keys can't be moved."""
         if self._rotations is None:
@@ -91,17 +123,3 @@ class EditedPrefixes:
             return layer_rotations(self._pair.target)
         except SparseUnsupportedError as error:
             return Refused(str(error))
-
-
-def _edit(prompt: TokenIds, old: TokenIds, share: Fraction) -> Edit:
-    """Return what a prompt keeps of another one, up to the first place where it lacks some of its text."""
-    end = start = common_length(prompt, old)
-    pieces = list[Piece]()
-    for passage in shared_passages(prompt[:-_TAIL], old, start):
-        if passage.old != end:
-            break
-        end = passage.old + passage.size
-        seam = math.ceil(passage.size * share)
-        pieces.append(Piece(passage.old + seam, passage.new + seam, passage.size - seam))
-    kept = sum(piece.size for piece in pieces)
-    return Edit(old[:end], start, tuple(pieces), prompt.size - start - kept)

@@ -1,4 +1,4 @@
-"""Finds the passages that a prompt still shares with a cached one behind an edit: an insertion, removal or change."""
+"""Finds the passages of a cached prompt that a new one has behind text that it inserts."""
 
 from __future__ import annotations
 
@@ -11,44 +11,30 @@ from ..request import TokenIds
 
 GRAM = 16  # tokens of one hash; a power of 2
 _FACTOR = 0x9E3779B97F4A7C15  # odd, with evenly spread bits
-_LEAST = 128  # tokens of a passage that is worth its seam
-_TRIES = 128  # places that are looked at: each takes a moment
+_LEAST = 128  # tokens of a passage that is worth its seam; a power of 2
 
 
-def shared_passages(new: TokenIds, old: TokenIds, start: int) -> list[Piece]:
-    """Return the passages from `start` on, where the prompts part, in the order that both have them in.
+def kept_passages(new: TokenIds, old: TokenIds, start: int) -> list[Piece]:
+    """Return the passages of the old prompt from `start` on, where the prompts part, one behind the other.
 
-    Each begins at the next run of `GRAM` tokens that the rest of the old prompt has, too, and is as long as both agree.
+    Each is as long as both agree. They end where the new prompt lacks the next tokens of the old one.
     """
-    if min(new.size, old.size) < start + GRAM:
-        return []
-    ours, theirs = hashes(new[start:]), hashes(old[start:])
-    last, found, at, reached = _last_places(ours, theirs), list[Piece](), 0, 0
-    for _ in range(_TRIES):
-        rest = np.flatnonzero(last[at:] >= reached)
-        if not rest.size:
+    ours, found, at, end = hashes(new, _LEAST), list[Piece](), start, start
+    while end + _LEAST <= old.size:
+        begins = ours[at:] == hashes(old[end : end + _LEAST], _LEAST)
+        place = at + int(begins.argmax()) if begins.any() else new.size
+        size = common_length(new[place:], old[end:])
+        if size < _LEAST:
             break
-        at += int(rest[0])
-        place = reached + int((theirs[reached:] == ours[at]).argmax())
-        size = common_length(new[start + at :], old[start + place :])
-        if size >= _LEAST:
-            found.append(Piece(start + place, start + at, size))
-            reached = place + size
-        at += max(size, 1)
+        found.append(Piece(end, place, size))
+        at, end = place + size, end + size
     return found
 
 
-def _last_places(hashed: npt.NDArray[np.uint64], others: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-    """Return where each hash stands last among the others; -1 if nowhere."""
-    by_hash = np.argsort(others, kind="stable")
-    last = by_hash[np.maximum(np.searchsorted(others[by_hash], hashed, side="right") - 1, 0)]
-    return np.where(others[last] == hashed, last, -1)
-
-
-def hashes(tokens: TokenIds) -> npt.NDArray[np.uint64]:
-    """Return a hash of each run of `GRAM` tokens, uint64 (M - GRAM + 1,); none of a shorter text."""
+def hashes(tokens: TokenIds, size: int = GRAM) -> npt.NDArray[np.uint64]:
+    """Return a hash of each run of `size` tokens, a power of 2; uint64 (M - size + 1,), none of a shorter text."""
     found, factor, length = tokens.astype(np.uint64), _FACTOR, 1
-    while length < GRAM:
+    while length < size:
         found = found[:-length] * np.uint64(factor) + found[length:]
         factor, length = factor * factor % (1 << 64), 2 * length
     return found

@@ -195,26 +195,35 @@ class Prefiller:
         """Go on from a cached prompt that this one edits, if the server may choose and that is soon enough."""
         request, plan = active.request, active.plan
         edit = self.edits.find(request, plan.keep) if self._may_reuse(active) else None
-        if edit is None or not self._pays(edit, plan):
+        if edit is None:
+            return
+        predicted = self._predict_edit(edit, plan.predicted)
+        if not self._pays(edit, plan, predicted):
             return
         hit = yield from self.edits.restore(request, edit)
         if hit is not None:
             words = f"{edit.reused} tokens behind inserted text are kept as they were read; {edit.read} are read"
             key = None if _is_staged(plan) else plan.selection_key
-            active.go_on_from(hit, replace(plan, reason=Reason("reused", words), selection_key=key))
+            reason = Reason("reused", words)
+            active.go_on_from(hit, replace(plan, reason=reason, predicted=predicted, selection_key=key))
 
     def _may_reuse(self, active: ActiveRequest) -> bool:
         """Return whether the server chooses the way, and would read a part, or all only because that is sooner."""
         plan, key = active.plan, active.plan.selection_key
         may = active.way == "sparse" or plan.reason.code == "predicted"
-        return self.config.policy.reuse and may and key is not None and not key.forced and key.rule == "default"
+        if not (self.config.policy.reuse and may) or active.request.specprefill.keep_pct is not None:
+            return False
+        return key is not None and not key.forced and key.rule == "default"
 
-    def _pays(self, edit: Edit, plan: PrefillPlan) -> bool:
-        """Return whether an edit is read soon enough: it loses less than a sparse prefill, so half the time will do."""
-        if plan.predicted is None:
-            return edit.reused >= edit.read
+    def _predict_edit(self, edit: Edit, planned: Prediction | None) -> Prediction | None:
+        """Return the time of full reading, and of reading what an edit has to read; None if not known."""
         M, read = edit.reused + edit.read + edit.start, edit.read
-        predicted = replace(plan.predicted, sparse_ms=self.predict(M, M - read, read).full_ms)
+        return None if planned is None else replace(planned, sparse_ms=self.predict(M, M - read, read).full_ms)
+
+    def _pays(self, edit: Edit, plan: PrefillPlan, predicted: Prediction | None) -> bool:
+        """Return whether an edit is read soon enough: it loses less than a sparse prefill, so half the time will do."""
+        if plan.predicted is None or predicted is None:
+            return edit.reused >= edit.read
         if plan.mode == "full":
             return predicted.pays(self.config.policy)
         return predicted.sparse_ms <= max(plan.predicted.sparse_ms, predicted.full_ms / 2)

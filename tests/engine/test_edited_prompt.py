@@ -166,13 +166,15 @@ def test_off_and_with_windows_or_states_it_is_read_as_before(family: str, reuse:
         assert read(running, LONGER).mode == "sparse"
 
 
-def test_behind_the_targets_own_layers_and_with_quantised_keys() -> None:
-    for pair, config in ((on_own_layers(tiny_pair(), 2), CONFIG), (tiny_pair(), replace(CONFIG, kv_bits=8))):
+def test_behind_the_targets_own_layers_and_with_quantised_keys(caplog: pytest.LogCaptureFixture) -> None:
+    quantisable = tiny_pair("llama", head_dim=64, hidden_size=64)
+    for pair, config in ((on_own_layers(tiny_pair(), 2), CONFIG), (quantisable, replace(CONFIG, kv_bits=8))):
         with Engine(pair, config) as running:
             read(running, OLD, IN_FULL)
             assert read(running, LONGER).mode == "reuse"
             assert read(running, (*LONGER, *random_prompt(50, 9))).mode != "full"
             assert running.stats().fallbacks == {}
+    assert "unquantised" not in caplog.text
 
 
 @pytest.mark.parametrize(

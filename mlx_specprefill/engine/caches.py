@@ -212,10 +212,7 @@ class EngineCaches:
     def others(self, request: GenerationRequest) -> list[TokenIds]:
         """Return the last used prompts that begin like this one and go on otherwise, as far as they are dense."""
         cache = self._target
-        if cache is None:
-            return []
-        _, found = cache.others(request.prompt, request.label)
-        return [tokens[: cache.covers(tokens, request.label)] for tokens in found]
+        return [] if cache is None else cache.others(request.prompt, request.label, only_dense=True)[1]
 
     def miss(self, request: GenerationRequest, decode: Decode) -> PrefixMiss | None:
         """Return why the target reads tokens again that it has cached; None: it does not, or for no reason known."""

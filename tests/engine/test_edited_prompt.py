@@ -149,6 +149,15 @@ def test_the_next_turn_goes_on_from_it(engine: Engine, monkeypatch: pytest.Monke
     assert meter.take()[0] <= 60
 
 
+def test_after_other_edits_the_cached_prompt_is_still_found(engine: Engine) -> None:
+    """Each edit leaves a sparse prefix, which was used later."""
+    read(engine, OLD, IN_FULL)
+    for seed in range(4):
+        assert read(engine, (*OLD[:PLACE], *random_prompt(40, 20 + seed), *OLD[PLACE:])).mode == "reuse"
+    again = (*OLD[:PLACE], *random_prompt(40, 20), *OLD[PLACE:1400], *INSERTED, *OLD[1400:])
+    assert read(engine, again).mode == "reuse"
+
+
 @pytest.mark.parametrize(
     "options",
     [SpecPrefillOptions(True, SHARE), SpecPrefillOptions(None, SHARE), IN_FULL, SpecPrefillOptions(rule="paper")],

@@ -177,6 +177,13 @@ class Node:
             if child.first == first and (child.selection_key is None or accepts(child.selection_key))
         ]
 
+    def is_end(self, accepts: Accepts) -> bool:
+        """Return whether it counts, and none of its children does, as in `common`."""
+        mine, *below = (
+            node.selection_key is None or accepts(node.selection_key) for node in (self, *self.children.values())
+        )
+        return mine and not any(below)
+
     def records(self) -> list[Record]:
         return [record for record in (self.record, self.state) if record is not None]
 
@@ -241,14 +248,14 @@ def _matches(root: Node, wanted: TokenIds, accepts: Accepts) -> Iterator[Match]:
                 nodes.append(child)
 
 
-def others_ends(root: Node, wanted: TokenIds, most: int) -> tuple[int, list[Node]]:
+def others_ends(root: Node, wanted: TokenIds, most: int, accepts: Accepts) -> tuple[int, list[Node]]:
     """Return the length that the prompt shares with any stored prefix, and the ends of the prefixes that share it and
-    go on otherwise: the `most` recently used ones, the latest first.
+    go on otherwise: the `most` recently used ones, the latest first. Sparse ones count as in `Node.common`.
     """
-    matches = list(_matches(root, wanted, lambda _: True)) or [Match(root, 0)]
+    matches = list(_matches(root, wanted, accepts)) or [Match(root, 0)]
     shared = max(match.length for match in matches)
     longest = (node for match in matches if match.length == shared for node in match.node.subtree())
-    ends = [node for node in longest if node.end > shared and not node.children]
+    ends = [node for node in longest if node.end > shared and node.is_end(accepts)]
     return shared, sorted(ends, key=lambda node: node.seen_at, reverse=True)[:most]
 
 

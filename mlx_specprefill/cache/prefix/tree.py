@@ -35,7 +35,7 @@ from .nodes import (
     make_root,
     others_ends,
 )
-from .selection_key import SelectionKey, accepted_by
+from .selection_key import Accepts, SelectionKey, accepted_by
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -212,15 +212,16 @@ class PrefixCache:
         return match.node.blocks() + ([] if match.node.state is None else [match.node.state])
 
     def others(
-        self, tokens: Sequence[int] | TokenIds, label: CacheLabel = SHARED, most: int = 3
+        self, tokens: Sequence[int] | TokenIds, label: CacheLabel = SHARED, most: int = 3, only_dense: bool = False
     ) -> tuple[int, list[TokenIds]]:
         """Return the length that a prompt shares with any stored prefix, and the tokens of those that share it and go
         on otherwise, the last used ones first. Reads and counts nothing.
         """
+        accepts: Accepts = accepted_by(None) if only_dense else lambda _: True
         root = self._roots.get(label)
         if root is None:
             return 0, []
-        shared, ends = others_ends(root, np.asarray(tokens, dtype=np.int32), most)
+        shared, ends = others_ends(root, np.asarray(tokens, dtype=np.int32), most, accepts)
         return shared, [np.concatenate([node.tokens for node in end.path()]) for end in ends]
 
     def _match(self, wanted: TokenIds, label: CacheLabel, selection_key: SelectionKey | None) -> Match | None:

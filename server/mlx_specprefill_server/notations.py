@@ -31,6 +31,16 @@ class Marks(NamedTuple):
     arguments: str
 
 
+class HarmonyMarks(NamedTuple):
+    """The marks of GPT-OSS's messages: before a header, its channel and the type of its text, and behind it."""
+
+    start: str
+    channel: str
+    constrain: str
+    message: str
+
+
+HARMONY = HarmonyMarks("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>")
 KIMI = Marks(
     "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>",
     "<|tool_call_begin|>", "<|tool_call_end|>", "<|tool_call_argument_begin|>",

@@ -22,7 +22,7 @@ from tokenizers import AddedToken
 from mlx_specprefill import Constraint
 from mlx_specprefill.constraints import Grammars
 from mlx_specprefill_server.constrained.flat_lark import FlatteningError, flatten
-from mlx_specprefill_server.notations import KIMI
+from mlx_specprefill_server.notations import DEEPSEEK, GEMMA_4, HARMONY, KIMI
 from mlx_specprefill_server.openai.custom_tools import InputText, input_pattern
 from mlx_specprefill_server.prompt.deferred import HEADER
 
@@ -640,6 +640,33 @@ OTHER_MARKS = [
         f'{KIMI.section}{KIMI.call}functions.exec_command:0{KIMI.arguments}{{"cmd": "ls"}}{KIMI.end_call}'
         f"{KIMI.end_section}",
     ),
+    (
+        "DEEPSEEK",
+        [*DEEPSEEK],
+        f'{DEEPSEEK.section}{DEEPSEEK.call}apply_patch{DEEPSEEK.arguments}{{"input": "PATCH"}}{DEEPSEEK.end_call}'
+        f"{DEEPSEEK.end_section}",
+        f'{DEEPSEEK.section}{DEEPSEEK.call}exec_command{DEEPSEEK.arguments}{{"cmd": "ls"}}{DEEPSEEK.end_call}'
+        f"{DEEPSEEK.end_section}",
+    ),
+    (
+        "GEMMA",
+        [*GEMMA_4],
+        '<|tool_call>call:apply_patch{input:<|"|>RAW<|"|>}<tool_call|>',
+        "<|tool_call>call:apply_patch_v2{}<tool_call|>",
+    ),
+    (
+        "HARMONY",
+        [*HARMONY, "<|end|>", "<|call|>"],
+        '<|channel|>commentary to=functions.apply_patch <|constrain|>json<|message|>{"input": "PATCH"}<|call|>',
+        "<|channel|>commentary to=functions.apply_patch_v2 <|constrain|>json<|message|>{}<|call|>",
+    ),
+    (
+        "HARMONY, recipient first",
+        [*HARMONY, "<|end|>", "<|call|>"],
+        "<|channel|>analysis<|message|>They say to=functions.apply_patch.<|end|>"
+        '<|start|>assistant to=functions.apply_patch<|channel|>commentary json<|message|>{"input": "PATCH"}<|call|>',
+        '<|start|>assistant to=functions.exec_command<|channel|>commentary json<|message|>{"cmd": "ls"}<|call|>',
+    ),
 ]
 
 
@@ -650,7 +677,7 @@ def test_calls_in_other_notations_follow_their_grammar(notation: str, marks: lis
     loaded._tokenizer.chat_template = HERMES
     wrapped = TokenizerWrapper(loaded._tokenizer)
     fake = FakeEngine(FakePair(wrapped, 16_384))
-    body = ask(client_of(fake, tool_parser=notation.lower()), tools=[APPLY, SHELL])
+    body = ask(client_of(fake, tool_parser=notation.partition(",")[0].lower()), tools=[APPLY, SHELL])
     fake.close()
     assert "warnings" not in body
     (request,) = fake.requests
@@ -671,6 +698,16 @@ def test_calls_in_other_notations_follow_their_grammar(notation: str, marks: lis
     assert accepts("No call of apply_patch.")
     assert not accepts(patch.replace("PATCH", "Nothing.").replace("RAW", "Nothing."))
     assert not accepts(other + good.replace("Begin", "End"))
+
+
+def test_a_notation_without_marks_that_are_tokens_says_that_such_calls_are_free() -> None:
+    fake = FakeEngine(FakePair(tokenizer(), 16_384))
+    body = ask(client_of(fake, tool_parser="granite"), tools=[APPLY])
+    fake.close()
+    assert body["warnings"] == [
+        "tools: in this model's notation the grammar of apply_patch is enforced in forced calls only"
+    ]
+    assert fake.requests[0].constraint is None
 
 
 def test_free_text_beside_such_a_tool_is_guarded_against_loops() -> None:

@@ -20,6 +20,7 @@ from ..notations import (
     FUNCTION_GEMMA,
     GEMMA_4,
     GRANITE,
+    HARMONY,
     KEY,
     KIMI,
     LFM2,
@@ -52,8 +53,10 @@ _CALL_MARKS: Mapping[str, tuple[str, str]] = {
     "seed": (SEED.call, SEED.end_call),
     "mistral": (MISTRAL_TAG, MISTRAL_ARGUMENTS),
     "kimi": (KIMI.call, KIMI.arguments),
+    "deepseek": (DEEPSEEK.call, DEEPSEEK.arguments),
+    "gemma": GEMMA_4[:2],
 }
-_MARKED_NAMES = ("mistral", "kimi", "glm")  # GLM's marks of arguments are tokens, too
+_MARKED_NAMES = ("mistral", "kimi", "deepseek", "glm")  # GLM's marks of arguments are tokens, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,21 +235,60 @@ def answer_with_calls(lark: Lark, tools: Sequence[Tool], tool_format: str | None
 
     Return whether this notation has marks around calls that are tokens of the vocabulary; otherwise nothing is defined.
     """
+    if tool_format == "harmony":
+        return _harmony_with_calls(lark, tools)
     marks = _CALL_MARKS.get(tool_format or "")
     if marks is None or not lark.special.keys() >= set(marks):
         return False
-    others = ",".join(
-        str(token) for name, token in sorted(lark.special.items(), key=lambda x: x[1]) if name != marks[0]
-    )
+    others = _specials_but(lark, marks[:1])
     begin, end = lark.literal(marks[0]), f"<[{others}]>" if tool_format in _MARKED_NAMES else lark.literal(marks[1])
     calls = [_NOTATIONS[tool_format].call(lark, _enforceable(lark, tool)) for tool in tools]
-    names = "|".join(escaped(tool_name(tool)) for tool in tools)
+    names = _any_name(tools)
     named = f"((?s:.){{0,{_NAME_BEFORE}}}{_NO_NAME})?({names})({_NO_NAME}(?s:.)*)?"
     lark.define("OTHER", f"/(?s:.)*/ & ~{terminal(named)}")
     lark.define("SAID", "/(?s:.)+/")
     lark.define("said", f"(SAID | <[{others}]>)*")
     lark.define("start", f"said (({' | '.join(calls)} | {begin} OTHER {end}) said)*")
     return True
+
+
+def _harmony_with_calls(lark: Lark, tools: Sequence[Tool]) -> bool:
+    """Define messages of which those to these tools hold their arguments. Each has a header before its text:
+
+    `<|start|>assistant to=functions.f<|channel|>commentary json<|message|>`, or the recipient behind the channel. The
+    answer begins within the first one.
+    """
+    if not lark.special.keys() >= set(HARMONY):
+        return False
+    others = _specials_but(lark, (HARMONY.start, HARMONY.channel))
+    channel, message = lark.literal(HARMONY.channel), lark.literal(HARMONY.message)
+    lark.define("SAID", "/(?s:.)+/")
+    lark.define("said", f"(<[{others}]> SAID?)*")  # what follows another mark is no header
+    named = f"(?s:.)*to=(functions[.])?({_any_name(tools)})({_NO_NAME}(?s:.)*)?"
+    lark.define("OTHER", f"/(?s:.)*/ & ~{terminal(named)}")
+    lark.define("TYPE", f"/[a-z ]{{0,{_NAME_BEFORE}}}/")
+    kind = lark.define("kind", f"({channel} TYPE)? ({lark.literal(HARMONY.constrain)} TYPE)? {message}")
+    calls = [f"{_to(lark, tool)} {kind} {_arguments(lark, _enforceable(lark, tool))}" for tool in tools]
+    call = lark.rule("call", " | ".join(calls))
+    lark.define(
+        "start", f"({call} | OTHER?) said (({channel} | {lark.literal(HARMONY.start)}) ({call} | OTHER?) said)*"
+    )
+    return True
+
+
+def _to(lark: Lark, tool: Tool) -> str:
+    """Return a part of a header that names the tool as the recipient."""
+    head = f"(?s:.){{0,{_NAME_BEFORE}}}to=(functions[.])?{escaped(tool_name(tool))}"
+    return lark.rule("TO", terminal(f"{head}( [a-z ]{{0,{_NAME_BEFORE}}})?"))
+
+
+def _specials_but(lark: Lark, marks: Sequence[str]) -> str:
+    """Return the numbers of the special tokens that are none of these marks."""
+    return ",".join(str(token) for token in sorted(token for name, token in lark.special.items() if name not in marks))
+
+
+def _any_name(tools: Sequence[Tool]) -> str:
+    return "|".join(escaped(tool_name(tool)) for tool in tools)
 
 
 def _several(lark: Lark, calls: Sequence[str], parallel: bool, between: str = "") -> str:

@@ -10,16 +10,17 @@ from __future__ import annotations
 import re
 
 from ..deltas import CallBroken, CallEnd, CallStart, ContentDelta, ReasoningDelta, TextDelta
+from ..notations import HARMONY
 from .base import Cursor, MalformedError, Reading, Tools, find_first, skip, spaces, starts_with
 from .calls import call
 from .json_text import JsonReader
 
-START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+START, CHANNEL, _, MESSAGE = HARMONY
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
 ANSWER_ENDS = ENDS[1:]  # after a call it is the tool's turn
 BREAKS = (*ENDS, START, CHANNEL)  # a header ends a text, too
 REASONING_HEAD, REASONING_END, ANSWER_HEAD = f"{CHANNEL}analysis", ENDS[0], f"{START}assistant"
-HEADS = (START, CHANNEL, MESSAGE, "<|constrain|>", "to=")
+HEADS = (*HARMONY, "to=")
 LONGEST_HEADER = 512
 RECIPIENT = re.compile(r"to=(functions\.)?([^\s<]+)")
 REASONING = re.compile(r"<\|channel\|>\s*analysis\b")

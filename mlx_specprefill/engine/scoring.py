@@ -30,6 +30,7 @@ from .active_request import NO_INDICES
 from .caches import EngineCaches, draft_window, empty_draft_cache
 
 Scoring = Generator[Progress, None, Scores]
+_NO_FACTORS = np.ones(1, dtype=np.float32)
 _LAGS = "nothing is recalled: the draft would read more than half of what is new first"
 
 
@@ -86,20 +87,22 @@ class PromptScorer:
         if request.specprefill.importance is not None:
             return _given(Scores(request.specprefill.importance))
         task = self._task(request, plan, text)
+        by_heads = plan.rule != "paper" and self.pair.heads is not None
+        factors = word_factors(text, self._asking(request, task, text)) if by_heads else _NO_FACTORS
         if self.pair.mapping is not None:
-            steps = self._mapped(request, plan, map_task(self.pair.mapping, task), extension)
-        else:
-            known = task.prompt.size - 1 if task.again.size else task.question[0]
-            if hidden is not None:
-                task, known = replace(task, seen=hidden.keep, cuts=hidden.cuts), min(known, hidden.known)
-            steps = self._by_draft(request, plan, task, known, extension)
-        if plan.rule == "paper" or self.pair.heads is None:
-            return steps
-        factors = word_factors(text.units, text.words, self._asking(request, task, text), task.prompt.size)
-        return _converted(steps, lambda scores: _raised(scores, factors))
+            return self._mapped(request, plan, map_task(self.pair.mapping, task), extension, factors)
+        known = task.prompt.size - 1 if task.again.size else task.question[0]
+        if hidden is not None:
+            task, known = replace(task, seen=hidden.keep, cuts=hidden.cuts), min(known, hidden.known)
+        return self._by_draft(request, plan, task, known, extension, factors)
 
     def _mapped(
-        self, request: GenerationRequest, plan: PrefillPlan, mapped: MappedTask, extension: Extension | None
+        self,
+        request: GenerationRequest,
+        plan: PrefillPlan,
+        mapped: MappedTask,
+        extension: Extension | None,
+        factors: Floats,
     ) -> Scoring:
         size, context = mapped.task.prompt.size, self.pair.draft_context
         if context is not None and size > context:
@@ -107,7 +110,7 @@ class PromptScorer:
         if extension is not None:
             extension = Extension(*(mapped.overlap.span(0, end)[1] for end in extension))
         steps = self._by_draft(request, plan, mapped.task, mapped.task.question[0], extension)
-        return _converted(steps, mapped.scores)
+        return _converted(steps, lambda scores: _raised(mapped.scores(scores), factors))
 
     def asking(self, request: GenerationRequest, plan: PrefillPlan, text: PromptText) -> tuple[tuple[int, int], ...]:
         """Return the ranges [start, end) of the prompt whose attention scores it, ascending.
@@ -158,8 +161,9 @@ class PromptScorer:
         task: ScoringInput,
         known: int,
         extension: Extension | None,
+        factors: Floats = _NO_FACTORS,
     ) -> Scoring:
-        """Score with the draft. A cached prefix may cover `known` tokens."""
+        """Score with the draft. A cached prefix may cover `known` tokens. `factors` of the importance, (M,) or one."""
         if self.pair.draft is None or self._whole is None:
             raise SparseUnsupportedError("no draft model is loaded")
         draft = self._whole if plan.rule == "paper" else self.pair.draft
@@ -189,7 +193,7 @@ class PromptScorer:
             raise
         if stored:
             self.caches.keep_draft(prompt[: scores.importance.size], task.cache, keeper)
-        scores = replace(scores, read=scores.importance.size - read)
+        scores = replace(_raised(scores, factors), read=scores.importance.size - read)
         return replace(scores, scorer="self") if self._whole is self.pair.target else scores
 
     def read(self, draft: nn.Module, request: GenerationRequest) -> Generator[Progress, None, list[Any]]:

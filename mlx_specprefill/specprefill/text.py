@@ -1,8 +1,9 @@
-"""Reads the lines, sentences, headings, question marks and words of a prompt from its tokens."""
+"""Reads the lines, sentences, headings and question marks of a prompt from its tokens."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,6 @@ import numpy.typing as npt
 
 from ..arrays import Bools, Indices
 from ..request import TokenIds
-from .words import NO_WORDS, TOKEN_WORD, Words, join_words, word_of
 
 _UNKNOWN, _ENDS_LINE, _ENDS_SENTENCE, _BEGINS_WORD = 1, 2, 4, 8
 _BLANK = 16  # white space only
@@ -26,7 +26,7 @@ _QUESTION_MARKS = frozenset("?？؟")
 
 @dataclass(frozen=True, slots=True)
 class PromptText:
-    """Lines, sentences, headings and words of a prompt.
+    """Lines, sentences and headings of a prompt.
 
     Attributes:
         units: starts of lines and sentences, ascending, the first of them 0; int32 (U,).
@@ -34,16 +34,16 @@ class PromptText:
             with numbers in front, as below a file's name in search results. The indentation of numbered lines counts
             behind the number. Start and end of each heading, and the end of its lines; int32 (H, 3).
         marks: tokens with a question mark, ascending; int32 (Q,).
-        words: of a whole prompt.
+        pieces: the text of each token; of a whole prompt only.
     """
 
     units: Indices
     headings: Indices = field(default_factory=lambda: np.zeros((0, 3), dtype=np.int32))
     marks: Indices = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
-    words: Words = NO_WORDS
+    pieces: Sequence[str] = ()
 
     def part(self, start: int, end: int) -> PromptText:
-        """Return the same for the prompt's tokens [start, end), without words. Indices count from `start`."""
+        """Return the same for the prompt's tokens [start, end), without pieces. Indices count from `start`."""
         inside = self.units[(self.units > start) & (self.units < end)]
         headings = self.headings[(self.headings[:, 0] >= start) & (self.headings[:, 1] < end)]
         marks = self.marks[(self.marks >= start) & (self.marks < end)] - np.int32(start)
@@ -52,7 +52,7 @@ class PromptText:
 
 
 class TextReader:
-    """Finds lines, sentences, headings and words with a tokenizer of mlx-lm. Decodes each token id once.
+    """Finds lines, sentences and headings with a tokenizer of mlx-lm. Decodes each token id once.
 
     A unit ends with a token that holds a line break, or with a sentence's full stop before a space. Usable from any
     thread.
@@ -63,33 +63,31 @@ class TextReader:
         self._learning = threading.Lock()
         self._kinds = np.full(0, _UNKNOWN, dtype=np.uint8)
         self._indents = np.zeros(0, dtype=np.uint8)  # blanks before the first character, behind a line break
-        self._words = np.zeros(0, dtype=TOKEN_WORD)
+        self._texts = dict[int, str]()
 
     def read(self, tokens: TokenIds) -> PromptText:
         ids = np.asarray(tokens, dtype=np.int32)
         with self._learning:
             self._learn(ids)
             kinds, indents = self._kinds[ids], self._indents[ids]
-            words = self._words[ids]
+            pieces = [self._texts[token] for token in ids.tolist()]
         before, after = kinds[:-1], kinds[1:]
         sentence = (before & _ENDS_SENTENCE > 0) & (after & _BEGINS_WORD > 0)
         units = np.append(0, np.flatnonzero((before & _ENDS_LINE > 0) | sentence) + 1).astype(np.int32)
         marks = np.flatnonzero(kinds & _ASKS > 0).astype(np.int32)
-        return PromptText(units, _headings(kinds, indents), marks, join_words(words))
+        return PromptText(units, _headings(kinds, indents), marks, pieces)
 
     def _learn(self, ids: TokenIds) -> None:
         if ids.size and ids.max() >= self._kinds.size:
             missing = int(ids.max()) + 1 - self._kinds.size
             self._kinds = np.pad(self._kinds, (0, missing), constant_values=_UNKNOWN)
             self._indents = np.pad(self._indents, (0, missing))
-            self._words = np.append(self._words, np.zeros(missing, dtype=TOKEN_WORD))
         unknown = [int(token) for token in np.unique(ids[self._kinds[ids] == _UNKNOWN])]
         if unknown:
             pieces = self._tokenizer.convert_ids_to_tokens(unknown)
             for token, piece in zip(unknown, pieces, strict=True):
-                text = self._text_of(token, piece)
+                self._texts[token] = text = self._text_of(token, piece)
                 self._kinds[token], self._indents[token] = _kind_of(text)
-                self._words[token] = word_of(text)
 
     def _text_of(self, token: int, piece: Any) -> str:
         spaced = isinstance(piece, str) and piece.startswith(_SPACES)
@@ -104,6 +102,9 @@ class TextReader:
 
 def _kind_of(text: str) -> tuple[int, int]:
     """Return a token's kind, and the blanks before its first character, behind a line break."""
+    spaced = text.startswith(" ")
+    if text.isascii() and text[spaced:].isalnum():  # most of a vocabulary
+        return spaced * _BEGINS_WORD | text[spaced].isdigit() * _DIGIT, int(spaced)
     ends_line = "\n" in text or text.endswith(_WIDE_STOPS)
     ends_sentence = text.rstrip(" ").endswith(_STOPS)
     ends_number = text.startswith(("\t", ":", "|", "-")) or not (text[:1].isascii() or text[:1].isalnum())

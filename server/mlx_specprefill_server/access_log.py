@@ -143,9 +143,10 @@ class AccessLogMiddleware:
                 request_trace.status = message["status"]
                 MutableHeaders(scope=message)[REQUEST_ID] = request_trace.id
             elif not message.get("more_body", False):  # a trace's span ends with this message
-                spent = {"request_id": request_trace.id, **_usage_fields(request_trace.answers)}
-                named = {f"specprefill.{name}": value for name, value in spent.items()}
-                trace.get_current_span().set_attributes(named)
+                span = trace.get_current_span()
+                if span.is_recording():
+                    spent = {"request_id": request_trace.id, **_usage_fields(request_trace.answers)}
+                    span.set_attributes({f"specprefill.{name}": value for name, value in spent.items()})
             await send(message)
 
         try:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 NAME = re.compile(r"[\w.:/-]{1,256}")  # of a tool
 
 MISTRAL_TAG, MISTRAL_ARGUMENTS, MISTRAL_CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+HARMONY = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>")  # before a header, in it, and behind it
 # opening mark, end mark, the mark around texts
 GEMMA_4 = ("<|tool_call>", "<tool_call|>", '<|"|>')
 FUNCTION_GEMMA = ("<start_function_call>", "<end_function_call>", "<escape>")
@@ -31,16 +32,6 @@ class Marks(NamedTuple):
     arguments: str
 
 
-class HarmonyMarks(NamedTuple):
-    """The marks of GPT-OSS's messages: before a header, its channel and the type of its text, and behind it."""
-
-    start: str
-    channel: str
-    constrain: str
-    message: str
-
-
-HARMONY = HarmonyMarks("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>")
 KIMI = Marks(
     "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>",
     "<|tool_call_begin|>", "<|tool_call_end|>", "<|tool_call_argument_begin|>",

@@ -123,7 +123,7 @@ class TestSystemd:
 
     def test_a_manager_that_refuses_is_quoted(self, calls: Path) -> None:
         calls.with_name("calls.fail").touch()
-        done = service("install")
+        done = service("install", "--pair", "demo")
         assert done.exit_code == 2
         assert done.stderr == "error: systemctl --user daemon-reload ended with status 1: no bus\n"
 
@@ -284,7 +284,7 @@ def test_what_no_file_can_hold_is_named_and_not_shown(
     """A key with a control character, or of bytes that are no text."""
     monkeypatch.setattr(sys, "platform", system)
     monkeypatch.setenv("HF_TOKEN", value)
-    done = service("install")
+    done = service("install", "--pair", "demo")
     assert done.exit_code == 2
     assert done.stderr.startswith("error: 'HF_TOKEN' has a control character")
     assert "geheim" not in done.output

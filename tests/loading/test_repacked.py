@@ -172,8 +172,8 @@ def test_what_is_of_no_use_any_more_makes_room_on_a_full_disk(
     load(file, folder)
     write(file, seed=1)
     [(kept, _)] = repacked_files(folder)
-    disk, tenth = namedtuple("disk", "total used free"), (1 << 40) // 10
-    room = kept.stat().st_size
+    disk = namedtuple("disk", "total used free")
+    room, tenth = kept.stat().st_size, (1 << 40) // 10
     monkeypatch.setattr(shutil, "disk_usage", lambda _: disk(1 << 40, 0, tenth + room * (not kept.exists())))
     load(file, folder)
     conversions.clear()

@@ -117,7 +117,7 @@ def test_the_template_shows_tools_calls_and_results() -> None:
 
 
 def test_an_edit_inserts_and_changes_nothing_else() -> None:
-    """Of a tool and of lines in turn, some 200 tokens each. Nothing that was given is changed in place."""
+    """A tool and lines in turn, some 200 tokens each. Nothing that was given is changed in place."""
     session = make_session(KINDS["growth"], TOKENS, 1, count)
     history = [message for number, step in enumerate(session.steps) for message in step.messages(number)]
     before = json.dumps([history, session.tools])

@@ -260,19 +260,18 @@ def _harmony_with_calls(lark: Lark, tools: Sequence[Tool]) -> bool:
     """
     if not lark.special.keys() >= set(HARMONY):
         return False
-    others = _specials_but(lark, (HARMONY.start, HARMONY.channel))
-    channel, message = lark.literal(HARMONY.channel), lark.literal(HARMONY.message)
+    others = _specials_but(lark, HARMONY[:2])
+    start, channel, constrain, message = map(lark.literal, HARMONY)
     lark.define("SAID", "/(?s:.)+/")
     lark.define("said", f"(<[{others}]> SAID?)*")  # what follows another mark is no header
     named = f"(?s:.)*to=(functions[.])?({_any_name(tools)})({_NO_NAME}(?s:.)*)?"
     lark.define("OTHER", f"/(?s:.)*/ & ~{terminal(named)}")
     lark.define("TYPE", f"/[a-z ]{{0,{_NAME_BEFORE}}}/")
-    kind = lark.define("kind", f"({channel} TYPE)? ({lark.literal(HARMONY.constrain)} TYPE)? {message}")
+    kind = lark.define("kind", f"({channel} TYPE)? ({constrain} TYPE)? {message}")
     calls = [f"{_to(lark, tool)} {kind} {_arguments(lark, _enforceable(lark, tool))}" for tool in tools]
     call = lark.rule("call", " | ".join(calls))
-    lark.define(
-        "start", f"({call} | OTHER?) said (({channel} | {lark.literal(HARMONY.start)}) ({call} | OTHER?) said)*"
-    )
+    lark.define("message", f"({call} | OTHER?) said")
+    lark.define("start", f"message (({start} | {channel}) message)*")
     return True
 
 

@@ -14,8 +14,9 @@ from mlx_specprefill import Constraint
 from ..errors import refusal, require
 from ..nesting import loads
 from ..prompt.deferred import tool_name
+from .calls import answer_with_calls, calls_rule, has_grammar
 from .lark import LARGEST, Lark
-from .tool_choice import ToolChoice, answer_with_calls, calls_rule, forced_tools, has_grammar
+from .tool_choice import ToolChoice, forced_tools
 
 Kind = Literal["json_object", "json_schema", "regex", "grammar", "choice"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import mlx.nn as nn
@@ -12,7 +13,6 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..adapters.depth import full_draft_model
 from ..adapters.window import WindowedReader
-from ..arrays import Floats
 from ..cache.positioned import tokens_in
 from ..config import EngineConfig
 from ..errors import RequestCancelled, SparseUnsupportedError
@@ -30,7 +30,6 @@ from .active_request import NO_INDICES
 from .caches import EngineCaches, draft_window, empty_draft_cache
 
 Scoring = Generator[Progress, None, Scores]
-_NO_FACTORS = np.ones(1, dtype=np.float32)
 _LAGS = "nothing is recalled: the draft would read more than half of what is new first"
 
 
@@ -87,14 +86,13 @@ class PromptScorer:
         if request.specprefill.importance is not None:
             return _given(Scores(request.specprefill.importance))
         task = self._task(request, plan, text)
-        by_heads = plan.rule != "paper" and self.pair.heads is not None
-        factors = word_factors(text, self._asking(request, task, text)) if by_heads else _NO_FACTORS
+        raised = partial(self._raised, request, plan, text, task)
         if self.pair.mapping is not None:
-            return self._mapped(request, plan, map_task(self.pair.mapping, task), extension, factors)
+            return self._mapped(request, plan, map_task(self.pair.mapping, task), extension, raised)
         known = task.prompt.size - 1 if task.again.size else task.question[0]
         if hidden is not None:
             task, known = replace(task, seen=hidden.keep, cuts=hidden.cuts), min(known, hidden.known)
-        return self._by_draft(request, plan, task, known, extension, factors)
+        return self._by_draft(request, plan, task, known, extension, raised)
 
     def _mapped(
         self,
@@ -102,7 +100,7 @@ class PromptScorer:
         plan: PrefillPlan,
         mapped: MappedTask,
         extension: Extension | None,
-        factors: Floats,
+        raised: Callable[[Scores], Scores],
     ) -> Scoring:
         size, context = mapped.task.prompt.size, self.pair.draft_context
         if context is not None and size > context:
@@ -110,7 +108,7 @@ class PromptScorer:
         if extension is not None:
             extension = Extension(*(mapped.overlap.span(0, end)[1] for end in extension))
         steps = self._by_draft(request, plan, mapped.task, mapped.task.question[0], extension)
-        return _converted(steps, lambda scores: _raised(mapped.scores(scores), factors))
+        return _converted(steps, lambda scores: raised(mapped.scores(scores)))
 
     def asking(self, request: GenerationRequest, plan: PrefillPlan, text: PromptText) -> tuple[tuple[int, int], ...]:
         """Return the ranges [start, end) of the prompt whose attention scores it, ascending.
@@ -134,6 +132,15 @@ class PromptScorer:
         weight = max((ask.weight for ask in task.asks), default=0.0)
         likeliest = ((ask.start, ask.end) for ask in task.asks if ask.weight == weight)
         return [*self._questions(request, task, text), *likeliest]
+
+    def _raised(
+        self, request: GenerationRequest, plan: PrefillPlan, text: PromptText, task: ScoringInput, scores: Scores
+    ) -> Scores:
+        """Return the scores by heads with the lines raised that share words with what asks; others as they are."""
+        if plan.rule == "paper" or self.pair.heads is None:
+            return scores
+        factors = word_factors(text, self._asking(request, task, text))[: scores.importance.size]
+        return replace(scores, importance=scores.importance * factors)
 
     def _task(self, request: GenerationRequest, plan: PrefillPlan, text: PromptText) -> ScoringInput:
         scoring = self.config.scoring
@@ -161,9 +168,9 @@ class PromptScorer:
         task: ScoringInput,
         known: int,
         extension: Extension | None,
-        factors: Floats = _NO_FACTORS,
+        raised: Callable[[Scores], Scores] = lambda scores: scores,
     ) -> Scoring:
-        """Score with the draft. A cached prefix may cover `known` tokens. `factors` of the importance, (M,) or one."""
+        """Score with the draft. A cached prefix may cover `known` tokens; `raised` has the last word on the scores."""
         if self.pair.draft is None or self._whole is None:
             raise SparseUnsupportedError("no draft model is loaded")
         draft = self._whole if plan.rule == "paper" else self.pair.draft
@@ -193,7 +200,7 @@ class PromptScorer:
             raise
         if stored:
             self.caches.keep_draft(prompt[: scores.importance.size], task.cache, keeper)
-        scores = replace(_raised(scores, factors), read=scores.importance.size - read)
+        scores = replace(raised(scores), read=scores.importance.size - read)
         return replace(scores, scorer="self") if self._whole is self.pair.target else scores
 
     def read(self, draft: nn.Module, request: GenerationRequest) -> Generator[Progress, None, list[Any]]:
@@ -218,10 +225,6 @@ def _behind(task: ScoringInput, end: int, start: int) -> ScoringInput:
     """Ask what the text from `start` on asks right behind the prompt's first `end` tokens."""
     question, asks = task.question, tuple(ask for ask in task.asks if ask.start >= start)
     return replace(task, end=end, asks=asks, question=(min(max(start, question[0]), question[1] - 1), question[1]))
-
-
-def _raised(scores: Scores, factors: Floats) -> Scores:
-    return replace(scores, importance=scores.importance * factors[: scores.importance.size])
 
 
 def _given(scores: Scores) -> Scoring:

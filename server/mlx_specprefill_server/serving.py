@@ -13,8 +13,9 @@ from starlette.responses import Response
 from mlx_specprefill import Constraint, ContextLengthError, GenerationRequest, ReasoningBudget, SamplingParams
 
 from .auth import Identity
+from .constrained.calls import with_patterns
 from .constrained.output_format import constraint_of
-from .constrained.tool_choice import NamedTool, ToolChoice, resolve_tool_choice, with_patterns
+from .constrained.tool_choice import NamedTool, ToolChoice, resolve_tool_choice
 from .errors import JsonResponse, refusal
 from .event_stream import EventStream
 from .fields import AnswerFields, ChatFields, SamplingFields
@@ -230,8 +231,7 @@ def make_spec(
     turn_end = None if ignored else service.engine.pair.turn_end
 
     def reader() -> AnswerReader:
-        guard = LoopGuard(service.vocabulary.decode, frozenset(in_grammar))
-        loops = guard if guarded and not body.ignore_eos else None
+        loops = LoopGuard(service.vocabulary.decode, frozenset(in_grammar)) if guarded and not body.ignore_eos else None
         return _reader(service, body, request, parser(), loops, turn_end=turn_end, **choices)
 
     return AnswerSpec(request, reader)

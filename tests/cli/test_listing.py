@@ -198,7 +198,7 @@ def stored_bytes(name: str) -> float:
 
 def config_of(name: str) -> dict[str, Any]:
     shape, role, *_ = SHAPE_OF[name]
-    whole = Namespace(shape=shape, layers=None, draft_layers=None, narrow=1, experts=None)
+    whole = Namespace(shape=shape, draft_of=None, layers=None, draft_layers=None, narrow=1, experts=None)
     return shapes.config_of(whole, role)
 
 

@@ -20,7 +20,7 @@ LAYERS = {"nemotron-h-120b": 11}  # up to its first attention; 4 of the others
 
 
 def cut(shape: str, **changes: Any) -> argparse.Namespace:
-    whole = {"layers": 0, "draft_layers": 0, "narrow": 1, "experts": None}
+    whole = {"layers": 0, "draft_layers": 0, "narrow": 1, "experts": None, "draft_of": None}
     return argparse.Namespace(shape=shape, **whole | changes)
 
 
@@ -36,6 +36,7 @@ def parameters(model: nn.Module) -> int:
     ("shape", "target", "draft"),
     [
         ("llama-3.1-8b", 8.03, 1.24),
+        ("qwen3-32b", 32.8, 0.6),
         ("qwen3.5-35b-a3b", 34.7, 1.9),
         ("qwen3.5-122b-a10b", 122.1, 1.9),
         ("nemotron-h-120b", 120.7, 4.1),
@@ -58,6 +59,11 @@ def test_small_versions_run_and_quantised_ones_too(shape: str, bits: int | None)
     assert len(model.layers) == LAYERS.get(shape, 4)
     assert np.isfinite(np.array(model(mx.array([[1, 2, 3]])))).all()
     assert any(hasattr(module, "bits") for module in model.modules()) == (bits is not None)
+
+
+def test_a_target_may_have_the_draft_of_another_shape() -> None:
+    options = cut("gpt-oss-120b", draft_of="qwen3-32b")
+    assert [config_of(options, side)["model_type"] for side in ("target", "draft")] == ["gpt_oss", "qwen3"]
 
 
 def test_an_odd_number_of_layers_keeps_their_kinds() -> None:

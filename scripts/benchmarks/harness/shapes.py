@@ -37,6 +37,7 @@ END = "<|im_end|>"
 def add_options(parser: argparse.ArgumentParser, shape: str | None, **usual: int) -> None:
     """Add the options of a shape and its cuts. `usual` has the defaults of layers, draft_layers and narrow."""
     parser.add_argument("--shape", choices=list(SHAPES), default=shape, help="random weights in this model's shape")
+    parser.add_argument("--draft-of", choices=list(SHAPES), help="the draft of another shape")
     parser.add_argument("--layers", type=int, help="first layers of a shape's target; 0: all")
     parser.add_argument("--draft-layers", type=int, help="first layers of a shape's draft; 0: all")
     parser.add_argument("--narrow", type=int, help="divide a shape's widths, for machines without a GPU")
@@ -52,7 +53,7 @@ def add_precision(parser: argparse.ArgumentParser) -> None:
 
 def config_of(options: argparse.Namespace, side: str, **changes: Any) -> Config:
     """Return the configuration of a shape's "target" or "draft", cut to the options, with changes of its text model."""
-    config = SHAPES[options.shape][side]
+    config = SHAPES[_shape_of(options, side)][side]
     text = dict(config.get("text_config", config))
     layers = (options.layers if side == "target" else options.draft_layers) or text["num_hidden_layers"]
     text["num_hidden_layers"] = layers
@@ -67,6 +68,10 @@ def config_of(options: argparse.Namespace, side: str, **changes: Any) -> Config:
             text[name] = max(min(options.experts, text[name]), text["num_experts_per_tok"])
     text |= changes
     return {**config, "text_config": text} if "text_config" in config else text
+
+
+def _shape_of(options: argparse.Namespace, side: str) -> str:
+    return str((options.draft_of if side == "draft" else None) or options.shape)
 
 
 def _narrower(text: Config, factor: int) -> Config:
@@ -97,7 +102,7 @@ def random_pair(options: argparse.Namespace, tokenizer: TokenizerWrapper, **chan
     models = {}
     for side in ("target", "draft"):
         config = config_of(options, side, **changes)
-        bits = SHAPES[options.shape]["bits"][side] if options.quantised else None
+        bits = SHAPES[_shape_of(options, side)]["bits"][side] if options.quantised else None
         model = random_model(config, getattr(mx, options.dtype, mx.float32), bits)  # "auto" is float32
         mx.eval(
             model.parameters(), model(mx.array([[1, 2]]))

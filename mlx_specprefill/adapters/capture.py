@@ -44,22 +44,12 @@ def pool(rows: mx.array, width: int) -> mx.array:
     """Return the zero-padded mean over `width` (odd) neighbours along the last axis. Padding counts: edges are
     attenuated.
 
-    A window sum of any width is built from power-of-two window sums: log2(width) additions instead of width.
-
     Args:
         rows: (..., M) float32.
     """
     half, M = width // 2, rows.shape[-1]
-    window = mx.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(half, half)])
-    total, done, size = mx.zeros_like(rows), 0, 1
-    while True:
-        if width & size:
-            total = total + window[..., done : done + M]
-            done += size
-        size *= 2
-        if size > width:
-            break
-        window = window[..., : -(size // 2)] + window[..., size // 2 :]
+    padded = mx.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(half, half)])
+    total = sum((padded[..., shift : shift + M] for shift in range(width)), mx.zeros_like(rows))
     return total * (1.0 / width)
 
 

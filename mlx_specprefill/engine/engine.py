@@ -157,6 +157,11 @@ class Engine:
             self.densifier,
             device_errors,
         )
+        self._makers: dict[str, Callable[..., Job]] = {
+            "answer": self._answer_job,
+            "inspect": self._inspection_job,
+            "replay": self._replay_job,
+        }
         self._started = False
         self.wired = 0
 
@@ -363,12 +368,7 @@ class Engine:
 
     def _make_described(self, task: TaskSpec) -> Job:
         """Make a job from its description, on any rank. It is not queued yet."""
-        makers: dict[str, Callable[..., Job]] = {
-            "answer": self._answer_job,
-            "inspect": self._inspection_job,
-            "replay": self._replay_job,
-        }
-        job = makers[task.kind](task.uid, *task.arguments)
+        job = self._makers[task.kind](task.uid, *task.arguments)
         job.task = task
         return job
 

@@ -71,6 +71,7 @@ class Prefiller:
         self.text = TextReader(pair.tokenizer)
         self.scorer = self._scorer_type(pair, config, caches, partial(chunks.size, "draft"))
         self.edits = EditedPrefixes(pair, caches)
+        self._refusal = _refusal_of(pair)
         self.fallbacks: Counter[str] = Counter()
 
     def plan(self, request: GenerationRequest, cached: int | None = None) -> PrefillPlan:
@@ -92,11 +93,6 @@ class Prefiller:
             predict=partial(self.predict, len(request.prompt), cached or 0, read=read) if pair.has_draft else None,
             gains_are_known=self.config.calibration_file is not None and self._costs.are_measured,
         )
-
-    @property
-    def _refusal(self) -> Reason | None:
-        words = self.pair.sparse_refusal
-        return None if words is None else Reason("unsupported" if self.pair.has_draft else "no-draft", words)
 
     def predict(self, tokens: int, cached: int, kept: int, read: int | None = None) -> Prediction:
         """Return the times of both prefills of a prompt if the target sees `kept` of its uncached tokens.
@@ -474,6 +470,11 @@ class Prefiller:
             start = end
         yield PromptLogprobs(tuple(entries))
         return logits
+
+
+def _refusal_of(pair: ModelPair) -> Reason | None:
+    words = pair.sparse_refusal
+    return None if words is None else Reason("unsupported" if pair.has_draft else "no-draft", words)
 
 
 def _read_along(active: ActiveRequest, model: Model, fed: Indices) -> Model:

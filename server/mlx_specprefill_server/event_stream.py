@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
-from uuid import uuid4
 
 import orjson
 from starlette.responses import StreamingResponse
@@ -20,8 +19,15 @@ LINE_BREAKS = {char.encode(): f"\\u{ord(char):04x}".encode() for char in "\x85\u
 
 
 def data_event(payload: Any) -> bytes:
-    """Return one event. JSON has no raw line breaks, so one `data:` line is enough."""
-    return b"data: " + _in_one_line(dumps(payload)) + b"\n\n"
+    """Return one event. JSON has no raw line breaks, so one `data:` line is enough.
+
+    Characters within its strings that some clients take for line breaks are escaped.
+    """
+    raw = dumps(payload)
+    if not raw.isascii():
+        for char, escape in LINE_BREAKS.items():
+            raw = raw.replace(char, escape)
+    return b"data: " + raw + b"\n\n"
 
 
 def comment(word: str, payload: Any) -> bytes:
@@ -29,33 +35,10 @@ def comment(word: str, payload: Any) -> bytes:
     return f": {word} ".encode() + orjson.dumps(payload) + b"\n\n"
 
 
-def _in_one_line(raw: bytes) -> bytes:
-    """Return JSON with escapes for those characters within its strings that some clients take for line breaks."""
-    if not raw.isascii():
-        for char, escape in LINE_BREAKS.items():
-            raw = raw.replace(char, escape)
-    return raw
-
-
 def named_event(payload: dict[str, Any]) -> bytes:
     """Return one event under the name of its type. Some clients skip events without a name."""
     name: str = payload["type"]
     return b"event: " + name.encode() + b"\n" + data_event(payload)
-
-
-class TextEvents:
-    """A writer of events that differ in one text. The text around it is serialised once.
-
-    Args:
-        event: with the given text, as one of its strings or several.
-    """
-
-    def __init__(self, event: Callable[[str], bytes]) -> None:
-        place = uuid4().hex
-        self._around = event(place).split(orjson.dumps(place))
-
-    def of(self, text: str) -> bytes:
-        return _in_one_line(orjson.dumps(text)).join(self._around)
 
 
 class EventStream(StreamingResponse):

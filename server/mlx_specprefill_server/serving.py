@@ -153,9 +153,10 @@ def _thinks(body: ChatFields, conversation: Conversation) -> bool:
 async def sampling_params(service: Service, fields: SamplingFields) -> SamplingParams:
     """Return the engine's sampling parameters. A forbidden word is forbidden at the start of a text and inside one."""
     params = fields.sampling(service.sampling, service.vocabulary)
-    words = [text for word in fields.bad_words for text in (word.lstrip(), f" {word.lstrip()}")]
-    ids = [tuple(await service.prompts.tokens(word, special=False, field="bad_words")) for word in words]
-    params = replace(params, bad_words=tuple(dict.fromkeys(filter(None, ids))))
+    if fields.bad_words:
+        words = [text for word in fields.bad_words for text in (word.lstrip(), f" {word.lstrip()}")]
+        ids = [tuple(await service.prompts.tokens(word, special=False, field="bad_words")) for word in words]
+        params = replace(params, bad_words=tuple(dict.fromkeys(filter(None, ids))))
     if not params.dry_multiplier:
         return params
     breakers = partial(breaker_tokens, service.vocabulary, fields.dry_sequence_breakers)

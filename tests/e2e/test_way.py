@@ -30,7 +30,7 @@ from mlx_specprefill_server.pair_loading import load
 from mlx_specprefill_server.pair_settings import make_settings
 from mlx_specprefill_server.pairs import find_pair
 
-MOST_LINES = 2725  # of a warm plain sparse chat
+MOST_LINES = 2700  # of a warm plain sparse chat
 MOST_FRAMES = 10
 LONGEST = 60  # lines of a function
 P90 = 16

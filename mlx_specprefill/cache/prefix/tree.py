@@ -149,6 +149,7 @@ class PrefixCache:
         self.block_size = block_size
         self._kind = kind
         self._layout = Layout(make_cache, first_layers)
+        self._find = deepest_state if self._layout.stateful else longest_match
         self.refusal = self._layout.refusal
         self._budget = budget
         self._roots: dict[CacheLabel, Node] = {}  # without empty trees
@@ -205,8 +206,8 @@ class PrefixCache:
 
     def records(self, tokens: Sequence[int] | TokenIds, label: CacheLabel = SHARED) -> list[Record]:
         """Return the records of the longest stored prefix, however its tokens were chosen. Reads and counts nothing."""
-        root, find = self._roots.get(label), deepest_state if self._layout.stateful else longest_match
-        match = None if root is None else find(root, np.asarray(tokens, dtype=np.int32), lambda _: True)
+        root = self._roots.get(label)
+        match = None if root is None else self._find(root, np.asarray(tokens, dtype=np.int32), lambda _: True)
         if match is None:
             return []
         return match.node.blocks() + ([] if match.node.state is None else [match.node.state])
@@ -228,14 +229,14 @@ class PrefixCache:
         root = self._roots.get(label)
         if root is None:
             return None
-        find = deepest_state if self._layout.stateful else longest_match
-        match = find(root, wanted, accepted_by(selection_key))
+        match = self._find(root, wanted, accepted_by(selection_key))
         if match is None or match.node.selection_key is None:
             return match
         fed = Fed(np.concatenate([step.fed for step in match.node.path()]))
         if fed.dense_tokens < match.length:
             return replace(match, fed=fed)
-        return find(root, wanted, accepted_by(None))  # nothing is thinned so far, so it is no turn of this conversation
+        # nothing is thinned so far, so it is no turn of this conversation
+        return self._find(root, wanted, accepted_by(None))
 
     def _serve(self, match: Match, room: int, again: bool) -> Restoring[CacheHit | None]:
         """Return the matched prefix as a prompt cache with room for `room` more tokens.

@@ -19,7 +19,7 @@ from mlx_specprefill import Progress, TokenEvent
 from ..auth import IdentityDep
 from ..deltas import AnswerDelta, AnswerDone, CallBroken, CallDelta, CallEnd, CallStart, Idle, ReasoningDelta, TextDelta
 from ..errors import JsonResponse, refusal
-from ..event_stream import DONE, KEEP_ALIVE, TextEvents, data_event
+from ..event_stream import DONE, KEEP_ALIVE, data_event
 from ..fields import MaxTokens, Refused, Whole, first_limit, refuse_fields, refuse_sampling
 from ..generation.generation import Answers
 from ..generation.reader import Vocabulary
@@ -123,8 +123,6 @@ class ChatAnswer:
         self._calls = [0] * body.n  # streams that have begun
         self._custom = body.functions.custom
         self._inputs: dict[int, InputText] = {}  # of the answers that write a custom tool's call
-        self._bare = not (body.logprobs or body.return_token_ids)  # chunks carry text only
-        self._texts: dict[tuple[int, str], TextEvents] = {}
         self._envelope = Envelope.new("chatcmpl", "chat.completion", body.model or service.model_id)
 
     async def collect(self) -> dict[str, Any]:
@@ -145,10 +143,6 @@ class ChatAnswer:
             yield self._chunk(index, {"role": "assistant", "content": ""}, **({} if index else self._prompt_ids()))
         async for index, delta in self._generation.stream():
             match delta:
-                case TextDelta() if self._bare:
-                    yield self._text_events(index, "content").of(delta.text)
-                case ReasoningDelta() if self._bare:
-                    yield self._text_events(index, "reasoning_content").of(delta.text)
                 case Idle():
                     yield KEEP_ALIVE
                 case Progress():
@@ -163,14 +157,6 @@ class ChatAnswer:
                     for fields in self._fields(index, delta):
                         yield self._chunk(index, fields, self._logprobs(delta))
         yield DONE
-
-    def _text_events(self, index: int, name: str) -> TextEvents:
-        """Return a writer of the chunks that carry an answer's next text under this name."""
-        known = self._texts.get((index, name))
-        if known is None:
-            known = TextEvents(lambda text: self._chunk(index, {name: text}))
-            self._texts[index, name] = known
-        return known
 
     def _fields(self, index: int, delta: AnswerDelta) -> Iterator[dict[str, Any]]:
         """Yield OpenAI's `delta` objects of this delta."""

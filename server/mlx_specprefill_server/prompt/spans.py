@@ -84,16 +84,12 @@ def mark(messages: Sequence[Message], text: str, render: Render) -> Marked:
         marked = render([_with_marks(message, f"{stem}{i}") for i, message in enumerate(messages)])
     except InvalidRequestError:
         return Marked(None, None)
+    parts = re.split(rf"{stem}(\d+[oc]\d*)x", marked)  # text and names of marks by turns
+    plain, names = parts[::2], parts[1::2]
     places: dict[str, list[int]] = {}
-    plain, cursor = [], 0
-    at = 0
-    for match in re.finditer(rf"{stem}(\d+[oc]\d*)x", marked):
-        plain.append(marked[cursor : match.start()])
-        at += match.start() - cursor
-        cursor = match.end()
-        places.setdefault(match[1], []).append(at)
-    unchanged = "".join(plain) + marked[cursor:] == text
-    return Marked(places if unchanged else None, frozenset(places))
+    for name, at in zip(names, accumulate(map(len, plain)), strict=False):  # behind the last text is no mark
+        places.setdefault(name, []).append(at)
+    return Marked(places if "".join(plain) == text else None, frozenset(places))
 
 
 def locate(

@@ -1,4 +1,4 @@
-"""Loads models in pieces, so that others can use the device in between. Uses no network."""
+"""Loads one model in pieces, so that others can use the device: dtype, context, its part on several machines."""
 
 from __future__ import annotations
 

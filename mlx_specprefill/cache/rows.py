@@ -1,4 +1,4 @@
-"""Merges whole prompt caches, one entry per layer, into batches; extends, filters and splits these."""
+"""Whole prompt caches as rows of a batch: which may share one; how they are merged, extended, filtered and split."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Events of the MLX thread become deltas: keep-alive signs, deadlines, clients that read a stream too slowly.
+"""The answers to one request, from events to deltas: copies and their seeds, keep-alive signs, deadlines, slow readers.
 
 Events arrive through `ThreadsafeCalls`. Everything else in this module runs on the event loop.
 """

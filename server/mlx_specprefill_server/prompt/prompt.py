@@ -1,4 +1,4 @@
-"""Token ids and message spans of conversations and raw prompts; images are refused here, or left out with a warning.
+"""Token ids and message spans of conversations and raw prompts, made on worker threads; images are refused or left out.
 
 Templates and tokenizers take seconds on the longest prompts, so they run on worker threads beside the event loop.
 Several threads may use a fast tokenizer as long as none changes its settings.

@@ -202,11 +202,14 @@ class MLXThread:
         working = [member for member in self._members if member.loop.busy]
         if not working:
             return False
+        if len(self._members) == 1:  # nobody to share the time with
+            working[0].loop.step()
+            return True
         self._even_out(working)
         next_one = min(working, key=lambda member: member.spent)
         elsewhere = any(member.loop.answering for member in working if member is not next_one)
         begun = time.perf_counter()
-        next_one.loop.step(len(self._members) == 1, elsewhere)
+        next_one.loop.step(False, elsewhere)
         next_one.spent += time.perf_counter() - begun
         self._look_after(member for member in self._members if not member.worked)
         return True

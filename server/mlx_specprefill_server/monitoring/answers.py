@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections import defaultdict, deque
@@ -18,7 +17,6 @@ from ..generation.generation import AnswerResult
 
 T = TypeVar("T")
 
-logger = logging.getLogger(__name__)
 
 HELD = 50  # answers per API key
 

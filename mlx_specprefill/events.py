@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from .config import Scope, SpecPrefillPolicy
+from .config import Scope
 from .request import SpanKind
 
 Mode = Literal["sparse", "full"]
@@ -68,11 +68,6 @@ class Prediction:
     @property
     def words(self) -> str:
         return f"predicted {self.sparse_ms / 1e3:.2f} s sparse, {self.full_ms / 1e3:.2f} s full"
-
-    def pays(self, policy: SpecPrefillPolicy) -> bool:
-        """Return whether the predicted saving exceeds both margins of the policy."""
-        enough = self.saving_ms >= policy.min_saving_ms
-        return enough and self.saving_ms >= float(policy.min_saving_share) * self.full_ms
 
 
 @dataclass(frozen=True, slots=True)

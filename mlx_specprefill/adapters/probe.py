@@ -1,4 +1,4 @@
-"""Checks at start-up: the model follows explicit positions, its hidden values fit into float16, its draft serves it.
+"""Checks at start-up, computed: explicit positions, also in stages; float16; quantised caches; the draft.
 
 The verified table covers architectures; a checkpoint can enable an untested variant. A few forwards of at most 12
 tokens compare the position mapping with ordinary forwards of the same model, layer by layer on the same hidden states:

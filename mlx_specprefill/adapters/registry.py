@@ -1,4 +1,4 @@
-"""Architectures of mlx-lm that can be prefilled sparsely or used as a draft.
+"""Abilities of mlx-lm's architectures, and why not: sparse prefill, use as a draft, batches, drafted answers.
 
 An architecture is a file in `mlx_lm/models`. `verified.json` holds one row per file, measured by
 `scripts/make_support_table.py`, which compares sparse prefill with a masked dense run of the same model. The reasons of

@@ -1,4 +1,4 @@
-"""The control connection beside MLX's: rank 0's decisions, and heartbeats.
+"""The control connection beside MLX's: its address, rank 0's decisions, heartbeats, and when a rank is lost.
 
 MLX's collectives carry arrays. They have no time limit and don't report who is missing, and a process that waits in one
 keeps a core busy. So rank 0 holds one TCP connection to every other rank for its decisions and for heartbeats in both

@@ -1,4 +1,4 @@
-"""Bytes of a model, measured: its weights, one sequence's cache per token, and its largest forward."""
+"""Bytes of a model, measured: weights, one sequence's cache per token, the largest forward. Warms a GPU up before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One engine's memory: predicts what a request needs, reserves it where it fits, and reports the use. In bytes."""
+"""One engine's memory, in bytes: what a request needs and reserves, the window that fits, the part for prefixes."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from ..events import Prediction, Progress, PromptLogprobs, Reason
 from ..loading import ModelPair
 from ..request import GenerationRequest
 from ..sampling import LOGITS_ROWS, log_softmax, top_logprobs
-from ..specprefill.plan import PrefillPlan, plan_prefill
+from ..specprefill.plan import PrefillPlan, pays, plan_prefill
 from ..specprefill.scorer import Scores
 from ..specprefill.selector import Selection, missing_of, select_tokens, selection_by, strongest
 from ..specprefill.sparse_prefill import TAIL, HiddenStates, UpperLayersModel, feed, forward_ends, recalling
@@ -221,7 +221,7 @@ class Prefiller:
         if plan.predicted is None or predicted is None:
             return edit.reused >= edit.read
         if plan.mode == "full":
-            return predicted.pays(self.config.policy)
+            return pays(predicted, self.config.policy)
         return predicted.sparse_ms <= max(plan.predicted.sparse_ms, predicted.full_ms / 2)
 
     def _predict_ways(self, active: ActiveRequest, planned: Prediction) -> Prediction:

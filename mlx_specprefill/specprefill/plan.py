@@ -1,4 +1,4 @@
-"""Chooses sparse or full prefill and the forced tokens, before any work is done. Pure functions."""
+"""Chooses sparse or full prefill, by what it saves, and the forced tokens, before any work is done. Pure functions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ..arrays import Bools
 from ..cache.prefix.selection_key import SelectionKey
-from ..config import EngineConfig, RuleName, Scope, SelectionConfig
+from ..config import EngineConfig, RuleName, Scope, SelectionConfig, SpecPrefillPolicy
 from ..events import Mode, Prediction, Reason, ReasonCode
 from ..request import GenerationRequest, PromptSpan
 from .selector import selection_by
@@ -118,13 +118,19 @@ def _by_policy(plan: PrefillPlan, config: EngineConfig, uncached: int, gains_are
     if not policy.enabled:
         return plan.as_full("policy", "off by server policy")
     if policy.threshold is None and predicted is not None:
-        if predicted.pays(policy):
+        if pays(predicted, policy):
             return replace(plan, reason=Reason("predicted", predicted.words))
         return plan.as_full("predicted", f"{predicted.words}: too little to gain")
     if uncached > policy.long_prompt and gains_are_known and predicted is not None and predicted.saving_ms <= 0:
         return plan.as_full("predicted", f"{predicted.words}: nothing to gain, whatever the threshold")
     words = f"{uncached} uncached prompt tokens, threshold {policy.long_prompt}"
     return replace(plan, mode="sparse" if uncached > policy.long_prompt else "full", reason=Reason("threshold", words))
+
+
+def pays(predicted: Prediction, policy: SpecPrefillPolicy) -> bool:
+    """Return whether the predicted saving exceeds both margins of the policy."""
+    enough = predicted.saving_ms >= policy.min_saving_ms
+    return enough and predicted.saving_ms >= float(policy.min_saving_share) * predicted.full_ms
 
 
 def _estimate_kept(keep: Fraction, forced: Bools) -> int:

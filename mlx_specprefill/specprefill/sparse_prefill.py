@@ -1,4 +1,4 @@
-"""Feeds tokens to a model at their original positions, forward by forward; recalls what an earlier turn dropped.
+"""Feeds tokens at their original positions, forward by forward; recalls dropped ones; keeps what first layers pass on.
 
 A staged prefill has two parts: the target's first layers read the whole prompt, the others the kept tokens. A scorer
 reads the prompt with the first layers and keeps the hidden states. After the selection the other layers continue from

@@ -1,4 +1,4 @@
-"""Limits on open connections, before any key.
+"""Limits before any key: open connections and files, the length of headers, the time of headers, bodies and reading.
 
 uvicorn has no limits on the number of connections, the length of headers and the time they take with httptools. Its
 `limit_concurrency` counts silent connections, and then answers every request with 503, also /health.

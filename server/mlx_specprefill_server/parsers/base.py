@@ -1,4 +1,4 @@
-"""The driver of a format's grammar, and the known tools."""
+"""The base of all parsers: the driver of a format's grammar, its cursor over the text so far, and the known tools."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The place of each message in a rendered prompt, for any chat template.
+"""The place of each message in a rendered prompt, for any chat template; which messages and calls it leaves out.
 
 The conversation is rendered a second time with marks around every message's text. If taking the marks out gives the
 first rendering back, character for character, the marks tell the exact places, whatever the template did to the text.

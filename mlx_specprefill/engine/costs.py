@@ -118,8 +118,9 @@ class LearntCost:
 
     @property
     def speed(self) -> float | None:
-        """Return the machine's slowness relative to the prior; None before the first observation."""
-        ratios = [seen.ms / max(self._prior.ms(seen.tokens, seen.depth), 1e-9) for seen in tuple(self._seen)]
+        """Return the machine's slowness relative to the prior; None before the first observation, and without a prior."""
+        priors = [(seen.ms, self._prior.ms(seen.tokens, seen.depth)) for seen in tuple(self._seen)]
+        ratios = [ms / prior for ms, prior in priors if prior > 0]
         return statistics.median(ratios) if ratios else None
 
     def assume(self, prior: ForwardCost) -> None:

@@ -143,7 +143,7 @@ class AnswerJob(Job):
 
     def emit(self, event: Event) -> None:
         if isinstance(event, Progress) and event.stage != "queued":
-            event = replace(event, cached=self.active.prefix.length)
+            event = replace(event, cached=self.tokens_cached)
         super().emit(event)
 
     def fail(self, error: Exception) -> None:

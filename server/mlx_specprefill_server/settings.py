@@ -64,6 +64,7 @@ _FLAGS = {
     "admin_keys": "--admin-key",
     "allowed_hosts": "--allowed-host",
     "api_keys": "--api-key",
+    "specprefill_keep_pct": "--keep-pct",  # as other commands call it
 }
 SECRETS = ("admin_keys", "api_keys")
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,11 +17,12 @@ from typer.testing import CliRunner, Result
 from mlx_specprefill import __version__
 from mlx_specprefill._blas import BlasStatus
 from mlx_specprefill_server import cli
-from mlx_specprefill_server.cli import common, run_server
+from mlx_specprefill_server.cli import common, run_server, start
 from mlx_specprefill_server.cli.options import PairOptions
 from mlx_specprefill_server.models.models import Models
 from mlx_specprefill_server.pairs import MissingPairError, Pair
 from mlx_specprefill_server.service import Service
+from mlx_specprefill_server.sockets import bound_sockets
 from tests.support import tiny
 
 PROMPT = "w" + " w".join(str(n) for n in tiny.random_prompt(400))
@@ -144,6 +148,32 @@ class TestServe:
         assert (config.prefill_step, config.kv_bits) == (64, 8)
         assert (config.policy.enabled, config.policy.threshold) == (False, 99)
         assert str(config.policy.keep_pct) == "3/10"
+
+    def test_the_port_is_bound_once_before_the_imports(
+        self, models: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        bound: list[list[socket.socket]] = []
+        served: list[list[socket.socket]] = []
+
+        @contextmanager
+        def bind(host: str, port: int) -> Iterator[list[socket.socket]]:
+            with bound_sockets(host, port) as sockets:
+                bound.append(sockets)
+                yield sockets
+
+        def serve(_: Models, sockets: list[socket.socket]) -> None:
+            assert all(listener.fileno() >= 0 for listener in sockets)
+            served.append(sockets)
+
+        monkeypatch.setattr(run_server, "serve_models", serve)
+        for module in (start, run_server):
+            monkeypatch.setattr(module, "bound_sockets", bind)
+        table = tmp_path / "models.toml"
+        table.write_text('[a]\ntarget = "x/y"\n')
+        for options in (models, ["--config", str(table)]):
+            assert run("serve", "--port", "0", *options).exit_code == 0
+        assert served == bound
+        assert all(listener.fileno() < 0 for sockets in bound for listener in sockets)
 
     def test_a_table_of_models(self, served: list[Models], tmp_path: Path) -> None:
         table = tmp_path / "models.toml"
@@ -299,7 +329,7 @@ class TestRefusals:
             (["serve", "--draft", "somewhere"], "--draft needs --target"),
             (["serve", "--target", "{missing}"], "there is no such folder or file"),
             (["serve", "--target", "{broken}"], "broken/config.json: Expecting value"),
-            (["eval", "--server", "http://localhost", "--chunk-size", "8"], "a server has its own"),
+            (["eval", "--url", "http://localhost", "--chunk-size", "8"], "a server has its own"),
             (["eval", "--pair", "demo", "--task", "nonsense"], "no task 'nonsense'; there are: agents, ruler, "),
             (["eval", "--pair", "demo", "--longbench", "{missing}"], "missing: no such file"),
             (["serve", "--pair", "demo", "--memory-limit", "plenty"], "such as 512MB or 2GB"),

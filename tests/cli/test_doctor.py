@@ -19,7 +19,7 @@ import mlx_specprefill
 from mlx_specprefill import BlasStatus, Check, ForwardTimes
 from mlx_specprefill.engine.speeds import keep_speed
 from mlx_specprefill_server import cli
-from mlx_specprefill_server.cli import doctor
+from mlx_specprefill_server.cli import examination as doctor
 from mlx_specprefill_server.pairs import find_pair
 
 
@@ -208,10 +208,3 @@ def test_a_target_is_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert "512 tokens behind 16,384: 300 ms, and 768.0 MB" in done.stdout
     timed = json.loads(file.read_text())["target"]
     assert (timed["name"], timed["fixed_ms"], timed["ms"]) == ("target", 4.5, {"1": 2.0, "128": 20.04})
-
-
-@pytest.mark.parametrize("options", [["--target", "x"], ["--json", "x.json"]])
-def test_options_of_compute_need_it(options: list[str]) -> None:
-    done = CliRunner().invoke(cli.app, ["doctor", *options])
-    assert done.exit_code == 2
-    assert "--target and --json belong to --compute" in done.stderr

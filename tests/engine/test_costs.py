@@ -150,6 +150,16 @@ def test_costs_outlive_the_process_by_model_and_machine(tmp_path):
     assert other.cost("target") == unknown
 
 
+def test_a_kind_that_never_ran_is_as_slow_as_those_that_were_estimated() -> None:
+    """The time of a selection has no estimate, so it says nothing of the machine."""
+    pair = tiny.tiny_pair()
+    model, prior = CostModel(pair, EngineConfig()), prior_cost(pair.target, pair.target_config)
+    expected = model.cost("draft").scale(3)
+    model.observe("target", 100, 0, 3 * prior.ms(100))
+    model.observe("select", 6000, 0, 100.0)
+    assert model.cost("draft") == expected
+
+
 def test_the_speed_at_8k_is_kept_by_version(tmp_path, monkeypatch):
     """From a dozen forwards on; the next version is compared with it."""
     law, pair = ForwardCost(5, 0.5, 1e-4), tiny.tiny_pair()

@@ -15,9 +15,11 @@ from mlx_specprefill import (
     CacheLabel,
     Engine,
     EngineConfig,
+    Event,
     Finished,
     GenerationRequest,
     PrefillReport,
+    Progress,
     PromptSpan,
     SpecPrefillOptions,
     SpecPrefillPolicy,
@@ -41,10 +43,13 @@ CONFIG = EngineConfig(policy=POLICY, prefill_step=128, prefix_cache_bytes=64 << 
 IN_FULL = SpecPrefillOptions(False)
 
 
-def read(engine: Engine, prompt: tuple[int, ...], options: SpecPrefillOptions | None = None) -> PrefillReport:
+def events_of(engine: Engine, prompt: tuple[int, ...], options: SpecPrefillOptions | None = None) -> list[Event]:
     spans = (PromptSpan("user", 0, 4, len(prompt) - 10, len(prompt)),)
-    request = GenerationRequest(prompt, 2, spans=spans, specprefill=options or SpecPrefillOptions())
-    _, last = generated(engine.generate(request))
+    return [*engine.generate(GenerationRequest(prompt, 2, spans=spans, specprefill=options or SpecPrefillOptions()))]
+
+
+def read(engine: Engine, prompt: tuple[int, ...], options: SpecPrefillOptions | None = None) -> PrefillReport:
+    *_, last = events_of(engine, prompt, options)
     assert isinstance(last, Finished)
     return last.report
 
@@ -72,6 +77,21 @@ def test_the_new_text_the_seam_and_the_end_are_read(engine: Engine, monkeypatch:
     assert report.kept_tokens == len(prompt)
     told = report.to_dict()
     assert (told["reused_tokens"], told["read_tokens"]) == (report.reused_tokens, len(prompt) - report.cached_tokens)
+
+
+def test_progress_ends_at_what_the_target_sees(engine: Engine) -> None:
+    read(engine, OLD, IN_FULL)
+    longer = (*LONGER, *random_prompt(50, 9))
+    for prompt, mode in ((LONGER, "reuse"), (longer, "sparse"), (random_prompt(900, 5), "sparse")):
+        events = events_of(engine, prompt)
+        last = events[-1]
+        assert isinstance(last, Finished)
+        assert last.report.mode == mode
+        steps = [event for event in events if isinstance(event, Progress) and event.stage == "prefill"]
+        assert {(step.cached, step.total) for step in steps} == {
+            (last.report.cached_tokens, last.report.kept_tokens - last.report.cached_tokens)
+        }
+        assert steps[-1].done == steps[-1].total
 
 
 def test_several_insertions(engine: Engine) -> None:

@@ -91,6 +91,25 @@ def test_an_answer_to_another_name_says_whose_it_is(engine: FakeEngine, path: st
         assert answer.json().get("warnings", []) == ([said] if warned else [])
 
 
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/props"),
+        ("GET", "/v1/specprefill/stats"),
+        ("GET", "/v1/specprefill/cache"),
+        ("DELETE", "/v1/specprefill/cache"),
+    ],
+)
+def test_a_query_that_names_another_model_is_told_so(engine: FakeEngine, method: str, path: str) -> None:
+    client, strict = client_of(engine), client_of(engine, strict_model=True)
+    for name, warned in (("gpt-4o-mini", True), ("demo/target", False)):
+        said = [f"model: this server has no {name!r}; 'demo/target' answers instead"]
+        answer = client.request(method, f"{path}?model={name}")
+        assert answer.json().get("warnings", []) == (said if warned else [])
+        assert strict.request(method, f"{path}?model={name}").status_code == (404 if warned else 200)
+    assert "warnings" not in client.request(method, path).json()
+
+
 def test_llama_cpps_clients_read_window_and_template(client: TestClient, engine: FakeEngine) -> None:
     engine.room = 100
     props = client.get("/props").json()

@@ -7,7 +7,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ def run_server(
     chosen: Pair | Path | None,
     dtype: DtypeName,
     given: Mapping[str, Any],
+    sockets: list[socket.socket] | None,
     hosts: Path | None,
     starting_port: int | None,
 ) -> None:
@@ -45,6 +46,7 @@ def run_server(
     Args:
         chosen: the pair, or the table of several; None with `hosts`, whose machines choose.
         given: options by the settings' names.
+        sockets: bound to the address of the settings; None: of several ranks, the one that leads binds them.
         hosts: MLX's hostfile, if the ranks are to be started.
         starting_port: first port between them.
     """
@@ -53,7 +55,7 @@ def run_server(
             configure_logging(given["log_level"] or "info")
             raise typer.Exit(launch(hosts, without(sys.argv[1:], "--hosts", "--starting-port"), starting_port))
         if isinstance(chosen, Path):
-            serve_several(chosen, dtype, given)
+            serve_several(chosen, dtype, given, sockets)
             return
         assert chosen is not None
         settings = make_settings(chosen, **given)
@@ -69,14 +71,16 @@ def run_server(
                 follow(engine, ranks)
                 return
         # First: loading takes minutes, and a port in use must be reported at once.
-        with listening(settings) as sockets:
+        with listening(settings, sockets) as sockets:
             with loading() as engine:
                 serve_models(Models.of(Service(engine, settings)), sockets)
             if ranks is not None:
                 ranks.close()
 
 
-def serve_several(file: Path, dtype: DtypeName, given: Mapping[str, Any]) -> None:
+def serve_several(
+    file: Path, dtype: DtypeName, given: Mapping[str, Any], sockets: list[socket.socket] | None
+) -> None:
     """Serve the models of a table."""
     rows = read_table(file)
     settings = Settings(**drop_unset(given))
@@ -85,7 +89,7 @@ def serve_several(file: Path, dtype: DtypeName, given: Mapping[str, Any]) -> Non
     outlive_the_terminal()
     if join(settings) is not None:
         raise OptionError(f"several machines run one model, {file} names several: choose by --pair or --target")
-    with listening(settings) as sockets:
+    with listening(settings, sockets) as sockets:
         host = Loader(rows, file, settings.memory_limit, dtype)
         try:
             serve_models(Models(ServerState(settings), entries, host, settings.max_models), sockets)
@@ -94,9 +98,9 @@ def serve_several(file: Path, dtype: DtypeName, given: Mapping[str, Any]) -> Non
 
 
 @contextmanager
-def listening(settings: Settings) -> Iterator[list[socket.socket]]:
-    """Bind the sockets, and say who can reach them without a key."""
-    with bound_sockets(settings.host, settings.port) as sockets:
+def listening(settings: Settings, bound: list[socket.socket] | None) -> Iterator[list[socket.socket]]:
+    """Take the bound sockets, or bind some, and say who can reach them without a key."""
+    with nullcontext(bound) if bound else bound_sockets(settings.host, settings.port) as sockets:
         if is_exposed(sockets) and not (settings.api_keys or settings.admin_keys):
             logger.warning("every machine that can reach %s can use this server: set --api-key", settings.host)
         yield sockets

@@ -13,7 +13,7 @@ from typer.core import TyperCommand
 from ..settings import Settings, description_of, flag_of, variable
 from .options import with_options
 
-_MORE_FLAGS = {"specprefill_keep_pct": ("--keep-pct",)}
+_MORE_FLAGS = {"specprefill_keep_pct": ("--specprefill-keep-pct",)}
 
 EXAMPLES = (
     ("serve", "the default pair"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -37,16 +38,17 @@ def start(
         starting_port: first port between them.
     """
     note_environment()
-    with one_line_errors():
+    with ExitStack() as bound, one_line_errors():
         what: Pair | Path | None = _table(config, named, hosts)
         if what is None and hosts is None:  # else each machine chooses
             what = choose_here(models)
         # These refuse what the options can't mean.
         settings = make_settings(what, **given) if isinstance(what, Pair) else Settings(**drop_unset(given))
+        sockets = None
         if hosts is None and not any(name in os.environ for name in _RANK_VARIABLES):  # else rank 0 alone listens
-            with bound_sockets(settings.host, settings.port):
-                pass
-    import_module(".run_server", __package__).run_server(what, models.dtype, given, hosts, starting_port)
+            sockets = bound.enter_context(bound_sockets(settings.host, settings.port))
+        work = import_module(".run_server", __package__)
+        work.run_server(what, models.dtype, given, sockets, hosts, starting_port)
 
 
 def _table(config: Path | None, named: Sequence[str], hosts: Path | None) -> Path | None:

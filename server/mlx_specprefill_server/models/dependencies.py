@@ -21,14 +21,6 @@ async def _models(request: Request) -> Models:
 ModelsDep = Annotated[Models, Depends(_models)]
 
 
-async def _service(models: ModelsDep, model: str | None = None) -> Service:
-    """Return the model that the query names, if it is in memory. For requests without a body."""
-    return models.in_memory(model)
-
-
-ServiceDep = Annotated[Service, Depends(_service)]
-
-
 async def _model_of_body(request: Request, models: ModelsDep) -> AsyncIterator[Service]:
     """Load the model that the body names and return it. For requests with a body, which is read already.
 

@@ -117,8 +117,7 @@ class Models:
         Raises:
             ApiError: 404: no such model; 503: it is not in memory.
         """
-        named = self.several and name is not None
-        entries = [self.get(str(name))] if named else [entry for entry in self if entry.service is not None]
+        entries = self._named(name) or [entry for entry in self if entry.service is not None]
         chosen = (
             self.default if self.default in entries else max(entries, key=lambda entry: entry.last_use, default=None)
         )
@@ -126,6 +125,16 @@ class Models:
             what = "No model is" if chosen is None else f"The model {chosen.id!r} is not"
             raise ApiError(503, f"{what} loaded.", code="model_not_loaded", headers={"Retry-After": RETRY_AFTER_S})
         return chosen.service
+
+    def _named(self, name: str | None) -> list[Entry]:
+        """Return the model that the query of a request names, none where any will do; an ApiError 404 without one."""
+        picks = self.several or self.state.settings.strict_model
+        return [self.get(name)] if picks and name is not None else []
+
+    def warnings_of(self, name: str | None) -> dict[str, list[str]]:
+        """Return as a field of a response the warning that the one model of this server answers for another name."""
+        service = None if self.several else self.default.service
+        return {} if service is None else service.warnings_of(name)
 
     # --- into memory -------------------------------------------------------------------------------------------------
 
@@ -190,7 +199,7 @@ class Models:
             ApiError: 404: no such model.
             EngineError: some could not be deleted.
         """
-        entries = [self.get(name)] if self.several and name is not None else list(self)
+        entries = self._named(name) or list(self)
         async with self._lock:  # none comes or goes meanwhile
             for entry in entries:
                 if (service := entry.service) is not None:

@@ -18,10 +18,9 @@ from .. import __version__
 from ..auth import Identity, IdentityDep
 from ..errors import RETRY_AFTER_S, ApiError, JsonResponse
 from ..event_stream import EVENT_STREAM_HEADERS, data_event
-from ..models.dependencies import ModelsDep, ServiceDep
+from ..models.dependencies import ModelsDep
 from ..models.models import Models
 from ..monitoring.metrics import metrics_text
-from ..service import Service
 
 router = APIRouter()
 
@@ -94,8 +93,9 @@ async def version() -> Response:
 
 
 @router.get("/props")
-async def props(service: ServiceDep) -> Response:
+async def props(models: ModelsDep, model: str | None = None) -> Response:
     """Return the window and the chat template where llama.cpp's clients read them."""
+    service = models.in_memory(model)
     tokenizer = service.engine.pair.tokenizer
     body = {
         "default_generation_settings": {"n_ctx": service.context_length},
@@ -108,13 +108,13 @@ async def props(service: ServiceDep) -> Response:
         "eos_token": tokenizer.eos_token or "",
         "build_info": f"mlx-specprefill-{__version__}",
     }
-    return JsonResponse(body)
+    return JsonResponse(body | models.warnings_of(model))
 
 
 @router.get("/v1/specprefill/stats")
-async def stats(service: ServiceDep, identity: IdentityDep) -> Response:
+async def stats(models: ModelsDep, identity: IdentityDep, model: str | None = None) -> Response:
     """Return the current statistics."""
-    return JsonResponse(_snapshot(service, identity))
+    return JsonResponse(_snapshot(models, model, identity))
 
 
 @router.get(
@@ -150,10 +150,11 @@ async def verdicts_of(models: ModelsDep, identity: IdentityDep, request_id: str)
 
 
 @router.get("/v1/specprefill/cache")
-async def cached(service: ServiceDep, identity: IdentityDep) -> Response:
+async def cached(models: ModelsDep, identity: IdentityDep, model: str | None = None) -> Response:
     """Return the cached prompts of this API key. Ids are digests and reveal no text."""
-    entries = await asyncio.to_thread(service.engine.cached, identity.visible_cache)
-    return JsonResponse({"object": "list", "data": [_entry(entry) for entry in entries]})
+    entries = await asyncio.to_thread(models.in_memory(model).engine.cached, identity.visible_cache)
+    body = {"object": "list", "data": [_entry(entry) for entry in entries]}
+    return JsonResponse(body | models.warnings_of(model))
 
 
 @router.delete("/v1/specprefill/cache")
@@ -161,28 +162,29 @@ async def drop_all(models: ModelsDep, identity: IdentityDep, model: str | None =
     """Forget all prompts of this API key, of one model or of all, in memory or not."""
     models.state.forget(identity.visible_answers)
     await models.forget(model, identity.visible_cache)
-    return JsonResponse({"deleted": True})
+    return JsonResponse({"deleted": True} | models.warnings_of(model))
 
 
 @router.delete("/v1/specprefill/cache/{entry_id}")
-async def drop(service: ServiceDep, identity: IdentityDep, entry_id: str) -> Response:
+async def drop(models: ModelsDep, identity: IdentityDep, entry_id: str, model: str | None = None) -> Response:
     """Drop one cached prompt, in memory and on disk."""
-    if not await asyncio.to_thread(service.engine.drop_cached, entry_id, identity.visible_cache):
+    if not await asyncio.to_thread(models.in_memory(model).engine.drop_cached, entry_id, identity.visible_cache):
         raise ApiError(404, f"There is no cached prompt with the id {entry_id!r:.80}.", param="id", code="not_found")
-    return JsonResponse({"id": entry_id, "deleted": True})
+    return JsonResponse({"id": entry_id, "deleted": True} | models.warnings_of(model))
 
 
 async def _snapshots(models: Models, name: str | None, identity: Identity, interval: float) -> AsyncIterator[bytes]:
     """Look the model up for each event: a stream of hours must not keep a model in memory."""
     while not models.state.stopping:
         try:
-            yield data_event(_snapshot(models.in_memory(name), identity))
+            yield data_event(_snapshot(models, name, identity))
         except ApiError as error:
             yield data_event({"object": "specprefill.stats", "time": round(time.time(), 3), **error.body()})
         await asyncio.sleep(interval)
 
 
-def _snapshot(service: Service, identity: Identity) -> dict[str, Any]:
+def _snapshot(models: Models, name: str | None, identity: Identity) -> dict[str, Any]:
+    service = models.in_memory(name)
     health, now = service.engine.health(), asdict(service.engine.stats())
     memory = now.pop("memory")
     numbers = {name: round(value, 3) if isinstance(value, float) else value for name, value in now.items()}
@@ -201,6 +203,7 @@ def _snapshot(service: Service, identity: Identity) -> dict[str, Any]:
         "running": [line.to_dict() for line in service.state.running(identity.visible_answers)],
         "verdicts": service.state.verdicts.counts(identity.visible_answers),
         "recent": service.state.recent.newest_first(identity.visible_answers),
+        **models.warnings_of(name),
     }
 
 

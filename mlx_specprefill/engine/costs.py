@@ -118,7 +118,7 @@ class LearntCost:
 
     @property
     def speed(self) -> float | None:
-        """Return the machine's slowness relative to the prior; None before the first observation, and without a prior."""
+        """Return the machine's slowness relative to the prior; None without observations or a prior."""
         priors = [(seen.ms, self._prior.ms(seen.tokens, seen.depth)) for seen in tuple(self._seen)]
         ratios = [ms / prior for ms, prior in priors if prior > 0]
         return statistics.median(ratios) if ratios else None

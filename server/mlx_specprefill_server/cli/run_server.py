@@ -78,9 +78,7 @@ def run_server(
                 ranks.close()
 
 
-def serve_several(
-    file: Path, dtype: DtypeName, given: Mapping[str, Any], sockets: list[socket.socket] | None
-) -> None:
+def serve_several(file: Path, dtype: DtypeName, given: Mapping[str, Any], sockets: list[socket.socket] | None) -> None:
     """Serve the models of a table."""
     rows = read_table(file)
     settings = Settings(**drop_unset(given))

@@ -158,7 +158,7 @@ class PrefillReport:
         report: dict[str, Any] = {name: getattr(self, name) for name in words}
         report["keep_pct"] = self.kept_share
         if self.mode == "reuse":
-            report |= {"reused_tokens": self.reused_tokens, "read_tokens": self.prompt_tokens - self.cached_tokens}
+            report |= {"reused_tokens": self.reused_tokens, "read_tokens": self.kept_tokens - self.cached_tokens}
         report["timings"] = _rounded(self.timings)
         if self.predicted is not None:
             report["predicted"] = _rounded(self.predicted)

@@ -204,9 +204,11 @@ class Prefiller:
             active.go_on_from(hit, replace(plan, reason=reason, predicted=predicted, selection_key=key))
 
     def _may_reuse(self, active: ActiveRequest) -> bool:
-        """Return whether the server chooses the way, and would read a part, or all only because that is sooner."""
+        """Return whether the server chooses the way, and would read a part, or all only because that is sooner or
+        nothing may be dropped, as of tools.
+        """
         plan, key = active.plan, active.plan.selection_key
-        may = active.way == "sparse" or plan.reason.code == "predicted"
+        may = active.way == "sparse" or plan.reason.code in ("predicted", "forced")
         if not (self.config.policy.reuse and may) or active.request.specprefill.keep_pct is not None:
             return False
         return key is not None and not key.forced and key.rule == "default"

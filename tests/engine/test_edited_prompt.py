@@ -16,6 +16,7 @@ from mlx_specprefill import (
     Engine,
     EngineConfig,
     Event,
+    Failed,
     Finished,
     GenerationRequest,
     PrefillReport,
@@ -26,6 +27,7 @@ from mlx_specprefill import (
 )
 from mlx_specprefill.adapters.moved_keys import Piece
 from mlx_specprefill.cache.prefix.nodes import common_length
+from mlx_specprefill.engine import edited_prefix, prefill
 from mlx_specprefill.engine.edited_prefix import Edit, EditedPrefixes
 from mlx_specprefill.engine.edits import kept_passages
 from mlx_specprefill.events import Mode, Prediction
@@ -185,6 +187,68 @@ def test_after_other_edits_the_cached_prompt_is_still_found(engine: Engine) -> N
 def test_a_request_that_asks_for_a_way_gets_it(options: SpecPrefillOptions, engine: Engine) -> None:
     read(engine, OLD, IN_FULL)
     assert read(engine, LONGER, options).mode == ("full" if options is IN_FULL else "sparse")
+
+
+def test_a_late_tool_is_read_alone_where_no_tool_may_be_dropped(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        engine.prefiller, "predict", lambda tokens, cached, *_, **__: Prediction(9.0 * (tokens - cached), 1e9)
+    )
+
+    def answered(prompt: tuple[int, ...]) -> PrefillReport:
+        front = len(prompt) - 100
+        spans = (PromptSpan("tools", 0, 4, front, front), PromptSpan("user", front, front + 4, front + 90, len(prompt)))
+        _, last = generated(engine.generate(GenerationRequest(prompt, 2, spans=spans)))
+        assert isinstance(last, Finished)
+        return last.report
+
+    assert answered(OLD).reason_code == "forced"
+    assert answered(LONGER).mode == "reuse"
+
+
+def test_given_up_on_the_way_it_says_what_was_read(engine: Engine) -> None:
+    read(engine, OLD, IN_FULL)
+    request, events = GenerationRequest(LONGER, 2), list[Event]()
+
+    def stop(event: Event) -> None:
+        events.append(event)
+        if isinstance(event, Progress) and event.stage == "prefill":
+            handle.cancel()
+
+    def last() -> Event | None:
+        return events[-1] if events else None
+
+    handle = engine.submit(request, stop)
+    eventually(lambda: isinstance(last(), Finished | Failed))
+    ended = last()
+    assert isinstance(ended, Finished | Failed)
+    report = ended.report
+    assert report is not None
+    assert report.mode == "reuse"
+    assert report.reached is not None
+    assert 0 < report.to_dict()["read_tokens"] == report.kept_tokens - report.cached_tokens < 300
+    assert read(engine, LONGER).mode == "reuse"
+
+
+@pytest.mark.parametrize("failing", ["move", "feed"])
+def test_a_failure_on_the_way_is_read_in_full(failing: str, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    read(engine, OLD, IN_FULL)
+
+    module: Any = edited_prefix if failing == "move" else prefill
+    calls, original = list[str](), getattr(module, failing)
+
+    def fail_once(*args: Any, **more: Any) -> Any:
+        calls.append(failing)
+        if len(calls) == 1:
+            raise RuntimeError("no")
+        return original(*args, **more)
+
+    monkeypatch.setattr(module, failing, fail_once)
+    report = read(engine, LONGER)
+    assert (report.mode, report.reason_code) == ("full", "fallback")
+    assert (report.cached_tokens, report.reused_tokens) == (0, 0)
+    assert read(engine, LONGER, IN_FULL).cached_tokens == len(LONGER) - 1
 
 
 @pytest.mark.parametrize(("family", "reuse"), [("llama", False), ("qwen3_5", True), ("gpt_oss", True)])

@@ -160,6 +160,33 @@ def test_what_broke_the_prefix_is_told(page: Page, live: Any, monkeypatch: Any) 
     )
 
 
+@pytest.mark.parametrize(
+    ("mode", "reused", "headline", "facts"),
+    [
+        (
+            "reuse",
+            4000,
+            "67 % of the document was not read again. Already read: 5,000 of 6,000 tokens.",
+            "The model read 1,000 of 6,000 tokens; 4,000 behind what was inserted stay as they were read before",
+        ),
+        # as the next turn
+        ("sparse", 0, "All of the document was read. Already read: 5,000 of 6,000 tokens.", "6,000 tokens (100 %)"),
+    ],
+)
+def test_behind_an_edit_it_says_what_stays(
+    page: Page, live: Any, monkeypatch: Any, mode: str, reused: int, headline: str, facts: str
+) -> None:
+    plain = fakes.report_of
+    counts = {"prompt_tokens": 6000, "kept_tokens": 6000, "cached_tokens": 5000, "reused_tokens": reused}
+    monkeypatch.setattr(fakes, "report_of", lambda request: replace(plain(request), mode=mode, **counts))
+    base, _ = live()
+    page.open(base)
+    page.drop("A text.")
+    turn = page.ask("Where?")
+    assert headline in turn.find_element("css selector", ".headline").text
+    assert facts in turn.find_element("css selector", ".facts").text
+
+
 def test_the_headline_does_not_wait_for_the_last_word(page: Page, live: Any, engine: FakeEngine) -> None:
     release = threading.Event()
 

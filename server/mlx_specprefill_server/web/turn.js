@@ -144,7 +144,7 @@ function headlineOf({ report, first, known, text, state }, other, documents) {
   else if (other?.first && fairly(known, other.known) && !hasWaited(other.report, other.first)) parts.push(first < other.first ? " instead of " : "; full reading: ", strong(other.first));
   else if (!other && sparse && report.predicted?.full_ms > first) parts.push(" instead of about ", strong(report.predicted.full_ms));
   parts.push(". ");
-  if (sparse) parts.push(`${percent(unread / report.prompt_tokens)} of the ${what} was not read${report.reused_tokens ? " again" : ""}. `);
+  if (sparse && unread) parts.push(`${percent(unread / report.prompt_tokens)} of the ${what} was not read${report.reused_tokens ? " again" : ""}. `);
   else if (!other) parts.push(`All of the ${what} was read. `);
   if (known >= WORTH_SAYING) parts.push(`Already read: ${count(report.cached_tokens)} of ${count(report.kept_tokens)} tokens. `);
   if (other?.state === "done" && state === "done") parts.push(comparison(text.trim(), other.text.trim()));

@@ -29,7 +29,9 @@ def evaluate(
         list[str] | None,
         typer.Option("--task", "--suite", help=f"A task, a group ({', '.join(GROUPS)}), or agents; repeat."),
     ] = None,
-    lengths: Annotated[list[int] | None, typer.Option("--length", help="Prompt tokens; repeat. Default 1024.")] = None,
+    lengths: Annotated[
+        list[int] | None, typer.Option("--length", min=64, help="Prompt tokens; repeat. Default 1024.")
+    ] = None,
     depths: Annotated[
         list[float] | None, typer.Option("--depth", help="Depth of a needle in [0, 1]; repeat. Default: anywhere.")
     ] = None,

@@ -240,6 +240,18 @@ def read_pairs(path: Path) -> dict[str, Row]:
     return {name: _row(name, row, path) for name, row in rows.items()}
 
 
+def read_table(file: Path) -> dict[str, Row]:
+    """Return the rows of a table by name.
+
+    Raises:
+        PairsError: no such file, no model in it, or a row that can't be understood.
+    """
+    rows = read_pairs(file)
+    if not rows:
+        raise PairsError(f"{file} names no model")
+    return rows
+
+
 def _row(name: str, values: Any, path: Path) -> Row:
     try:
         row = Row.model_validate(values)

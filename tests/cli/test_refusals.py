@@ -22,6 +22,9 @@ CASES = {
     "serve --pair demo --keep-pct 7": "--keep-pct: ",
     "bench --pair demo --keep-pct 7": "--keep-pct: ",
     "serve --pair demo --port 99999999": "port",
+    "serve --config nowhere.toml": "can't read nowhere.toml",
+    "serve --hosts nowhere.json": "--hosts nowhere.json: there is no such file",
+    "serve --pair demo --starting-port 9": "--starting-port belongs to --hosts",
     "connect codex --url http://127.0.0.1:9": "start the server first",
     "warm prompt.txt --url http://127.0.0.1:9": "start the server first",
     "warm nowhere.txt": "nowhere.txt: No such file",
@@ -38,6 +41,7 @@ CASES = {
     "doctor --compute --target x": "x: there is no such folder or file",
     "pull nowhere": "no pair 'nowhere'",
     "eval --url http://localhost --chunk-size 8": "a server has its own",
+    "eval --length 0": "Invalid value for '--length'",
     "eval --pair nowhere": "no pair 'nowhere'",
 }
 RUN = """

@@ -24,11 +24,11 @@ from fastapi import FastAPI
 
 from mlx_specprefill import Engine
 from mlx_specprefill_server.app import app_of, create_app
-from mlx_specprefill_server.models.loader import Entry, Loader, LoadProgress, entries_of, read_table
+from mlx_specprefill_server.models.loader import Entry, Loader, LoadProgress, entries_of
 from mlx_specprefill_server.models.models import Models
 from mlx_specprefill_server.pair_loading import load
 from mlx_specprefill_server.pair_settings import make_settings
-from mlx_specprefill_server.pairs import find_pair
+from mlx_specprefill_server.pairs import find_pair, read_table
 from mlx_specprefill_server.server_state import ServerState
 from mlx_specprefill_server.settings import Settings
 from tests.support.tiny import save_checkpoint

@@ -37,10 +37,8 @@ def launch(hosts: Path, arguments: Sequence[str], starting_port: int | None) -> 
         arguments: of this command, without those that are meant for the launcher.
 
     Raises:
-        SettingsError: there is no such file, or no `mlx.launch`.
+        SettingsError: the file is no hostfile, or there is no `mlx.launch`.
     """
-    if not hosts.is_file():
-        raise SettingsError(f"--hosts {hosts}: there is no such file; mlx.distributed_config makes one")
     logger.info("starting %s", ", ".join(f"rank {rank} on {host}" for rank, host in enumerate(_read_hosts(hosts))))
     launcher = Path(sys.executable).with_name("mlx.launch")
     if not launcher.is_file():

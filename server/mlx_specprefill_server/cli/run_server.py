@@ -16,11 +16,11 @@ import typer
 
 from mlx_specprefill import DtypeName, RankedEngine
 
-from ..models.loader import Loader, entries_of, read_table
+from ..models.loader import Loader, entries_of
 from ..models.models import Models
 from ..monitoring.logs import configure_logging
 from ..pair_settings import drop_unset, make_settings
-from ..pairs import Pair
+from ..pairs import Pair, read_table
 from ..process import serve_models
 from ..server_state import ServerState
 from ..service import Service

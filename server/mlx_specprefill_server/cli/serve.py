@@ -31,7 +31,8 @@ def serve(
         typer.Option(help="File of the machines that run one model together, in the format of mlx.launch."),
     ] = None,
     starting_port: Annotated[
-        int | None, typer.Option(help="First port between these machines, as in mlx.launch; 32323 if not given.")
+        int | None,
+        typer.Option(min=1, max=65535, help="First port between these machines, as in mlx.launch; 32323 if not given."),
     ] = None,
     *,
     models: PairOptions,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..pair_settings import drop_unset, make_settings
-from ..pairs import Pair, models_file
+from ..pairs import Pair, models_file, read_table
 from ..settings import Settings
 from ..sockets import bound_sockets
 from .common import OptionError, choose_here, note_environment, one_line_errors
@@ -40,6 +40,7 @@ def start(
     note_environment()
     with ExitStack() as bound, one_line_errors():
         what: Pair | Path | None = _table(config, named, hosts)
+        _check_hosts(hosts, starting_port)
         if what is None and hosts is None:  # else each machine chooses
             what = choose_here(models)
         # These refuse what the options can't mean.
@@ -52,10 +53,22 @@ def start(
 
 
 def _table(config: Path | None, named: Sequence[str], hosts: Path | None) -> Path | None:
-    """Return the table of several models if the options name one. Refuse options that name one model as well."""
+    """Return the table of several models if the options name one. Refuse mistakes in it, and options that name one
+    model as well.
+    """
     if config is not None and named:
         raise OptionError(f"--config and --{named[0].replace('_', '-')} exclude each other")
     table = config or (models_file() if not named and models_file().is_file() else None)
     if table is not None and hosts is not None:
         raise OptionError(f"--hosts runs one model, {table} names several: choose by --pair or --target")
+    if table is not None:
+        read_table(table)
     return table
+
+
+def _check_hosts(hosts: Path | None, starting_port: int | None) -> None:
+    """Refuse a file of hosts that is not there, and a port between no machines."""
+    if hosts is None and starting_port is not None:
+        raise OptionError("--starting-port belongs to --hosts")
+    if hosts is not None and not hosts.is_file():
+        raise OptionError(f"--hosts {hosts}: there is no such file; mlx.distributed_config makes one")

@@ -28,7 +28,7 @@ from ..errors import ApiError
 from ..monitoring.metrics import Metrics
 from ..pair_loading import load
 from ..pair_settings import make_settings
-from ..pairs import MissingPairError, Pair, PairsError, Row, read_pairs, resolve_pair
+from ..pairs import MissingPairError, Pair, PairsError, Row, resolve_pair
 from ..service import Service
 from ..settings import Settings
 
@@ -262,18 +262,6 @@ def _weights(place: Path, dtype: DtypeName) -> int:
         halves = sum(parameters.pop(kind, 0) for kind in ("BF16", "F16"))
         parameters["F32"] = parameters.get("F32", 0) + halves
     return loaded_bytes(parameters, "auto" if dtype == "auto" else "stored")
-
-
-def read_table(file: Path) -> dict[str, Row]:
-    """Return the rows of a table by name.
-
-    Raises:
-        PairsError: no such file, no model in it, or a row that can't be understood.
-    """
-    rows = read_pairs(file)
-    if not rows:
-        raise PairsError(f"{file} names no model")
-    return rows
 
 
 def entries_of(rows: Mapping[str, Row], file: Path, given: Mapping[str, Any]) -> list[Entry]:

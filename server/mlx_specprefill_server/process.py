@@ -19,7 +19,7 @@ from .connections import MAX_CONNECTIONS, Connections, LimitedProtocol, raise_op
 from .greeting import greeting
 from .models.models import Models
 from .settings import Settings
-from .sockets import address
+from .sockets import address, listen
 
 logger = logging.getLogger(__name__)
 
@@ -103,10 +103,12 @@ def serve_models(models: Models, sockets: list[socket.socket]) -> None:
 
     Raises:
         DescriptorsError: the process may not open enough connections.
+        OSError: another program has the port.
         SystemExit: nothing could be computed any more. A service manager then starts another process.
     """
     connections = raise_open_files_limit(MAX_CONNECTIONS)
     server = make_server(app_of(models), models.state.settings, connections)
+    listen(sockets)
     server.run(sockets)
     if server.lost is not None:
         logger.error("%s: this process ends with exit status %d", server.lost, LOST_STATUS)

@@ -20,7 +20,7 @@ _LAST_PORT = 65535
 
 @contextlib.contextmanager
 def bound_sockets(host: str, port: int) -> Iterator[list[socket.socket]]:
-    """Return sockets on all addresses of a host. They refuse connections until the server listens.
+    """Return sockets on all addresses of a host. They refuse connections until `listen`; nobody else gets the port.
 
     Raises:
         OSError: names the address: another program has the port, or this machine doesn't have the address.
@@ -31,6 +31,20 @@ def bound_sockets(host: str, port: int) -> Iterator[list[socket.socket]]:
             taken = sockets[0].getsockname()[1] if sockets else port  # one port for all, also if any port will do
             sockets.append(stack.enter_context(_bind(family, address, taken)))
         yield sockets
+
+
+def listen(sockets: Sequence[socket.socket]) -> None:
+    """Take connections from now on.
+
+    Raises:
+        OSError: names the address: another program has the port.
+    """
+    for listener in sockets:
+        host, port = listener.getsockname()[:2]
+        with _named(host, port, []):
+            listener.listen()
+        # Else what is left of its connections keeps the next start from the port. Set before, it would let others in.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 
 
 def address(listener: socket.socket, reachable: bool = False) -> str:
@@ -70,23 +84,36 @@ def _addresses(host: str, port: int) -> list[tuple[int, str]]:
 
 
 def _bind(family: int, address: str, port: int) -> socket.socket:
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    other = "another program listens there"
-    try:
+    listener, found = socket.socket(family, socket.SOCK_STREAM), list[str]()
+    with _named(address, port, found), ExitStack() as failing:
+        failing.callback(listener.close)
         if port and (program := _listening(family, address, port)) is not None:
-            other = program
+            found.append(program)
             raise OSError(errno.EADDRINUSE, "")
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        listener.bind((address, port))
+        try:
+            listener.bind((address, port))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # beside what is left of connections
+            listener.bind((address, port))
+        failing.pop_all()
+    return listener
+
+
+@contextlib.contextmanager
+def _named(address: str, port: int, found: Sequence[str]) -> Iterator[None]:
+    """Name the address in an OSError of its socket, and the program that was found there."""
+    try:
+        yield
     except OSError as error:
-        listener.close()
         reason = os.strerror(error.errno or 0)
         if error.errno == errno.EADDRINUSE:
+            other = found[0] if found else "another program listens there"
             reason += f" ({other}): choose another one, as --port {port + 1 if port < _LAST_PORT else port - 1}"
         raise OSError(error.errno, reason, f"--host {address} --port {port}") from error
-    return listener
 
 
 def _listening(family: int, address: str, port: int) -> str | None:

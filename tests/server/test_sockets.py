@@ -9,7 +9,7 @@ from threading import Thread
 
 import pytest
 
-from mlx_specprefill_server.sockets import bound_sockets, is_exposed, network_address
+from mlx_specprefill_server.sockets import bound_sockets, is_exposed, listen, network_address
 
 
 def test_a_free_port_is_one_for_all_addresses_of_a_host() -> None:
@@ -31,6 +31,26 @@ def test_a_taken_port_is_named() -> None:
     assert (caught.value.errno, caught.value.filename) == (errno.EADDRINUSE, f"--host 127.0.0.1 --port {port}")
     said = f"Address already in use (another program listens there): choose another one, as --port {port + 1}"
     assert caught.value.strerror == said
+
+
+def test_nobody_gets_a_port_that_is_bound_and_not_yet_listened_on() -> None:
+    with bound_sockets("127.0.0.1", 0) as sockets:
+        port = sockets[0].getsockname()[1]
+        with pytest.raises(OSError, match="in use"), bound_sockets("127.0.0.1", port):
+            pass
+        with pytest.raises(OSError, match="in use"), socket.create_server(("127.0.0.1", port)):
+            pass
+        listen(sockets)
+
+
+def test_a_restart_gets_the_port_that_its_last_connections_have_left() -> None:
+    port = 0
+    for _ in range(3):
+        with bound_sockets("127.0.0.1", port) as sockets:
+            port = sockets[0].getsockname()[1]
+            listen(sockets)
+            with socket.create_connection(("127.0.0.1", port), timeout=60):
+                sockets[0].accept()[0].close()  # this end closes first, and is left
 
 
 def test_a_port_on_which_this_project_serves_is_told_from_others() -> None:

@@ -9,6 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
+from .. import __version__
 from .._files import read_object, replace_text
 
 log = logging.getLogger(__name__)
@@ -37,7 +38,8 @@ def keep_speed(file: Path, model: str, speed: float) -> None:
         model: the model, dtype and device, which have to be equal in a comparison.
     """
     stored = read_object(file)
-    here = ", ".join(f"{name} {version(name)}" for name in ("mlx-specprefill", "mlx", "mlx-lm"))
+    versions = {"mlx-specprefill": __version__, **{name: version(name) for name in ("mlx", "mlx-lm")}}
+    here = ", ".join(f"{name} {number}" for name, number in versions.items())
     known = stored.get(model)
     others = {name: each for name, each in known.items() if name != here} if isinstance(known, dict) else {}
     try:

@@ -151,6 +151,11 @@ class BackgroundPrefill:
         turn = None if self._draft is None else self.turns.first()
         return turn is not None and turn.drafts
 
+    @property
+    def is_drafting(self) -> bool:
+        """Return whether the draft reads now, or has been interrupted."""
+        return self._now is not None and self._now[0].drafts
+
     def follow(self, active: ActiveRequest, handle: RequestHandle) -> IdleTurn | None:
         """Queue a turn that was answered, if something is left to read. Return the turn if it is not for idle time."""
         request = active.request

@@ -263,6 +263,8 @@ class EngineCore:
                 self._stop_background()
             if self._memory.reserve(job.uid, job.need):
                 self._scheduler.admit(uid)
+                if self._densifier.is_drafting:
+                    self._stop_background()  # what the draft has read so far serves this request
                 self._rows.plan_anew()
                 if isinstance(job, AnswerJob):
                     job.active.times.started = time.perf_counter()

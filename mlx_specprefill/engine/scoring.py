@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from ..config import EngineConfig
 from ..errors import RequestCancelled, SparseUnsupportedError
 from ..events import Progress
 from ..loading import ModelPair
-from ..request import GenerationRequest
+from ..request import GenerationRequest, TokenIds
 from ..specprefill.mapped import MappedTask, map_task
 from ..specprefill.plan import PrefillPlan, template_mask
 from ..specprefill.question import possible_questions, question_span, repeated_question_spans
@@ -192,12 +193,8 @@ class PromptScorer:
             if end - read > (len(prompt) - extension.start) // 2:
                 return Scores(np.zeros(extension.start, np.float32), "draft", _LAGS)
             task = _behind(task, max(read, end), extension.start) if by_heads else task
-        try:
+        with self._kept_if_cancelled(prompt, task.cache, keeper) if stored else nullcontext():
             scores = yield from scorer.score(draft, task)
-        except RequestCancelled:
-            if stored and 0 < (done := tokens_in(task.cache)) < len(prompt):
-                self.caches.keep_draft(prompt[:done], task.cache, keeper)
-            raise
         if stored:
             self.caches.keep_draft(prompt[: scores.importance.size], task.cache, keeper)
         scores = replace(raised(scores), read=scores.importance.size - read)
@@ -215,10 +212,21 @@ class PromptScorer:
         cache = hit.cache if hit is not None else list(make_prompt_cache(draft))
         yield Progress("draft", start, len(prompt))
         reader = draft if self._window is None else WindowedReader(draft, self._window)
-        for done, _ in feed(reader, cache, prompt[start:], None, forward_ends(prompt.size - start, self.step)):
-            yield Progress("draft", start + done, prompt.size)
+        with self._kept_if_cancelled(prompt, cache, request):
+            for done, _ in feed(reader, cache, prompt[start:], None, forward_ends(prompt.size - start, self.step)):
+                yield Progress("draft", start + done, prompt.size)
         self.caches.keep_draft(prompt, cache, request)
         return cache
+
+    @contextmanager
+    def _kept_if_cancelled(self, prompt: TokenIds, cache: list[Any], keeper: GenerationRequest) -> Iterator[None]:
+        """Keep what the draft has read of a prompt if the reading is cancelled, so that a later one goes on from it."""
+        try:
+            yield
+        except RequestCancelled:
+            if 0 < (done := tokens_in(cache)) < len(prompt):
+                self.caches.keep_draft(prompt[:done], cache, keeper)
+            raise
 
 
 def _behind(task: ScoringInput, end: int, start: int) -> ScoringInput:

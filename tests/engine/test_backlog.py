@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from mlx_specprefill import (
+    CacheLabel,
     Engine,
     EngineConfig,
+    Event,
+    Failed,
     Finished,
     GenerationRequest,
     ModelPair,
@@ -23,11 +28,13 @@ from mlx_specprefill import (
 )
 from mlx_specprefill.adapters.capture import HeadCapture
 from mlx_specprefill.adapters.heads import DraftHeads, Head
+from mlx_specprefill.engine import scoring
 from mlx_specprefill.loading import with_heads
 from tests.engine.test_mapped_draft import TEXT, behind, permuted, tokens_of
 from tests.engine.test_mapped_draft import pair as mapped_pair
 from tests.engine.test_sessions import Meter
 from tests.support.tiny import generated, random_prompt, tiny_pair
+from tests.support.waiting import eventually
 
 HEADS = DraftHeads((Head(1, 3, 0.5), Head(0, 0, 0.25)), 2, 3, {"copy": 1.0})
 CONFIG = EngineConfig(
@@ -44,17 +51,32 @@ DRAFT = 0.35  # of the target's time per token
 
 
 class Dialogue:
-    """A conversation of messages with random text."""
+    """A conversation of messages with random text.
+
+    Attributes:
+        on_sent: called when a request has been submitted.
+    """
 
     def __init__(self) -> None:
         self.prompt: tuple[int, ...] = ()
         self.spans: tuple[PromptSpan, ...] = ()
+        self.on_sent: Callable[[], object] = lambda: None
 
     def ask(self, engine: Engine, kind: str, text: Sequence[int], options: SpecPrefillOptions = AUTO) -> Finished:
         start, self.prompt = len(self.prompt), (*self.prompt, *text)
         self._say(kind, start)
         request = GenerationRequest(self.prompt, ANSWER, specprefill=options, spans=self.spans)
-        answer, last = generated(engine.generate(request))
+        events, ended = list[Event](), threading.Event()
+
+        def note(event: Event) -> None:
+            events.append(event)
+            if isinstance(event, Finished | Failed):
+                ended.set()
+
+        engine.submit(request, note)
+        self.on_sent()
+        assert ended.wait(60)
+        answer, last = generated(events)
         assert isinstance(last, Finished)
         start, self.prompt = len(self.prompt), (*self.prompt, *answer)
         self._say("assistant", start)
@@ -137,3 +159,31 @@ def test_a_mapped_draft_that_lags_finds_the_same() -> None:
     assert first > 300
     assert tool == last == 0
     assert recalled > 0
+
+
+def test_what_the_draft_read_in_a_pause_serves_the_turn_that_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pause ends in the middle of its reading: the next turn's draft goes on from there."""
+    pair, talk = with_heads(tiny_pair(), HEADS), Dialogue()
+    begun, sent, feed, read = threading.Event(), threading.Event(), scoring.feed, list[int]()
+
+    def interrupted(*parts: Any) -> Generator[Any, None, None]:
+        for done, logits in feed(*parts):
+            read.append(done)
+            if len(read) == 2:
+                begun.set()
+                assert sent.wait(60)
+            yield done, logits
+
+    with Engine(pair, replace(CONFIG, policy=replace(CONFIG.policy, densify=True))) as engine:
+        talk.ask(engine, "user", random_prompt(900))
+        assert eventually(lambda: not len(engine.densifier.turns))
+        known = len(talk.prompt)
+        monkeypatch.setattr(scoring, "feed", interrupted)
+        talk.ask(engine, "tool", random_prompt(290, 1))
+        assert begun.wait(60)
+        talk.on_sent = sent.set
+        last = talk.ask(engine, "tool", random_prompt(500, 2))
+        assert last.report.mode == "sparse"
+        assert 0 < last.report.draft_tokens <= len(talk.prompt) - known - read[1]
+        assert eventually(lambda: not len(engine.densifier.turns))
+        assert engine.caches.draft_covers(talk.prompt, CacheLabel()) == len(talk.prompt)

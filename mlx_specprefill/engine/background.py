@@ -141,14 +141,13 @@ class BackgroundPrefill:
         self._densifies = policy.densify
         self._samples = policy.verify_busy
         self._to_verify = 0  # answers so far
-        # A draft with another tokenizer has other tokens; on several ranks, one alone may have the draft.
-        alone = pair.mapping is None and pair.ranks is None
-        self._draft = pair.draft if policy.densify and policy.enabled and alone else None
+        # On several ranks, one alone may have the draft.
+        self._drafts = pair.draft is not None and policy.densify and policy.enabled and pair.ranks is None
 
     @property
     def drafts_first(self) -> bool:
         """Return whether the draft reads next."""
-        turn = None if self._draft is None else self.turns.first()
+        turn = self.turns.first() if self._drafts else None
         return turn is not None and turn.drafts
 
     @property
@@ -160,7 +159,7 @@ class BackgroundPrefill:
         """Queue a turn that was answered, if something is left to read. Return the turn if it is not for idle time."""
         request = active.request
         dense = self._densifies and active.is_sparse and (active.is_to_verify or self._has_room(active))
-        drafts = self._draft is not None and (request.pin_system_prefix or request.specprefill.enabled is not False)
+        drafts = self._drafts and (request.pin_system_prefix or request.specprefill.enabled is not False)
         if not (dense or drafts):
             return None
         known = tuple(active.decoded.sparse_logprobs) if dense else ()
@@ -240,8 +239,8 @@ class BackgroundPrefill:
             parts = turn.selection_key, turn.answer, turn.sparse_logprobs, self._guide, self._quantize
             return (yield from verify(self._prefiller, request, *parts))
         text = replace(request, prompt=turn.tokens)
-        if turn.drafts and self._draft is not None:
-            yield from self._prefiller.scorer.read(self._draft, text)
+        if turn.drafts:
+            yield from self._prefiller.scorer.catch_up(text)
         else:
             yield from densify(self._prefiller, text, turn.selection_key)
         return None

@@ -429,7 +429,9 @@ class Memory:
 
         The target may read an answer, too, with all logits.
         """
-        return self._need((self._target if dense else self._draft, tokens), rows=LOGITS_ROWS if dense else 0)
+        if dense:
+            return self._need((self._target, tokens), rows=LOGITS_ROWS)
+        return self._need((self._draft, round(tokens * self._pair.draft_ratio)))
 
     def use(self) -> MemoryUse:
         """Return the memory in use, by consumer. May be called from any thread."""

@@ -201,7 +201,8 @@ class PromptScorer:
         return replace(scores, scorer="self") if self._whole is self.pair.target else scores
 
     def read(self, draft: nn.Module, request: GenerationRequest) -> Generator[Progress, None, list[Any]]:
-        """Let the draft read the whole prompt, to propose after a full prefill or to score the next turn.
+        """Let the draft read the whole prompt, to propose after a full prefill or to score the next turn. The tokens are
+        the draft's.
 
         Returns:
             The draft's cache.
@@ -217,6 +218,16 @@ class PromptScorer:
                 yield Progress("draft", start + done, prompt.size)
         self.caches.keep_draft(prompt, cache, request)
         return cache
+
+    def catch_up(self, request: GenerationRequest) -> Generator[Progress, None, None]:
+        """Let the draft read what it has not read of the prompt, to score the next turn, if the draft's context has
+        room for it.
+        """
+        draft, mapping, context = self.pair.draft, self.pair.mapping, self.pair.draft_context
+        if mapping is not None:  # spans count target tokens
+            request = replace(request, prompt=mapping.read(request.prompt).tokens, spans=())
+        if draft is not None and (context is None or len(request.prompt) <= context):
+            yield from self.read(draft, request)
 
     @contextmanager
     def _kept_if_cancelled(self, prompt: TokenIds, cache: list[Any], keeper: GenerationRequest) -> Iterator[None]:

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from mlx_specprefill import (
-    CacheLabel,
     Engine,
     EngineConfig,
     Event,
@@ -30,6 +29,7 @@ from mlx_specprefill.adapters.capture import HeadCapture
 from mlx_specprefill.adapters.heads import DraftHeads, Head
 from mlx_specprefill.engine import scoring
 from mlx_specprefill.loading import with_heads
+from mlx_specprefill.request import SHARED
 from tests.engine.test_mapped_draft import TEXT, behind, permuted, tokens_of
 from tests.engine.test_mapped_draft import pair as mapped_pair
 from tests.engine.test_sessions import Meter
@@ -42,6 +42,7 @@ CONFIG = EngineConfig(
     prefill_step=128,
     prefix_cache_bytes=64 << 20,
 )
+PAUSING = replace(CONFIG, policy=replace(CONFIG.policy, densify=True))
 AUTO, OFF = SpecPrefillOptions(return_spans=True), SpecPrefillOptions(False)
 ANSWER = 2
 ASKED, ASKS = 26, "What is the code for Anna?"
@@ -122,6 +123,11 @@ def wants(patch: pytest.MonkeyPatch, *ranges: range) -> None:
     patch.setattr(HeadCapture, "_keep", looks_at)
 
 
+def pause(engine: Engine) -> None:
+    """Wait until there is nothing more to read."""
+    assert eventually(lambda: not len(engine.densifier.turns))
+
+
 def kept_of(last: Finished) -> set[int]:
     return {index for start, end in last.report.kept_spans or () for index in range(start, end)}
 
@@ -174,9 +180,9 @@ def test_what_the_draft_read_in_a_pause_serves_the_turn_that_ends_it(monkeypatch
                 assert sent.wait(60)
             yield done, logits
 
-    with Engine(pair, replace(CONFIG, policy=replace(CONFIG.policy, densify=True))) as engine:
+    with Engine(pair, PAUSING) as engine:
         talk.ask(engine, "user", random_prompt(900))
-        assert eventually(lambda: not len(engine.densifier.turns))
+        pause(engine)
         known = len(talk.prompt)
         monkeypatch.setattr(scoring, "feed", interrupted)
         talk.ask(engine, "tool", random_prompt(290, 1))
@@ -185,5 +191,29 @@ def test_what_the_draft_read_in_a_pause_serves_the_turn_that_ends_it(monkeypatch
         last = talk.ask(engine, "tool", random_prompt(500, 2))
         assert last.report.mode == "sparse"
         assert 0 < last.report.draft_tokens <= len(talk.prompt) - known - read[1]
-        assert eventually(lambda: not len(engine.densifier.turns))
-        assert engine.caches.draft_covers(talk.prompt, CacheLabel()) == len(talk.prompt)
+        pause(engine)
+        assert engine.caches.draft_covers(talk.prompt, SHARED) == len(talk.prompt)
+
+
+def test_a_mapped_draft_reads_in_pauses() -> None:
+    tokenizer, ids = permuted()
+    pair, talk = mapped_pair(behind(ids), tokenizer), Dialogue()
+    with Engine(pair, PAUSING) as engine:
+        for text in (6 * TEXT, 2 * TEXT):
+            talk.ask(engine, "tool", tokens_of(text).tolist())
+            pause(engine)
+        known = len(talk.prompt)
+        last = talk.ask(engine, "tool", tokens_of(4 * TEXT).tolist())
+    assert last.report.mode == "sparse"
+    assert 0 < last.report.draft_tokens <= len(talk.prompt) - known
+
+
+def test_a_draft_reads_in_pauses_no_more_than_its_context() -> None:
+    pair, found = with_heads(tiny_pair(), HEADS), []
+    for context in (500, 499):
+        talk = Dialogue()
+        with Engine(replace(pair, draft_context=context), PAUSING) as engine:
+            talk.ask(engine, "tool", random_prompt(500 - ANSWER))
+            pause(engine)
+            found.append(engine.caches.draft_covers(talk.prompt, SHARED))
+    assert found == [500, 500 - ANSWER]

@@ -53,10 +53,12 @@ def empty_cache(model: nn.Module) -> list[Any]:
 def draft_window(pair: ModelPair, config: EngineConfig) -> DraftWindow | None:
     """Return the window within which the draft reads; None: it reads densely.
 
-    The target's own layers do, whose states become the target's, and a draft that proposes the tokens of answers.
+    The target's own layers do, whose states become the target's; a draft that proposes the tokens of answers; and one
+    without calibrated heads, which scores by the published rule.
     """
     own = pair.draft is None or full_draft_model(pair.draft) is pair.target
-    return None if own or drafts_with_draft(config.speculation.strategy) else config.scoring.window
+    dense = own or pair.heads is None or drafts_with_draft(config.speculation.strategy)
+    return None if dense else config.scoring.window
 
 
 def empty_draft_cache(draft: nn.Module, staged: bool) -> list[Any]:

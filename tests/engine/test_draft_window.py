@@ -21,6 +21,7 @@ from mlx_specprefill import (
     SpecPrefillOptions,
     SpecPrefillPolicy,
     SpeculationConfig,
+    SpeculationName,
 )
 from mlx_specprefill.adapters.heads import DraftHeads, Head
 from mlx_specprefill.config import DraftWindow
@@ -107,6 +108,30 @@ def test_a_reading_within_a_window_serves_no_dense_one(pair: ModelPair) -> None:
 
 def test_who_reads_densely(pair: ModelPair) -> None:
     assert draft_window(pair, CONFIG) == WINDOW
+    assert draft_window(tiny_pair(), CONFIG) is None
     assert draft_window(on_own_layers(pair, 2), CONFIG) is None
     assert draft_window(pair, replace(CONFIG, speculation=SpeculationConfig("draft"))) is None
     assert draft_window(pair, replace(CONFIG, speculation=SpeculationConfig("ngram"))) == WINDOW
+
+
+def test_a_draft_without_calibrated_heads_scores_as_published() -> None:
+    """The published rule reads the whole prompt, also where it is all that is known of a draft."""
+    found = []
+    for config in (CONFIG, DENSE):
+        with Engine(tiny_pair(), config) as engine:
+            found.append(chosen(engine, PROMPT))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(("strategy", "ran"), [("off", False), ("draft", True)])
+def test_a_request_is_drafted_by_a_draft_that_reads_whole_prompts(strategy: SpeculationName, ran: bool) -> None:
+    """Else its report says why not."""
+    pair = with_heads(tiny_pair(), HEADS, exit_early=False)
+    options = SpecPrefillOptions(speculative="draft")
+    with Engine(pair, replace(CONFIG, speculation=SpeculationConfig(strategy))) as engine:
+        _, last = generated(engine.generate(GenerationRequest(PROMPT, 4, specprefill=options)))
+    assert isinstance(last, Finished)
+    report = last.report.speculation
+    assert report is not None
+    assert (report.strategy == "draft") == ran
+    assert ran or "within a window" in (report.reason or "")

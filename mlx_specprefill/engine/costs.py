@@ -29,10 +29,11 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from .._files import read_object, replace_text
 from ..cache.positioned import leaves
 from ..cache.prefix.identity import model_identity
-from ..config import EngineConfig
+from ..config import DraftWindow, EngineConfig
 from ..events import Prediction
 from ..loading import ModelPair
 from ..specprefill.sparse_prefill import TAIL
+from .caches import draft_window
 from .speeds import TOKENS, keep_speed, speeds_file
 
 log = logging.getLogger(__name__)
@@ -185,7 +186,9 @@ class CostModel:
         self._file = config.calibration_file
         self._step = config.prefill_step
         target = prior_cost(pair.target, pair.target_config)
-        draft = ForwardCost(0, 0, 0) if pair.draft is None else prior_cost(pair.draft, pair.draft_config or {})
+        draft, window = ForwardCost(0, 0, 0), draft_window(pair, config)
+        if pair.draft is not None:
+            draft = prior_cost(pair.draft, pair.draft_config or {}, window)
         priors: dict[ForwardKind, ForwardCost] = {
             "draft": draft,
             "target": target,
@@ -280,11 +283,12 @@ def _device() -> str:
     return f"{mx.default_device()}:{name}:{threads}"
 
 
-def prior_cost(model: nn.Module, config: Mapping[str, Any]) -> ForwardCost:
+def prior_cost(model: nn.Module, config: Mapping[str, Any], window: DraftWindow | None = None) -> ForwardCost:
     """Return the cost estimated from a model's work: active parameters, and attention by layer.
 
     Args:
         config: its config.json.
+        window: within which it reads, so that each token has a like number of pairs; None: it sees everything.
     """
     text = {**config, **config.get("text_config", {})}
     active, experts = _active_parameters(model, text)
@@ -293,7 +297,10 @@ def prior_cost(model: nn.Module, config: Mapping[str, Any]) -> ForwardCost:
     width = int(text.get("num_attention_heads", 1)) * int(text.get("head_dim") or 128)
     attending = sum(isinstance(part, KVCache) for part in leaves(make_prompt_cache(model)))
     fixed = _PRIOR_FIXED_MOE if experts else _PRIOR_FIXED_DENSE
-    return ForwardCost(fixed * token, token, 4 * width * attending / rate)
+    pair = 4 * width * attending / rate
+    if window is None:
+        return ForwardCost(fixed * token, token, pair)
+    return ForwardCost(fixed * token, token + pair * (window.sinks + window.tokens + window.block / 2), 0.0)
 
 
 def _active_parameters(model: nn.Module, config: Mapping[str, Any]) -> tuple[int, bool]:

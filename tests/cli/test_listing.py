@@ -17,6 +17,7 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from typer.testing import CliRunner, Result
 
 from mlx_specprefill import ForwardCost, blueprint
+from mlx_specprefill.config import DraftWindow
 from mlx_specprefill.engine.costs import prior_cost
 from mlx_specprefill_server import cli
 from mlx_specprefill_server.cli.listing import TABLE
@@ -42,10 +43,14 @@ SHAPE_OF = {
     "mlx-community/gpt-oss-20b-MXFP4-Q8": ("gpt-oss-120b", "draft", 8.5, 4.25),
     "mlx-community/Qwen3.5-35B-A3B-8bit": ("qwen3.5-35b-a3b", "target", 8.5, 8.5),
     "mlx-community/Qwen3.5-35B-A3B-4bit": ("qwen3.5-35b-a3b", "target", 4.5, 4.5),
+    "mlx-community/Qwen3-32B-4bit": ("qwen3-32b", "target", 4.5, 4.5),
+    "mlx-community/Qwen3-0.6B-4bit": ("qwen3-32b", "draft", 4.5, 4.5),
     "mlx-community/Meta-Llama-3.1-8B-Instruct-4bit": ("llama-3.1-8b", "target", 4.5, 4.5),
     "mlx-community/Llama-3.2-1B-Instruct-4bit": ("llama-3.1-8b", "draft", 4.5, 4.5),
 }
 """id -> shape, its model, bits of a weight, bits of an expert's weight; with the scales."""
+MADE_FOR = {"mlx-community/Qwen3-32B-4bit": 40960, "mlx-community/Qwen3-0.6B-4bit": 40960}
+"""id -> tokens of its config.json, where its shape has those that YaRN gives."""
 MODELS = Path(__file__).parents[2] / "docs" / "guides" / "models.md"
 ROWS: list[dict[str, Any]] = tomllib.loads(TABLE.read_text())["pair"]
 
@@ -137,10 +142,12 @@ class TestRecommend:
     def test_what_fits_is_shown_with_the_command_that_comes_next(self, cache: Path) -> None:
         """4.86 GB of weights and 163 840 bytes per token; lines are whole on any terminal."""
         assert table("recommend", "--memory-limit", "11GB", "--context", "8192") == [
-            ["MEMORY", "SOONER", "NEXT"],
+            ["MEMORY", "WAIT", "SOONER", "KEEPS", "NEXT"],
             [
                 "6.1 GB",
-                "2.7",
+                "1.0",
+                "3.1",
+                ".94",
                 "mlx-specprefill pull mlx-community/Meta-Llama-3.1-8B-Instruct-4bit "
                 "--draft mlx-community/Llama-3.2-1B-Instruct-4bit",
             ],
@@ -157,23 +164,51 @@ class TestRecommend:
         assert "Qwen3.5-122B" in shown
         assert "gpt-oss" not in shown
 
+    @pytest.mark.parametrize("tokens", [2048, 32768, 131072])
+    def test_the_soonest_first_token_comes_first(self, cache: Path, tokens: int) -> None:
+        """By the forwards of both models, one after another; without a draft, by those of a full prefill."""
+        waits = {}
+        for row in ROWS:
+            models = [row["target"].rpartition("/")[2]]
+            forwards = [(row["target_cost"], tokens)]
+            if "draft" in row:
+                models.append(row["draft"].rpartition("/")[2])
+                forwards = [(row["target_cost"], round(tokens / 5)), (row["draft_cost"], tokens)]
+            waits[", ".join(models)] = sum(time_of(*forward) for forward in forwards)
+        shown = table("recommend", "--memory-limit", "400GB", "--context", str(tokens))[1:]
+        named = [", ".join(re.findall(r"mlx-community/(\S+)", row[-1])) for row in shown]
+        fitting = [name for name, row in zip(waits, ROWS, strict=True) if tokens <= row["context"]]
+        assert [waits[name] for name in named] == sorted(waits[name] for name in fitting)
+        assert [row[1] for row in shown] == [f"{waits[name] / waits[named[0]]:.1f}" for name in named]
+
+    def test_a_draft_with_another_tokenizer_has_its_own_loss_beside_it(self, cache: Path) -> None:
+        page = (MODELS.parents[1] / "results.md").read_text(encoding="utf-8")
+        own, mapped = re.search(r"SmolLM2 (\.\d+)\s+with its own draft and (\.\d+) with that", page).groups()
+        shown = table("recommend", "--memory-limit", "400GB", "--context", "8192")[1:]
+        kept = {", ".join(re.findall(r"mlx-community/(\S+)", row[-1])): row[3] for row in shown}
+        assert kept.pop("gpt-oss-120b-MXFP4-Q8, Qwen3-0.6B-4bit") == mapped
+        assert {value for value in kept.values() if value != "-"} == {own}
+
     @pytest.mark.parametrize(("column", "tokens"), [(1, "8192"), (2, "32768"), (3, "65536")])
     def test_the_page_of_models_has_the_same_predictions(self, cache: Path, column: int, tokens: str) -> None:
-        """Every pair with a draft has a row, and no other."""
-        page = re.findall(
-            r"^\| (\S+, \S+) \| (.+) \| (.+) \| (.+) \|$", MODELS.read_text(encoding="utf-8"), re.MULTILINE
+        """Every pair with a draft has a row, in the same order as for the middle length, and no other."""
+        rows = re.findall(
+            r"^\| (\S+, \S+) \| (.+) \| (.+) \| (.+) \| (.+) \|$", MODELS.read_text(encoding="utf-8"), re.MULTILINE
         )
+        page = {row[0]: (row[column], row[4]) for row in rows if row[column] != "-"}
         shown = table("recommend", "--memory-limit", "400GB", "--context", tokens)[1:]
-        pairs = {", ".join(re.findall(r"mlx-community/(\S+)", command)): gain for _, gain, command in shown}
-        assert {row[0]: row[column] for row in page} == {pair: gain for pair, gain in pairs.items() if gain != "-"}
-        assert all((", " in pair) == (gain != "-") for pair, gain in pairs.items())
+        pairs = {", ".join(re.findall(r"mlx-community/(\S+)", row[-1])): (row[2], row[3]) for row in shown}
+        assert page == {pair: found for pair, found in pairs.items() if found[0] != "-"}
+        assert all((", " in pair) == (gain != "-") for pair, (gain, _) in pairs.items())
+        if column == 2:
+            assert list(page) == [pair for pair in pairs if ", " in pair]
 
     def test_what_is_here_is_served(self, cache: Path) -> None:
         store(cache, "mlx-community/gpt-oss-20b-MXFP4-Q8")
         store(cache, "mlx-community/Meta-Llama-3.1-8B-Instruct-4bit")  # without its draft
-        commands = [row[2] for row in table("recommend", "--memory-limit", "13GB")[1:]]
-        assert commands[0] == "mlx-specprefill serve --target mlx-community/gpt-oss-20b-MXFP4-Q8"
-        assert commands[1].startswith("mlx-specprefill pull mlx-community/Meta-Llama")
+        commands = sorted(row[-1] for row in table("recommend", "--memory-limit", "13GB")[1:])
+        assert commands[1] == "mlx-specprefill serve --target mlx-community/gpt-oss-20b-MXFP4-Q8"
+        assert commands[0].startswith("mlx-specprefill pull mlx-community/Meta-Llama")
 
     def test_this_machine_is_asked_without_a_limit(self, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("MLX_SPECPREFILL_MEMORY_LIMIT", "1GB")
@@ -181,6 +216,13 @@ class TestRecommend:
         refused = run("recommend", "--memory-limit", "much")
         assert refused.exit_code == 2
         assert "a size such as 512MB or 2GB is expected" in refused.stderr
+
+
+def time_of(cost: list[float], tokens: int) -> float:
+    """Milliseconds of a prompt in forwards of 2048 tokens, the last of which has 32 or a few more."""
+    fixed, token, pair = cost
+    forwards = 1 + math.ceil((tokens - 32) / 2048)
+    return fixed * (forwards - 1) + fixed + token * tokens + pair * tokens**2 / 2
 
 
 def parameters(model: nn.Module) -> int:
@@ -210,22 +252,22 @@ def test_figures_are_those_of_the_layers(row: dict[str, Any]) -> None:
     designs = [blueprint(config_of(name)) for name in models]
     assert math.isclose(row["fixed_gb"], sum(map(stored_bytes, models)) / 2**30, abs_tol=0.005)
     assert row["bytes_per_token"] == sum(design.footprint.per_token for design in designs if design.footprint)
-    assert row["context"] == min(design.context for design in designs)
+    contexts = [MADE_FOR.get(name, design.context) for name, design in zip(models, designs, strict=True)]
+    assert row["context"] == min(contexts)
     assert row["source"]
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize(
-    "row", [row for row in ROWS if "draft" in row], ids=lambda row: row["draft"].rpartition("/")[2]
-)
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['target']}+{row.get('draft', 'self')}".replace("/", "-"))
 def test_costs_are_those_that_the_engine_assumes(row: dict[str, Any]) -> None:
     """In the same unit for both; which one differs between devices."""
     unit = (
         prior_cost(shapes.random_model(config_of(row["target"])), config_of(row["target"])).token
         / row["target_cost"][1]
     )
-    for role in ("target", "draft"):
-        assumed = prior_cost(shapes.random_model(config_of(row[role])), config_of(row[role]))
+    for role in ("target", "draft")[: 1 + ("draft" in row)]:
+        window = DraftWindow() if role == "draft" else None
+        assumed = prior_cost(shapes.random_model(config_of(row[role])), config_of(row[role]), window)
         noted = ForwardCost(*row[f"{role}_cost"]).scale(unit)
         assert (noted.fixed, noted.token, noted.pair) == pytest.approx(
             (assumed.fixed, assumed.token, assumed.pair), rel=1e-4

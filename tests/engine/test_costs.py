@@ -11,11 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
+import numpy as np
 import pytest
 
 from mlx_specprefill import Engine, EngineConfig, Finished, GenerationRequest, SpecPrefillPolicy
+from mlx_specprefill.adapters.heads import DraftHeads, Head
+from mlx_specprefill.config import DraftWindow
 from mlx_specprefill.engine import speeds
 from mlx_specprefill.engine.costs import CostModel, ForwardCost, LearntCost, prior_cost
+from mlx_specprefill.loading import with_heads
 from tests.support import tiny
 
 # Fitted to published prefill times, milliseconds; how attention grows with depth is a guess. See docs/decisions/0009.
@@ -235,3 +239,15 @@ def test_a_prior_counts_packed_weights_as_what_they_stand_for():
 def test_the_output_projection_is_no_cost_of_a_prompts_token() -> None:
     small, large = (tiny.tiny_model("llama", vocab_size=size) for size in (96, 9600))
     assert prior_cost(small, {}) == prior_cost(large, {})
+
+
+def test_a_draft_that_reads_within_a_window_is_predicted_to_take_linear_time() -> None:
+    """It sees as many keys as its blocks do: those of the first tokens, of the window, and half of their own."""
+    heads = DraftHeads((Head(0, 0, 1.0),), 3, 3, {})
+    pair = with_heads(tiny.tiny_pair(), heads, exit_early=False)
+    dense, cut = (CostModel(of, EngineConfig()).cost("draft") for of in (tiny.tiny_pair(), pair))
+    assert cut.prefill_ms(65536, 0, 2048) <= 9 * cut.prefill_ms(8192, 0, 2048)
+    assert dense.prefill_ms(65536, 0, 2048) > 30 * dense.prefill_ms(8192, 0, 2048)
+    window = DraftWindow()
+    seen = np.mean([window.sinks + window.tokens + 1 + index % window.block for index in range(2048, 8192)])
+    assert cut.token == pytest.approx(dense.token + dense.pair * seen, rel=1e-3)

@@ -21,6 +21,7 @@ from .options import PairsFile
 TABLE = Path(__file__).parents[1] / "recommended.toml"
 KEPT = 0.2  # of the prompt, as `serve` keeps where nothing else is said
 STEP = 2048  # tokens of a forward, on a GPU
+KEPT_BY_OWN, KEPT_BY_MAPPED = ".94", ".89"  # of an answer's tokens; docs/results.md, "A draft with another tokenizer"
 
 
 def list_models(pairs_file: PairsFile = None) -> None:
@@ -80,37 +81,56 @@ def recommend(
     ] = None,
     context: Annotated[int, typer.Option(min=1, help="Tokens of prompt and answer that must fit.")] = 32768,
 ) -> None:
-    """Show the pairs that fit the memory of this machine, the largest first, each with the command that comes next.
+    """Show the pairs that fit the memory of this machine, each with the command that comes next.
 
-    Memory is that of weights and KV cache; a prefill's working memory comes on top. SOONER is how many times sooner the
-    first token of a prompt of that length is predicted to come with a fifth of it kept; without a draft, the first
-    start finds how many layers score, and so what it gains. This project ran none of these pairs: `mlx-specprefill
-    bench` measures them.
+    The first token of a prompt of that length comes soonest with the first pair; WAIT is how many times as long it
+    takes with the others, and SOONER how many times sooner it comes than from full reading. Both are predicted, with a
+    fifth of the prompt kept. A pair without a draft is counted in full: the first start finds how many of its layers
+    score. KEEPS is the share of an answer's tokens that a draft keeps, measured on two small pairs: with the target's
+    tokenizer, or with another one. Memory is that of weights and KV cache; a prefill's working memory comes on top.
+    This project ran none of these pairs: `mlx-specprefill bench` measures them.
     """
     with one_line_errors():
         limit = usable_memory(memory_limit)
         if limit is None:
             raise OptionError("this machine doesn't say how much memory may be used: set --memory-limit")
-    rows: list[tuple[str, ...]] = [("MEMORY", "SOONER", "NEXT")]
-    for pair in tomllib.loads(TABLE.read_text(encoding="utf-8"))["pair"]:
-        memory = round(pair["fixed_gb"] * 2**30) + pair["bytes_per_token"] * context
-        if memory <= limit and context <= pair["context"]:
-            here = all(find_model(pair[role]) for role in ("target", "draft") if role in pair)
-            command = f"mlx-specprefill {'serve --target' if here else 'pull'} {pair['target']}"
-            draft = f" --draft {pair['draft']}" if "draft" in pair else ""
-            rows.append((size(memory), _gain(pair, context), command + draft))
-    if len(rows) == 1:
+    pairs = tomllib.loads(TABLE.read_text(encoding="utf-8"))["pair"]
+    fitting = [pair for pair in pairs if _memory(pair, context) <= limit and context <= pair["context"]]
+    fitting.sort(key=lambda pair: _wait(pair, context))
+    rows = [_row(pair, context, _wait(fitting[0], context)) for pair in fitting]
+    if not rows:
         rows = [(f"No pair of the table fits {size(limit)} at {context:,} tokens; smollm2 fits every machine.",)]
-    _print(rows)
+    _print([("MEMORY", "WAIT", "SOONER", "KEEPS", "NEXT"), *rows] if fitting else rows)
 
 
-def _gain(pair: Mapping[str, Any], tokens: int) -> str:
-    """Return how many times sooner the first token of such a prompt comes, as the engine predicts it; `-`: unknown."""
+def _row(pair: Mapping[str, Any], tokens: int, least: float) -> tuple[str, ...]:
+    here = all(find_model(pair[role]) for role in ("target", "draft") if role in pair)
+    command = f"mlx-specprefill {'serve --target' if here else 'pull'} {pair['target']}"
+    wait = _wait(pair, tokens)
+    figures = size(_memory(pair, tokens)), f"{wait / least:.1f}"
     if "draft" not in pair:
-        return "-"
+        return *figures, "-", "-", command
+    kept = KEPT_BY_MAPPED if pair.get("mapped") else KEPT_BY_OWN
+    return *figures, f"{_full_wait(pair, tokens) / wait:.1f}", kept, f"{command} --draft {pair['draft']}"
+
+
+def _memory(pair: Mapping[str, Any], tokens: int) -> int:
+    """Return the bytes of weights and caches."""
+    return int(round(pair["fixed_gb"] * 2**30) + pair["bytes_per_token"] * tokens)
+
+
+def _wait(pair: Mapping[str, Any], tokens: int) -> float:
+    """Return the time until the first token of such a prompt, as the engine predicts it, in milliseconds of the
+    table's processor.
+    """
+    if "draft" not in pair:
+        return _full_wait(pair, tokens)
     target, draft = ForwardCost(*pair["target_cost"]), ForwardCost(*pair["draft_cost"])
-    sparse = draft.prefill_ms(tokens, 0, STEP) + target.prefill_ms(round(KEPT * tokens), 0, STEP)
-    return f"{target.prefill_ms(tokens, 0, STEP) / sparse:.1f}"
+    return draft.prefill_ms(tokens, 0, STEP) + target.prefill_ms(round(KEPT * tokens), 0, STEP)
+
+
+def _full_wait(pair: Mapping[str, Any], tokens: int) -> float:
+    return ForwardCost(*pair["target_cost"]).prefill_ms(tokens, 0, STEP)
 
 
 def _print(rows: Sequence[tuple[str, ...]]) -> None:

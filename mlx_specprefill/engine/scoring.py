@@ -201,8 +201,8 @@ class PromptScorer:
         return replace(scores, scorer="self") if self._whole is self.pair.target else scores
 
     def read(self, draft: nn.Module, request: GenerationRequest) -> Generator[Progress, None, list[Any]]:
-        """Let the draft read the whole prompt, to propose after a full prefill or to score the next turn. The tokens are
-        the draft's.
+        """Let the draft read the whole prompt, in its own tokens, to propose after a full prefill or to score the next
+        turn.
 
         Returns:
             The draft's cache.
@@ -231,7 +231,7 @@ class PromptScorer:
 
     @contextmanager
     def _kept_if_cancelled(self, prompt: TokenIds, cache: list[Any], keeper: GenerationRequest) -> Iterator[None]:
-        """Keep what the draft has read of a prompt if the reading is cancelled, so that a later one goes on from it."""
+        """Keep what the draft has read of a prompt if the reading is cancelled: a later one goes on from there."""
         try:
             yield
         except RequestCancelled:

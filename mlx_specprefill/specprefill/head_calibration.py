@@ -313,7 +313,7 @@ def _recall(
     """Return the mean share of gold tokens kept, by kind."""
     shares: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for read in reads:
-        importance = importance_of(read.rows, heads, read.template, scoring.pool_width)
+        importance = np.array(importance_of(read.rows, heads, read.template, scoring.pool_width))
         kept = select_tokens(importance, read.template, read.text, _KEEP, selection).kept
         shares[read.kind].append(float(np.isin(np.flatnonzero(read.gold), kept).mean()))
     return {kind: float(np.mean(values)) for kind, values in shares.items() if values}

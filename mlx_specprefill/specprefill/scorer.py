@@ -177,12 +177,14 @@ class HeadScorer:
             capture = self._capture(M)
             yield from read_prompt(draft, task, M, task.question, capture.of_passage)
             rows = capture.attention
-        by_line = self._read_asks(draft, task, end) if task.asks else None  # queued before the host waits for `rows`
-        importance = self._importance(rows, task.template[None, :end])[0]
+        parts = [(rows, task.template[None, :end])]
         words = f"{len(self.heads.heads)} calibrated heads, {self.heads.depth} of {self.heads.layers} layers"
-        if by_line is not None:
-            importance = add_asks(importance, self._by_asks(task, by_line, end), task.asks)
+        if task.asks:
+            parts.append((self._read_asks(draft, task, end), _without_surroundings(task, end)))
             words += f", {len(task.asks)} more lines that may ask"
+        importance, *by_line = self._importance(parts)
+        if task.asks:
+            importance = add_asks(importance, np.stack(by_line), task.asks)
         return Scores(importance, "draft", words, (), task.cache)
 
     def _capture(self, length: int) -> HeadCapture:
@@ -218,32 +220,36 @@ class HeadScorer:
         tokens = task.prompt[np.concatenate(indices)]
         return self._ask_again(draft, end, task.cache, tokens, mx.array(parts.astype(np.float32)))
 
-    def _by_asks(self, task: ScoringInput, rows: Mapping[tuple[int, int], mx.array], end: int) -> Floats:
-        """Return the importance of the first tokens by each of P lines that may ask, (P, end).
+    def _importance(self, parts: Sequence[tuple[Mapping[tuple[int, int], mx.array], Bools]]) -> Floats:
+        """Return the importance by each of P rows of templates, (P, M), in order of the parts.
 
-        A line's own surroundings don't compete.
-        """
-        template = np.repeat(task.template[None, :end], len(task.asks), axis=0)
-        for hidden, ask in zip(template, task.asks, strict=True):
-            hidden[max(0, ask.start - AROUND) : ask.end + AROUND] = True
-        return self._importance(rows, template)
-
-    def _importance(self, rows: Mapping[tuple[int, int], mx.array], template: Bools) -> Floats:
-        """Return the importance by each of P parts, (P, M), summed over all ranks' heads in one reduction.
+        The host waits for the device once, and all ranks' heads are summed in one reduction.
 
         Args:
-            rows: attention (M,) or (P, M) per (call, head).
-            template: (P, M) tokens that do not compete for a part.
+            parts: attention (M,) or (P', M) per (call, head), and the tokens that do not compete, (P', M).
         """
-        here = [head for head in self.heads.heads if (head.call, head.head) in rows]
-        none = np.zeros(template.shape, np.float32)
-        own = importance_of(rows, here, template, self.config.pool_width) if here else none
+        here = [head for head in self.heads.heads if (head.call, head.head) in parts[0][0]]
+        templates = np.concatenate([template for _, template in parts])
+        own = np.zeros(templates.shape, np.float32)
+        if here:
+            each = [importance_of(rows, here, template, self.config.pool_width) for rows, template in parts]
+            own = np.array(mx.concatenate(each))
         found = np.append(own, np.float32(len(here)))  # which also counts the heads
         if self.ranks is not None:
             found = self.ranks.all_sum(found)
         if round(float(found[-1])) < len(self.heads.heads):
             raise SparseUnsupportedError("a calibrated head of the draft does not see the whole prompt")
-        return found[:-1].reshape(template.shape)
+        return found[:-1].reshape(templates.shape)
+
+
+def _without_surroundings(task: ScoringInput, end: int) -> Bools:
+    """Return the tokens of the prompt's first `end` that do not compete for each line that may ask, (P, end): the
+    template, and the line's own surroundings.
+    """
+    template = np.repeat(task.template[None, :end], len(task.asks), axis=0)
+    for hidden, ask in zip(template, task.asks, strict=True):
+        hidden[max(0, ask.start - AROUND) : ask.end + AROUND] = True
+    return template
 
 
 def add_asks(importance: Floats, by_line: Floats, asks: Sequence[Ask]) -> Floats:
@@ -268,9 +274,9 @@ def add_asks(importance: Floats, by_line: Floats, asks: Sequence[Ask]) -> Floats
 
 def importance_of(
     rows: Mapping[tuple[int, int], mx.array | Floats], heads: Sequence[Head], template: Bools, width: int
-) -> Floats:
-    """Return importance float32 from attention rows per (call, head), all (M,) or (P, M). Skips heads without
-    attention.
+) -> mx.array:
+    """Return importance float32 from attention rows per (call, head), all (M,) or (P, M), not computed yet. Skips heads
+    without attention.
 
     Args:
         template: tokens that do not compete, (M,) or (P, M); attention on them is ignored.
@@ -282,7 +288,7 @@ def importance_of(
     # A mass that is no number passes, to be refused later.
     shares = mx.where(mass == 0, 0, mx.array([[head.weight] for head in heads], dtype=mx.float32) / mass)
     total = (shares.swapaxes(-1, -2) @ stacked)[..., 0, :]
-    return np.array(pool(total * competing, width))
+    return pool(total * competing, width)
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 import pytest
 from benchmarks.harness.counts import count_steps, counted
 
-from mlx_specprefill import Engine, EngineConfig, GenerationRequest, ModelPair, Progress, SpecPrefillPolicy
+from mlx_specprefill import (
+    Engine,
+    EngineConfig,
+    Finished,
+    GenerationRequest,
+    ModelPair,
+    Progress,
+    SpecPrefillPolicy,
+)
 from mlx_specprefill.adapters.heads import DraftHeads, Head
 from mlx_specprefill.engine.decode_batch import DecodeRow
 from mlx_specprefill.loading import with_heads
@@ -15,6 +25,8 @@ from mlx_specprefill.sampling import greedy
 from tests.support.rows import crowd, make_rows, prefilled
 from tests.support.tiny import VOCAB, random_prompt, tiny_model, tiny_pair
 
+from .test_mapped_draft import ASKED, TEXT, conversation
+from .test_mapped_draft import pair as mapped_pair
 from .test_staged import own_pair
 
 MOST = {"draft": 2, "prefill": 2, "select": 2, "decode": 1}  # waits of one step
@@ -53,17 +65,29 @@ def test_the_host_waits_once_per_token_and_twice_per_prefill_chunk(pair: ModelPa
     assert {step["queued"] for step in steps if step["step"] == "decode"} == {1}
 
 
+def sparse_run(pair: ModelPair, **given: Any) -> tuple[int, int, str]:
+    """The waits of a request without prefix caches, how many chunks it read, and how it was scored."""
+    config = EngineConfig(policy=SpecPrefillPolicy(threshold=0), prefill_step=64, prefix_cache_bytes=0)
+    with Engine(pair, config) as engine, counted() as counts:
+        events = list(engine.generate(GenerationRequest(max_tokens=1, **given)))
+    chunks = [event for event in events if isinstance(event, Progress) and event.stage in ("draft", "prefill")]
+    ends = {(event.stage, event.done) for event in chunks if event.done}
+    assert isinstance(events[-1], Finished)
+    assert events[-1].report.mode == "sparse"
+    return counts["waits"], len(ends), str(events[-1].report.scoring)
+
+
 def test_between_draft_and_target_the_host_waits_once() -> None:
     """For the importance. Each chunk of either is waited for, and the first token."""
     heads = DraftHeads((Head(1, 3, 0.5), Head(0, 0, 0.25)), 2, 3, {"copy": 1.0})
-    config = EngineConfig(policy=SpecPrefillPolicy(threshold=0), prefill_step=64, prefix_cache_bytes=0)
-    request = GenerationRequest(random_prompt(640), 1)
-    with Engine(with_heads(tiny_pair(), heads), config) as engine, counted() as counts:
-        events = list(engine.generate(request))
-    chunks = [event for event in events if isinstance(event, Progress) and event.stage in ("draft", "prefill")]
-    ends = {(event.stage, event.done) for event in chunks if event.done}
-    assert {stage for stage, _ in ends} == {"draft", "prefill"}
-    assert counts["waits"] == len(ends) + 1 + 1
+    waits, chunks, _ = sparse_run(with_heads(tiny_pair(), heads), prompt=random_prompt(640))
+    assert waits == chunks + 1 + 1
+
+
+def test_other_lines_that_may_ask_are_no_second_wait() -> None:
+    waits, chunks, scoring = sparse_run(mapped_pair(), **conversation(4 * TEXT + ASKED + " Answer in one word."))
+    assert "more lines that may ask" in scoring
+    assert waits == chunks + 1 + 1
 
 
 @pytest.mark.parametrize("rows", [1, 4])

@@ -39,9 +39,9 @@ class Products:
         patch.setattr(mx, "eval", counting)
         importance = HeadScorer._importance
 
-        def counting_rows(scorer: HeadScorer, rows: Any, template: Any) -> Any:
-            self.asking.append(self._count(list(rows.values())))
-            return importance(scorer, rows, template)
+        def counting_rows(scorer: HeadScorer, parts: Any) -> Any:
+            self.asking.append(self._count([row for rows, _ in parts for row in rows.values()]))
+            return importance(scorer, parts)
 
         patch.setattr(HeadScorer, "_importance", counting_rows)
 

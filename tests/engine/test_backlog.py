@@ -24,10 +24,11 @@ from mlx_specprefill import (
     SelectionConfig,
     SpecPrefillOptions,
     SpecPrefillPolicy,
+    TokenEvent,
 )
 from mlx_specprefill.adapters.capture import HeadCapture
 from mlx_specprefill.adapters.heads import DraftHeads, Head
-from mlx_specprefill.engine import scoring
+from mlx_specprefill.engine import loop, scoring
 from mlx_specprefill.loading import with_heads
 from mlx_specprefill.request import SHARED
 from tests.engine.test_mapped_draft import TEXT, behind, permuted, tokens_of
@@ -55,13 +56,14 @@ class Dialogue:
     """A conversation of messages with random text.
 
     Attributes:
-        on_sent: called when a request has been submitted.
+        on_sent: called when a request has been submitted; `on_event`: with each event, on the engine's thread.
     """
 
     def __init__(self) -> None:
         self.prompt: tuple[int, ...] = ()
         self.spans: tuple[PromptSpan, ...] = ()
         self.on_sent: Callable[[], object] = lambda: None
+        self.on_event: Callable[[Event], object] = lambda _: None
 
     def ask(self, engine: Engine, kind: str, text: Sequence[int], options: SpecPrefillOptions = AUTO) -> Finished:
         start, self.prompt = len(self.prompt), (*self.prompt, *text)
@@ -70,6 +72,7 @@ class Dialogue:
         events, ended = list[Event](), threading.Event()
 
         def note(event: Event) -> None:
+            self.on_event(event)
             events.append(event)
             if isinstance(event, Finished | Failed):
                 ended.set()
@@ -87,26 +90,38 @@ class Dialogue:
         self.spans += (PromptSpan(kind, start, start, len(self.prompt), len(self.prompt)),)
 
 
-def waits(pair: ModelPair, meter: Meter, options: SpecPrefillOptions) -> list[float]:
+def pause(engine: Engine) -> None:
+    """Wait until there is nothing more to read."""
+    assert eventually(lambda: not len(engine.densifier.turns))
+
+
+def waits(pair: ModelPair, meter: Meter, config: EngineConfig, options: SpecPrefillOptions) -> list[float]:
     """Return the tokens in front of each turn's first one, without recalled ones, a draft's as parts of a target's."""
     talk, found = Dialogue(), list[float]()
-    with Engine(pair, CONFIG) as engine:
+    with Engine(pair, config) as engine:
         for kind, tokens in SESSION:
+            if config is PAUSING:
+                pause(engine)
             meter.take()
-            text = random_prompt(tokens, len(found))
+            text, taken = random_prompt(tokens, len(found)), list[tuple[int, int]]()
+            talk.on_event = lambda event: taken.append(meter.take()) if isinstance(event, TokenEvent) else None  # noqa: B023
             recalled = talk.ask(engine, kind, text, options).report.recalled_tokens
-            target, draft = meter.take()
-            found.append(target - (ANSWER - 1) - recalled + DRAFT * draft)
+            target, draft = taken[0]
+            found.append(target - recalled + DRAFT * draft)
         assert not engine.stats().fallbacks
     return found
 
 
+@pytest.mark.parametrize("config", [CONFIG, pytest.param(PAUSING, marks=pytest.mark.extended)], ids=["busy", "pausing"])
 @pytest.mark.parametrize("family", ["llama", "qwen3_5", "gpt_oss", "nemotron_h"])
-def test_no_turn_waits_for_what_the_draft_has_not_read(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a pause. No turn is dearer than one and a half times the same in full, and the session is cheaper."""
+def test_no_turn_waits_for_what_the_draft_has_not_read(
+    family: str, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No turn is dearer than one and a half times the same in full, and the session is cheaper."""
+    monkeypatch.setattr(loop, "_QUIET_S", 0.0)
     pair = with_heads(tiny_pair(family, "llama"), HEADS)
     meter = Meter(pair, monkeypatch)
-    ours, full = (waits(pair, meter, options) for options in (AUTO, OFF))
+    ours, full = (waits(pair, meter, config, options) for options in (AUTO, OFF))
     assert max(mine / its for mine, its in zip(ours, full, strict=True)) <= 1.5
     assert sum(ours) <= 0.9 * sum(full)
 
@@ -121,11 +136,6 @@ def wants(patch: pytest.MonkeyPatch, *ranges: range) -> None:
         capture.attention[call, head] = mx.array(row)
 
     patch.setattr(HeadCapture, "_keep", looks_at)
-
-
-def pause(engine: Engine) -> None:
-    """Wait until there is nothing more to read."""
-    assert eventually(lambda: not len(engine.densifier.turns))
 
 
 def kept_of(last: Finished) -> set[int]:
@@ -170,6 +180,7 @@ def test_a_mapped_draft_that_lags_finds_the_same() -> None:
 def test_what_the_draft_read_in_a_pause_serves_the_turn_that_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pause ends in the middle of its reading: the next turn's draft goes on from there."""
     pair, talk = with_heads(tiny_pair(), HEADS), Dialogue()
+    monkeypatch.setattr(loop, "_QUIET_S", 0.0)
     begun, sent, feed, read = threading.Event(), threading.Event(), scoring.feed, list[int]()
 
     def interrupted(*parts: Any) -> Generator[Any, None, None]:
@@ -195,7 +206,8 @@ def test_what_the_draft_read_in_a_pause_serves_the_turn_that_ends_it(monkeypatch
         assert engine.caches.draft_covers(talk.prompt, SHARED) == len(talk.prompt)
 
 
-def test_a_mapped_draft_reads_in_pauses() -> None:
+def test_a_mapped_draft_reads_in_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "_QUIET_S", 0.0)
     tokenizer, ids = permuted()
     pair, talk = mapped_pair(behind(ids), tokenizer), Dialogue()
     with Engine(pair, PAUSING) as engine:
@@ -208,7 +220,8 @@ def test_a_mapped_draft_reads_in_pauses() -> None:
     assert 0 < last.report.draft_tokens <= len(talk.prompt) - known
 
 
-def test_a_draft_reads_in_pauses_no_more_than_its_context() -> None:
+def test_a_draft_reads_in_pauses_no_more_than_its_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "_QUIET_S", 0.0)
     pair, found = with_heads(tiny_pair(), HEADS), []
     for context in (500, 499):
         talk = Dialogue()

@@ -20,7 +20,7 @@ from mlx_specprefill import ForwardCost, blueprint
 from mlx_specprefill.config import DraftWindow
 from mlx_specprefill.engine.costs import prior_cost
 from mlx_specprefill_server import cli
-from mlx_specprefill_server.cli.listing import TABLE
+from mlx_specprefill_server.cli.listing import KEPT_BY_MAPPED, KEPT_BY_OWN, TABLE
 from tests.support.tiny import save_checkpoint
 
 PAIRS = """
@@ -195,7 +195,8 @@ class TestRecommend:
         rows = re.findall(
             r"^\| (\S+, \S+) \| (.+) \| (.+) \| (.+) \| (.+) \|$", MODELS.read_text(encoding="utf-8"), re.MULTILINE
         )
-        page = {row[0]: (row[column], row[4]) for row in rows if row[column] != "-"}
+        kept = {"same": KEPT_BY_OWN, "mapped": KEPT_BY_MAPPED}
+        page = {row[0]: (row[column], kept[row[4]]) for row in rows if row[column] != "-"}
         shown = table("recommend", "--memory-limit", "400GB", "--context", tokens)[1:]
         pairs = {", ".join(re.findall(r"mlx-community/(\S+)", row[-1])): (row[2], row[3]) for row in shown}
         assert page == {pair: found for pair, found in pairs.items() if found[0] != "-"}

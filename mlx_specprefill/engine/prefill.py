@@ -253,7 +253,8 @@ class Prefiller:
         """Return whether the draft scores the prompt: new text may be dropped, or dropped text recalled."""
         if active.way != "extend" or active.prefix.edited:
             return active.way == "sparse"
-        return self.pair.has_draft and (_is_staged(active.plan) or _asks(active.request, active.prefix.length))
+        may_recall = active.prefix.missing.size > 0 and _asks(active.request, active.prefix.length)
+        return self.pair.has_draft and (_is_staged(active.plan) or may_recall)
 
     def _begin_scoring(self, active: ActiveRequest, text: PromptText) -> Scoring | None:
         """Return the steps of the draft; None if the prompt is too long for it, and read without scores."""

@@ -158,6 +158,25 @@ def test_a_lagging_draft_still_finds_what_a_question_wants(monkeypatch: pytest.M
         assert last.report.recalled_tokens < 256
 
 
+def test_nothing_is_asked_once_all_is_recalled(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair, talk = with_heads(tiny_pair(), HEADS), Dialogue()
+    config = replace(CONFIG, policy=replace(CONFIG.policy, keep_pct=Fraction(9, 10)))
+    meter, read = Meter(pair, monkeypatch), []
+    wants(monkeypatch, range(64, 320))
+    with Engine(pair, config) as engine:
+        kept = kept_of(talk.ask(engine, "user", random_prompt(400)))
+        missing = set(range(400)) - kept
+        assert missing
+        wants(monkeypatch, *(range(index, index + 1) for index in missing))
+        for number in (1, 2):
+            meter.take()
+            last = talk.ask(engine, "user", random_prompt(ASKED, number))
+            read.append(meter.take()[1])
+            assert last.report.kept_tokens == last.report.prompt_tokens
+    assert read[0] > 0
+    assert read[1] == 0
+
+
 def test_a_mapped_draft_that_lags_finds_the_same() -> None:
     """The target's own weights behind another numbering of its vocabulary, and behind the same."""
     tokenizer, ids = permuted()

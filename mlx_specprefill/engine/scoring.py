@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -193,8 +192,12 @@ class PromptScorer:
             if end - read > (len(prompt) - extension.start) // 2:
                 return Scores(np.zeros(extension.start, np.float32), "draft", _LAGS)
             task = _behind(task, max(read, end), extension.start) if by_heads else task
-        with self._kept_if_cancelled(prompt, task.cache, keeper) if stored else nullcontext():
+        try:
             scores = yield from scorer.score(draft, task)
+        except RequestCancelled:
+            if stored:
+                self._keep_part(prompt, task.cache, keeper)
+            raise
         if stored:
             self.caches.keep_draft(prompt[: scores.importance.size], task.cache, keeper)
         scores = replace(raised(scores), read=scores.importance.size - read)
@@ -213,9 +216,12 @@ class PromptScorer:
         cache = hit.cache if hit is not None else list(make_prompt_cache(draft))
         yield Progress("draft", start, len(prompt))
         reader = draft if self._window is None else WindowedReader(draft, self._window)
-        with self._kept_if_cancelled(prompt, cache, request):
+        try:
             for done, _ in feed(reader, cache, prompt[start:], None, forward_ends(prompt.size - start, self.step)):
                 yield Progress("draft", start + done, prompt.size)
+        except RequestCancelled:
+            self._keep_part(prompt, cache, request)
+            raise
         self.caches.keep_draft(prompt, cache, request)
         return cache
 
@@ -229,15 +235,10 @@ class PromptScorer:
         if draft is not None and (context is None or len(request.prompt) <= context):
             yield from self.read(draft, request)
 
-    @contextmanager
-    def _kept_if_cancelled(self, prompt: TokenIds, cache: list[Any], keeper: GenerationRequest) -> Iterator[None]:
-        """Keep what the draft has read of a prompt if the reading is cancelled: a later one goes on from there."""
-        try:
-            yield
-        except RequestCancelled:
-            if 0 < (done := tokens_in(cache)) < len(prompt):
-                self.caches.keep_draft(prompt[:done], cache, keeper)
-            raise
+    def _keep_part(self, prompt: TokenIds, cache: list[Any], keeper: GenerationRequest) -> None:
+        """Keep what the draft has read of a prompt when it is stopped: a later reading goes on from there."""
+        if 0 < (done := tokens_in(cache)) < len(prompt):
+            self.caches.keep_draft(prompt[:done], cache, keeper)
 
 
 def _behind(task: ScoringInput, end: int, start: int) -> ScoringInput:

@@ -230,10 +230,8 @@ class HeadScorer:
         """
         here = [head for head in self.heads.heads if (head.call, head.head) in parts[0][0]]
         templates = np.concatenate([template for _, template in parts])
-        own = np.zeros(templates.shape, np.float32)
-        if here:
-            each = [importance_of(rows, here, template, self.config.pool_width) for rows, template in parts]
-            own = np.array(mx.concatenate(each))
+        each = [importance_of(rows, here, mask, self.config.pool_width) for rows, mask in parts] if here else []
+        own = np.array(mx.concatenate(each)) if each else np.zeros(templates.shape, np.float32)
         found = np.append(own, np.float32(len(here)))  # which also counts the heads
         if self.ranks is not None:
             found = self.ranks.all_sum(found)

@@ -31,6 +31,7 @@ from mlx_specprefill.adapters.heads import DraftHeads, Head
 from mlx_specprefill.engine import loop, scoring
 from mlx_specprefill.loading import with_heads
 from mlx_specprefill.request import SHARED
+from mlx_specprefill.specprefill.sparse_prefill import feed
 from tests.engine.test_mapped_draft import TEXT, behind, permuted, tokens_of
 from tests.engine.test_mapped_draft import pair as mapped_pair
 from tests.engine.test_sessions import Meter
@@ -200,7 +201,7 @@ def test_what_the_draft_read_in_a_pause_serves_the_turn_that_ends_it(monkeypatch
     """The pause ends in the middle of its reading: the next turn's draft goes on from there."""
     pair, talk = with_heads(tiny_pair(), HEADS), Dialogue()
     monkeypatch.setattr(loop, "_QUIET_S", 0.0)
-    begun, sent, feed, read = threading.Event(), threading.Event(), scoring.feed, list[int]()
+    begun, sent, read = threading.Event(), threading.Event(), list[int]()
 
     def interrupted(*parts: Any) -> Generator[Any, None, None]:
         for done, logits in feed(*parts):

@@ -190,7 +190,7 @@ def endless(engine: Engine, patch: pytest.MonkeyPatch) -> list[str]:
             seen.append("stopped")
 
     patch.setattr(background, "densify", dense)
-    patch.setattr(engine.densifier, "_draft", None)
+    patch.setattr(engine.densifier, "_drafts", False)
     return seen
 
 

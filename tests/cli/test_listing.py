@@ -165,9 +165,9 @@ class TestRecommend:
         assert "gpt-oss" not in shown
 
     @pytest.mark.parametrize("tokens", [2048, 32768, 131072])
-    def test_the_soonest_first_token_comes_first(self, cache: Path, tokens: int) -> None:
+    def test_the_largest_target_comes_first_and_its_soonest_pair(self, cache: Path, tokens: int) -> None:
         """By the forwards of both models, one after another; without a draft, by those of a full prefill."""
-        waits = {}
+        waits, targets = {}, [row["target"] for row in ROWS]
         for row in ROWS:
             models = [row["target"].rpartition("/")[2]]
             forwards = [(row["target_cost"], tokens)]
@@ -177,9 +177,16 @@ class TestRecommend:
             waits[", ".join(models)] = sum(time_of(*forward) for forward in forwards)
         shown = table("recommend", "--memory-limit", "400GB", "--context", str(tokens))[1:]
         named = [", ".join(re.findall(r"mlx-community/(\S+)", row[-1])) for row in shown]
+        places = {name: (targets.index(row["target"]), waits[name]) for name, row in zip(waits, ROWS, strict=True)}
         fitting = [name for name, row in zip(waits, ROWS, strict=True) if tokens <= row["context"]]
-        assert [waits[name] for name in named] == sorted(waits[name] for name in fitting)
-        assert [row[1] for row in shown] == [f"{waits[name] / waits[named[0]]:.1f}" for name in named]
+        assert named == sorted(fitting, key=places.__getitem__)
+        least = min(waits[name] for name in named)
+        assert [row[1] for row in shown] == [f"{waits[name] / least:.1f}" for name in named]
+
+    def test_the_table_has_the_largest_targets_first(self) -> None:
+        """By what they hold of a gigabyte, without drafts."""
+        alone = [round(stored_bytes(name) / 2**30) for name in dict.fromkeys(row["target"] for row in ROWS)]
+        assert alone == sorted(alone, reverse=True)
 
     def test_a_draft_with_another_tokenizer_has_its_own_loss_beside_it(self, cache: Path) -> None:
         page = (MODELS.parents[1] / "results.md").read_text(encoding="utf-8")

@@ -11,9 +11,15 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from benchmarks.harness.agent_sessions import TEMPLATE
-from benchmarks.harness.shapes import SHAPES, config_of, random_model, save_random
+from benchmarks.harness.pairs import demo_tokenizer
+from benchmarks.harness.shapes import SHAPES, config_of, random_model, random_pair, save_random
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load
+
+from mlx_specprefill import EngineConfig
+from mlx_specprefill.adapters.depth import full_draft_model, layers_of
+from mlx_specprefill.config import DraftWindow
+from mlx_specprefill.engine.caches import draft_window
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo" / "target"
 LAYERS = {"nemotron-h-120b": 11}  # up to its first attention; 4 of the others
@@ -64,6 +70,14 @@ def test_small_versions_run_and_quantised_ones_too(shape: str, bits: int | None)
 def test_a_target_may_have_the_draft_of_another_shape() -> None:
     options = cut("gpt-oss-120b", draft_of="qwen3-32b")
     assert [config_of(options, side)["model_type"] for side in ("target", "draft")] == ["gpt_oss", "qwen3"]
+
+
+@pytest.mark.parametrize("shape", ["llama-3.1-8b", "gpt-oss-120b"])
+def test_a_random_draft_reads_within_a_window_as_a_calibrated_one(shape: str) -> None:
+    options = argparse.Namespace(**vars(small(shape)) | {"draft_layers": 2, "quantised": False, "dtype": "float32"})
+    pair = random_pair(options, demo_tokenizer())
+    assert draft_window(pair, EngineConfig()) == DraftWindow()
+    assert layers_of(pair.draft) == layers_of(full_draft_model(pair.draft))
 
 
 def test_an_odd_number_of_layers_keeps_their_kinds() -> None:

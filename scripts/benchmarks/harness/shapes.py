@@ -14,9 +14,14 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_specprefill import ModelPair, make_pair
+from mlx_specprefill.adapters.depth import layers_of
+from mlx_specprefill.adapters.heads import DraftHeads, Head
+from mlx_specprefill.cache.positioned import leaves
+from mlx_specprefill.loading import with_heads
 
 Config = dict[str, Any]
 
@@ -98,7 +103,7 @@ def random_model(config: Config, dtype: mx.Dtype = mx.float32, bits: int | None 
 
 
 def random_pair(options: argparse.Namespace, tokenizer: TokenizerWrapper, **changes: Any) -> ModelPair:
-    """Return a shape's target and draft; `--quantised`: at the bits per weight at which Macs usually hold them."""
+    """Return a shape's target and draft with heads; `--quantised`: at the bits per weight at which Macs hold them."""
     models = {}
     for side in ("target", "draft"):
         config = config_of(options, side, **changes)
@@ -109,15 +114,23 @@ def random_pair(options: argparse.Namespace, tokenizer: TokenizerWrapper, **chan
         )  # frequencies are no parameters, and engines have threads
         models[side] = model, config
     (target, config), (draft, draft_config) = models.values()
-    return make_pair(
+    pair = make_pair(
         target,
         tokenizer,
         config,
         target_id=f"random {options.shape}",
         draft=draft,
         draft_config=draft_config,
-        draft_id=f"random draft of {options.shape}",
+        draft_id=f"random draft of {_shape_of(options, 'draft')}",
     )
+    return with_heads(pair, _last_head(draft))
+
+
+def _last_head(draft: nn.Module) -> DraftHeads:
+    """Return heads as calibration finds them, so that the draft reads within its window; all of its layers run."""
+    attending = [part for part in leaves(make_prompt_cache(draft)) if isinstance(part, KVCache | RotatingKVCache)]
+    layers = len(layers_of(draft))
+    return DraftHeads((Head(len(attending) - 1, 0, 1.0),), layers, layers, {})
 
 
 # --- checkpoints that any server loads -------------------------------------------------------------------------------

@@ -81,14 +81,16 @@ def recommend(
     ] = None,
     context: Annotated[int, typer.Option(min=1, help="Tokens of prompt and answer that must fit.")] = 32768,
 ) -> None:
-    """Show the pairs that fit the memory of this machine, each with the command that comes next.
+    """Show the pairs that fit the memory of this machine, the largest target first, each with the command that comes
+    next.
 
-    The first token of a prompt of that length comes soonest with the first pair; WAIT is how many times as long it
-    takes with the others, and SOONER how many times sooner it comes than from full reading. Both are predicted, with a
-    fifth of the prompt kept. A pair without a draft is counted in full: the first start finds how many of its layers
-    score. KEEPS is the share of an answer's tokens that a draft keeps, measured on two small pairs: with the target's
-    tokenizer, or with another one. Memory is that of weights and KV cache; a prefill's working memory comes on top.
-    This project ran none of these pairs: `mlx-specprefill bench` measures them.
+    Of a target's pairs the one whose first token comes soonest stands first. WAIT compares all pairs: how many times as
+    long the first token of a prompt of that length takes as with the fastest. SOONER is how many times sooner it comes
+    than from full reading. Both are predicted, with a fifth of the prompt kept. A pair without a draft is counted in
+    full: the first start finds how many of its layers score. KEEPS is the share of an answer's tokens that a draft
+    keeps, measured on two small pairs: with the target's tokenizer, or with another one. Memory is that of weights and
+    KV cache; a prefill's working memory comes on top. This project ran none of these pairs: `mlx-specprefill bench`
+    measures them.
     """
     with one_line_errors():
         limit = usable_memory(memory_limit)
@@ -96,8 +98,10 @@ def recommend(
             raise OptionError("this machine doesn't say how much memory may be used: set --memory-limit")
     pairs = tomllib.loads(TABLE.read_text(encoding="utf-8"))["pair"]
     fitting = [pair for pair in pairs if _memory(pair, context) <= limit and context <= pair["context"]]
-    fitting.sort(key=lambda pair: _wait(pair, context))
-    rows = [_row(pair, context, _wait(fitting[0], context)) for pair in fitting]
+    targets = list(dict.fromkeys(pair["target"] for pair in pairs))  # the largest first
+    fitting.sort(key=lambda pair: (targets.index(pair["target"]), _wait(pair, context)))
+    least = min((_wait(pair, context) for pair in fitting), default=1.0)
+    rows = [_row(pair, context, least) for pair in fitting]
     if not rows:
         rows = [(f"No pair of the table fits {size(limit)} at {context:,} tokens; smollm2 fits every machine.",)]
     _print([("MEMORY", "WAIT", "SOONER", "KEEPS", "NEXT"), *rows] if fitting else rows)

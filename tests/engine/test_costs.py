@@ -14,7 +14,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from mlx_specprefill import Engine, EngineConfig, Finished, GenerationRequest, SpecPrefillPolicy
+from mlx_specprefill import Engine, EngineConfig, Finished, GenerationRequest, SpecPrefillPolicy, __version__
 from mlx_specprefill.adapters.heads import DraftHeads, Head
 from mlx_specprefill.config import DraftWindow
 from mlx_specprefill.engine import speeds
@@ -172,7 +172,7 @@ def test_the_speed_at_8k_is_kept_by_version(tmp_path, monkeypatch):
     def installed(name):
         if name == "mlx-specprefill":
             raise PackageNotFoundError(name)
-        return speeds.__version__
+        return __version__
 
     monkeypatch.setattr(speeds, "version", installed)
     law, pair = ForwardCost(5, 0.5, 1e-4), tiny.tiny_pair()

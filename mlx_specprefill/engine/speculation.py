@@ -10,21 +10,16 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import mlx.nn as nn
-
-from ..adapters.depth import FirstLayers
 from ..config import EngineConfig, SpeculationName
-from ..errors import Refused, RequestCancelled, device_error
+from ..errors import RequestCancelled, device_error
 from ..events import Progress, SpeculationReport, TokenEvent
 from ..loading import ModelPair
 from ..request import GenerationRequest
 from ..speculative.proposer import Models, Proposer
 from ..speculative.row import SpeculativeRow
 from ..speculative.strategies import STRATEGIES, refusal
-from .caches import draft_window
 
 log = logging.getLogger(__name__)
-_WINDOW = "the draft reads prompts within a window: it reads them whole where the server's strategy needs it"
 _PLAIN = "autoregressive"
 _SHARED = "other answers are running, and a shared forward is cheaper"
 _SEEDED = "a seeded text must not depend on what else is running"
@@ -65,12 +60,9 @@ class Speculator:
 
 def models_of(pair: ModelPair, config: EngineConfig) -> Models:
     """Return what a pair's answers are drafted with."""
-    draft = pair.proposer
-    if isinstance(draft, nn.Module) and not isinstance(draft, FirstLayers) and draft_window(pair, config) is not None:
-        draft = Refused(_WINDOW)
     return Models(
         target=pair.target,
-        draft=draft,
+        draft=pair.proposer,
         config=config.speculation,
         own_parts=pair.own_parts,
         draft_vocab=pair.draft_vocab,

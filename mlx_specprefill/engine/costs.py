@@ -186,9 +186,9 @@ class CostModel:
         self._file = config.calibration_file
         self._step = config.prefill_step
         target = prior_cost(pair.target, pair.target_config)
-        draft, window = ForwardCost(0, 0, 0), draft_window(pair, config)
+        draft = ForwardCost(0, 0, 0)
         if pair.draft is not None:
-            draft = prior_cost(pair.draft, pair.draft_config or {}, window)
+            draft = prior_cost(pair.draft, pair.draft_config or {}, draft_window(pair, config))
         priors: dict[ForwardKind, ForwardCost] = {
             "draft": draft,
             "target": target,

@@ -184,7 +184,7 @@ def find_heads(
     Raises:
         SparseUnsupportedError: none of its heads can be calibrated.
     """
-    eligible = _eligible_calls(draft)
+    eligible = eligible_calls(draft)
     reader = TextReader(tokenizer)
     items, reads = list(calibration_items(_ITEMS, _CHARACTERS)), list[_Read]()
     until = time.monotonic() + limit_s
@@ -334,7 +334,7 @@ def _calls(model: nn.Module) -> int:
     return capture.calls
 
 
-def _eligible_calls(draft: nn.Module) -> set[int]:
+def eligible_calls(draft: nn.Module) -> set[int]:
     """Return the attention calls that see the whole prompt. Windows are excluded: in a short prompt they look the same.
 
     Raises:

@@ -16,6 +16,7 @@ import orjson
 _PROBE_S = 0.5  # seconds for a program on this machine to answer
 _HEALTH_BYTES = 64 << 10
 _LAST_PORT = 65535
+_ANOTHER = "another program listens there"
 
 
 @contextlib.contextmanager
@@ -41,7 +42,7 @@ def listen(sockets: Sequence[socket.socket]) -> None:
     """
     for listener in sockets:
         host, port = listener.getsockname()[:2]
-        with _named(host, port, []):
+        with _named(host, port):
             listener.listen()
         # Else what is left of its connections keeps the next start from the port. Set before, it would let others in.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -84,12 +85,11 @@ def _addresses(host: str, port: int) -> list[tuple[int, str]]:
 
 
 def _bind(family: int, address: str, port: int) -> socket.socket:
-    listener, found = socket.socket(family, socket.SOCK_STREAM), list[str]()
-    with _named(address, port, found), ExitStack() as failing:
+    if port and (program := _listening(family, address, port)) is not None:
+        raise _refusal(errno.EADDRINUSE, address, port, program)
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    with _named(address, port), ExitStack() as failing:
         failing.callback(listener.close)
-        if port and (program := _listening(family, address, port)) is not None:
-            found.append(program)
-            raise OSError(errno.EADDRINUSE, "")
         if family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         try:
@@ -104,16 +104,20 @@ def _bind(family: int, address: str, port: int) -> socket.socket:
 
 
 @contextlib.contextmanager
-def _named(address: str, port: int, found: Sequence[str]) -> Iterator[None]:
-    """Name the address in an OSError of its socket, and the program that was found there."""
+def _named(address: str, port: int) -> Iterator[None]:
+    """Name the address in an OSError of its socket."""
     try:
         yield
     except OSError as error:
-        reason = os.strerror(error.errno or 0)
-        if error.errno == errno.EADDRINUSE:
-            other = found[0] if found else "another program listens there"
-            reason += f" ({other}): choose another one, as --port {port + 1 if port < _LAST_PORT else port - 1}"
-        raise OSError(error.errno, reason, f"--host {address} --port {port}") from error
+        raise _refusal(error.errno or 0, address, port) from error
+
+
+def _refusal(number: int, address: str, port: int, other: str = _ANOTHER) -> OSError:
+    """Return the error of an address, which names the other program where the port is taken."""
+    reason = os.strerror(number)
+    if number == errno.EADDRINUSE:
+        reason += f" ({other}): choose another one, as --port {port + 1 if port < _LAST_PORT else port - 1}"
+    return OSError(number, reason, f"--host {address} --port {port}")
 
 
 def _listening(family: int, address: str, port: int) -> str | None:
@@ -131,4 +135,4 @@ def _listening(family: int, address: str, port: int) -> str | None:
         connection.request("GET", "/health")
         health = orjson.loads(connection.getresponse().read(_HEALTH_BYTES))
         return f"mlx-specprefill serves {health['model']} there, {health['running']} requests are running"
-    return "another program listens there"
+    return _ANOTHER

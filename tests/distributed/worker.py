@@ -48,7 +48,7 @@ from mlx_specprefill.adapters.depth import layers_of
 from mlx_specprefill.adapters.heads import Head
 from mlx_specprefill.engine import loop
 from mlx_specprefill.reading import shard
-from mlx_specprefill.specprefill.head_calibration import _eligible_calls
+from mlx_specprefill.specprefill.head_calibration import eligible_calls
 from tests.support.oracle import build, tiny_models
 from tests.support.tiny import tokenizer
 from tests.support.waiting import eventually
@@ -358,7 +358,7 @@ def split_pair(name: str, kind: str, ranks: Ranks | None) -> ModelPair:
     """A target and a draft of one architecture; heads at either end of every attention call that sees all."""
     config, sharding = tiny_models()[name].config, None
     target, draft = build(name, times=2), None if kind == "own layers" else build(name, seed=1)
-    calls = _eligible_calls(target if draft is None else draft)
+    calls = eligible_calls(target if draft is None else draft)
     layers = len(layers_of(target if draft is None else draft))
     if ranks is not None:
         sharding = shard(target, name, config, ranks, "tensor")

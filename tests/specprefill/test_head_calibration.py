@@ -26,10 +26,10 @@ from mlx_specprefill.specprefill.head_calibration import (
     KINDS,
     CalibrationItem,
     _choose_heads,
-    _eligible_calls,
     _rank_heads,
     _Read,
     calibration_items,
+    eligible_calls,
     find_heads,
 )
 from mlx_specprefill.specprefill.text import PromptText
@@ -162,12 +162,12 @@ def test_a_draft_that_finds_little_must_not_choose() -> None:
 
 
 def test_calls_of_windows_are_never_eligible() -> None:
-    assert _eligible_calls(tiny_model("gpt_oss")) == {1, 3}
+    assert eligible_calls(tiny_model("gpt_oss")) == {1, 3}
     pattern = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
-    assert _eligible_calls(tiny_model("gpt_oss", layer_types=pattern)) == {0, 3}
-    assert _eligible_calls(tiny_model("llama")) == {0, 1, 2}
-    assert _eligible_calls(tiny_model("nemotron_h")) == {0, 1}
-    assert _eligible_calls(tiny_model("qwen3_5")) == {0, 1}
+    assert eligible_calls(tiny_model("gpt_oss", layer_types=pattern)) == {0, 3}
+    assert eligible_calls(tiny_model("llama")) == {0, 1, 2}
+    assert eligible_calls(tiny_model("nemotron_h")) == {0, 1}
+    assert eligible_calls(tiny_model("qwen3_5")) == {0, 1}
 
 
 @pytest.mark.extended

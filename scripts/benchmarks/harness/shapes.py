@@ -14,14 +14,13 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_specprefill import ModelPair, make_pair
 from mlx_specprefill.adapters.depth import layers_of
 from mlx_specprefill.adapters.heads import DraftHeads, Head
-from mlx_specprefill.cache.positioned import leaves
 from mlx_specprefill.loading import with_heads
+from mlx_specprefill.specprefill.head_calibration import eligible_calls
 
 Config = dict[str, Any]
 
@@ -128,9 +127,8 @@ def random_pair(options: argparse.Namespace, tokenizer: TokenizerWrapper, **chan
 
 def _last_head(draft: nn.Module) -> DraftHeads:
     """Return heads as calibration finds them, so that the draft reads within its window; all of its layers run."""
-    attending = [part for part in leaves(make_prompt_cache(draft)) if isinstance(part, KVCache | RotatingKVCache)]
     layers = len(layers_of(draft))
-    return DraftHeads((Head(len(attending) - 1, 0, 1.0),), layers, layers, {})
+    return DraftHeads((Head(max(eligible_calls(draft)), 0, 1.0),), layers, layers, {})
 
 
 # --- checkpoints that any server loads -------------------------------------------------------------------------------

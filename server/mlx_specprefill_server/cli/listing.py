@@ -98,13 +98,13 @@ def recommend(
             raise OptionError("this machine doesn't say how much memory may be used: set --memory-limit")
     pairs = tomllib.loads(TABLE.read_text(encoding="utf-8"))["pair"]
     fitting = [pair for pair in pairs if _memory(pair, context) <= limit and context <= pair["context"]]
-    targets = list(dict.fromkeys(pair["target"] for pair in pairs))  # the largest first
+    if not fitting:
+        _print([(f"No pair of the table fits {size(limit)} at {context:,} tokens; smollm2 fits every machine.",)])
+        return
+    targets = [pair["target"] for pair in pairs]  # the largest first
     fitting.sort(key=lambda pair: (targets.index(pair["target"]), _wait(pair, context)))
-    least = min((_wait(pair, context) for pair in fitting), default=1.0)
-    rows = [_row(pair, context, least) for pair in fitting]
-    if not rows:
-        rows = [(f"No pair of the table fits {size(limit)} at {context:,} tokens; smollm2 fits every machine.",)]
-    _print([("MEMORY", "WAIT", "SOONER", "KEEPS", "NEXT"), *rows] if fitting else rows)
+    least = min(_wait(pair, context) for pair in fitting)
+    _print([("MEMORY", "WAIT", "SOONER", "KEEPS", "NEXT"), *(_row(pair, context, least) for pair in fitting)])
 
 
 def _row(pair: Mapping[str, Any], tokens: int, least: float) -> tuple[str, ...]:

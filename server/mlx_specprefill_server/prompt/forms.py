@@ -1,4 +1,4 @@
-"""The form in which one chat template shows a whole conversation, and the change of canonical messages to it.
+"""The form in which one chat template shows a conversation (roles, their order, calls, ids), and messages in that form.
 
 Templates differ in what they take: some show no calls, one call a message, no text beside a call, or only conversations
 in which people and the assistant alternate. `probe` asks a template and chooses its form. Everything here is a pure

@@ -40,7 +40,7 @@ def load_gguf(
         dtype: of all floating-point arrays; None: the file's own.
         pack: keep quantised weights packed; else every weight becomes `dtype`.
         on_progress: called with the bytes of the tensors read so far, and of all tensors.
-        repacked: folder that keeps the arrays of large files for later loads; None: none is kept.
+        repacked: folder that keeps the packed arrays of large files for later loads; None: none is kept.
 
     Raises:
         LoadError: the file is not GGUF, is broken, or can't be run; one line that names it.
@@ -52,7 +52,7 @@ def load_gguf(
     tokenizer, ends = build_tokenizer(header.metadata, name, config["vocab_size"], config["max_position_embeddings"])
     config["eos_token_id"] = ends
     wanted = dtype or _own_dtype(header)
-    kept = Repacked(repacked, path, f"{wanted}, {'packed' if pack else 'unpacked'}")
+    kept = Repacked(repacked if pack else None, path, str(wanted))  # unpacked ones are converted as fast as read
     model = load_model(
         path, header, architecture, config, dtype=wanted, pack=pack, on_progress=on_progress, repacked=kept
     )

@@ -1,4 +1,4 @@
-"""Keeps the arrays that large GGUF files became, as safetensors, so that later loads read them at the disk's speed.
+"""Keeps the packed arrays of large GGUF files as safetensors, so that later loads read them at the disk's speed.
 
 One file for each GGUF file and form of its arrays. It says which state of the GGUF file it was made from.
 """
@@ -34,7 +34,7 @@ class Repacked:
     Args:
         folder: of the kept files; None: nothing is read or kept.
         source: the GGUF file.
-        form: dtype and packing.
+        form: dtype of the scales and of what is not packed.
     """
 
     def __init__(self, folder: Path | None, source: Path, form: str) -> None:

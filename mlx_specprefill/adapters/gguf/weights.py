@@ -24,6 +24,7 @@ from .repacked import Repacked
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
+Places = dict[str, mx.array]
 GROUP = 32  # weights that share a scale and a bias in MLX
 EXACT_BITS = {Kind.Q4_0: 4, Kind.Q4_1: 4, Kind.Q4_K: 4, Kind.Q5_0: 5, Kind.Q5_1: 5, Kind.Q5_K: 5, Kind.Q8_0: 8}
 _OTHER_BITS = 8  # of types with no exact form in MLX
@@ -94,10 +95,15 @@ def _converted(
 ) -> Iterator[tuple[str, mx.array]]:
     """Yield the arrays of mlx-lm's module by name, one tensor after the other."""
     total, done = sum(info.nbytes for info in stored.values()), 0
+    packed = [name.endswith(".weight") and name.removesuffix(".weight") in packing for name in stored]
+    places = [_places(info, info.blocks, pack) for info, pack in zip(stored.values(), packed, strict=True)]
     with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as threads:
-        for name, info in stored.items():
+        for index, (name, info) in enumerate(stored.items()):
             layer, _, part = name.rpartition(".")
-            arrays = read_arrays(info, file, pack=layer in packing and part == "weight", threads=threads)
+            # Memory's first touch takes as long as a conversion: MLX clears the next tensor's while threads fill this.
+            mx.async_eval(places[index : index + 2])
+            arrays = read_arrays(info, file, pack=packed[index], threads=threads, places=places[index])
+            places[index] = {}
             for kind, array in arrays.items():
                 full = f"{layer}.{kind or part}"
                 yield full, _convert(full, array, architecture, config, dtype)
@@ -106,15 +112,18 @@ def _converted(
 
 
 def read_arrays(
-    info: TensorInfo, file: BinaryIO, *, pack: bool, threads: Executor | None = None
-) -> dict[str, mx.array]:
+    info: TensorInfo, file: BinaryIO, *, pack: bool, threads: Executor | None = None, places: Places | None = None
+) -> Places:
     """Return `weight`, `scales` and `biases` in MLX's packing, or a tensor's numbers by the name "".
 
     Packed weights are uint32, all others float32. MLX's weight q means q scale + bias. GGUF's means the same in the
     types of EXACT_BITS; others are rounded to 8 bits, a piece at a time.
+
+    Args:
+        places: from `_places`, for the whole tensor.
     """
     if not pack or info.kind in EXACT_BITS:
-        arrays = _filled(info, file, 0, info.blocks, pack, threads)
+        arrays = _filled(info, file, 0, info.blocks, pack, threads, places)
     else:
         step = max(1, _ROUNDED // info.block_bytes)
         parts = [
@@ -130,19 +139,34 @@ def read_arrays(
     return {name: array.reshape(*info.shape[:-1], -1) for name, array in arrays.items()}
 
 
+def _places(info: TensorInfo, blocks: int, pack: bool) -> Places:
+    """Return zeros, not computed yet, for what so many blocks become: (blocks, ...) each. None for types that MLX has
+    no exact form of.
+    """
+    if pack and info.kind not in EXACT_BITS:
+        return {}
+    sample = (_pack if pack else _numbers)(np.zeros((1, info.block_bytes), np.uint8), info.kind)
+    return {
+        name: mx.zeros((blocks, each.shape[1]), mx.uint32 if each.dtype == np.uint32 else mx.float32)
+        for name, each in sample.items()
+    }
+
+
 def _filled(
-    info: TensorInfo, file: BinaryIO, first: int, last: int, pack: bool, threads: Executor | None
-) -> dict[str, mx.array]:
+    info: TensorInfo,
+    file: BinaryIO,
+    first: int,
+    last: int,
+    pack: bool,
+    threads: Executor | None,
+    places: Places | None = None,
+) -> Places:
     """Return the blocks from `first` to before `last`, converted: (blocks, ...) each.
 
     Threads write the numbers where MLX has them. They call numpy alone, which lets others run meanwhile.
     """
     convert = _pack if pack else _numbers
-    sample = convert(np.zeros((1, info.block_bytes), np.uint8), info.kind)
-    arrays = {
-        name: mx.zeros((last - first, each.shape[1]), mx.uint32 if each.dtype == np.uint32 else mx.float32)
-        for name, each in sample.items()
-    }
+    arrays = places or _places(info, last - first, pack)
     mx.eval(arrays)
     views = {name: np.array(array, copy=False) for name, array in arrays.items()}
     step = max(1, _PIECE // info.block_bytes)

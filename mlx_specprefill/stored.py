@@ -100,8 +100,7 @@ def _has_weights(folder: Path) -> bool:
 def files_digest(path: Path) -> str:
     """Return a digest of a checkpoint's configuration and of samples of its weights."""
     digest = hashlib.blake2b(digest_size=16)
-    files = [path] if path.is_file() else sorted([*path.glob("config.json"), *path.glob("*.safetensors")])
-    for file in files:
+    for file in _loaded_files(path):
         size = file.stat().st_size
         digest.update(f"{file.name}\0{size}\0".encode())
         with file.open("rb") as content:
@@ -109,6 +108,18 @@ def files_digest(path: Path) -> str:
                 content.seek(index * size // _PARTS)
                 digest.update(content.read(_PART))
     return digest.hexdigest()
+
+
+def files_state(path: Path) -> str:
+    """Return the same with the times of change, which differ on other machines: no changed file has the same.
+
+    Reading 20 GB for it would take as long as what is saved by knowing the file.
+    """
+    return f"{files_digest(path)}, {[file.stat().st_mtime_ns for file in _loaded_files(path)]}"
+
+
+def _loaded_files(path: Path) -> list[Path]:
+    return [path] if path.is_file() else sorted([*path.glob("config.json"), *path.glob("*.safetensors")])
 
 
 def repacked_files(folder: Path) -> Iterator[tuple[Path, str]]:

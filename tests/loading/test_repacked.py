@@ -19,7 +19,7 @@ from gguf import GGMLQuantizationType as Kind
 from mlx.utils import tree_flatten
 from typer.testing import CliRunner
 
-from mlx_specprefill import load_pair, repacked_files
+from mlx_specprefill import load_pair, repacked_files, stored
 from mlx_specprefill.adapters.gguf import load_gguf, repacked, weights
 from mlx_specprefill_server import cli
 from tests.support.gguf_files import CONFIGS, contents, random_weights
@@ -111,7 +111,7 @@ def test_a_changed_file_is_repacked(tmp_path: Path, conversions: Conversions, sa
 
 
 def test_what_only_its_time_tells(tmp_path: Path, conversions: Conversions, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(repacked, "files_digest", lambda _: "samples that missed the change")
+    monkeypatch.setattr(stored, "files_digest", lambda _: "samples that missed the change")
     file, folder = write(tmp_path / "a.gguf"), tmp_path / "kept"
     load(file, folder)
     write(file, seed=1)

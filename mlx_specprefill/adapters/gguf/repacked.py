@@ -18,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..._files import make_unsaved
-from ...stored import REPACKED_FROM, files_digest
+from ...stored import REPACKED_FROM, files_state
 from ..pieces import bring_into_memory
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class Repacked:
         name = hashlib.blake2b(f"{self._source}\0{form}".encode(), digest_size=16).hexdigest()
         kept = folder is not None and self._source.stat().st_size >= _SMALLEST
         self._file = folder / f"{name}.safetensors" if folder is not None and kept else None
-        self._state = _state_of(self._source) if kept else ""
+        self._state = f"{_VERSION}, {files_state(self._source)}" if kept else ""
 
     def read(self, on_progress: Callable[[int, int], None]) -> dict[str, mx.array] | None:
         """Return the arrays, in memory; None where they are not kept, of another state of the file, or damaged."""
@@ -91,10 +91,3 @@ class Repacked:
         with part.open("rb") as written:
             os.fsync(written.fileno())
         part.replace(file)
-
-
-def _state_of(source: Path) -> str:
-    """Return a digest of the file's name, size, time of change and samples: reading 20 GB for it would take as long as
-    repacking saves.
-    """
-    return f"{_VERSION}, {files_digest(source)}, {source.stat().st_mtime_ns}"

@@ -101,7 +101,7 @@ def _converted(
         for index, (name, info) in enumerate(stored.items()):
             layer, _, part = name.rpartition(".")
             # Memory's first touch takes as long as a conversion: MLX clears the next tensor's while threads fill this.
-            mx.async_eval(places[index : index + 2])
+            mx.async_eval(places[index : index + 2])  # type: ignore[no-untyped-call]
             arrays = read_arrays(info, file, pack=packed[index], threads=threads, places=places[index])
             places[index] = {}
             for kind, array in arrays.items():

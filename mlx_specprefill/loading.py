@@ -192,7 +192,7 @@ def load_pair(
         exit_early: whether the draft ends at the last of its calibrated heads; one that proposes tokens must not.
         dtype: "auto" is as stored on a GPU. On a CPU, where halves are slow, it is float32 with GGUF files unpacked.
         loaded: models of other pairs, which this one shares.
-        repacked: folder that keeps the repacked weights of large GGUF files for later loads; None: none is kept.
+        repacked: folder that keeps the packed weights of large GGUF files for later loads; None: none is kept.
         probes: file that remembers which models passed the probe, which then runs no forwards; None: it always does.
         on_progress: gets the bytes of target or draft that are in memory, and those of the whole; one after the other.
         ranks: from `join_ranks`. Each holds its part of the target; `draft_placement`: of a draft model on them.
@@ -205,10 +205,8 @@ def load_pair(
     state = None if probes is None or ranks is not None else _state_before(target, dtype, loaded)
     read = partial(read_model if loaded is None else loaded.read, repacked=repacked)
     model, tokenizer, config, sharding = _read_target(target, dtype, on_progress, read, ranks)
-    draft_from, source = target, _DraftSource()
-    if draft == "self":
-        source = _own_layers(ranks, sharding)
-    elif draft is not None:
+    draft_from, source = target, _own_layers(ranks, sharding) if draft == "self" else _DraftSource()
+    if draft is not None and draft != "self":
         draft_from, source = draft, _read_draft(draft, dtype, on_progress, read, ranks, draft_placement, draft_heads)
     pair = make_pair(
         model,
@@ -227,9 +225,15 @@ def load_pair(
     )
     own_parts = {} if ranks is not None else load_own_parts(model, resolve_model_path(target) or Path(target), dtype)
     pair = replace(pair, sampling=stated_sampling(target), own_parts=own_parts)
-    if draft == "self" and pair.draft is None:
+    return _with_known_heads(pair, heads, draft_from, exit_early, own=draft == "self")
+
+
+def _with_known_heads(
+    pair: ModelPair, heads: DraftHeads | None, draft: str | Path, exit_early: bool, *, own: bool
+) -> ModelPair:
+    if own and pair.draft is None:
         return replace(pair, sparse_refusal=_PIPELINE)
-    known = broadcast(ranks, "draft's heads", lambda: _calibrated_heads(pair, heads, draft_from))
+    known = broadcast(pair.ranks, "draft's heads", lambda: _calibrated_heads(pair, heads, draft))
     return pair if known is None else with_heads(pair, known, exit_early=exit_early)
 
 
@@ -358,9 +362,8 @@ def make_pair(
 
     Args:
         draft, draft_heads: as in `load_pair`; `draft_tokenizer`: None: the target's.
-        ranks, sharding: of a target that is spread over several processes already.
+        ranks, sharding: of a target that is spread over several processes already. `passed`: what earlier starts know.
         draft_placement: of its draft; "first": on rank 0 alone, the others are given none.
-        passed: what earlier starts know of the target.
 
     Raises:
         LoadError: the draft's first layers can't score.

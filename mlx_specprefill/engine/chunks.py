@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from ..config import EngineConfig
 from ..events import Event, Progress
 from ..loading import ModelPair
@@ -18,9 +16,9 @@ _SMALLEST_BACKGROUND = 8  # of idle work, for which a request waits: on a slow C
 # slowest takes one and a half times the median.
 _IDLE_PART = 2 / 3
 # A chunk is no shorter than what loses this share of its time to the forward's fixed cost: beside other requests, in
-# idle time, and alone.
+# idle time (short chunks touch fewer experts, which hides some of that cost), and alone.
 _FIXED_SHARE = 1 / 3
-_FIXED_SHARE_IDLE = 0.3
+_FIXED_SHARE_IDLE = 0.25
 _FIXED_SHARE_ALONE = 0.1
 _ALONE_MS = 2000.0  # of a chunk for which nobody waits but who may come or leave: a short question, an abort, Ctrl-C
 
@@ -30,7 +28,8 @@ class ChunkSizer:
 
     Alone, a chunk takes two seconds at most, unless a tenth of its time would then be the fixed cost of a forward, and
     has at most `EngineConfig.prefill_step` tokens. Beside other requests a chunk takes about `target_itl_ms`, one of
-    idle work less, unless some third of its time would be the fixed cost.
+    idle work less, unless some third of its time would be the fixed cost. From idle work, whose chunks are short, is
+    learnt only what requests have not shown: no line fits short and long forwards of one machine alike.
 
     Attributes:
         largest: tokens of a chunk at most.
@@ -82,7 +81,7 @@ class ChunkSizer:
         elif not contended:
             ms, share = _ALONE_MS, _FIXED_SHARE_ALONE
         most = cost.most_tokens(ms, depth) // smallest * smallest
-        least = math.ceil(cost.fewest_tokens(share, depth) / smallest) * smallest
+        least = round(cost.fewest_tokens(share, depth) / smallest) * smallest
         return min(largest, max(smallest, most, least))
 
     def observe(self, job: Job, event: Event) -> None:
@@ -100,7 +99,8 @@ class ChunkSizer:
             job.active.times.spend(stage, ms)
         if stage == "select":
             self._costs.observe("select", event.total, 0, ms)
-        elif reads and tokens <= self._given:  # more than was given out came from the draft's cache
+        # More than was given out came from the draft's cache.
+        elif reads and tokens <= self._given and not (job.background and self._costs.is_known(_kind(stage, job))):
             self._costs.observe(_kind(stage, job), tokens, depth, ms)
 
 

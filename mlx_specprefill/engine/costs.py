@@ -44,7 +44,7 @@ _HALF_LIFE = 12  # forwards after which an observation counts half, to follow a 
 _LEAST_TOKENS = 8  # shorter forwards are not timed
 _ROUNDS = 12
 _EXACT = 1e-3  # relative error below which observations count alike
-_KNOWN = 12  # forwards of the target after which its speed is kept for the next version
+_KNOWN = 12  # forwards after which a cost is relied on: idle work moves it no more, the next version compares itself
 _RIDGE = 1e-9  # keeps a system solvable if all observations are alike
 _SUBSETS = np.array([s for s in product((0.0, 1.0), repeat=3) if any(s)])  # of the three coefficients, (7, 3)
 # (tokens, depth) of the observations that the prior stands for, and the weight of each beside a new one.
@@ -215,6 +215,10 @@ class CostModel:
         """Return whether forwards of both models have been timed on this machine, now or before an earlier end."""
         kinds: tuple[ForwardKind, ...] = ("target", "draft") if self._pair.has_draft else ("target",)
         return all(self._learnt[kind].count or kind in self._measured for kind in kinds)
+
+    def is_known(self, kind: ForwardKind) -> bool:
+        """Return whether enough of these forwards were timed, now or before an earlier end."""
+        return kind in self._measured or self._learnt[kind].count >= _KNOWN
 
     def observe(self, kind: ForwardKind, tokens: int, depth: int, ms: float) -> None:
         """Learn from a forward. MLX thread only."""

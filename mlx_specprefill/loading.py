@@ -362,8 +362,8 @@ def make_pair(
 
     Args:
         draft, draft_heads: as in `load_pair`; `draft_tokenizer`: None: the target's.
-        ranks, sharding: of a target that is spread over several processes already. `passed`: what earlier starts know.
-        draft_placement: of its draft; "first": on rank 0 alone, the others are given none.
+        ranks, sharding, draft_placement: as in `ModelPair`, of models that are spread over several processes already.
+        passed: what earlier starts know of the target.
 
     Raises:
         LoadError: the draft's first layers can't score.

@@ -13,7 +13,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from ..cache.positioned import PositionedKVCache, leaves, make_positioned_cache, place
+from ..arrays import Positions
+from ..cache.positioned import PositionedKVCache, Runs, leaves, make_positioned_cache, place
 from ..errors import SparseUnsupportedError
 from .rope import RotationCall, record_rotations
 
@@ -32,7 +33,7 @@ class LayerRotation(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Tokens of one cache that another prompt has, too: `size` of them, from slot `old` on, at position `new` there."""
+    """Tokens of one text that another one has, too: `size` of them, from `old` on, which stand from `new` on there."""
 
     old: int
     new: int
@@ -71,18 +72,54 @@ def layer_rotations(model: nn.Module) -> list[LayerRotation]:
 
 
 def move(cache: Sequence[Any], rotations: Sequence[LayerRotation], pieces: Sequence[Piece]) -> None:
-    """Make a dense cache hold these pieces alone, ascending, each at its new place. The last one ends the prompt."""
-    runs, size = [(piece.new, piece.size) for piece in pieces], sum(piece.size for piece in pieces)
+    """Make a cache hold what it has of these pieces alone, ascending, at the new places. The last ends the prompt."""
     for part, rotation in zip(leaves(cache), rotations, strict=True):
         if not part.empty():
-            keys, values = _joined(part.keys, rotation.keys, pieces), _joined(part.values, rotation.values, pieces)
-            part.state = (keys, values, size), pieces[-1].new + pieces[-1].size, runs
+            taken, runs = _slots_of(part.runs.expand(), pieces)
+            keys, values = _joined(part.keys, rotation.keys, taken), _joined(part.values, rotation.values, taken)
+            part.state = (keys, values, runs.size), pieces[-1].new + pieces[-1].size, runs.pairs()
             mx.eval(part.state)
 
 
-def _joined(array: mx.array, call: RotationCall | None, pieces: Sequence[Piece]) -> mx.array:
-    parts = (_moved(array[..., old : old + size, :], call, new - old) for old, new, size in pieces)
-    return mx.concatenate(list(parts), axis=2)
+def cut(cache: Sequence[Any], length: int) -> list[tuple[mx.array, mx.array]]:
+    """Cut a dense cache to its first `length` tokens. Return the keys and values of each layer that it had before."""
+    whole = []
+    for part in leaves(cache):
+        whole.append((part.keys, part.values))
+        if not part.empty():
+            part.state = part.keys[..., :length, :], part.values[..., :length, :], length
+    return whole
+
+
+def append(
+    cache: Sequence[Any], whole: Sequence[tuple[Any, Any]], rotations: Sequence[LayerRotation], piece: Piece
+) -> None:
+    """Put a piece of what `cut` returned behind what a dense cache holds, which ends where the piece begins."""
+    old, new, size = piece
+    for part, arrays, rotation in zip(leaves(cache), whole, rotations, strict=True):
+        if not part.empty():
+            parts = zip((part.keys, part.values), arrays, rotation, strict=True)
+            keys, values = (
+                mx.concatenate([front[..., :new, :], _moved(array[..., old : old + size, :], call, new - old)], axis=2)
+                for front, array, call in parts
+            )
+            part.state = keys, values, new + size
+            mx.eval(part.state)
+
+
+def _slots_of(held: Positions, pieces: Sequence[Piece]) -> tuple[list[tuple[Positions, int]], Runs]:
+    """Return the slots of each piece that has any, with its shift, and the positions of all at their new places."""
+    taken, runs, order = list[tuple[Positions, int]](), Runs(), np.argsort(held).astype(np.int32)
+    for old, new, size in pieces:
+        start, end = np.searchsorted(held, (old, old + size), sorter=order)
+        if start < end:
+            taken.append((order[start:end], new - old))
+            runs.extend(held[order[start:end]] + np.int32(new - old))
+    return taken, runs
+
+
+def _joined(array: mx.array, call: RotationCall | None, taken: Sequence[tuple[Positions, int]]) -> mx.array:
+    return mx.concatenate([_moved(array[..., mx.array(slots), :], call, shift) for slots, shift in taken], axis=2)
 
 
 def _arrays(part: Any) -> tuple[mx.array, ...]:

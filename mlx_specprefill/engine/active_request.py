@@ -48,14 +48,14 @@ class Prefix:
         length: prompt tokens that it covers.
         held: their indices in a sparse one, int32, ascending; empty: it is dense.
         hidden: parts of a staged one, as in `CacheHit`.
-        edited: it is another prompt's, and the tokens in front of `length` that it does not hold are to be read.
+        unread: of another prompt, that this one edits: indices in front of `length` that are to be read, ascending.
         miss: why less is cached than the cache holds; None: for no reason known.
     """
 
     length: int = 0
     held: TokenIds = field(default_factory=lambda: NO_INDICES)
     hidden: Seq[tuple[int, mx.array]] = ()
-    edited: bool = False
+    unread: TokenIds = field(default_factory=lambda: NO_INDICES)
     miss: PrefixMiss | None = None
 
     @property
@@ -70,8 +70,14 @@ class Prefix:
 
     @property
     def missing(self) -> TokenIds:
-        """Return the indices that a sparse one does not hold, ascending."""
-        return np.setdiff1d(np.arange(self.length, dtype=np.int32), self.held, assume_unique=True)
+        """Return the indices that a sparse one does not hold, ascending, but those that are to be read."""
+        known = np.concatenate([self.held, self.unread])
+        return np.setdiff1d(np.arange(self.length, dtype=np.int32), known, assume_unique=True)
+
+    @property
+    def reused(self) -> int:
+        """Return the tokens that it holds behind an edit."""
+        return int(np.count_nonzero(self.held > self.unread[0])) if self.unread.size else 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -188,13 +194,14 @@ class ActiveRequest:
             words = f"{new} new tokens are read whole behind an earlier turn: {plan.reason.words}"
             self.plan = replace(plan, reason=Reason("extended", words))
 
-    def go_on_from(self, edited: CacheHit, plan: PrefillPlan) -> None:
-        """Take the way behind a prompt that this one edits."""
+    def go_on_from(self, edited: CacheHit, unread: TokenIds, plan: PrefillPlan) -> None:
+        """Take the way behind a prompt that this one edits; `unread` as in `Prefix`."""
         miss, self.plan, self.way = self.prefix.miss, plan, "extend"
         self.resume(edited)
         if miss is not None:
-            miss = replace(miss, read_tokens=max(miss.read_tokens - self._reused_tokens, 0))
-        self.prefix = replace(self.prefix, edited=True, miss=miss)
+            kept = edited.length - int(unread[0]) - unread.size
+            miss = replace(miss, read_tokens=max(miss.read_tokens - kept, 0))
+        self.prefix = replace(self.prefix, unread=unread, miss=miss)
 
     @property
     def is_sparse(self) -> bool:
@@ -257,15 +264,10 @@ class ActiveRequest:
         return replace(report, kept_tokens=held, kept_share=None, kept_spans=None, reached=reached)
 
     @property
-    def _reused_tokens(self) -> int:
-        """Return the cached tokens behind the first gap."""
-        return self.prefix.tokens - self.prefix.dense
-
-    @property
     def _mode(self) -> ReportedMode:
         if self.way != "extend":
             return self.plan.mode
-        return "reuse" if self.prefix.edited else "sparse"
+        return "reuse" if self.prefix.unread.size else "sparse"
 
     def report(self) -> PrefillReport:
         M, sparse, choice = len(self.request.prompt), self.is_sparse, self.choice
@@ -277,8 +279,8 @@ class ActiveRequest:
             prompt_tokens=M,
             kept_tokens=self.tokens_seen,
             cached_tokens=self.prefix.tokens,
-            recalled_tokens=0 if self.prefix.edited else choice.recalled,
-            reused_tokens=self._reused_tokens if self.prefix.edited else 0,
+            recalled_tokens=max(choice.recalled - self.prefix.unread.size, 0),
+            reused_tokens=self.prefix.reused,
             kept_share=round(self.tokens_seen / M, 6) if sparse else None,
             scorer=choice.scorer if sparse else None,
             scoring=choice.scoring if sparse else None,

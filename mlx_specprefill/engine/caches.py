@@ -23,7 +23,7 @@ from ..cache.prefix.disk import DiskTier
 from ..cache.prefix.identity import model_identity
 from ..cache.prefix.layout import Arrays
 from ..cache.prefix.nodes import CacheEntry, CacheHit, Record
-from ..cache.prefix.selection_key import SelectionKey
+from ..cache.prefix.selection_key import SelectionKey, accepted_by
 from ..cache.prefix.stored import StoredPrefixCache
 from ..cache.prefix.tree import PrefixCache, Restoring
 from ..config import DraftWindow, EngineConfig
@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Lookup = Generator[Progress, None, CacheHit | None]
 LEAST_BYTES = 2 << 30  # for prefixes, where no other number is set
+_ALIKE = 64  # tokens with which different insertions may begin: two tools do
 _NOT_FOUND = "prefix look-up failed; the prompt is read from its start"
 
 
@@ -211,10 +212,17 @@ class EngineCaches:
         cache = self._draft if self._pair.mapping is None else None
         return None if cache is None else self._try(_NOT_FOUND, lambda: cache.covers(tokens, label), 0)
 
-    def others(self, request: GenerationRequest) -> list[TokenIds]:
-        """Return the last used prompts that begin like this one and go on otherwise, as far as they are dense."""
-        cache = self._target
-        return [] if cache is None else cache.others(request.prompt, request.label, only_dense=True)[1]
+    def others(self, request: GenerationRequest, selection_key: SelectionKey | None) -> list[tuple[TokenIds, TokenIds]]:
+        """Return the last used prompts that begin like this one and go on otherwise, each with the indices of the
+        tokens that the target has of it, in the order of feeding: first dense ones, then those that the key accepts.
+        """
+        cache, label, key = self._target, request.label, self._full_key(selection_key)
+        if cache is None:
+            return []
+        keys = (None,) if key is None else (None, key)
+        others = (cache.others(request.prompt, label, accepts=accepted_by(one), less=_ALIKE)[1] for one in keys)
+        found = [(prompt, *cache.held(prompt, label, key)) for prompts in others for prompt in prompts]
+        return [(prompt[:length], held) for prompt, length, held in found]
 
     def miss(self, request: GenerationRequest, decode: Decode) -> PrefixMiss | None:
         """Return why the target reads tokens again that it has cached; None: it does not, or for no reason known."""

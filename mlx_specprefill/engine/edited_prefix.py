@@ -8,16 +8,21 @@ Where text was removed or changed, what follows was read with it, and may hold i
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any, Literal
 
 import numpy as np
 
 from ..adapters.moved_keys import LayerRotation, Piece, layer_rotations, move
 from ..cache.prefix.nodes import CacheHit, common_length
+from ..cache.prefix.selection_key import SelectionKey
+from ..cache.prefix.tree import fed_of
 from ..errors import Refused, SparseUnsupportedError
 from ..loading import ModelPair
 from ..request import GenerationRequest, TokenIds
+from .active_request import NO_INDICES, Prefix
 from .caches import EngineCaches, Lookup
 from .edits import kept_passages
 from .misses import WORTH_TELLING
@@ -31,21 +36,55 @@ class Edit:
     """A cached prompt and the parts of it that a new prompt keeps.
 
     Attributes:
-        cached: the tokens of the cached prompt, up to the last ones that are kept.
-        start: tokens that both prompts begin with.
-        pieces: kept behind an edit.
+        cached: the tokens of the cached prompt, as far as they are looked up.
+        held: indices of those that the target has, in the order of feeding.
+        pieces: kept, of what both prompts begin with and of each passage behind an edit.
+        passages: the same behind an edit, with what the target has to read of them.
+        unread: indices in front of the last passage's end that the target has to read, ascending.
+        reused: tokens behind the first edit that the target keeps.
         read: tokens of the new prompt that the target has to read.
     """
 
     cached: TokenIds
-    start: int
+    held: TokenIds
     pieces: tuple[Piece, ...]
+    passages: tuple[Piece, ...]
+    unread: TokenIds
+    reused: int
     read: int
 
     @property
-    def reused(self) -> int:
-        """Return the number of tokens that are kept behind an edit."""
-        return sum(piece.size for piece in self.pieces)
+    def length(self) -> int:
+        """Return the tokens of the new prompt up to the end of the last passage."""
+        return self.pieces[-1].new + self.pieces[-1].size if self.pieces else 0
+
+    @property
+    def behind(self) -> int:
+        """Return the tokens behind the first edit that stay as they are, dropped ones included."""
+        return self.length - int(self.unread[0]) - self.unread.size if self.unread.size else 0
+
+    @property
+    def inserted(self) -> int:
+        """Return the tokens that are inserted in front of passages."""
+        return self.length - self.passages[0].old - sum(passage.size for passage in self.passages)
+
+    @property
+    def is_sparse(self) -> bool:
+        """Return whether some of the cached prompt was dropped."""
+        return self.held.size < self.cached.size
+
+    @property
+    def is_thin(self) -> bool:
+        """Return whether less than half of the text behind the first edit is cached."""
+        seam = self.unread.size - self.inserted
+        return 2 * (self.reused + seam) < self.behind + seam
+
+    @property
+    def words(self) -> str:
+        """Return what is done."""
+        kept = f"{self.reused} tokens" if not self.is_sparse else f"{self.reused} of {self.behind} tokens"
+        left = ", the others were never read" if self.is_sparse else ""
+        return f"{kept} behind inserted text are kept as they were read{left}; {self.read} are read"
 
 
 class EditedPrefixes:
@@ -54,43 +93,68 @@ class EditedPrefixes:
     def __init__(self, pair: ModelPair, caches: EngineCaches) -> None:
         self._pair = pair
         self._caches = caches
-        self._rotations: list[LayerRotation] | Refused | None = None  # None: not tried yet
+        self._rotations: dict[str, list[LayerRotation] | Refused] = {}  # those that were tried
 
-    def find(self, request: GenerationRequest, share: Fraction) -> Edit | None:
+    def find(self, request: GenerationRequest, share: Fraction, selection_key: SelectionKey | None) -> Edit | None:
         """Return the cached prompt of which most can be kept; None if that is not worth it, or the model can't.
 
         Args:
-            share: of each passage behind an edit, that is read anew.
+            share: of what is cached of each passage behind an edit, that is read anew.
+            selection_key: of sparse prompts that will do, too, if the draft's keys can be moved as well: it has to know
+                what was dropped, or nobody could ask for it later.
         """
-        found = [self._edit(request.prompt, old, share) for old in self._caches.others(request)]
+        if selection_key is not None and isinstance(self.layers("draft"), Refused):
+            selection_key = None
+        others = self._caches.others(request, selection_key)
+        found = [self._edit(request.prompt, *other, share) for other in others]
         best = max(found, key=lambda edit: edit.reused, default=None)
-        if best is None or best.reused < WORTH_TELLING or isinstance(self.layers(), Refused):
+        if best is None or best.behind < WORTH_TELLING or best.reused == 0 or isinstance(self.layers(), Refused):
             return None
         return best
 
-    def restore(self, request: GenerationRequest, edit: Edit) -> Lookup:
-        """Return the cached prompt as a sparse prefix of the new one; None if it is no longer there."""
-        size, rotations = edit.cached.size, self.layers()
-        hit = yield from self._caches.target_prefix(np.append(edit.cached, np.int32(0)), request.label, again=True)
-        if hit is None or hit.length != size or isinstance(rotations, Refused):
-            return None
-        pieces = (Piece(0, 0, edit.start), *edit.pieces) if edit.start else edit.pieces
-        move(hit.cache, rotations, pieces)
-        held = np.concatenate([np.arange(piece.new, piece.new + piece.size, dtype=np.int32) for piece in pieces])
-        return CacheHit(pieces[-1].new + pieces[-1].size, hit.cache, held)
+    def restore(self, request: GenerationRequest, edit: Edit, selection_key: SelectionKey | None) -> Lookup:
+        """Return the cached prompt as a sparse prefix of the new one; None if it is no longer there.
 
-    def _edit(self, prompt: TokenIds, old: TokenIds, share: Fraction) -> Edit:
+        Args:
+            selection_key: as in `find`.
+        """
+        wanted, rotations = np.append(edit.cached, np.int32(0)), self.layers()
+        hit = yield from self._caches.target_prefix(wanted, request.label, True, selection_key)
+        if hit is None or isinstance(rotations, Refused) or not np.array_equal(edit.held, _held_by(hit)):
+            return None
+        move(hit.cache, rotations, edit.pieces)
+        return CacheHit(edit.length, hit.cache, fed_of(hit.cache).positions)
+
+    def settle(self, cache: Sequence[Any], prefix: Prefix) -> None:
+        """Store what was read in front of kept tokens where the prompt has it: shorter prompts find it there, too.
+
+        The first two change places, which shows that this is no dense prefix.
+        """
+        if prefix.unread.size and not isinstance(rotations := self.layers(), Refused):
+            first, then = prefix.unread[:2].tolist()
+            ranges = (0, first), (then, then + 1), (first, then), (then + 1, prefix.length)
+            move(cache, rotations, [Piece(start, start, end - start) for start, end in ranges])
+
+    def _edit(self, prompt: TokenIds, old: TokenIds, held: TokenIds, share: Fraction) -> Edit:
         """Return what a prompt keeps of another one, up to the first place where it changes some of its text."""
         end = start = read_to = common_length(prompt, old)
-        pieces = list[Piece]()
+        pieces, passages, unread, reused = [Piece(0, 0, start)] if start else [], list[Piece](), [NO_INDICES], 0
         for passage in kept_passages(prompt[:-_TAIL], old, start):
             if self._is_change(old, end, prompt, read_to, passage.new):
                 break
-            end, read_to = passage.old + passage.size, passage.new + passage.size
-            seam = math.ceil(passage.size * share)
-            pieces.append(Piece(passage.old + seam, passage.new + seam, passage.size - seam))
-        kept = sum(piece.size for piece in pieces)
-        return Edit(old[:end], start, tuple(pieces), prompt.size - start - kept)
+            unread.append(np.arange(read_to, passage.new, dtype=np.int32))
+            end, read_to, shift = passage.old + passage.size, passage.new + passage.size, passage.new - passage.old
+            cached = np.sort(held[(held >= passage.old) & (held < end)])
+            seam, rest = np.split(cached, [math.ceil(cached.size * share)])
+            first = int(rest[0]) if rest.size else end
+            unread.append(seam + np.int32(shift))
+            pieces.append(Piece(first, first + shift, end - first))
+            passages.append(passage)
+            reused += rest.size
+        anew = np.concatenate(unread)
+        if np.array_equal(held[:end], np.arange(end)):  # else some of it may have been recalled for a later token
+            old, held = old[:end], held[:end]
+        return Edit(old, held, tuple(pieces), tuple(passages), anew, reused, anew.size + prompt.size - read_to)
 
     def _is_change(self, old: TokenIds, place: int, new: TokenIds, start: int, end: int) -> bool:
         """Return whether tokens [start, end) inserted at a place make another word there, as a further digit does.
@@ -110,16 +174,24 @@ class EditedPrefixes:
         text = decode(tokens[first : place + _WORD].tolist())
         return before > 0 and text[before - 1 : before].isalnum() and text[before : before + 1].isalnum()
 
-    def layers(self) -> list[LayerRotation] | Refused:
-        """Return each layer's rotation, probed once, or why keys can't be moved."""
-        if self._rotations is None:
-            self._rotations = self._try_layers()
-        return self._rotations
+    def layers(self, of: Literal["target", "draft"] = "target") -> list[LayerRotation] | Refused:
+        """Return the rotation of each of a model's layers, probed once, or why keys can't be moved."""
+        if of not in self._rotations:
+            self._rotations[of] = self._try_layers(of)
+        return self._rotations[of]
 
-    def _try_layers(self) -> list[LayerRotation] | Refused:
-        if self._pair.ranks is not None:
+    def _try_layers(self, of: Literal["target", "draft"]) -> list[LayerRotation] | Refused:
+        pair = self._pair
+        if pair.ranks is not None:
             return Refused("the target runs on several machines")
+        model = pair.target if of == "target" else pair.draft
+        if model is None or (of == "draft" and not (pair.stages is None and pair.mapping is None)):
+            return Refused("the draft has no cached prompts of its own, or in other tokens")
         try:
-            return layer_rotations(self._pair.target)
+            return layer_rotations(model)
         except SparseUnsupportedError as error:
             return Refused(str(error))
+
+
+def _held_by(hit: CacheHit) -> TokenIds:
+    return np.arange(hit.length, dtype=np.int32) if hit.held is None else hit.held

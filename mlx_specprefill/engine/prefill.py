@@ -20,8 +20,8 @@ from ..cache.prefix.nodes import CacheHit, Fed
 from ..cache.prefix.selection_key import SelectionKey
 from ..cache.prefix.tree import finish
 from ..config import EngineConfig
-from ..errors import RequestCancelled, device_error
-from ..events import Prediction, Progress, PromptLogprobs, Reason
+from ..errors import Refused, RequestCancelled, device_error
+from ..events import Prediction, Progress, PromptLogprobs, Reason, ReasonCode
 from ..loading import ModelPair
 from ..request import GenerationRequest
 from ..sampling import LOGITS_ROWS, log_softmax, top_logprobs
@@ -114,9 +114,9 @@ class Prefiller:
         yield Progress("queued", 0, prompt.size)
         try:
             yield from self.resume(active)
-            self._decide(active)
+            reason = self._decide(active)
             if active.prefix.miss is not None:  # else no cached prompt has much of the rest
-                yield from self._reuse(active)
+                yield from self._reuse(active, reason)
             scores = None
             if active.way != "full":
                 text = self.text.read(prompt)
@@ -176,8 +176,8 @@ class Prefiller:
             return False
         return self.caches.covers(prompt, request.label) < prompt.size
 
-    def _decide(self, active: ActiveRequest) -> None:
-        """Plan again, now that the cached prefix is known, and take the way."""
+    def _decide(self, active: ActiveRequest) -> ReasonCode:
+        """Plan again, now that the cached prefix is known, and take the way. Return the plan's reason."""
         submitted = plan = active.plan
         if submitted.mode == "sparse" or submitted.selection_key is not None or submitted.predicted is not None:
             plan = self.plan(active.request, active.prefix.length)
@@ -186,45 +186,56 @@ class Prefiller:
         active.decide(plan)
         if active.way != "full" and active.plan.predicted is not None:
             active.plan = replace(active.plan, predicted=self._predict_ways(active, active.plan.predicted))
+        return plan.reason.code
 
-    def _reuse(self, active: ActiveRequest) -> Generator[Progress, None, None]:
+    def _reuse(self, active: ActiveRequest, planned: ReasonCode) -> Generator[Progress, None, None]:
         """Go on from a cached prompt that this one edits, if the server may choose and that is soon enough."""
         request, plan = active.request, active.plan
-        edit = self.edits.find(request, plan.keep) if self._may_reuse(active) else None
+        key = None if _is_staged(plan) else plan.selection_key  # with what the first layers passed on nothing is moved
+        edit = self.edits.find(request, plan.keep, key) if self._may_reuse(active, planned) else None
         if edit is None:
             return
-        predicted = self._predict_edit(edit, plan.predicted)
-        if not self._pays(edit, plan, predicted):
+        predicted = self._predict_edit(request, edit, plan.predicted)
+        if not self._pays(edit, plan, predicted) or (edit.is_thin and _asks(request, edit.length)):
+            return  # a new question chooses better anew
+        hit = yield from self.edits.restore(request, edit, key)
+        if hit is None:
             return
-        hit = yield from self.edits.restore(request, edit)
-        if hit is not None:
-            words = f"{edit.reused} tokens behind inserted text are kept as they were read; {edit.read} are read"
-            key = None if _is_staged(plan) else plan.selection_key
-            reason = Reason("reused", words)
-            active.go_on_from(hit, replace(plan, reason=reason, predicted=predicted, selection_key=key))
+        reason = Reason("reused", edit.words)
+        active.go_on_from(hit, edit.unread, replace(plan, reason=reason, predicted=predicted, selection_key=key))
+        if edit.is_sparse and not isinstance(rotations := self.edits.layers("draft"), Refused):
+            active.stage = "draft"
+            read = yield from self.scorer.follow(request, edit, rotations)
+            active.choice = replace(active.choice, draft_read=read)
 
-    def _may_reuse(self, active: ActiveRequest) -> bool:
+    def _may_reuse(self, active: ActiveRequest, planned: ReasonCode) -> bool:
         """Return whether the server chooses the way, and would read a part, or all only because that is sooner or
         nothing may be dropped, as of tools.
         """
-        plan, key = active.plan, active.plan.selection_key
-        may = active.way == "sparse" or plan.reason.code in ("predicted", "forced")
+        key = active.plan.selection_key
+        may = active.way == "sparse" or planned in ("predicted", "forced")
         if not (self.config.policy.reuse and may) or active.request.specprefill.keep_pct is not None:
             return False
         return key is not None and not key.forced and key.rule == "default"
 
-    def _predict_edit(self, edit: Edit, planned: Prediction | None) -> Prediction | None:
+    def _predict_edit(self, request: GenerationRequest, edit: Edit, planned: Prediction | None) -> Prediction | None:
         """Return the time of full reading, and of reading what an edit has to read; None if not known."""
-        M, read = edit.reused + edit.read + edit.start, edit.read
-        return None if planned is None else replace(planned, sparse_ms=self.predict(M, M - read, read).full_ms)
+        if planned is None:
+            return None
+        M = len(request.prompt)
+        drafted = edit.inserted + (M - edit.length if _asks(request, edit.length) else 0)
+        ways = self.predict(M, M - edit.read, edit.read, M - drafted)
+        return replace(planned, sparse_ms=ways.sparse_ms if edit.is_sparse else ways.full_ms)
 
     def _pays(self, edit: Edit, plan: PrefillPlan, predicted: Prediction | None) -> bool:
-        """Return whether an edit is read soon enough: it loses less than a sparse prefill, so half the time will do."""
+        """Return whether an edit is read soon enough: it loses less than a sparse prefill, so half the time will do,
+        but where it keeps no more than a sparse prefill does.
+        """
         if plan.predicted is None or predicted is None:
             return edit.reused >= edit.read
         if plan.mode == "full":
             return pays(predicted, self.config.policy)
-        return predicted.sparse_ms <= max(plan.predicted.sparse_ms, predicted.full_ms / 2)
+        return predicted.sparse_ms <= max(plan.predicted.sparse_ms, 0 if edit.is_sparse else predicted.full_ms / 2)
 
     def _predict_ways(self, active: ActiveRequest, planned: Prediction) -> Prediction:
         """Return the time of the way taken, and that of full reading, which finds other prefixes: all dense ones."""
@@ -251,7 +262,7 @@ class Prefiller:
 
     def _is_scored(self, active: ActiveRequest) -> bool:
         """Return whether the draft scores the prompt: new text may be dropped, or dropped text recalled."""
-        if active.way != "extend" or active.prefix.edited:
+        if active.way != "extend":
             return active.way == "sparse"
         may_recall = active.prefix.missing.size > 0 and _asks(active.request, active.prefix.length)
         return self.pair.has_draft and (_is_staged(active.plan) or may_recall)
@@ -271,7 +282,7 @@ class Prefiller:
             return None
 
     def _note_scores(self, active: ActiveRequest, scores: Scores) -> Scores:
-        active.choice = Choice(scores.scorer, scores.words, scores.read)
+        active.choice = Choice(scores.scorer, scores.words, scores.read + active.choice.draft_read)
         if active.staging is not None:
             model = active.staging.model
             active.cache = model.join(scores.cache, model.split(active.cache)[1])
@@ -281,11 +292,10 @@ class Prefiller:
         """Return the prompt indices of dropped tokens to recall, and of new tokens to read. Both ascend."""
         plan, L, M = active.plan, active.prefix.length, len(active.request.prompt)
         active.stage = "select"
-        recalled, new = NO_INDICES, np.arange(L, M, dtype=np.int32)
-        if active.prefix.edited:
-            return active.prefix.missing, new
+        recalled, new = active.prefix.unread, np.arange(L, M, dtype=np.int32)
         if scores is not None and active.prefix.held.size and _asks(active.request, L):
-            recalled = self._select_recalled(active.prefix.held, L, plan, scores, text)
+            held = np.concatenate([active.prefix.held, recalled])
+            recalled = np.union1d(recalled, self._select_recalled(held, L, plan, scores, text))
         if active.way == "sparse" and scores is not None:
             # Chunks start where an earlier turn's chunks start.
             first = L - L % selection_by(plan.rule, self.config.selection).chunk_size
@@ -337,6 +347,7 @@ class Prefiller:
             with recalling(cache):
                 for done, _ in feed(model, cache, prompt[recalled], recalled, self._ends(recalled.size, tail=0)):
                     yield Progress("prefill", done, recalled.size + new.size)
+            self.edits.settle(cache, active.prefix)
         return model, cache
 
     def _ends(self, total: int, cuts: Sequence[int] = (), tail: int = TAIL) -> Iterator[int]:

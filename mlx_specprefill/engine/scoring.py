@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..adapters.depth import full_draft_model
+from ..adapters.moved_keys import LayerRotation, Piece, append, cut
 from ..adapters.window import WindowedReader
 from ..cache.positioned import tokens_in
 from ..config import EngineConfig
@@ -28,6 +29,7 @@ from ..specprefill.text import PromptText
 from ..specprefill.words import word_factors
 from .active_request import NO_INDICES
 from .caches import EngineCaches, draft_window, empty_draft_cache
+from .edited_prefix import Edit
 
 Scoring = Generator[Progress, None, Scores]
 _LAGS = "nothing is recalled: the draft would read more than half of what is new first"
@@ -224,6 +226,37 @@ class PromptScorer:
             raise
         self.caches.keep_draft(prompt, cache, request)
         return cache
+
+    def follow(
+        self, request: GenerationRequest, edit: Edit, rotations: Sequence[LayerRotation]
+    ) -> Generator[Progress, None, int]:
+        """Let the draft read what an edit inserts, and keep all that it has read behind it at its new place.
+
+        Its scores of the kept text are then a little off. Nothing but scores and proposals comes of them.
+
+        Args:
+            rotations: of the draft's layers.
+
+        Returns:
+            The number of tokens that it has read.
+        """
+        prompt, draft, read_to, read = request.prompt, self.pair.draft, edit.passages[0].old, 0
+        known = self.caches.draft_covers(prompt, request.label) or 0
+        hit = yield from self.caches.draft_prefix(np.append(edit.cached, np.int32(0)), request.label, again=True)
+        if draft is None or known > edit.passages[0].new or hit is None or hit.length <= read_to:
+            return 0
+        reader = draft if self._window is None else WindowedReader(draft, self._window)
+        whole = cut(hit.cache, read_to)
+        for old, new, size in edit.passages:
+            if old >= hit.length:
+                break
+            for done, _ in feed(reader, hit.cache, prompt[read_to:new], None, forward_ends(new - read_to, self.step)):
+                yield Progress("draft", read + done, prompt.size)
+            size = min(size, hit.length - old)
+            append(hit.cache, whole, rotations, Piece(old, new, size))
+            read, read_to = read + new - read_to, new + size
+        self.caches.keep_draft(prompt[:read_to], hit.cache, request)
+        return read
 
     def catch_up(self, request: GenerationRequest) -> Generator[Progress, None, None]:
         """Let the draft read what it has not read of the prompt, to score the next turn, if the draft's context has

@@ -417,7 +417,9 @@ def measured(arms: list[Arm], count: Count, options: argparse.Namespace) -> Resu
                 asked = [replace(step, code="") for step in session.steps]
                 session = replace(session, steps=tuple(asked), after=())
             edits = (
-                make_edits(len(session.steps) // EDIT_EVERY, f"{options.seed}/{repeat}", count) if options.edits else ()
+                make_edits((len(session.steps) - 1) // EDIT_EVERY, f"{options.seed}/{repeat}", count)
+                if options.edits
+                else ()
             )
             for arm in (*arms[first:], *arms[:first]):
                 results[kind][arm.name].append(play(arm, session, options.pause, edits))

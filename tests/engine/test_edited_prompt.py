@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -65,7 +66,8 @@ def engine() -> Iterator[Engine]:
 def test_the_new_text_the_seam_and_the_end_are_read(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     meter, prompt = Meter(engine.pair, monkeypatch), LONGER
     read(engine, OLD, IN_FULL)
-    engine._inbox.call(engine.prefiller.edits.layers)  # feeds some tokens of its own
+    for model in ("target", "draft"):
+        engine._inbox.call(partial(engine.prefiller.edits.layers, cast(Any, model)))  # feeds some tokens of its own
     meter.take()
     report = read(engine, prompt)
     target, draft = meter.take()
@@ -142,7 +144,7 @@ def test_an_insertion_that_makes_another_word_is_a_change(front: str, added: str
     old, new = (
         np.array([*map(ord, text)], dtype=np.int32) for text in (front + behind + words, front + added + behind + words)
     )
-    edit = EditedPrefixes(cast(Any, pair), cast(Any, None))._edit(new, old, SHARE)
+    edit = EditedPrefixes(cast(Any, pair), cast(Any, None))._edit(new, old, np.arange(old.size), SHARE)
     assert (edit.reused > 1000) is kept
 
 
@@ -286,8 +288,15 @@ def test_it_has_to_be_soon(
     prefiller = engine.prefiller
     monkeypatch.setattr(prefiller, "predict", lambda *_: Prediction(ms, 0.0))
     plan = replace(READ_ALL, mode=mode, predicted=Prediction(10_000.0, sparse_ms))
-    edit = Edit(np.zeros(2000, dtype=np.int32), 500, (Piece(600, 700, 1400),), 400)
-    assert prefiller._pays(edit, plan, prefiller._predict_edit(edit, plan.predicted)) is pays
+    tokens = np.arange(2000, dtype=np.int32)
+    piece = Piece(600, 700, 1400)
+    edit = Edit(tokens, tokens, (piece,), (piece,), tokens[500:700], 1400, 400)
+    assert (
+        prefiller._pays(
+            edit, plan, prefiller._predict_edit(GenerationRequest(random_prompt(2300), 2), edit, plan.predicted)
+        )
+        is pays
+    )
 
 
 def test_another_owners_prompt_is_not_gone_on_from(engine: Engine) -> None:

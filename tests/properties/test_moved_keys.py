@@ -9,7 +9,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_specprefill import SparseUnsupportedError
-from mlx_specprefill.adapters.moved_keys import Piece, layer_rotations, move
+from mlx_specprefill.adapters.moved_keys import Piece, append, cut, layer_rotations, move
 from mlx_specprefill.cache.positioned import leaves, make_positioned_cache
 from mlx_specprefill.specprefill.sparse_prefill import feed, recalling
 from tests.properties.test_sparse_equals_masked import VERIFIED
@@ -21,6 +21,8 @@ from tests.support.tiny import random_prompt
 
 A, OLD, NEW, KEPT, LAST = 20, 9, 14, 60, 7  # tokens: in front, replaced, new, behind the edit, at the end
 SEAM = 10
+RECALLED = np.array([11, 12, 47], dtype=np.int32)  # of the text that was read in part, behind the rest
+HELD = np.setdiff1d(np.arange(A + OLD + KEPT), [*range(5, 14), *range(40, 52), A + OLD + KEPT - 1]).astype(np.int32)
 MOVED = [name for name in VERIFIED if name not in MOVE_REFUSALS]
 
 
@@ -57,6 +59,80 @@ def test_with_the_same_text_in_front_the_answer_is_that_of_the_whole_prompt(name
     text = [*random_prompt(A + OLD, 1), *random_prompt(KEPT, 2), *random_prompt(LAST, 3)]
     _, _, ours, dense = read_both(name, text, text, OLD, OLD)
     assert_close(ours, dense, 1e-4)
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_a_text_that_was_read_in_part_is_moved_like_one_that_was_read_at_the_new_places(name: str) -> None:
+    """All of it stands further behind, so the keys of all layers are those of the same tokens read there."""
+    model, text = build(name), random_prompt(A + OLD + KEPT, 1)
+    moved, there = (make_positioned_cache(model) for _ in range(2))
+    read_in_part(model, moved, text, 0)
+    move(moved, layer_rotations(model), [Piece(0, NEW, len(text))])
+    read_in_part(model, there, text, NEW)
+    for ours, theirs in zip(leaves(moved), leaves(there), strict=True):
+        size = HELD.size + RECALLED.size
+        assert (ours.next, ours.slots) == (len(text) + NEW, size)
+        order, other = (mx.array(np.argsort(part.runs.expand(), kind="stable")) for part in (ours, theirs))
+        for mine, its in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
+            assert_close(mine[..., order, :], its[..., other, :], 1e-3)
+    last = np.array(random_prompt(LAST, 3), dtype=np.int32)
+    places = np.arange(LAST, dtype=np.int32) + len(text) + NEW
+    assert_close(answered(model, moved, last, places), answered(model, there, last, places), 1e-3)
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_of_a_text_that_was_read_in_part_pieces_are_kept_by_place(name: str) -> None:
+    """Not moved, it answers as if the tokens between the pieces had been masked out."""
+    model, text = build(name), random_prompt(A + OLD + KEPT, 1)
+    moved, fed = (make_positioned_cache(model) for _ in range(2))
+    read_in_part(model, moved, text, 0)
+    move(moved, layer_rotations(model), [Piece(0, 0, 45), Piece(45, 45, len(text) - 45)])
+    read_in_part(model, fed, text, 0)
+    last = np.array(random_prompt(LAST, 3), dtype=np.int32)
+    places = np.arange(LAST, dtype=np.int32) + len(text)
+    assert_close(answered(model, moved, last, places), answered(model, fed, last, places), 1e-4)
+    move(fed, layer_rotations(model), [Piece(0, 0, 12), Piece(45, 60, 30), Piece(83, 100, 6)])
+    held = np.union1d(HELD, RECALLED)
+    kept = [*held[held < 12], *(held[(held >= 45) & (held < 75)] + 15), *(held[(held >= 83) & (held < 89)] + 17)]
+    assert next(iter(leaves(fed))).runs.expand().tolist() == kept
+
+
+@pytest.mark.parametrize("name", MOVED)
+@pytest.mark.parametrize("new", [0, NEW])
+def test_a_dense_cache_takes_up_what_is_inserted_in_order(name: str, new: int) -> None:
+    """The first layer is that of the whole new prompt. With nothing inserted, so is the answer."""
+    model, front, behind = build(name), random_prompt(A, 1), random_prompt(KEPT, 2)
+    after = (*front, *random_prompt(new, 4), *behind, *random_prompt(LAST, 3))
+    cache, dense = make_prompt_cache(model), make_prompt_cache(model)
+    model(mx.array((*front, *behind))[None], cache=cache)
+    whole = cut(cache, A)
+    prompt = np.array(after, dtype=np.int32)
+    if new:
+        list(feed(model, cache, prompt[A : A + new], None, [new]))
+    append(cache, whole, layer_rotations(model), Piece(A, A + new, KEPT))
+    *_, (_, ours) = feed(model, cache, prompt[-LAST:], None, [LAST], logits=True)
+    theirs = model(mx.array(after)[None], cache=dense)[0, -1:]
+    first, other = next(iter(leaves(cache))), next(iter(leaves(dense)))
+    assert first.offset == len(after)
+    for mine, its in ((first.keys, other.keys), (first.values, other.values)):
+        assert_close(mine[..., : len(after), :], its[..., : len(after), :], 1e-4)
+    if not new:
+        assert ours is not None
+        assert_close(ours, theirs, 1e-4)
+
+
+def read_in_part(model: Any, cache: list[Any], text: tuple[int, ...], place: int) -> None:
+    """Feed the tokens that are held, `place` positions behind their own, then the recalled ones."""
+    ids = np.array(text, dtype=np.int32)
+    list(feed(model, cache, ids[HELD], HELD + np.int32(place), [30, HELD.size]))
+    with recalling(cache):
+        list(feed(model, cache, ids[RECALLED], RECALLED + np.int32(place), [RECALLED.size]))
+
+
+def answered(model: Any, cache: list[Any], tokens: Any, places: Any) -> mx.array:
+    *_, (_, logits) = feed(model, cache, tokens, places, [tokens.size], logits=True)
+    assert logits is not None
+    return logits
 
 
 def read_both(

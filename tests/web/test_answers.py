@@ -161,23 +161,34 @@ def test_what_broke_the_prefix_is_told(page: Page, live: Any, monkeypatch: Any) 
 
 
 @pytest.mark.parametrize(
-    ("mode", "reused", "headline", "facts"),
+    ("mode", "reused", "dropped", "headline", "facts"),
     [
         (
             "reuse",
             4000,
+            0,
             "67 % of the document was not read again. Already read: 5,000 of 6,000 tokens.",
             "The model read 1,000 of 6,000 tokens; 4,000 behind what was inserted stay as they were read before",
         ),
+        (
+            "reuse",
+            1200,
+            3000,
+            "70 % of the document was not read, or not again. Already read: 2,000 of 3,000 tokens.",
+            "1,200 behind what was inserted stay as they were read before, and 3,000 unread",
+        ),
         # as the next turn
-        ("sparse", 0, "All of the document was read. Already read: 5,000 of 6,000 tokens.", "6,000 tokens (100 %)"),
+        ("sparse", 0, 0, "All of the document was read. Already read: 5,000 of 6,000 tokens.", "6,000 tokens (100 %)"),
     ],
 )
 def test_behind_an_edit_it_says_what_stays(
-    page: Page, live: Any, monkeypatch: Any, mode: str, reused: int, headline: str, facts: str
+    page: Page, live: Any, monkeypatch: Any, mode: str, reused: int, dropped: int, headline: str, facts: str
 ) -> None:
-    plain = fakes.report_of
-    counts = {"prompt_tokens": 6000, "kept_tokens": 6000, "cached_tokens": 5000, "reused_tokens": reused}
+    plain, all_of_it = fakes.report_of, 6000
+    counts = {"prompt_tokens": all_of_it, "reused_tokens": reused} | {
+        "kept_tokens": all_of_it - dropped,
+        "cached_tokens": all_of_it - dropped - 1000,
+    }
     monkeypatch.setattr(fakes, "report_of", lambda request: replace(plain(request), mode=mode, **counts))
     base, _ = live()
     page.open(base)

@@ -248,14 +248,15 @@ def _matches(root: Node, wanted: TokenIds, accepts: Accepts) -> Iterator[Match]:
                 nodes.append(child)
 
 
-def others_ends(root: Node, wanted: TokenIds, most: int, accepts: Accepts) -> tuple[int, list[Node]]:
-    """Return the length that the prompt shares with any stored prefix, and the ends of the prefixes that share it and
-    go on otherwise: the `most` recently used ones, the latest first. Sparse ones count as in `Node.common`.
+def others_ends(root: Node, wanted: TokenIds, most: int, accepts: Accepts, less: int = 0) -> tuple[int, list[Node]]:
+    """Return the length that the prompt shares with any stored prefix, and the ends of the prefixes that share it, or
+    up to `less` tokens less, and go on otherwise: the `most` recently used ones, the latest first. Sparse ones count as
+    in `Node.common`.
     """
     matches = list(_matches(root, wanted, accepts)) or [Match(root, 0)]
     shared = max(match.length for match in matches)
-    longest = (node for match in matches if match.length == shared for node in match.node.subtree())
-    ends = [node for node in longest if node.end > shared and node.is_end(accepts)]
+    longest = (node for match in matches if match.length >= shared - less for node in match.node.subtree())
+    ends = [node for node in dict.fromkeys(longest) if node.end > shared and node.is_end(accepts)]
     return shared, sorted(ends, key=lambda node: node.seen_at, reverse=True)[:most]
 
 

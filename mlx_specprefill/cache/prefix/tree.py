@@ -42,6 +42,7 @@ T = TypeVar("T")
 Restoring = Generator[None, None, T]  # yields between two reads
 HiddenOf = Callable[[int, int], tuple[int, mx.array] | None]
 _WORTH_KEEPING = 128  # tokens of a sparse prefix before its first gap
+_OTHERS = 3  # prefixes to which a prompt is compared
 _ROOM = 2048  # tokens: a forward reads no more at once
 
 
@@ -212,17 +213,30 @@ class PrefixCache:
             return []
         return match.node.blocks() + ([] if match.node.state is None else [match.node.state])
 
-    def others(
-        self, tokens: Sequence[int] | TokenIds, label: CacheLabel = SHARED, most: int = 3, only_dense: bool = False
-    ) -> tuple[int, list[TokenIds]]:
-        """Return the length that a prompt shares with any stored prefix, and the tokens of those that share it and go
-        on otherwise, the last used ones first. Reads and counts nothing.
+    def held(
+        self, tokens: Sequence[int] | TokenIds, label: CacheLabel = SHARED, selection_key: SelectionKey | None = None
+    ) -> tuple[int, TokenIds]:
+        """Return the number of tokens that `lookup` would find, and the indices of those that it would have, in the
+        order of feeding. Reads and counts nothing.
         """
-        accepts: Accepts = accepted_by(None) if only_dense else lambda _: True
+        match = self._match(np.asarray(tokens, dtype=np.int32), label, selection_key)
+        length = 0 if match is None else match.length
+        positions = None if match is None else _positions_of(match)[0]
+        return length, np.arange(length, dtype=np.int32) if positions is None else positions
+
+    def others(
+        self, tokens: TokenIds, label: CacheLabel, accepts: Accepts = lambda _: True, less: int = 0
+    ) -> tuple[int, list[TokenIds]]:
+        """Return the length that a prompt shares with any stored prefix, and the tokens of those that share it, or up
+        to `less` tokens less, and go on otherwise: the last used ones first. Reads and counts nothing.
+
+        Args:
+            accepts: returns whether sparse ones with a key count.
+        """
         root = self._roots.get(label)
         if root is None:
             return 0, []
-        shared, ends = others_ends(root, np.asarray(tokens, dtype=np.int32), most, accepts)
+        shared, ends = others_ends(root, tokens, _OTHERS, accepts, less)
         return shared, [np.concatenate([node.tokens for node in end.path()]) for end in ends]
 
     def _match(self, wanted: TokenIds, label: CacheLabel, selection_key: SelectionKey | None) -> Match | None:

@@ -107,7 +107,7 @@ export class TextMap {
     if (this.share !== null) return `With ${this.share} % kept: ${reader[0].toLowerCase()}${reader.slice(1)} would read ${share}.`;
     if (!this.report) return `${reader} would read ${share}.`;
     if (this.report.mode === "full") return `The model read all ${count(all)} tokens.`;
-    if (this.report.mode === "reuse") return `The model read ${count(this.report.read_tokens)} of ${count(all)} tokens, and kept the others as it had read them.`;
+    if (this.report.mode === "reuse") return `The model read ${count(this.report.read_tokens)} of ${count(all)} tokens, and kept ${read < all ? `${count(read - this.report.read_tokens)}` : "the others"} as it had read them.`;
     return `${reader} read ${share}.`;
   }
 

@@ -139,12 +139,13 @@ function headlineOf({ report, first, known, text, state }, other, documents) {
   const what = documents ? "document" : "text";
   const strong = (ms) => element("strong", { className: "figure", textContent: seconds(ms) });
   const parts = ["First word after ", strong(first)];
-  const sparse = isPartial(report), unread = report.reused_tokens ?? report.prompt_tokens - report.kept_tokens;
+  const { reused_tokens: reused = 0, prompt_tokens: all, kept_tokens: kept } = report;
+  const sparse = isPartial(report), unread = reused + all - kept;
   if (hasWaited(report, first)) parts.push(", ", strong(waitOf(report, first)), " of it waiting");
   else if (other?.first && fairly(known, other.known) && !hasWaited(other.report, other.first)) parts.push(first < other.first ? " instead of " : "; full reading: ", strong(other.first));
   else if (!other && sparse && report.predicted?.full_ms > first) parts.push(" instead of about ", strong(report.predicted.full_ms));
   parts.push(". ");
-  if (sparse && unread) parts.push(`${percent(unread / report.prompt_tokens)} of the ${what} was not read${report.reused_tokens ? " again" : ""}. `);
+  if (sparse && unread) parts.push(`${percent(unread / all)} of the ${what} was not read${reused ? (kept < all ? ", or not again" : " again") : ""}. `);
   else if (!other) parts.push(`All of the ${what} was read. `);
   if (known >= WORTH_SAYING) parts.push(`Already read: ${count(report.cached_tokens)} of ${count(report.kept_tokens)} tokens. `);
   if (other?.state === "done" && state === "done") parts.push(comparison(text.trim(), other.text.trim()));

@@ -67,7 +67,7 @@ def inspect_prompt(prefiller: Prefiller, request: GenerationRequest) -> Generato
     """
     yield Progress("queued", 0, len(request.prompt))
     text = prefiller.text.read(request.prompt)
-    plan = prefiller.plan(request, 0)
+    plan = prefiller.scorer.ask(request, prefiller.plan(request, 0), text)
     scores = yield from prefiller.scorer.scores(request, plan, text)
     selection = prefiller.select(text, scores, plan)
     size, M = selection.chunk_size, len(request.prompt)

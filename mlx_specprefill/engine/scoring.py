@@ -112,6 +112,12 @@ class PromptScorer:
         steps = self._by_draft(request, plan, mapped.task, mapped.task.question[0], extension)
         return _converted(steps, lambda scores: raised(mapped.scores(scores)))
 
+    def ask(self, request: GenerationRequest, plan: PrefillPlan, text: PromptText) -> PrefillPlan:
+        """Return the plan with the lines that may ask, whoever scores the prompt. The published rule has none."""
+        if plan.rule == "paper":
+            return plan
+        return plan.asking(possible_questions(request.spans, len(request.prompt), text, self.config.scoring))
+
     def asking(self, request: GenerationRequest, plan: PrefillPlan, text: PromptText) -> tuple[tuple[int, int], ...]:
         """Return the ranges [start, end) of the prompt whose attention scores it, ascending.
 
@@ -157,7 +163,7 @@ class PromptScorer:
             question=question,
             template=template,
             again=np.concatenate([NO_INDICES, *(request.prompt[start:end] for start, end in before)]),
-            asks=() if plan.rule == "paper" else possible_questions(request.spans, len(request.prompt), text, scoring),
+            asks=plan.asks,
             stop_ids=request.stop_token_ids | self.pair.eos_token_ids,
             cache=[],
             step=self.step,

@@ -16,9 +16,11 @@ from ..cache.prefix.selection_key import SelectionKey
 from ..config import EngineConfig, RuleName, Scope, SelectionConfig, SpecPrefillPolicy
 from ..events import Mode, Prediction, Reason, ReasonCode
 from ..request import GenerationRequest, PromptSpan
+from .question import Ask
 from .selector import selection_by
 
 USER_WHOLE, USER_HEAD, USER_TAIL = (2048, 8), (128, 64), (512, 16)  # (most tokens, divisor of the prompt length)
+EARLIER_WHOLE = (256, 16)  # of the user message before the last, which may ask about a document in the last one
 TOOL_HEAD, TOOL_TAIL = 64, 128  # of a tool result after the last user message
 SYSTEM_WHOLE, SYSTEM_ENDS = 512, 256  # tokens: a shorter system text is kept in full, of a longer one both ends
 
@@ -29,7 +31,8 @@ class PrefillPlan:
 
     `keep`, `forced` (M,) and `ranges` have a meaning in sparse mode only. `predicted` is None without measurements.
     `scope` is the text that competes. `selection_key` names the selection rule that the
-    sparse turns of a conversation share; None: the request is read in full, or has its own scores.
+    sparse turns of a conversation share; None: the request is read in full, or has its own scores. `asks` are the lines
+    that may be the question beside the last one, once the text has been read.
     """
 
     mode: Mode
@@ -41,6 +44,13 @@ class PrefillPlan:
     predicted: Prediction | None = None
     scope: Scope = "user"
     selection_key: SelectionKey | None = None
+    asks: tuple[Ask, ...] = ()
+
+    def asking(self, asks: tuple[Ask, ...]) -> PrefillPlan:
+        """Return the plan with lines that may ask. Those with a question mark are kept: they are to be answered."""
+        ranges = tuple(ForcedRange(ask.start, ask.end, "question") for ask in asks if ask.weight > 1)
+        forced = self.forced | forced_mask(ranges, self.forced.size)
+        return replace(self, asks=asks, ranges=self.ranges + ranges, forced=forced)
 
     def as_full(self, code: ReasonCode, words: str) -> PrefillPlan:
         return replace(self, mode="full", reason=Reason(code, words))
@@ -229,10 +239,13 @@ def _last_turn(spans: Sequence[PromptSpan], prompt_len: int) -> Iterator[ForcedR
     """Yield the last user message (or the last message, without a user), and the messages after it.
 
     The newest of these is kept in full, up to the limit of a user message. Agents call tools many times for one user
-    message: of older messages the ends are kept.
+    message: of older messages the ends are kept. The user message before is kept if it is short.
     """
     users = [i for i, span in enumerate(spans) if span.kind == "user"]
     newest = users[-1] if users else len(spans) - 1
+    for before in users[-2:-1]:
+        whole = _share(prompt_len, EARLIER_WHOLE)
+        yield from _ends(spans[before], prompt_len, (0, 1), (0, 1), "user message before the last", whole)
     yield from _ends(spans[newest], prompt_len, USER_HEAD, USER_TAIL, "last user message")
     whole = _share(prompt_len, USER_WHOLE)
     for span in reversed(spans[newest + 1 :]):

@@ -1,0 +1,74 @@
+"""The target reads the question that it is to answer, wherever it stands."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from fractions import Fraction
+from queue import SimpleQueue
+
+import pytest
+
+from mlx_specprefill import GenerationRequest, Inspection, SpecPrefillOptions
+from mlx_specprefill_evals.tasks import TASKS, Space, make_item
+from mlx_specprefill_evals.tasks.places import PLACE_TASKS
+from mlx_specprefill_server.local import LocalPair, open_pair
+from mlx_specprefill_server.prompt.conversation import conversation
+
+KINDS = {"prose": 0, "law": 1, "code": 2, "log": 3, "table": 4, "json": 5}
+LENGTH = 1500
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalPair]:
+    with open_pair("demo", densify="off", calibration_file=tmp_path_factory.mktemp("costs") / "costs.json") as opened:
+        yield opened
+
+
+def read_of(pair: LocalPair, messages: list[dict[str, str]]) -> str:
+    """Return the text that the target would read of a conversation, a fifth kept."""
+    prompt = asyncio.run(pair._prompts.chat(conversation(messages)))
+    request = GenerationRequest(
+        prompt.tokens, 1, specprefill=SpecPrefillOptions(True, Fraction(1, 5)), spans=prompt.spans
+    )
+    ends: SimpleQueue[Inspection | Exception] = SimpleQueue()
+    pair.engine.submit_inspection(request, lambda _: None, ends.put)
+    found = ends.get()
+    assert isinstance(found, Inspection)
+    assert found.kept_tokens < 0.45 * found.prompt_tokens
+    return "…".join(pair.engine.pair.tokenizer.decode(prompt.tokens[a:b].tolist()) for a, b in found.kept_spans)
+
+
+def question_of(number: int, pair: LocalPair) -> str:
+    """Return the question, which is a message of its own behind its document."""
+    return item_of("place_turn_after", number, pair).turns[-1].question
+
+
+def item_of(task: str, number: int, pair: LocalPair):
+    def count(text: str) -> int:
+        return len(pair.engine.pair.tokenizer.encode(text, add_special_tokens=False))
+
+    return make_item(TASKS[task], task, number, Space(LENGTH, count, number=number))
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind in ("prose", "code") else pytest.param(kind, marks=pytest.mark.extended) for kind in KINDS]
+)
+def test_in_every_place(pair: LocalPair, kind: str) -> None:
+    question = question_of(KINDS[kind], pair)
+    unread = []
+    for task in PLACE_TASKS:
+        item = item_of(task, KINDS[kind], pair)
+        messages = [{"role": "system", "content": item.system}] if item.system else []
+        for turn in item.turns[:-1]:
+            messages += [{"role": "user", "content": turn.question}, {"role": "assistant", "content": turn.answer}]
+        messages.append({"role": "user", "content": item.turns[-1].question})
+        unread += [] if question in read_of(pair, messages) else [task]
+    assert unread == []
+
+
+@pytest.mark.parametrize("order", ["Quote the sentence about the lighthouse.", "Fasse den Text zusammen"])
+def test_an_order_in_the_message_before(pair: LocalPair, order: str) -> None:
+    document = item_of("place_end", 0, pair).turns[-1].question
+    messages = [{"role": "user", "content": order}, {"role": "assistant", "content": "Send the text."}]
+    assert order in read_of(pair, [*messages, {"role": "user", "content": document}])

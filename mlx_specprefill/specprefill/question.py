@@ -108,6 +108,17 @@ def possible_questions(
     return tuple(sorted(chosen))
 
 
+def questions_to_read(asks: Sequence[Ask], spans: Sequence[PromptSpan]) -> tuple[Ask, ...]:
+    """Return those that the target has to read: with a question mark, or at the head of a message.
+
+    Others that may ask compete by their scores as all text does.
+    """
+    heads = [span.content_start for span in spans] or [0]
+    return tuple(
+        ask for ask in asks if ask.weight > 1 or any(head <= ask.start and ask.end <= head + _HEAD for head in heads)
+    )
+
+
 def _at_the_ends(users: Sequence[PromptSpan], said: Mapping[PromptSpan, Sequence[Ask]]) -> Iterator[Ask]:
     """Yield the lines at the ends of messages, from the likeliest places on: heads, the system's end, tails.
 

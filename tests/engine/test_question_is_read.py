@@ -67,6 +67,15 @@ def test_in_every_place(pair: LocalPair, kind: str) -> None:
     assert unread == []
 
 
+ORDER = "Please read all of the text below with care, and then tell me what it says about the normal form of names."
+
+
+def test_an_order_in_front_of_a_document(pair: LocalPair) -> None:
+    """Longer than what is kept of any message's beginning."""
+    document = item_of("place_turn_before", 0, pair).turns[-1].question
+    assert ORDER in read_of(pair, [{"role": "user", "content": f"{ORDER}\n\n{document}"}])
+
+
 @pytest.mark.parametrize("order", ["Quote the sentence about the lighthouse.", "Fasse den Text zusammen"])
 def test_an_order_in_the_message_before(pair: LocalPair, order: str) -> None:
     document = item_of("place_end", 0, pair).turns[-1].question

@@ -116,8 +116,8 @@ class PromptScorer:
         """Return the plan with the lines that may ask, whoever scores the prompt. The published rule has none."""
         if plan.rule == "paper":
             return plan
-        spans = request.spans
-        return plan.asking(possible_questions(spans, len(request.prompt), text, self.config.scoring), spans)
+        asks = possible_questions(request.spans, len(request.prompt), text, self.config.scoring)
+        return plan.asking(asks, request.spans) if asks else plan
 
     def asking(self, request: GenerationRequest, plan: PrefillPlan, text: PromptText) -> tuple[tuple[int, int], ...]:
         """Return the ranges [start, end) of the prompt whose attention scores it, ascending.

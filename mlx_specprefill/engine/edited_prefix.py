@@ -100,12 +100,9 @@ class EditedPrefixes:
 
         Args:
             share: of what is cached of each passage behind an edit, that is read anew.
-            selection_key: of sparse prompts that will do, too, if the draft's keys can be moved as well: it has to know
-                what was dropped, or nobody could ask for it later.
+            selection_key: of sparse prompts that will do, too, if the draft's keys can be moved as well.
         """
-        if selection_key is not None and isinstance(self.layers("draft"), Refused):
-            selection_key = None
-        others = self._caches.others(request, selection_key)
+        others = self._caches.others(request, self._movable(selection_key))
         found = [self._edit(request.prompt, *other, share) for other in others]
         best = max(found, key=lambda edit: edit.reused, default=None)
         if best is None or best.behind < WORTH_TELLING or best.reused == 0 or isinstance(self.layers(), Refused):
@@ -119,7 +116,7 @@ class EditedPrefixes:
             selection_key: as in `find`.
         """
         wanted, rotations = np.append(edit.cached, np.int32(0)), self.layers()
-        hit = yield from self._caches.target_prefix(wanted, request.label, True, selection_key)
+        hit = yield from self._caches.target_prefix(wanted, request.label, True, self._movable(selection_key))
         if hit is None or isinstance(rotations, Refused) or not np.array_equal(edit.held, _held_by(hit)):
             return None
         move(hit.cache, rotations, edit.pieces)
@@ -134,6 +131,14 @@ class EditedPrefixes:
             first, then = prefix.unread[:2].tolist()
             ranges = (0, first), (then, then + 1), (first, then), (then + 1, prefix.length)
             move(cache, rotations, [Piece(start, start, end - start) for start, end in ranges])
+
+    def _movable(self, selection_key: SelectionKey | None) -> SelectionKey | None:
+        """Return the key of sparse prompts that can be moved; None if only dense ones can.
+
+        The draft has to know what was dropped, or nobody could ask for it later.
+        """
+        is_known = selection_key is not None and not isinstance(self.layers("draft"), Refused)
+        return selection_key if is_known else None
 
     def _edit(self, prompt: TokenIds, old: TokenIds, held: TokenIds, share: Fraction) -> Edit:
         """Return what a prompt keeps of another one, up to the first place where it changes some of its text."""

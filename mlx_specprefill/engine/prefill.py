@@ -120,8 +120,8 @@ class Prefiller:
             scores = None
             if active.way != "full":
                 text = self.text.read(prompt)
-                active.plan = self.scorer.ask(active.request, active.plan, text)
             if self._is_scored(active):
+                active.plan = self.scorer.ask(active.request, active.plan, text)
                 yield Progress("draft", 0, prompt.size)
                 scoring = self._begin_scoring(active, text)
                 if scoring is not None:

@@ -145,16 +145,12 @@ class LocalModel:
         return Reply(text, answer.report.kept_tokens / answer.report.prompt_tokens, measures)
 
     def _rendered(self, item: Item) -> tuple[Prompt, tuple[Span, ...], tuple[tuple[Span, ...], ...]]:
-        """Render the conversation up to the last question, with the right earlier answers.
+        """Render the item's messages.
 
         Returns:
             The prompt, the places of its gold, and all places of each mention.
         """
-        messages = item.messages_before
-        for turn in item.turns:
-            messages.append({"role": turn.role, "content": turn.question})
-            messages.append({"role": "assistant", "content": turn.answer})
-        said = conversation(messages[:-1])
+        said = conversation(item.messages)
         prompt, text = asyncio.run(self._builder.chat(said)), asyncio.run(self._builder.text(said))
         if not item.gold and not item.mentions:
             return prompt, (), ()

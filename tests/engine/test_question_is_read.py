@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
-from fractions import Fraction
-from queue import SimpleQueue
 
 import pytest
 
-from mlx_specprefill import GenerationRequest, Inspection, SpecPrefillOptions
 from mlx_specprefill_evals.tasks import TASKS, Space, make_item
 from mlx_specprefill_evals.tasks.places import PLACE_TASKS
 from mlx_specprefill_server.local import LocalPair, open_pair
-from mlx_specprefill_server.prompt.conversation import conversation
+from tests.support.reading import text_read
 
 KINDS = {"prose": 0, "law": 1, "code": 2, "log": 3, "table": 4, "json": 5}
 LENGTH = 1500
@@ -23,20 +19,6 @@ LENGTH = 1500
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalPair]:
     with open_pair("demo", densify="off", calibration_file=tmp_path_factory.mktemp("costs") / "costs.json") as opened:
         yield opened
-
-
-def read_of(pair: LocalPair, messages: list[dict[str, str]]) -> str:
-    """Return the text that the target would read of a conversation, a fifth kept."""
-    prompt = asyncio.run(pair._prompts.chat(conversation(messages)))
-    request = GenerationRequest(
-        prompt.tokens, 1, specprefill=SpecPrefillOptions(True, Fraction(1, 5)), spans=prompt.spans
-    )
-    ends: SimpleQueue[Inspection | Exception] = SimpleQueue()
-    pair.engine.submit_inspection(request, lambda _: None, ends.put)
-    found = ends.get()
-    assert isinstance(found, Inspection)
-    assert found.kept_tokens < 0.45 * found.prompt_tokens
-    return "…".join(pair.engine.pair.tokenizer.decode(prompt.tokens[a:b].tolist()) for a, b in found.kept_spans)
 
 
 def question_of(number: int, pair: LocalPair) -> str:
@@ -59,11 +41,7 @@ def test_in_every_place(pair: LocalPair, kind: str) -> None:
     unread = []
     for task in PLACE_TASKS:
         item = item_of(task, KINDS[kind], pair)
-        messages = [{"role": "system", "content": item.system}] if item.system else []
-        for turn in item.turns[:-1]:
-            messages += [{"role": "user", "content": turn.question}, {"role": "assistant", "content": turn.answer}]
-        messages.append({"role": "user", "content": item.turns[-1].question})
-        unread += [] if question in read_of(pair, messages) else [task]
+        unread += [] if question in text_read(pair, item.messages) else [task]
     assert unread == []
 
 
@@ -73,11 +51,11 @@ ORDER = "Please read all of the text below with care, and then tell me what it s
 def test_an_order_in_front_of_a_document(pair: LocalPair) -> None:
     """Longer than what is kept of any message's beginning."""
     document = item_of("place_turn_before", 0, pair).turns[-1].question
-    assert ORDER in read_of(pair, [{"role": "user", "content": f"{ORDER}\n\n{document}"}])
+    assert ORDER in text_read(pair, [{"role": "user", "content": f"{ORDER}\n\n{document}"}])
 
 
 @pytest.mark.parametrize("order", ["Quote the sentence about the lighthouse.", "Fasse den Text zusammen"])
 def test_an_order_in_the_message_before(pair: LocalPair, order: str) -> None:
     document = item_of("place_end", 0, pair).turns[-1].question
     messages = [{"role": "user", "content": order}, {"role": "assistant", "content": "Send the text."}]
-    assert order in read_of(pair, [*messages, {"role": "user", "content": document}])
+    assert order in text_read(pair, [*messages, {"role": "user", "content": document}])

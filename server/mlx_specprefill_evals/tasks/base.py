@@ -58,6 +58,15 @@ class Item:
         """Return the system message, if there is one."""
         return [{"role": "system", "content": self.system}] if self.system else []
 
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """Return the conversation up to the last question, with the right earlier answers."""
+        messages = self.messages_before
+        for turn in self.turns:
+            messages.append({"role": turn.role, "content": turn.question})
+            messages.append({"role": "assistant", "content": turn.answer})
+        return messages[:-1]
+
 
 @dataclass(frozen=True)
 class Space:

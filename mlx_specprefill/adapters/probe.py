@@ -97,7 +97,7 @@ def probe_staged(model: StagedModel) -> str | None:
 
 def _probe_parts(model: StagedModel) -> str | None:
     relay = Relay(model.whole)
-    stock = _feed(relay, make_prompt_cache(model.whole), [_COUNT])
+    stock = _feed(relay, make_positioned_cache(model.whole), [_COUNT])  # its own positions; keys are compared, too
     parts, tolerance = StagedModel(relay.model, model.count), _tolerance(relay, stock)
     contiguous = _in_parts(parts, relay, np.arange(_COUNT, dtype=np.int32), [_SPLIT, _COUNT - _SPLIT])
     if not _agree(contiguous._replace(logits=contiguous.logits[:_COUNT]), stock, tolerance):
@@ -128,11 +128,11 @@ def _in_parts(model: StagedModel, relay: Relay, positions: Positions, sizes: Seq
         place(upper, positions[part])
         return model.upper(tokens, hidden[:, part], upper)
 
-    logits = _in_chunks(relay, read, sizes)
+    logits, keys = _in_chunks(relay, read, sizes), _keys(cache)
     model.unite(cache, positions)
     relay.expect(range(_COUNT, _COUNT + 1))
     logits.append(model.whole(mx.array([TOKENS[:1]]), cache=cache)[0])
-    return _Run(mx.concatenate(logits), relay.arrived(), _keys(upper))
+    return _Run(mx.concatenate(logits), relay.arrived(), keys)
 
 
 def _probe(model: nn.Module) -> str | None:

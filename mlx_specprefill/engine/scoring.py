@@ -117,7 +117,7 @@ class PromptScorer:
         if plan.rule == "paper":
             return plan
         asks = possible_questions(request.spans, len(request.prompt), text, self.config.scoring)
-        return plan.asking(asks, request.spans) if asks else plan
+        return plan.asking(asks) if asks else plan
 
     def asking(self, request: GenerationRequest, plan: PrefillPlan, text: PromptText) -> tuple[tuple[int, int], ...]:
         """Return the ranges [start, end) of the prompt whose attention scores it, ascending.

@@ -16,7 +16,7 @@ from ..cache.prefix.selection_key import SelectionKey
 from ..config import EngineConfig, RuleName, Scope, SelectionConfig, SpecPrefillPolicy
 from ..events import Mode, Prediction, Reason, ReasonCode
 from ..request import GenerationRequest, PromptSpan
-from .question import Ask, questions_to_read
+from .question import Ask
 from .selector import selection_by
 
 USER_WHOLE, USER_HEAD, USER_TAIL = (2048, 8), (128, 64), (512, 16)  # (most tokens, divisor of the prompt length)
@@ -46,9 +46,9 @@ class PrefillPlan:
     selection_key: SelectionKey | None = None
     asks: tuple[Ask, ...] = ()
 
-    def asking(self, asks: tuple[Ask, ...], spans: Sequence[PromptSpan]) -> PrefillPlan:
-        """Return the plan with lines that may ask. Those of them are kept that are to be answered."""
-        ranges = tuple(ForcedRange(ask.start, ask.end, "question") for ask in questions_to_read(asks, spans))
+    def asking(self, asks: tuple[Ask, ...]) -> PrefillPlan:
+        """Return the plan with lines that may ask. Those of them are kept that are to be read."""
+        ranges = tuple(ForcedRange(ask.start, ask.end, "question") for ask in asks if ask.read)
         forced = self.forced | forced_mask(ranges, self.forced.size)
         return replace(self, asks=asks, ranges=self.ranges + ranges, forced=forced)
 

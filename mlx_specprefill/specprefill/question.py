@@ -8,6 +8,7 @@ it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -26,6 +27,7 @@ _PART = 16  # of the prompt's tokens one may be fed again
 _LEAST = 3  # tokens of a line that can ask
 _MARK_AT = 3  # last tokens of a question, among which its mark is
 _QUESTION_WEIGHT = 3.0  # of a line with a question mark, beside others
+_FRAME = re.compile(r"</?[\w-]+[^<>]*>|```.*")  # a tag or a fence, which ends a paragraph as a blank line does
 
 
 def question_span(
@@ -69,11 +71,15 @@ def repeated_question_spans(
 
 
 class Ask(NamedTuple):
-    """A line or sentence that may be the question: prompt indices [start, end), and its weight beside others."""
+    """A line or sentence that may be the question: prompt indices [start, end), and its weight beside others.
+
+    `read`: the target has to read it. Else it competes by its score as all text does.
+    """
 
     start: int
     end: int
     weight: float
+    read: bool = False
 
 
 def possible_questions(
@@ -97,7 +103,8 @@ def possible_questions(
     end = users[0].content_end  # of the last line, which is asked in any case
     if len(asking) == 1 and asking[0].end == end:
         return ()
-    others = [line for line in ends if line.end < end]
+    apart = [line for span in users for line in _apart(span, said[span], text, config.question_rows[1])]
+    others = [line for line in (*apart, *ends) if line.end < end]
     if any(line.end > end - config.question_rows[1] for line in asking):  # as in "Who is it? Answer in one word."
         others = []
     chosen, left = [], min(_ROWS[1], max(_ROWS[0], prompt_len // _PART))
@@ -105,18 +112,8 @@ def possible_questions(
         if line.end - line.start <= left:
             chosen.append(line)
             left -= line.end - line.start
-    return tuple(sorted(chosen))
-
-
-def questions_to_read(asks: Sequence[Ask], spans: Sequence[PromptSpan]) -> tuple[Ask, ...]:
-    """Return those that the target has to read: with a question mark, or at the head of a message.
-
-    Others that may ask compete by their scores as all text does.
-    """
-    heads = [span.content_start for span in spans] or [0]
-    return tuple(
-        ask for ask in asks if ask.weight > 1 or any(head <= ask.start and ask.end <= head + _HEAD for head in heads)
-    )
+    read = {*asking, *apart, *(line for span, lines in said.items() for line in _at_the_head(span, lines))}
+    return tuple(sorted(line._replace(read=line in read) for line in chosen))
 
 
 def _at_the_ends(users: Sequence[PromptSpan], said: Mapping[PromptSpan, Sequence[Ask]]) -> Iterator[Ask]:
@@ -126,12 +123,45 @@ def _at_the_ends(users: Sequence[PromptSpan], said: Mapping[PromptSpan, Sequence
         users: newest first; `said`: the lines of all messages.
     """
     for span in users:
-        yield from (line for line in said[span] if line.end <= span.content_start + _HEAD)
+        yield from _at_the_head(span, said[span])
     for span, lines in said.items():
         if span.kind == "system":
             yield from (line for line in lines if line.start >= span.content_end - _SYSTEM)
     for span in users:
         yield from (line for line in reversed(said[span]) if line.start >= span.content_end - _TAIL)
+
+
+def _at_the_head(span: PromptSpan, lines: Sequence[Ask]) -> list[Ask]:
+    return [line for line in lines if line.end <= span.content_start + _HEAD]
+
+
+def _apart(span: PromptSpan, lines: Sequence[Ask], text: PromptText, longest: int) -> list[Ask]:
+    """Return the lines of a message's first and last short paragraph: an order around a document.
+
+    Args:
+        longest: of a short one, in tokens.
+    """
+    short = [(start, end) for start, end in _paragraphs(span, text) if end - start <= longest]
+    return [line for start, end in short[:1] + short[-1:] for line in lines if start <= line.start and line.end <= end]
+
+
+def _paragraphs(span: PromptSpan, text: PromptText) -> Iterator[tuple[int, int]]:
+    """Yield [start, end) of what stands between a message's blank lines, tags and fences."""
+    start, end = span.content_start, span.content_end
+    units = text.units[(text.units > start) & (text.units < end)].tolist()
+    begin, breaks = None, 0
+    for first, last in pairwise([start, *units, end]):
+        said = "".join(text.pieces[first:last])
+        if shown := said.strip():
+            frame = _FRAME.fullmatch(shown) is not None
+            if begin is not None and (frame or breaks > 1):
+                yield begin, first
+                begin = None
+            begin = first if begin is None and not frame else begin
+            breaks = 0
+        breaks += said[len(said.rstrip()) :].count("\n")
+    if begin is not None:
+        yield begin, end
 
 
 def _lines(span: PromptSpan, text: PromptText, longest: int) -> list[Ask]:

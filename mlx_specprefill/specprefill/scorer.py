@@ -36,9 +36,6 @@ from ..events import Progress, ScorerKind
 from .question import Ask
 
 AROUND = 48  # tokens on either side of a line that is asked again
-# The n-th best token of lines without a question mark is as good as the question's 2n-th: a third of what is chosen, at
-# most, is theirs.
-_QUESTIONS_PART = 2
 
 
 @dataclass(frozen=True)
@@ -255,7 +252,7 @@ def add_asks(importance: Floats, by_line: Floats, asks: Sequence[Ask]) -> Floats
 
     A line that asks looks at one place, and a line that does not at many, so of several lines the most counts. Lines
     without a question mark may not ask at all, and text that repeats itself draws all of their attention: they add
-    tokens by rank.
+    tokens by rank, so half of what is chosen is theirs at most.
     """
     weights = np.array([ask.weight for ask in asks], dtype=np.float32)
     marked = weights > 1
@@ -263,9 +260,8 @@ def add_asks(importance: Floats, by_line: Floats, asks: Sequence[Ask]) -> Floats
     if marked.all():
         return total
     others = by_line[~marked].max(axis=0)
-    best_first, ranks = np.argsort(-others), np.arange(others.size) * _QUESTIONS_PART
     raised = np.empty_like(others)
-    raised[best_first] = np.sort(importance)[::-1][np.minimum(ranks, others.size - 1)]
+    raised[np.argsort(-others)] = np.sort(importance)[::-1]
     seen = np.where(others == 0, 0, raised + 0 * others)  # keeps what is no number, to be refused
     return np.asarray(np.maximum(total, seen))
 

@@ -9,7 +9,7 @@ it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -96,43 +96,57 @@ def possible_questions(
     users = [span for span in spans if span.kind == "user"][-_USERS:][::-1]
     if not users:
         return ()
-    said = {span: _lines(span, text, config.question_rows[1]) for span in spans if span.kind in ("user", "system")}
-    ends = list(_at_the_ends(users, said))
-    inside = [line for lines in said.values() for line in lines if line.weight > 1][::-1]
-    asking = list(dict.fromkeys([*(line for line in ends if line.weight > 1), *inside[:_QUESTIONS]]))
+    longest = config.question_rows[1]
+    said = {span: _lines(span, text, longest) for span in spans if span.kind in ("user", "system")}
+    ends = _ends(users, said)
+    marked = _marked(ends, said)
     end = users[0].content_end  # of the last line, which is asked in any case
-    if len(asking) == 1 and asking[0].end == end:
+    if len(marked) == 1 and marked[0].end == end:
         return ()
-    apart = [line for span in users for line in _apart(span, said[span], text, config.question_rows[1])]
-    others = [line for line in (*apart, *ends) if line.end < end]
-    if any(line.end > end - config.question_rows[1] for line in asking):  # as in "Who is it? Answer in one word."
-        others = []
-    chosen, left = [], min(_ROWS[1], max(_ROWS[0], prompt_len // _PART))
-    for line in dict.fromkeys([*asking, *others]):
+    apart = [line for span in users for line in _apart(span, said[span], text, longest)]
+    placed = {*apart, *ends.heads, *ends.system}  # elsewhere a question mark may be the document's own
+    likely = [*(line for line in marked if line in placed), *apart]
+    if any(line.end > end - longest for line in marked):  # as in "Who is it? Answer in one word."
+        likely += marked
+    else:
+        likely += [*ends.system, *marked, *ends.heads, *ends.tails]
+    others = dict.fromkeys(line for line in likely if line.end < end or line in marked)
+    chosen = _within(min(_ROWS[1], max(_ROWS[0], prompt_len // _PART)), others)
+    return tuple(
+        Ask(*line[:2], line.weight if line in placed else 1.0, line in placed or line in marked)
+        for line in sorted(chosen)
+    )
+
+
+class _Ends(NamedTuple):
+    """Lines at the ends of messages, of the newest message first."""
+
+    heads: list[Ask]
+    system: list[Ask]
+    tails: list[Ask]
+
+
+def _ends(users: Sequence[PromptSpan], said: Mapping[PromptSpan, Sequence[Ask]]) -> _Ends:
+    systems = [span for span in said if span.kind == "system"]
+    return _Ends(
+        [line for span in (*users, *systems) for line in said[span] if line.end <= span.content_start + _HEAD],
+        [line for span in systems for line in said[span] if line.start >= span.content_end - _SYSTEM],
+        [line for span in users for line in reversed(said[span]) if line.start >= span.content_end - _TAIL],
+    )
+
+
+def _marked(ends: _Ends, said: Mapping[PromptSpan, Sequence[Ask]]) -> list[Ask]:
+    """Return the lines with a question mark: those at the ends of messages, then the newest elsewhere."""
+    inside = [line for lines in said.values() for line in lines if line.weight > 1][::-1]
+    return list(dict.fromkeys([*(line for part in ends for line in part if line.weight > 1), *inside[:_QUESTIONS]]))
+
+
+def _within(left: int, lines: Iterable[Ask]) -> Iterator[Ask]:
+    """Yield the first lines that have together at most so many tokens."""
+    for line in lines:
         if line.end - line.start <= left:
-            chosen.append(line)
+            yield line
             left -= line.end - line.start
-    read = {*asking, *apart, *(line for span, lines in said.items() for line in _at_the_head(span, lines))}
-    return tuple(sorted(line._replace(read=line in read) for line in chosen))
-
-
-def _at_the_ends(users: Sequence[PromptSpan], said: Mapping[PromptSpan, Sequence[Ask]]) -> Iterator[Ask]:
-    """Yield the lines at the ends of messages, from the likeliest places on: heads, the system's end, tails.
-
-    Args:
-        users: newest first; `said`: the lines of all messages.
-    """
-    for span in users:
-        yield from _at_the_head(span, said[span])
-    for span, lines in said.items():
-        if span.kind == "system":
-            yield from (line for line in lines if line.start >= span.content_end - _SYSTEM)
-    for span in users:
-        yield from (line for line in reversed(said[span]) if line.start >= span.content_end - _TAIL)
-
-
-def _at_the_head(span: PromptSpan, lines: Sequence[Ask]) -> list[Ask]:
-    return [line for line in lines if line.end <= span.content_start + _HEAD]
 
 
 def _apart(span: PromptSpan, lines: Sequence[Ask], text: PromptText, longest: int) -> list[Ask]:

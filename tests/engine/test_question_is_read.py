@@ -13,6 +13,8 @@ from tests.support.reading import text_read
 
 KINDS = {"prose": 0, "law": 1, "code": 2, "log": 3, "table": 4, "json": 5}
 LENGTH = 1500
+# Orders that are not read: the code's own short paragraphs stand nearer to the end of the message.
+UNREAD = {("code", "."): ["place_before_schema", "place_in_a_query"]}
 
 
 @pytest.fixture(scope="module")
@@ -36,13 +38,16 @@ def item_of(task: str, number: int, pair: LocalPair):
 @pytest.mark.parametrize(
     "kind", [kind if kind in ("prose", "code") else pytest.param(kind, marks=pytest.mark.extended) for kind in KINDS]
 )
-def test_in_every_place(pair: LocalPair, kind: str) -> None:
+@pytest.mark.parametrize("mark", ["?", "."])
+def test_in_every_place(pair: LocalPair, kind: str, mark: str) -> None:
+    """With its question mark, and without one: then it may be an order."""
     question = question_of(KINDS[kind], pair)
     unread = []
     for task in PLACE_TASKS:
         item = item_of(task, KINDS[kind], pair)
-        unread += [] if question in text_read(pair, item.messages) else [task]
-    assert unread == []
+        said = [message | {"content": message["content"].replace("?", mark)} for message in item.messages]
+        unread += [] if question.replace("?", mark) in text_read(pair, said) else [task]
+    assert unread == UNREAD.get((kind, mark), [])
 
 
 ORDER = "Please read all of the text below with care, and then tell me what it says about the normal form of names."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from mlx_specprefill.request import PromptSpan
 from mlx_specprefill.specprefill.question import Ask, possible_questions
 from mlx_specprefill.specprefill.text import PromptText
 from mlx_specprefill_server.local import LocalPair, open_pair
+from tests.specprefill.test_words import read
 from tests.support.reading import text_read
 
 CONFIG = ScoringConfig()
@@ -57,7 +59,8 @@ def test_a_question_is_found_wherever_it_stands(place: str) -> None:
     start = spans[message].content_start + line * LINE
     found = [ask for ask in asked(spans, length, (message, line)) if ask.start <= start < ask.end]
     assert [(ask.start, ask.end) for ask in found] == [(start, start + LINE)]
-    assert found[0].weight > 1
+    assert found[0].read
+    assert (found[0].weight > 1) == (place not in ("in the middle", "in front of rules"))  # as the document's own
 
 
 def test_the_only_question_in_the_last_line_needs_no_other() -> None:
@@ -77,7 +80,7 @@ def test_without_a_question_the_ends_of_messages_may_ask_but_not_the_last_line()
 
 def test_a_completion_is_one_message() -> None:
     text = PromptText(np.arange(0, 1000, LINE, dtype=np.int32), marks=np.array([9], dtype=np.int32))
-    assert Ask(0, LINE, 3.0) in possible_questions([], 1000, text, CONFIG)
+    assert Ask(0, LINE, 3.0, True) in possible_questions([], 1000, text, CONFIG)
 
 
 @given(
@@ -97,6 +100,40 @@ def test_what_may_ask_is_bounded_and_belongs_to_people(
     assert list(found) == sorted(found)
     assert all(one.end <= other.start for one, other in pairwise(found))
     assert all(any(s.content_start <= ask.start and ask.end <= s.content_end for s in people) for ask in found)
+
+
+# --- orders, by their text -------------------------------------------------------------------------------------------
+
+ORDER = "List all ports that the harbour office closes in winter."
+LONG = " ".join(f"ships of class {number} sail to the port of their owner" for number in range(12))
+DOCUMENT = "\n\n".join([LONG, LONG.replace("sail", "return"), LONG.replace("ships", "boats")])
+RULE = "- Keep it short.\n- Use no lists and no headings.\n- Say so where the text says nothing."
+AROUND = {
+    "in front": "{order}\n\n{document}",
+    "in front of a tag": '{order}\n<file name="a.txt">\n{document}\n</file>',
+    "in front of a fence": "{order}\n```text\n{document}\n```",
+    "in a tag": "<task>\n{order}\n</task>\n\n<content>\n{document}\n</content>",
+    "between": "{document}\n\n{order}\n\n{document}",
+    "before rules": f"{{document}}\n\n{{order}}\n\nRules for the answer:\n{RULE}\n{RULE}\n{RULE}\n{RULE}",
+    "before a signature": "{document}\n\n{order}\n\nKind regards,\nJ. Doe\nHarbour Office\n4 Quay Street",
+    "before a long schema": f"{{document}}\n\n{{order}}\n```json\n{LONG.replace(' ', chr(10))}\n```",
+    "behind another one": "Read this with care.\n\n{document}\n\n{order}\n\nThanks in advance!",
+}
+# How a tokenizer may cut line breaks: one by one, blank lines in one, or with the stop in front of them.
+BREAKS = (r" ?\w+|\W", r"\n+| ?\w+|\W", r"[.!]?\n+| ?\w+|\W")
+
+
+@pytest.mark.parametrize("breaks", BREAKS)
+@pytest.mark.parametrize("around", AROUND)
+def test_an_order_apart_from_the_document_is_asked(around: str, breaks: str) -> None:
+    text = AROUND[around].format(order=ORDER, document=DOCUMENT)
+    pieces = re.findall(breaks, text)
+    ends = np.cumsum([len(piece) for piece in pieces])
+    at = text.index(ORDER)
+    start, end = np.searchsorted(ends, [at, at + len(ORDER) - 1], side="right")
+    found = possible_questions([], len(pieces), read(pieces), CONFIG)
+    assert any(ask.start <= start and end < ask.end for ask in found)
+    assert sum(ask.end - ask.start for ask in found) <= 64
 
 
 # --- a real model -----------------------------------------------------------------------------------------------------

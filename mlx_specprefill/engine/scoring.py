@@ -127,20 +127,13 @@ class PromptScorer:
         if request.specprefill.importance is not None or plan.rule == "paper" or self.pair.heads is None:
             return ()
         task = self._task(request, plan, text)
-        return tuple(sorted({*self._questions(request, task, text), *((ask.start, ask.end) for ask in task.asks)}))
-
-    def _questions(
-        self, request: GenerationRequest, task: ScoringInput, text: PromptText
-    ) -> tuple[tuple[int, int], ...]:
-        """Return the ranges of the question, without other lines that may ask."""
-        before = repeated_question_spans(request.spans, self.config.scoring, text.units)
-        return before if before and self.pair.mapping is None else (task.question,)
+        return tuple(sorted({*self._asking(request, task, text)}))
 
     def _asking(self, request: GenerationRequest, task: ScoringInput, text: PromptText) -> list[tuple[int, int]]:
-        """Return the ranges whose words the needed lines may share: of other lines that may ask, the likeliest."""
-        weight = max((ask.weight for ask in task.asks), default=0.0)
-        likeliest = ((ask.start, ask.end) for ask in task.asks if ask.weight == weight)
-        return [*self._questions(request, task, text), *likeliest]
+        """Return the ranges of the question, and those of other lines that may ask."""
+        before = repeated_question_spans(request.spans, self.config.scoring, text.units)
+        questions = before if before and self.pair.mapping is None else (task.question,)
+        return [*questions, *((ask.start, ask.end) for ask in task.asks)]
 
     def _raised(
         self, request: GenerationRequest, plan: PrefillPlan, text: PromptText, task: ScoringInput, scores: Scores

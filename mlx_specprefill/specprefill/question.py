@@ -161,10 +161,8 @@ def _apart(span: PromptSpan, lines: Sequence[Ask], text: PromptText, longest: in
 
 def _paragraphs(span: PromptSpan, text: PromptText) -> Iterator[tuple[int, int]]:
     """Yield [start, end) of what stands between a message's blank lines, tags and fences."""
-    start, end = span.content_start, span.content_end
-    units = text.units[(text.units > start) & (text.units < end)].tolist()
     begin, breaks = None, 0
-    for first, last in pairwise([start, *units, end]):
+    for first, last in _units(span, text):
         said = "".join(text.pieces[first:last])
         if shown := said.strip():
             frame = _FRAME.fullmatch(shown) is not None
@@ -175,17 +173,22 @@ def _paragraphs(span: PromptSpan, text: PromptText) -> Iterator[tuple[int, int]]
             breaks = 0
         breaks += said[len(said.rstrip()) :].count("\n")
     if begin is not None:
-        yield begin, end
+        yield begin, span.content_end
 
 
 def _lines(span: PromptSpan, text: PromptText, longest: int) -> list[Ask]:
     """Return a message's lines and sentences that can ask, in reading order. Of longer ones the end counts."""
-    start, end = span.content_start, span.content_end
-    starts = [start, *text.units[(text.units > start) & (text.units < end)].tolist()]
-    marks = set(text.marks[(text.marks >= start) & (text.marks < end)].tolist())
+    marks = set(text.marks.tolist())
     found = []
-    for first, last in pairwise([*starts, end]):
+    for first, last in _units(span, text):
         if last - first >= _LEAST:
             asks = not marks.isdisjoint(range(last - _MARK_AT, last))
             found.append(Ask(max(first, last - longest), last, _QUESTION_WEIGHT if asks else 1.0))
     return found
+
+
+def _units(span: PromptSpan, text: PromptText) -> Iterator[tuple[int, int]]:
+    """Yield [start, end) of a message's lines and sentences, those too that can't ask."""
+    start, end = span.content_start, span.content_end
+    inside = text.units[(text.units > start) & (text.units < end)].tolist()
+    yield from pairwise([start, *inside, end])

@@ -15,7 +15,7 @@ from .errors import NothingToDoError
 from .model_under_test import ModelUnderTest
 from .records import Cell, Record, Records
 from .report import markdown, summarise
-from .tasks import CALLS, CODE_QA, GROUPS, PLACE_TASKS, REAL, TASKS, Item
+from .tasks import CALLS, CODE_QA, GROUPS, ORDER_TASKS, PLACE_TASKS, REAL, TASKS, Item
 
 Tell = Callable[[str], None]
 Predict = Callable[[int, Arm], float]
@@ -141,7 +141,7 @@ def _sessions(options: Options) -> dict[str, str]:
 
 def _corpus(sources: Sequence[suite.Source]) -> dict[str, str]:
     """Return the description of the real text if a task uses it. Other text makes other items."""
-    on_real_text = REAL | CALLS | CODE_QA | PLACE_TASKS
+    on_real_text = REAL | CALLS | CODE_QA | PLACE_TASKS | ORDER_TASKS
     return {"corpus": corpus.described()} if any(source.cell.task in on_real_text for source in sources) else {}
 
 

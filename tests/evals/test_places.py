@@ -75,3 +75,14 @@ def _is_there(number: int) -> bool:
     except NotMeasuredError:
         return False
     return asked.value in asked.gold
+
+
+@pytest.mark.parametrize("kind", places.KINDS)
+def test_an_order_stands_beside_a_document_that_asks(kind: str) -> None:
+    number = list(places.KINDS).index(kind)
+    for place in places.PLACES:
+        made = make_item(TASKS[f"order_{place}"], f"order_{place}", number, Space(1200, count, number=number))
+        text = "\n".join(said(made))
+        assert len([line for line in text.splitlines() if line.rstrip('",}').endswith("?")]) >= 6
+        assert "Answer this from the text: " in text
+        assert made.gold[0] in text

@@ -5,20 +5,34 @@ from .base import Item, Known, Space, Task, make_item
 from .calls import CALLS
 from .code_qa import CODE_QA
 from .more import MORE
-from .places import PLACE_TASKS
+from .places import ORDER_TASKS, PLACE_TASKS
 from .real import REAL
 from .ruler import RULER
 
-TASKS: dict[str, Task] = RULER | ADVERSARIAL | MORE | REAL | CALLS | CODE_QA | PLACE_TASKS
+TASKS: dict[str, Task] = RULER | ADVERSARIAL | MORE | REAL | CALLS | CODE_QA | PLACE_TASKS | ORDER_TASKS
 GROUPS: dict[str, tuple[str, ...]] = {
     "ruler": tuple(RULER),
     "adversarial": tuple(ADVERSARIAL),
     "more": tuple(MORE),
     "real": tuple(REAL),
     "places": tuple(PLACE_TASKS),
+    "orders": tuple(ORDER_TASKS),
     "tools": ("tool_choice", *CALLS),
     "public": ("needle", "quote", "paraphrase", "code_qa", "tool_choice"),
     "all": tuple(TASKS),
 }
 
-__all__ = ["CALLS", "CODE_QA", "GROUPS", "PLACE_TASKS", "REAL", "TASKS", "Item", "Known", "Space", "Task", "make_item"]
+__all__ = [
+    "CALLS",
+    "CODE_QA",
+    "GROUPS",
+    "ORDER_TASKS",
+    "PLACE_TASKS",
+    "REAL",
+    "TASKS",
+    "Item",
+    "Known",
+    "Space",
+    "Task",
+    "make_item",
+]

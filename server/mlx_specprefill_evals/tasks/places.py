@@ -3,6 +3,9 @@
 A task per place, so that a table has a row for each. A number means the same document and question at every place, and
 kinds of documents take turns: prose, German law, code, a log, a table, JSON. All texts are others': the standard
 library's, the Unicode database, the Grundgesetz, what agents and other programs write around a question.
+
+The same again as an order without a question mark, in a document that asks questions of its own: comments of the
+standard library that end with one.
 """
 
 from __future__ import annotations
@@ -105,6 +108,8 @@ _MODULES = (
     "gettext gzip imaplib inspect ipaddress mailbox optparse pickle plistlib queue random shelve shlex shutil smtplib "
     "socket ssl statistics string subprocess tarfile tempfile textwrap threading turtle typing uuid wave zipfile"
 ).split()
+_REMARK = re.compile(r"#.{25,100}\?")
+_REMARKS = 6  # in a document
 _DEFINITION = re.compile(r" *def (?P<name>\w{5,})\((?P<arguments>\w[^()]{3,})\):")
 
 
@@ -273,16 +278,39 @@ KINDS: dict[str, Callable[[random.Random, int, int], Asked]] = {
 }
 
 
-def _make(place: Place, rng: random.Random, space: Space) -> Item:
-    """Return the item of the space's number at a place. The document is one of `KINDS`, by turns."""
+def _make(place: Place, rng: random.Random, space: Space, order: bool = False) -> Item:
+    """Return the item of the space's number at a place. The document is one of `KINDS`, by turns.
+
+    Args:
+        order: the question is an order, and the document asks.
+    """
     del rng  # a number means the same document at every place
     rng = random.Random(f"places/{space.number}/{space.length}")
-    turn, kind = divmod(space.number, len(KINDS))
-    asked = list(KINDS.values())[kind](rng, turn, space.length)
+    turn, number = divmod(space.number, len(KINDS))
+    kind = list(KINDS)[number]
+    asked = KINDS[kind](rng, turn, space.length)
+    remarks = rng.sample(_remarks(), _REMARKS) if order else []
+    if order:
+        asked = asked._replace(question=f"Answer this from the text: {asked.question.rstrip('?')}.")
     frame = [place.system, *(text for turn in place.turns for text in (turn.question, turn.answer))]
     around = (Template(text).substitute(document="", first="", second="", question=asked.question) for text in frame)
-    document = lines_around(rng, asked.lines, asked.at, space.without(*around), space)
-    return _filled(place, document, asked)
+    document = lines_around(rng, asked.lines, asked.at, space.without(*around, *remarks), space)
+    return _filled(place, _with_remarks(rng, document, remarks, kind), asked)
+
+
+def _with_remarks(rng: random.Random, document: str, remarks: list[str], kind: str) -> str:
+    lines = document.split("\n")
+    for said in remarks:
+        written = {"code": f"# {said}", "json": json.dumps({"remark": said}) + ","}.get(kind, said)
+        lines.insert(rng.randrange(len(lines) + 1), written)
+    return "\n".join(lines)
+
+
+@lru_cache(maxsize=1)
+def _remarks() -> list[str]:
+    """Return comments of the standard library that end with a question mark."""
+    lines = (line.strip() for module in corpus.modules() for line in module.source.splitlines())
+    return sorted({line.lstrip("# ") for line in lines if _REMARK.fullmatch(line)})
 
 
 def _filled(place: Place, document: str, asked: Asked) -> Item:
@@ -298,4 +326,7 @@ def _filled(place: Place, document: str, asked: Asked) -> Item:
 
 PLACE_TASKS: dict[str, Task] = {
     f"place_{name}": Task(partial(_make, place), scoring.all_values, 32) for name, place in PLACES.items()
+}
+ORDER_TASKS: dict[str, Task] = {
+    f"order_{name}": Task(partial(_make, place, order=True), scoring.all_values, 32) for name, place in PLACES.items()
 }

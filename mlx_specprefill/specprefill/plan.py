@@ -20,7 +20,7 @@ from .question import Ask
 from .selector import selection_by
 
 USER_WHOLE, USER_HEAD, USER_TAIL = (2048, 8), (128, 64), (512, 16)  # (most tokens, divisor of the prompt length)
-EARLIER_WHOLE = (256, 16)  # of the user message before the last, which may ask about a document in the last one
+EARLIER_WHOLE = (256, 16)  # of the messages before the last: a question about its document, an offer that it takes
 TOOL_HEAD, TOOL_TAIL = 64, 128  # of a tool result after the last user message
 SYSTEM_WHOLE, SYSTEM_ENDS = 512, 256  # tokens: a shorter system text is kept in full, of a longer one both ends
 
@@ -239,13 +239,15 @@ def _last_turn(spans: Sequence[PromptSpan], prompt_len: int) -> Iterator[ForcedR
     """Yield the last user message (or the last message, without a user), and the messages after it.
 
     The newest of these is kept in full, up to the limit of a user message. Agents call tools many times for one user
-    message: of older messages the ends are kept. The user message before is kept if it is short.
+    message: of older messages the ends are kept. The user message before and the answer in between are kept if short.
     """
     users = [i for i, span in enumerate(spans) if span.kind == "user"]
     newest = users[-1] if users else len(spans) - 1
     for before in users[-2:-1]:
         whole = _share(prompt_len, EARLIER_WHOLE)
-        yield from _ends(spans[before], prompt_len, (0, 1), (0, 1), "user message before the last", whole)
+        for span in (spans[before], spans[newest - 1]):
+            if span.kind != "tool":
+                yield from _ends(span, prompt_len, (0, 1), (0, 1), "message before the last", whole)
     yield from _ends(spans[newest], prompt_len, USER_HEAD, USER_TAIL, "last user message")
     whole = _share(prompt_len, USER_WHOLE)
     for span in reversed(spans[newest + 1 :]):

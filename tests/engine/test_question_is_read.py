@@ -64,3 +64,10 @@ def test_an_order_in_the_message_before(pair: LocalPair, order: str) -> None:
     document = item_of("place_end", 0, pair).turns[-1].question
     messages = [{"role": "user", "content": order}, {"role": "assistant", "content": "Send the text."}]
     assert order in text_read(pair, [*messages, {"role": "user", "content": document}])
+
+
+def test_an_offer_that_the_last_message_accepts(pair: LocalPair) -> None:
+    document = item_of("place_end", 0, pair).turns[-1].question
+    offer = "I can quote the rule for private names, or the one for the normal form."
+    messages = [{"role": "user", "content": document}, {"role": "assistant", "content": offer}]
+    assert offer in text_read(pair, [*messages, {"role": "user", "content": "The second one."}])

@@ -203,7 +203,8 @@ def load_pair(
         PairMismatchError: the draft has another tokenizer, and the target's text can't be mapped to its tokens.
     """
     state = None if probes is None or ranks is not None else _state_before(target, dtype, loaded)
-    read = partial(read_model if loaded is None else loaded.read, repacked=repacked)
+    reader = partial(read_model, tokenizers={}) if loaded is None else loaded.read  # others may want its template
+    read = partial(reader, repacked=repacked)
     model, tokenizer, config, sharding = _read_target(target, dtype, on_progress, read, ranks)
     draft_from, source = target, _own_layers(ranks, sharding) if draft == "self" else _DraftSource()
     if draft is not None and draft != "self":

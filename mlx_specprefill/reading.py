@@ -8,7 +8,7 @@ import re
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -18,9 +18,8 @@ import mlx.nn as nn
 from huggingface_hub import parse_local_safetensors_file_metadata, snapshot_download
 from huggingface_hub.errors import SafetensorsParsingError, StrictDataclassError
 from mlx.utils import tree_flatten
-from mlx_lm import load as mlx_load
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, hf_repo_to_path, load_config
+from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, hf_repo_to_path, load_config, load_model, load_tokenizer
 from mlx_lm.utils import _get_classes as classes_of
 from tokenizers import Tokenizer
 
@@ -28,7 +27,7 @@ from .adapters.gguf import describe_gguf, is_gguf, load_gguf
 from .adapters.pieces import bring_into_memory
 from .adapters.probe import FLOAT16_MAX, largest_hidden
 from .adapters.rope_names import check_rope_names, with_old_rope_names
-from .adapters.turn_ends import end_with_turns
+from .adapters.tokenizers import Made, Tokenizers, make_once
 from .config import DtypeName
 from .distributed.ranks import Ranks
 from .errors import LoadError
@@ -43,6 +42,11 @@ _SIZES = frozenset(
 _NOT_MADE = (
     TypeError, AttributeError, IndexError, AssertionError, ZeroDivisionError, StrictDataclassError,
 )  # fmt: skip
+# A folder's tokens depend on the files with these endings, apart from the model's own, and on these of its settings.
+_OF_TOKENS = frozenset((".json", ".jsonl", ".model", ".tiktoken", ".txt", ".py"))
+_OF_MODELS = frozenset("config.json generation_config.json model.safetensors.index.json heads.json".split())
+_NAMED = ("model_type", "tokenizer_class", "auto_map")
+_TEMPLATE = "chat_template"
 LOADED_FILES = tuple(DEFAULT_ALLOW_PATTERNS)
 """Patterns of the repository files that loading needs."""
 
@@ -209,21 +213,28 @@ class LoadedModels:
         return model, tokenizer, config
 
 
-def read_model(where: str | Path, dtype: DtypeName, on_progress: OnProgress, repacked: Path | None = None) -> Read:
+def read_model(
+    where: str | Path,
+    dtype: DtypeName,
+    on_progress: OnProgress,
+    repacked: Path | None = None,
+    tokenizers: Tokenizers | None = None,
+) -> Read:
     """Load model, tokenizer and configuration of a folder, a GGUF file or a repository id, downloading it if necessary.
 
     Args:
         dtype, repacked: as in `load_pair`.
+        tokenizers: those that are made already; the model's is added.
 
     Raises:
         LoadError: the checkpoint is missing or broken, or its hidden values overflow in float16.
     """
-    path = resolve_model_path(where)
+    path, known = resolve_model_path(where), {} if tokenizers is None else tokenizers
     if is_gguf(path or Path(where)):
-        model, tokenizer, config = _read_gguf(path or Path(where), dtype, on_progress, repacked)
+        model, tokenizer, config = _read_gguf(path or Path(where), dtype, on_progress, repacked, known)
     else:
         with _errors(where):
-            model, tokenizer, config = _lazy(where)
+            model, tokenizer, config = _lazy(where, known)
             cast_model(model, dtype)
             _fill(model, on_progress)
     if dtype == "auto" and _emulates_bfloat16():
@@ -297,7 +308,7 @@ def read_part(
     if is_gguf(path or Path(where)):
         raise LoadError(f"{where}: a GGUF file can't be spread over several machines; use the safetensors files")
     with _errors(where):
-        model, tokenizer, config = _lazy(where)
+        model, tokenizer, config = _lazy(where, {})
         ranks.assert_equal("target" if kind is None else "draft", files_digest(path or hf_repo_to_path(str(where))))
         sharding = shard(model, str(where), config, ranks, kind)
         cast_model(model, dtype)
@@ -313,7 +324,7 @@ def _errors(where: str | Path) -> Iterator[None]:
         raise LoadError(f"{where}: {error}") from error
 
 
-def _lazy(where: str | Path) -> Read:
+def _lazy(where: str | Path, tokenizers: Tokenizers) -> Read:
     """Return a model whose parameters are not read yet."""
     path = resolve_model_path(where)
     if path is None:
@@ -327,12 +338,32 @@ def _lazy(where: str | Path) -> Read:
     check_rope_names(config, sys.modules[model_class.__module__])
     changed = {name: value for name, value in config.items() if name not in stated or stated[name] != value}
     try:
-        model, tokenizer, config = mlx_load(str(path), model_config=changed, return_config=True, lazy=True)
+        model, config = load_model(path, lazy=True, model_config=changed)
+        tokenizer, settings = _tokenizer(path, config, tokenizers)
     except _NOT_MADE as error:
         raise LoadError(f"{where}: {_why_not_made(stated, error)}") from error
-    _split_as_declared(tokenizer, path)
-    end_with_turns(tokenizer, config)
-    return model, tokenizer, config
+    return model, tokenizer, config | settings
+
+
+def _tokenizer(folder: Path, config: Mapping[str, Any], tokenizers: Tokenizers) -> Made:
+    def make() -> Made:
+        tokenizer = load_tokenizer(folder, eos_token_ids=config.get("eos_token_id"))
+        _split_as_declared(tokenizer, folder)
+        return tokenizer, {}
+
+    return make_once(tokenizers, [*map(config.get, _NAMED), *_of_tokens(folder)], make)
+
+
+def _of_tokens(folder: Path) -> Iterator[tuple[Path, object]]:
+    """Yield the files that decide on a folder's tokens, with their contents."""
+    for file in sorted(folder.rglob("*")):
+        if file.suffix not in _OF_TOKENS or file.name in _OF_MODELS or file.stem == _TEMPLATE:
+            continue
+        content: object = file.read_bytes()
+        if file.name == "tokenizer_config.json":
+            settings = json.loads(file.read_bytes())
+            content = {name: value for name, value in settings.items() if name != _TEMPLATE}
+        yield file.relative_to(folder), content
 
 
 def _read_config(folder: Path, where: str | Path) -> dict[str, Any]:
@@ -384,22 +415,27 @@ def _fill(model: nn.Module, on_progress: OnProgress) -> None:
     bring_into_memory([array for _, array in tree_flatten(model.parameters())], on_progress)
 
 
-def _read_gguf(path: Path, dtype: DtypeName, on_progress: OnProgress, repacked: Path | None) -> Read:
+def _read_gguf(
+    path: Path, dtype: DtypeName, on_progress: OnProgress, repacked: Path | None, tokenizers: Tokenizers
+) -> Read:
     """Load a GGUF file. On the CPU backend packed weights are slower than float32 ones, so they stay packed only if a
     dtype is set.
     """
     unpacked = dtype == "auto" and _on_cpu()
     wanted = mx.float32 if unpacked else _DTYPES.get(dtype)
     try:
-        model, tokenizer, config = load_gguf(
-            path, dtype=wanted, pack=not unpacked, on_progress=on_progress, repacked=repacked
+        return load_gguf(
+            path,
+            dtype=wanted,
+            pack=not unpacked,
+            on_progress=on_progress,
+            repacked=repacked,
+            tokenizers=tokenizers,
         )
     except OSError as error:
         raise LoadError(f"{path}: {error.strerror or error}") from error
     except LoadError as error:
         raise LoadError(f"{path}: {error}") from error
-    end_with_turns(tokenizer, config)
-    return model, tokenizer, config
 
 
 def cast_model(model: nn.Module, dtype: DtypeName) -> None:

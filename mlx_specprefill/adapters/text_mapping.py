@@ -369,7 +369,8 @@ def mapping_between(target: TokenizerWrapper, draft: TokenizerWrapper, draft_id:
         PairMismatchError: there is none.
     """
     try:
-        check_same_tokenizer(target, draft)
+        if target is not draft:
+            check_same_tokenizer(target, draft)
     except PairMismatchError as difference:
         try:
             mapping = map_text(target, draft)

@@ -12,6 +12,7 @@ import mlx.nn as nn
 from gguf import GGMLQuantizationType
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..tokenizers import Made, Tokenizers, make_once
 from .architectures import architecture_in, config_in
 from .header import Header, read_header
 from .repacked import Repacked
@@ -33,6 +34,7 @@ def load_gguf(
     pack: bool = True,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     repacked: Path | None = None,
+    tokenizers: Tokenizers | None = None,
 ) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
     """Load model, tokenizer and configuration, as `mlx_lm.load` returns them for a folder.
 
@@ -41,6 +43,7 @@ def load_gguf(
         pack: keep quantised weights packed; else every weight becomes `dtype`.
         on_progress: called with the bytes of the tensors read so far, and of all tensors.
         repacked: folder that keeps the packed arrays of large files for later loads; None: none is kept.
+        tokenizers: those that are made already; this file's is added.
 
     Raises:
         LoadError: the file is not GGUF, is broken, or can't be run; one line that names it.
@@ -49,14 +52,25 @@ def load_gguf(
     header = read_header(path)
     name, architecture = architecture_in(header)
     config = config_in(header)
-    tokenizer, ends = build_tokenizer(header.metadata, name, config["vocab_size"], config["max_position_embeddings"])
-    config["eos_token_id"] = ends
+    tokenizer, settings = _tokenizer(header, name, config, {} if tokenizers is None else tokenizers)
+    config |= settings
     wanted = dtype or _own_dtype(header)
     kept = Repacked(repacked if pack else None, path, str(wanted))  # unpacked ones are converted as fast as read
     model = load_model(
         path, header, architecture, config, dtype=wanted, pack=pack, on_progress=on_progress, repacked=kept
     )
     return model, tokenizer, config
+
+
+def _tokenizer(header: Header, name: str, config: dict[str, Any], tokenizers: Tokenizers) -> Made:
+    sizes = config["vocab_size"], config["max_position_embeddings"]
+
+    def make() -> Made:
+        tokenizer, ends = build_tokenizer(header.metadata, name, *sizes)
+        return tokenizer, {"eos_token_id": ends}
+
+    parts = (item for item in header.metadata.items() if item[0].startswith("tokenizer.ggml."))
+    return make_once(tokenizers, [name, *sizes, *parts], make)
 
 
 def describe_gguf(path: Path, *, pack: bool = True) -> tuple[dict[str, Any], dict[str, int]]:

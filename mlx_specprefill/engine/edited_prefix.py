@@ -28,6 +28,7 @@ from .edits import kept_passages
 from .misses import WORTH_TELLING
 
 _TAIL = 64  # last tokens of a prompt, which ask
+_SEAM = Fraction(1, 10)  # of what is cached of each passage behind an edit, that is read anew
 _WORD = 8  # tokens on both sides of a place that are read to see whether it is inside a word
 
 
@@ -95,15 +96,14 @@ class EditedPrefixes:
         self._caches = caches
         self._rotations: dict[str, list[LayerRotation] | Refused] = {}  # those that were tried
 
-    def find(self, request: GenerationRequest, share: Fraction, selection_key: SelectionKey | None) -> Edit | None:
+    def find(self, request: GenerationRequest, selection_key: SelectionKey | None) -> Edit | None:
         """Return the cached prompt of which most can be kept; None if that is not worth it, or the model can't.
 
         Args:
-            share: of what is cached of each passage behind an edit, that is read anew.
             selection_key: of sparse prompts that will do, too, if the draft's keys can be moved as well.
         """
         others = self._caches.others(request, self._movable(selection_key))
-        found = [self._edit(request.prompt, *other, share) for other in others]
+        found = [self._edit(request.prompt, *other) for other in others]
         best = max(found, key=lambda edit: edit.reused, default=None)
         if best is None or best.behind < WORTH_TELLING or best.reused == 0 or isinstance(self.layers(), Refused):
             return None
@@ -140,7 +140,7 @@ class EditedPrefixes:
         is_known = selection_key is not None and not isinstance(self.layers("draft"), Refused)
         return selection_key if is_known else None
 
-    def _edit(self, prompt: TokenIds, old: TokenIds, held: TokenIds, share: Fraction) -> Edit:
+    def _edit(self, prompt: TokenIds, old: TokenIds, held: TokenIds) -> Edit:
         """Return what a prompt keeps of another one, up to the first place where it changes some of its text."""
         end = start = read_to = common_length(prompt, old)
         pieces, passages, unread, reused = [Piece(0, 0, start)] if start else [], list[Piece](), [NO_INDICES], 0
@@ -150,7 +150,7 @@ class EditedPrefixes:
             unread.append(np.arange(read_to, passage.new, dtype=np.int32))
             end, read_to, shift = passage.old + passage.size, passage.new + passage.size, passage.new - passage.old
             cached = np.sort(held[(held >= passage.old) & (held < end)])
-            seam, rest = np.split(cached, [math.ceil(cached.size * share)])
+            seam, rest = np.split(cached, [math.ceil(cached.size * _SEAM)])
             first = int(rest[0]) if rest.size else end
             unread.append(seam + np.int32(shift))
             pieces.append(Piece(first, first + shift, end - first))

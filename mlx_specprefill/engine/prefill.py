@@ -193,7 +193,7 @@ class Prefiller:
         """Go on from a cached prompt that this one edits, if the server may choose and that is soon enough."""
         request, plan = active.request, active.plan
         key = None if _is_staged(plan) else plan.selection_key  # with what the first layers passed on nothing is moved
-        edit = self.edits.find(request, plan.keep, key) if self._may_reuse(active, planned) else None
+        edit = self.edits.find(request, key) if self._may_reuse(active, planned) else None
         if edit is None:
             return
         predicted = self._predict_edit(request, edit, plan.predicted)

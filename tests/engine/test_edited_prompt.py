@@ -38,7 +38,7 @@ from tests.support.tiny import generated, on_own_layers, random_prompt, tiny_pai
 from tests.support.waiting import eventually
 
 OLD = random_prompt(2600)
-PLACE, TAIL, SHARE = 600, 64, Fraction(1, 5)
+PLACE, TAIL, SHARE, SEAM = 600, 64, Fraction(1, 5), Fraction(1, 10)
 INSERTED = random_prompt(40, 7)
 LONGER = (*OLD[:PLACE], *INSERTED, *OLD[PLACE:])
 POLICY = SpecPrefillPolicy(threshold=300, keep_pct=SHARE, densify=False)
@@ -74,7 +74,7 @@ def test_the_new_text_the_seam_and_the_end_are_read(engine: Engine, monkeypatch:
     behind = len(OLD) - PLACE - TAIL
     assert report.mode == "reuse"
     assert report.reason_code == "reused"
-    assert abs(report.reused_tokens - (1 - SHARE) * behind) <= 2
+    assert abs(report.reused_tokens - (1 - SEAM) * behind) <= 2
     assert report.cached_tokens == PLACE + report.reused_tokens
     assert 0 <= target - (len(prompt) - report.cached_tokens) <= 2  # the answer's
     assert draft == 0
@@ -101,7 +101,7 @@ def test_progress_ends_at_what_the_target_sees(engine: Engine) -> None:
 def test_several_insertions(engine: Engine) -> None:
     read(engine, OLD, IN_FULL)
     prompt = (*OLD[:PLACE], *INSERTED, *OLD[PLACE : PLACE + 900], *INSERTED, *OLD[PLACE + 900 :])
-    assert read(engine, prompt).reused_tokens == 720 + int((len(OLD) - PLACE - 900 - TAIL) * (1 - SHARE))
+    assert read(engine, prompt).reused_tokens == 810 + int((len(OLD) - PLACE - 900 - TAIL) * (1 - SEAM))
 
 
 @pytest.mark.parametrize("copied", [slice(PLACE, PLACE + 300), slice(1500, 1700), slice(100, 400)])
@@ -109,7 +109,7 @@ def test_what_is_inserted_may_repeat_text_of_the_prompt(copied: slice, engine: E
     read(engine, OLD, IN_FULL)
     report = read(engine, (*OLD[:PLACE], *INSERTED, *OLD[copied], *INSERTED, *OLD[PLACE:]))
     assert report.mode == "reuse"
-    assert report.reused_tokens >= (1 - SHARE) * (len(OLD) - PLACE - TAIL) - 2
+    assert report.reused_tokens >= (1 - SEAM) * (len(OLD) - PLACE - TAIL) - 2
 
 
 def test_the_report_says_how_long_it_was_to_take_and_what_was_read_again(
@@ -144,7 +144,7 @@ def test_an_insertion_that_makes_another_word_is_a_change(front: str, added: str
     old, new = (
         np.array([*map(ord, text)], dtype=np.int32) for text in (front + behind + words, front + added + behind + words)
     )
-    edit = EditedPrefixes(cast(Any, pair), cast(Any, None))._edit(new, old, np.arange(old.size), SHARE)
+    edit = EditedPrefixes(cast(Any, pair), cast(Any, None))._edit(new, old, np.arange(old.size))
     assert (edit.reused > 1000) is kept
 
 

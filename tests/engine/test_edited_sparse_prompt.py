@@ -27,7 +27,7 @@ from mlx_specprefill import (
 )
 from mlx_specprefill.events import Prediction
 from mlx_specprefill.request import SpanKind
-from tests.engine.test_edited_prompt import CONFIG, IN_FULL, INSERTED, LONGER, OLD, PLACE, POLICY, SHARE, TAIL
+from tests.engine.test_edited_prompt import CONFIG, IN_FULL, INSERTED, LONGER, OLD, PLACE, POLICY, SEAM, TAIL
 from tests.engine.test_sessions import Meter, wants
 from tests.support.tiny import on_own_layers, random_prompt, tiny_pair
 from tests.support.waiting import eventually
@@ -102,7 +102,7 @@ def test_what_was_read_stays_at_its_new_place_and_holes_stay_holes(
     assert draft == report.draft_tokens == len(INSERTED)
     assert kept(report) == moved | new | set(range(behind + len(INSERTED), len(OLD) + len(INSERTED)))
     held = sum(index >= place for index in before if index < behind)
-    assert abs(report.reused_tokens - (1 - SHARE) * held) <= 1
+    assert abs(report.reused_tokens - (1 - SEAM) * held) <= 1
     assert 0 <= target - (report.kept_tokens - report.cached_tokens) <= 2  # the answer's
     assert report.kept_tokens - report.cached_tokens == len(INSERTED) + TAIL + held - report.reused_tokens
     assert report.recalled_tokens == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import NamedTuple
 
 NAME = re.compile(r"[\w.:/-]{1,256}")  # of a tool
@@ -16,6 +17,25 @@ FUNCTION_GEMMA = ("<start_function_call>", "<end_function_call>", "<escape>")
 GRANITE, END_GRANITE = "<|tool_call|>", "<|/tool_call|>"  # Phi-4's has an end
 COMMAND, END_COMMAND = "<|START_ACTION|>", "<|END_ACTION|>"
 LFM2, END_LFM2 = "<|tool_call_start|>", "<|tool_call_end|>"
+PYTHON_TAG = "<|python_tag|>"  # of Llama 3, without an end
+
+# The marks around calls as JSON that one family or few have.
+JSON_MARKS: Mapping[str, str] = {
+    "<TOOLCALL>": "</TOOLCALL>",  # Nemotron
+    "<tool_calls>": "</tool_calls>",  # Hunyuan, MiniMax M1, Jamba, Apriel
+    "<|tools_prefix|>": "<|tools_suffix|>",  # Apertus
+    "<|action_start|><|plugin|>": "<|action_end|>",  # InternLM
+    "<|function_call|>": "",  # GigaChat 3.1
+    "<|message_sep|>\n\nfunction call<|role_sep|>": "",  # GigaChat 3
+    "<function_call>": "",  # Granite 20B
+    "functools": "",  # Phi-4-mini
+    "Action:": "",  # Command R+, before a fence
+}
+# The marks around calls as in Python. Llama 4 and OLMo 3.
+PYTHON_MARKS: Mapping[str, str] = {
+    "<|python_start|>": "<|python_end|>",
+    "<function_calls>": "</function_calls>",
+}
 
 CALL, END_CALL = "<tool_call>", "</tool_call>"
 KEY, END_KEY, VALUE, END_VALUE = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
@@ -77,3 +97,4 @@ DSML = Tags(  # DeepSeek V3.2
     '<｜DSML｜parameter name="', '">', lines=False,
     end_parameter="</｜DSML｜parameter>", kinds=(' string="true">', ' string="false">'),
 )  # fmt: skip
+DSML_4 = DSML._replace(call="<｜DSML｜tool_calls>", end_call="</｜DSML｜tool_calls>")  # DeepSeek V4

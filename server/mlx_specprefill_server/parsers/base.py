@@ -204,4 +204,6 @@ def overlap(text: str, marks: Collection[str]) -> int:
     if not marks:  # as in most streams, for each of their tokens
         return 0
     longest = min(len(text), max(map(len, marks)) - 1)
-    return next((n for n in range(longest, 0, -1) if any(mark.startswith(text[-n:]) for mark in marks)), 0)
+    begins = {mark[0] for mark in marks}
+    ends = (n for n in range(longest, 0, -1) if text[-n] in begins)
+    return next((n for n in ends if any(mark.startswith(text[-n:]) for mark in marks)), 0)

@@ -14,14 +14,20 @@ from ..notations import (
     COMMAND,
     DEEPSEEK,
     DSML,
+    DSML_4,
     END_CALL,
+    END_COMMAND,
+    END_GRANITE,
     FUNCTION_GEMMA,
     GEMMA_4,
     GRANITE,
+    JSON_MARKS,
     KIMI,
     LFM2,
     MINIMAX,
     MISTRAL_TAG,
+    PYTHON_MARKS,
+    PYTHON_TAG,
     SEED,
     XML,
 )
@@ -31,15 +37,12 @@ from .calls import FENCE, CallReader, fence, whole_call
 from .harmony import ANSWER_ENDS, ANSWER_HEAD, REASONING_END, REASONING_HEAD, HarmonyText, opened_header
 from .json_calls import (
     GEMMA_CALL,
-    PYTHON_TAG,
+    between_reader,
     gemma_reader,
     read_bare,
     read_bare_gemma,
     read_calls,
-    read_command,
-    read_granite,
     read_mistral_tag,
-    read_python_tag,
 )
 from .marked_calls import marked_reader
 from .python_calls import read_python_calls
@@ -56,7 +59,9 @@ THINK_TAGS: Mapping[str, tuple[str, str]] = {
     "command": ("<|START_THINKING|>", "<|END_THINKING|>"),
 }
 # Marks around answers that say nothing.
-AROUND: Mapping[str | None, tuple[str, ...]] = {"command": ("<|START_RESPONSE|>", "<|END_RESPONSE|>")}
+AROUND: Mapping[str | None, tuple[str, ...]] = {
+    "command": ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+}
 # Marks in templates; the first one found decides. Gemma's and GLM's templates also have marks of later rows.
 MARKS: Sequence[tuple[ToolParser, tuple[str, ...]]] = (
     ("harmony", ("<|channel|>", "<|message|>")),
@@ -68,7 +73,7 @@ MARKS: Sequence[tuple[ToolParser, tuple[str, ...]]] = (
     ("seed", (SEED.call,)),
     ("kimi", (KIMI.section,)),
     ("deepseek", (DEEPSEEK.section,)),
-    ("dsml", (DSML.call,)),
+    ("dsml", ("｜DSML｜",)),
     ("command", (COMMAND,)),
     ("granite", (GRANITE,)),
     ("mistral", (MISTRAL_TAG,)),
@@ -129,18 +134,25 @@ READERS: Mapping[ToolParser, Mapping[str, CallReader]] = {
     "gemma": {mark[0]: gemma_reader(*mark) for mark in (GEMMA_4, FUNCTION_GEMMA)},
     "minimax": {MINIMAX.call: tag_reader(MINIMAX)},
     "seed": {SEED.call: tag_reader(SEED)},
-    "dsml": {DSML.call: tag_reader(DSML)},
+    "dsml": {tags.call: tag_reader(tags) for tags in (DSML, DSML_4)},
     "kimi": dict.fromkeys((KIMI.section, KIMI.call), marked_reader(KIMI)),
     "deepseek": dict.fromkeys((DEEPSEEK.section, DEEPSEEK.call), marked_reader(DEEPSEEK)),
-    "granite": {GRANITE: read_granite},
-    "command": {COMMAND: read_command},
+    "granite": {GRANITE: between_reader(GRANITE, END_GRANITE)},  # Granite's mark has no end, Phi-4's has one
+    "command": {COMMAND: between_reader(COMMAND, END_COMMAND)},
     "lfm2": {LFM2: read_python_calls},
 }
 # The own readers of formats that mlx-lm has, too, by its opening mark. Its parsers change values.
 OWN: dict[str, ToolParser] = {CALL: "hermes", **{mark: name for name in READERS for mark in READERS[name]}}
 
+# The readers of marks that need no format: no other text begins so and goes on with a call of a known tool.
+OTHERS = {
+    **{begin: between_reader(begin, end, known=True) for begin, end in JSON_MARKS.items()},
+    **{begin: between_reader(begin, end, known=True, python=True) for begin, end in PYTHON_MARKS.items()},
+    PYTHON_TAG: between_reader(PYTHON_TAG, "", python=True),
+}
+
 # Calls without a tag.
-BARE, BARE_GEMMA = Bare(read_bare, "{", '{"name"'), Bare(read_bare_gemma, GEMMA_CALL, "")
+BARE, BARE_GEMMA = Bare(read_bare, ("{", "["), ('[{"name"', '{"name"')), Bare(read_bare_gemma, (GEMMA_CALL,), ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +224,7 @@ class Format:
             read = native_reader(wrapper.tool_call_start, wrapper.tool_call_end or "", wrapper.tool_parser, tools)
             return {wrapper.tool_call_start: read}, None
         openers: dict[str, CallReader] = {CALL: _read_tool_call, XML.function: read_functions}
-        return openers | {PYTHON_TAG: read_python_tag}, BARE
+        return openers | OTHERS, BARE
 
 
 def plain_text() -> Parser:

@@ -1,48 +1,78 @@
-"""Calls as JSON objects: Hermes, Qwen, Mistral and many others; Gemma's have keys without quotes."""
+"""Calls as JSON objects: Hermes, Qwen, Mistral and many others; Gemma's have keys without quotes. Some families' marks
+stand around calls in Python, too.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 from ..deltas import CallDelta, CallEnd
-from ..notations import (
-    COMMAND,
-    END_CALL,
-    END_COMMAND,
-    END_GRANITE,
-    GEMMA_4,
-    GRANITE,
-    MISTRAL_ARGUMENTS,
-    MISTRAL_CALL_ID,
-    MISTRAL_TAG,
-)
+from ..notations import END_CALL, GEMMA_4, MISTRAL_ARGUMENTS, MISTRAL_CALL_ID, MISTRAL_TAG, NAME
 from .base import Cursor, MalformedError, Reading, Tools, ahead, past_spaces, peek, skip, spaces, starts_with
-from .calls import CallReader, call, capture, emit, expect, until
+from .calls import FENCE, CallReader, call, capture, emit, expect, fence, until
 from .json_text import JsonReader
+from .python_calls import read_known
 
 NAMES = ("name", "tool_name")
 ARGUMENTS, FUNCTION = ("arguments", "parameters"), "function"
-PYTHON_TAG = "<|python_tag|>"
 GEMMA_CALL = "call:"
 
 
-def read_calls(cursor: Cursor, tools: Tools, closers: Sequence[str] = ()) -> Reading[None]:
-    """Read one object, several in a row, or an array of them."""
+def read_calls(
+    cursor: Cursor, tools: Tools, closers: Sequence[str] = (), *, known: bool = False, bare: bool = False
+) -> Reading[None]:
+    """Read one object, several in a row, or an array of them.
+
+    Args:
+        known: only a known tool is called.
+        bare: there is no tag. Only a known tool with arguments is called.
+    """
     listed = yield from skip(cursor, "[")
     yield from spaces(cursor)
-    yield from _Call(cursor, tools, closers).read()
-    while (yield from _goes_on(cursor, (*closers, "]"))):
-        yield from _Call(cursor, tools, closers).read()
+    yield from _Call(cursor, tools, closers, known, bare).read()
+    while (yield from _goes_on(cursor, (*closers, "]") if listed else closers)):
+        yield from _Call(cursor, tools, closers, known, bare).read()
     if listed:
         yield from skip(cursor, "]")
 
 
 def read_bare(cursor: Cursor, tools: Tools) -> Reading[None]:
-    """Read calls without their tag. Only a known tool with arguments is one."""
-    yield from _Call(cursor, tools, (), bare=True).read()
-    while (yield from _goes_on(cursor)):
-        yield from _Call(cursor, tools, (), bare=True).read()
-    yield from skip(cursor, END_CALL)
+    """Read calls without their tag, as JSON or as a list in Python."""
+    if (yield from _is_json(cursor)):
+        yield from read_calls(cursor, tools, bare=True)
+        yield from skip(cursor, END_CALL)
+    else:
+        yield from read_known(cursor, tools)
+
+
+def between_reader(begin: str, end: str, *, known: bool = False, python: bool = False) -> CallReader:
+    """Return a reader of calls between two marks, also in a fence. The end mark may be missing.
+
+    Args:
+        known: as in `read_calls`.
+        python: they may also be written as in Python.
+    """
+
+    def read(cursor: Cursor, tools: Tools) -> Reading[None]:
+        yield from expect(cursor, begin)
+        yield from spaces(cursor)
+        fenced = yield from fence(cursor)
+        closers = [*([FENCE] if fenced else []), *([end] if end else [])]
+        if python and not (yield from _is_json(cursor)):
+            yield from read_known(cursor, tools)
+        else:
+            yield from read_calls(cursor, tools, closers, known=known)
+        for closer in closers:
+            yield from spaces(cursor)
+            yield from skip(cursor, closer)
+
+    return read
+
+
+def _is_json(cursor: Cursor) -> Reading[bool]:
+    listed = yield from starts_with(cursor, ("[",))
+    at = (yield from past_spaces(cursor, 1)) if listed else 0
+    return bool((yield from ahead(cursor, at, ("{",))))
 
 
 def _goes_on(cursor: Cursor, closers: Sequence[str] = ()) -> Reading[bool]:
@@ -56,19 +86,13 @@ def _goes_on(cursor: Cursor, closers: Sequence[str] = ()) -> Reading[bool]:
     return follows == "{"
 
 
-def read_python_tag(cursor: Cursor, tools: Tools) -> Reading[None]:
-    """Read Llama's tag, which has no end."""
-    yield from expect(cursor, PYTHON_TAG)
-    yield from spaces(cursor)
-    yield from read_calls(cursor, tools)
-
-
 class _Call:
-    def __init__(self, cursor: Cursor, tools: Tools, closers: Sequence[str], bare: bool = False) -> None:
+    def __init__(self, cursor: Cursor, tools: Tools, closers: Sequence[str], known: bool, bare: bool) -> None:
         self._cursor = cursor
         self._tools = tools
         self._closers = closers
         self._reader = JsonReader(cursor, closers)
+        self._known = known
         self._bare = bare
         self._name: str | None = None
         self._early: str | None = None  # arguments before the name
@@ -109,18 +133,21 @@ class _Call:
             yield from call(self._name, self._arguments())
         elif key in ARGUMENTS and self._early is None:
             self._early = yield from capture(self._arguments())
+        elif key in self._tools and self._name is None and not self._bare:  # Apertus
+            self._name, self._called = key, True
+            yield from call(key, self._arguments())
         else:
             yield from capture(JsonReader(self._cursor).value())
 
     def _read_name(self) -> Reading[None]:
         self._name = self._tools.name((yield from self._reader.text()))
-        if self._bare and self._name not in self._tools:
+        if (self._known or self._bare) and self._name not in self._tools:
             raise MalformedError("no such tool")
 
     def _function(self) -> Reading[None]:
         """Read the call inside an object as OpenAI's clients have it, or a name."""
         if (yield from starts_with(self._cursor, ("{",))):
-            yield from _Call(self._cursor, self._tools, self._closers, self._bare).read()
+            yield from _Call(self._cursor, self._tools, self._closers, self._known, self._bare).read()
             self._called = True
         else:
             yield from self._read_name()
@@ -141,25 +168,6 @@ class _Call:
                 yield from self._reader.object()
 
 
-def read_granite(cursor: Cursor, tools: Tools) -> Reading[None]:
-    """Read Granite's array of calls. Its mark has no end, Phi-4's has one."""
-    yield from _read_between(cursor, tools, GRANITE, END_GRANITE)
-
-
-def read_command(cursor: Cursor, tools: Tools) -> Reading[None]:
-    """Read the array of calls of Command R7B and Command A."""
-    yield from _read_between(cursor, tools, COMMAND, END_COMMAND)
-
-
-def _read_between(cursor: Cursor, tools: Tools, begin: str, end: str) -> Reading[None]:
-    """Read an array of calls behind a mark. The end mark may be missing."""
-    yield from expect(cursor, begin)
-    yield from spaces(cursor)
-    yield from read_calls(cursor, tools, (end,))
-    yield from spaces(cursor)
-    yield from skip(cursor, end)
-
-
 def read_mistral_tag(cursor: Cursor, tools: Tools) -> Reading[None]:
     """Read all calls behind one mark."""
     cursor.take(len(MISTRAL_TAG))
@@ -175,7 +183,7 @@ def read_mistral_tag(cursor: Cursor, tools: Tools) -> Reading[None]:
         yield from spaces(cursor)
         yield from call(name, JsonReader(cursor).object())
         yield from spaces(cursor)
-        if not cursor.buffer or (yield from starts_with(cursor, (MISTRAL_TAG,))):
+        if not NAME.match((yield from peek(cursor, 1))):
             return
 
 

@@ -1,4 +1,4 @@
-"""Calls of LFM2, written as in Python: [f(x=1, y="text")]."""
+"""Calls written as in Python: [f(x=1, y="text")]. LFM2, Llama 3.2 and 4, OLMo 3."""
 
 from __future__ import annotations
 
@@ -8,28 +8,47 @@ import orjson
 
 from ..deltas import CallDelta
 from ..notations import END_LFM2, LFM2
-from .base import Cursor, MalformedError, Reading, Tools, skip, spaces, starts_with
+from .base import Cursor, MalformedError, Reading, Tools, peek, skip, spaces, starts_with
 from .calls import call, declared, expect, until
 from .json_text import JsonReader
 
 NOT_IN_NAMES = "()[]{}\"',\n"
+METHOD = ".call"  # of Llama 3's own tools
 
 
 def read_python_calls(cursor: Cursor, tools: Tools) -> Reading[None]:
-    """Read a list of calls."""
+    """Read LFM2's list of calls."""
     yield from expect(cursor, LFM2)
     yield from spaces(cursor)
-    yield from skip(cursor, "[")
-    while True:
-        yield from spaces(cursor)
-        name = tools.name((yield from until(cursor, "(", never=NOT_IN_NAMES[1:])))
-        yield from call(name, _arguments(cursor, tools.places(name)))
-        yield from spaces(cursor)
-        if not (yield from skip(cursor, ",")):
-            break
-    yield from skip(cursor, "]")
+    yield from _read(cursor, tools, known=False)
     yield from spaces(cursor)
     yield from skip(cursor, END_LFM2)
+
+
+def read_known(cursor: Cursor, tools: Tools) -> Reading[None]:
+    """Read calls of known tools, in a list or one behind another."""
+    yield from _read(cursor, tools, known=True)
+
+
+def _read(cursor: Cursor, tools: Tools, known: bool) -> Reading[None]:
+    listed = yield from skip(cursor, "[")
+    goes_on = True
+    while goes_on:
+        yield from spaces(cursor)
+        raw = (yield from until(cursor, "(", never=NOT_IN_NAMES[1:])).strip()
+        name = tools.name(raw if raw in tools else raw.removesuffix(METHOD))
+        if known and name not in tools:
+            raise MalformedError("no such tool")
+        yield from call(name, _arguments(cursor, tools.places(name)))
+        yield from spaces(cursor)
+        goes_on = bool((yield from skip(cursor, ","))) or not (listed or (yield from _ends(cursor)))
+    if listed:
+        yield from skip(cursor, "]")
+
+
+def _ends(cursor: Cursor) -> Reading[bool]:
+    """Return whether no further name begins here."""
+    return not (yield from peek(cursor, 1)).isidentifier()
 
 
 def _arguments(cursor: Cursor, known: Iterable[str]) -> Reading[None]:

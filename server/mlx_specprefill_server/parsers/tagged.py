@@ -8,7 +8,8 @@ from typing import NamedTuple
 from ..deltas import CallBroken, CallEnd, CallStart, ContentDelta, ReasoningDelta, TextDelta
 from ..notations import END_CALL
 from .base import Cursor, MalformedError, Reading, Tools, find_first, skip, spaces, starts_with
-from .calls import CallReader
+from .calls import FENCE, CallReader, fence
+from .code import Code
 
 # the deltas of one whole call
 Call = list[ContentDelta]
@@ -22,12 +23,12 @@ class Bare(NamedTuple):
 
     Attributes:
         start: how one begins at the start of a text.
-        anywhere: how one begins behind other text; "": it does not.
+        anywhere: how one begins behind other text.
     """
 
     read: CallReader
-    start: str
-    anywhere: str
+    start: tuple[str, ...]
+    anywhere: tuple[str, ...]
 
 
 class TaggedText:
@@ -61,9 +62,11 @@ class TaggedText:
         self._tools = tools
         self._think = think
         self._closing = think[1:] if think else ()
-        self._bare = bare if tools else None
         tagged = dict(openers) if tools else {}
-        self._readers = {**tagged, **({bare.anywhere: bare.read} if tools and bare and bare.anywhere else {})}
+        bares = dict.fromkeys(bare.start, bare.read) if tools and bare else {}
+        self._readers = {**tagged, **(dict.fromkeys(bare.anywhere, bare.read) if tools and bare else {})}
+        self._firsts = {**self._readers, **bares}  # at the beginning of a text
+        self._begins = [*bares, FENCE] if tools else []
         self._stray = think if think and again else ()
         self._around = around
         # by whether the text is reasoning
@@ -75,6 +78,7 @@ class TaggedText:
         self._trim = thinking and not begun  # white space at the start of the following text is dropped
         self._before: list[TextDelta] = []  # white space before calls, which belongs to the text if more follows
         self._said = self._called = False
+        self._code = Code()
 
     def run(self, cursor: Cursor) -> Reading[None]:
         """Read the whole answer."""
@@ -86,8 +90,9 @@ class TaggedText:
             elif mark in self._around:
                 cursor.take(len(mark))
                 self._trim = not self._said
-            elif self.thinking:
-                yield from self._sketch(cursor, mark)
+            elif self.thinking or self._code:
+                cursor.mark()
+                yield from self._sketch(cursor, cursor.offset, mark)
             else:
                 yield from self._attempt(cursor, self._readers[mark], len(mark))
         if self._held and not self._called and not self.thinking:
@@ -96,8 +101,7 @@ class TaggedText:
     def _opening(self, cursor: Cursor) -> Reading[None]:
         """Read the start. Reasoning, or a call without its tag, can only begin an answer."""
         begins = [self._think[0], *self._stray] if self._think and not self._begun else []
-        begins += [self._bare.start] if self._bare and not self.thinking else []
-        if not begins:
+        if not begins and (self.thinking or not self._begins):
             return
         start = cursor.offset
         space = yield from spaces(cursor)
@@ -108,19 +112,39 @@ class TaggedText:
             yield from self._tag(cursor, mark == self._think[0])
             return
         self._held = TextDelta(space, start=start) if space else None
-        if mark and self._bare:
-            yield from self._attempt(cursor, self._bare.read, 1)
+        if not self.thinking:
+            yield from self._begin(cursor)
+
+    def _begin(self, cursor: Cursor) -> Reading[None]:
+        """Read the beginning of a text, which may be a call without its tag, or in a fence."""
+        mark = yield from starts_with(cursor, self._begins)
+        if mark == FENCE:
+            yield from self._fenced(cursor)
+        elif mark:
+            yield from self._attempt(cursor, self._firsts[mark], 1)
+
+    def _fenced(self, cursor: Cursor) -> Reading[None]:
+        """Read a fence that may have a call and be the whole answer, or nothing."""
+        cursor.mark()
+        start = cursor.offset
+        try:
+            yield from fence(cursor)
+            mark = yield from starts_with(cursor, [*self._firsts])
+        except MalformedError:
+            mark = ""
+        if mark:
+            yield from self._sketch(cursor, start, mark, alone=True)
+        else:
+            cursor.rewind(0)
 
     def _tag(self, cursor: Cursor, opens: bool) -> Reading[None]:
         """Begin or end reasoning. A tag that does neither is left out."""
         if opens == self.thinking:
             return
         self._turn(opens)
-        if opens or not self._bare or self._bare.anywhere:
-            return
-        yield from spaces(cursor)
-        if (yield from starts_with(cursor, (self._bare.start,))):
-            yield from self._attempt(cursor, self._bare.read, 1)
+        if not opens and self._begins and not self._said:
+            yield from spaces(cursor)
+            yield from self._begin(cursor)
 
     def _turn(self, thinking: bool) -> None:
         self.thinking = thinking
@@ -142,6 +166,8 @@ class TaggedText:
 
     def _say(self, start: int, text: str) -> Reading[None]:
         """Yield text without the white space at its ends. White space at its end waits for more text."""
+        if self._readers and not self.thinking:
+            self._code.read(text)
         if self._trim:
             start, text = start + len(text) - len(text.lstrip()), text.lstrip()
         if not text:
@@ -188,13 +214,13 @@ class TaggedText:
             self._before.append(self._held)
         self._held = None
 
-    def _sketch(self, cursor: Cursor, mark: str) -> Reading[None]:
-        """Read calls within reasoning. They are meant if only white space, end tags and calls follow: a model argues
-        against what it has only sketched. They are held back until that is known.
+    def _sketch(self, cursor: Cursor, start: int, mark: str, alone: bool = False) -> Reading[None]:
+        """Read calls within reasoning or code, behind what has been read from `start`. They are meant if only white
+        space, end tags and calls follow: a model goes on after what it has only sketched. They are held back until that
+        is known. A fence that stands `alone` may be closed, too.
         """
-        cursor.mark()
-        start, opener = cursor.offset, len(mark)
-        inside, made = yield from self._held_back(cursor, mark)
+        opener = len(cursor.trail()) + len(mark)
+        inside, made = yield from self._held_back(cursor, mark, (FENCE,) if alone else ())
         if made and cursor.complete and not cursor.buffer:
             self._held, self._called = None, True
             for call in made:
@@ -206,31 +232,29 @@ class TaggedText:
             self._retry(cursor, opener)
         yield from self._say(start, cursor.trail())
 
-    def _held_back(self, cursor: Cursor, mark: str) -> Reading[tuple[int, list[Call]]]:
+    def _held_back(self, cursor: Cursor, mark: str, closing: tuple[str, ...]) -> Reading[tuple[int, list[Call]]]:
         """Read calls up to the first thing that is none, without yielding them.
 
-        Returns how many characters of them stand within the reasoning, and the calls; none before a broken one. One
-        that is made again behind the reasoning was its sketch.
+        Returns how many characters of them stand within the reasoning or the code, and the calls; none before a broken
+        one, or where others stand behind the reasoning.
         """
-        inside, thinks, made, sketched = 0, True, list[Call](), list[Call]()
-        while mark in self._readers:
+        inside, thinks, made = 0, self.thinking, list[Call]()
+        while mark in self._firsts and thinks == self.thinking:
             try:
                 made += yield from self._whole_calls(cursor, mark)
             except MalformedError:
                 return inside, []
             yield from spaces(cursor)
-            inside = len(cursor.trail()) if thinks else inside
-            while end := (yield from skip(cursor, END_CALL, *self._closing)):
-                if thinks and end != END_CALL:
-                    thinks, sketched, made = False, made, []
+            inside = len(cursor.trail())
+            while end := (yield from skip(cursor, END_CALL, *closing, *(self._closing if self.thinking else ()))):
+                thinks = thinks and end == END_CALL
                 yield from spaces(cursor)
             mark = yield from starts_with(cursor, self._marks[thinks])
-        behind = [_words(call) for call in made]
-        return inside, [call for call in sketched if _words(call) not in behind] + made
+        return inside, [] if mark in self._readers else made
 
     def _whole_calls(self, cursor: Cursor, mark: str) -> Reading[list[Call]]:
         calls: list[Call] = []
-        for delta in self._readers[mark](cursor, self._tools):
+        for delta in self._firsts[mark](cursor, self._tools):
             if delta is None:
                 yield None
             elif isinstance(delta, CallStart):
@@ -248,11 +272,3 @@ class TaggedText:
             cursor.take(keep - read)
         elif read <= LONGEST_RETRY:
             cursor.rewind(keep)
-
-
-def _words(call: Call) -> tuple[str, str]:
-    """Return the name and the arguments of a whole call."""
-    start, *_, end = call
-    assert isinstance(start, CallStart)
-    assert isinstance(end, CallEnd)
-    return start.name, end.arguments

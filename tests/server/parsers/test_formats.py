@@ -58,6 +58,7 @@ COMMAND = (
     "]<|END_ACTION|>"
 )
 LLAMA = '{"name": "get_weather", "parameters": {"city": "Paris"}}'
+PYTHON = "get_weather(city='Paris')"
 FUNCTION = f'"function": {{"name": "get_weather", "arguments": {json.dumps(PARIS)}}}'
 OPENAI = f'{{"id": "call_1", "type": "function", {FUNCTION}}}'
 HARMONY = f"{TO_WEATHER}{PARIS}<|call|>"
@@ -176,7 +177,42 @@ GOOD: list[tuple[ToolParser | None, str, list[tuple[str, str]], str, str]] = [
     ("dsml", DSML.replace(' string="true"', ""), [WEATHER], "c", ""),
     ("kimi", KIMI, [WEATHER], "c", ""),
     ("kimi", KIMI.removeprefix("<|tool_calls_section_begin|>"), [WEATHER], "c", ""),
+    ("dsml", DSML.replace("function_calls>", "tool_calls>"), [WEATHER], "c", ""),  # DeepSeek V4
+    ("command", "<|START_TEXT|>Hello.<|END_TEXT|>", [], "t", "Hello."),
     (None, CALL, [WEATHER], "c", ""),
+    (None, f"[{LLAMA}, {LLAMA}]", [WEATHER] * 2, "cc", ""),
+    (None, f"I ask.\n\n[{LLAMA}]", [WEATHER], "tc", "I ask."),
+    (None, f'<TOOLCALL>[{LLAMA}, {{"name": "now"}}]</TOOLCALL>', [WEATHER, ("now", "{}")], "cc", ""),
+    (None, f"I ask.\n<tool_calls>\n{LLAMA}\n{LLAMA}\n</tool_calls>", [WEATHER] * 2, "tcc", "I ask."),
+    (None, f'<tool_calls>[{{"name": "get_weather", "arguments": {PARIS}}}]</tool_calls>', [WEATHER], "c", ""),
+    (
+        None,
+        f'<|tools_prefix|>[{{"get_weather": {PARIS}}}, {{"now": {{}}}}]<|tools_suffix|>',
+        [WEATHER, ("now", "{}")],
+        "cc",
+        "",
+    ),
+    (None, f"<|action_start|><|plugin|>\n{LLAMA}<|action_end|>", [WEATHER], "c", ""),
+    (None, f"I ask.<|function_call|>{LLAMA}", [WEATHER], "tc", "I ask."),
+    (None, f"I ask.<|message_sep|>\n\nfunction call<|role_sep|>\n{LLAMA}", [WEATHER], "tc", "I ask."),
+    (None, f"<function_call> {LLAMA}\n", [WEATHER], "c", ""),
+    (None, f"functools[{LLAMA}]", [WEATHER], "c", ""),
+    (None, f"I ask.\nAction: ```json\n[{LLAMA.replace('name', 'tool_name')}]\n```", [WEATHER], "tc", "I ask."),
+    (None, f"Action:\n```json\n[\n {LLAMA}\n]```", [WEATHER], "c", ""),
+    (None, f"[{PYTHON}, now()]", [WEATHER, ("now", "{}")], "cc", ""),
+    (None, f"<|python_start|>[{PYTHON}]<|python_end|>", [WEATHER], "c", ""),
+    (None, f"<|python_start|>{LLAMA}<|python_end|>", [WEATHER], "c", ""),
+    (None, f"I ask.\n<function_calls>\n{PYTHON}\nnow()\n</function_calls>", [WEATHER, ("now", "{}")], "tcc", "I ask."),
+    (None, f"<|python_tag|>{PYTHON}", [WEATHER], "c", ""),
+    (None, f"<|python_tag|>{PYTHON.replace('(', '.call(')}", [WEATHER], "c", ""),
+    (None, f"<|python_tag|>[{PYTHON}]", [WEATHER], "c", ""),
+    (
+        None,
+        "[write(path='a', content={'it\\'s': [None, True, -1.5, \"\"]})]",
+        [("write", '{"path": "a", "content": {"it\'s": [null, true, -1.5, ""]}}')],
+        "c",
+        "",
+    ),
     (None, f"<function=get_weather>{PARIS}</function>", [WEATHER], "c", ""),
 ]
 
@@ -223,6 +259,25 @@ BAD: list[tuple[ToolParser, str, str]] = [
     ("minimax", '<minimax:tool_call>\n<invoke name="get_weather"><parameter name="city">Par', '{"city": "Par'),
     ("mistral", "[TOOL_CALLS]get_weather[ARGS]Paris", ""),
     ("mistral", "[TOOL_CALLS]", ""),
+    # marks that other families have: only a known tool is called behind them
+    *(
+        ("hermes", text, "")
+        for text in (
+            '<tool_calls>[{"name": "unheard_of", "arguments": {}}]</tool_calls>',
+            '<tool_calls>[{"unheard_of": {}}]</tool_calls>',
+            "<|python_start|>[unheard_of()]<|python_end|>",
+            "[unheard_of()]",
+            "[now](http://localhost)",
+            "[now",
+            "[1, 2]",
+            "[get_weather('Paris')]",
+            "import functools",
+            "functools[0]",
+            "Action: now()",
+            "<function_calls> are none",
+            '[{"name": "Anna", "arguments": {}}]',
+        )
+    ),
     ("harmony", f'{TO_WEATHER}{{"city": oops}}', ""),
     ("harmony", f'{TO_WEATHER}{{"city": "Par', '{"city": "Par'),
     ("harmony", "<|channel|>commentary to=functions.get_wea", ""),
@@ -479,3 +534,51 @@ def test_tags_are_found_as_by_looking_for_each_at_every_place(marks: list[str], 
     places = [(at, mark) for at in range(len(text)) for mark in marks if text.startswith(mark, at)]
     begins = [at for at in range(len(text)) if any(mark.startswith(text[at:]) for mark in marks)]
     assert find_first(text, marks) == min(places, default=(min(begins, default=len(text)), ""))
+
+
+# A call that the model shows in a document: (before it, behind it).
+SHOWN = [
+    ("An example:\n```\n", "\n```\nIs that right?"),
+    ("An example:\n\n  ```json\n", "\n  ```"),
+    ("```\n", "\n```\nThat is how to ask."),
+    ("~~~\n", "\n~~~\nThat is how to ask."),
+    ("````\n```\n", "\n```\n````\nSo."),
+    ("```\nf()\n```\n\nAnd:\n```\n", "\n```\n"),
+    ("Write `", "` to ask."),
+    ("```\n", " is one.\n"),
+]
+# A call that is one: the fence is the whole answer, or nothing follows in it, or it is closed before.
+MEANT = [
+    ("```json\n", "\n```", ""),
+    ("\n``` tool_call\n", "\n```\n", ""),
+    ("```\n", "", ""),
+    ("I run:\n```sh\nls\n```\n", "", "I run:\n```sh\nls\n```"),
+    ("I ask `f`:\n", "", "I ask `f`:"),
+]
+IN_CODE: list[tuple[ToolParser | None, str]] = [
+    (None, LLAMA), (None, f"<tool_calls>[{LLAMA}]</tool_calls>"), ("hermes", CALL), ("xml", XML), ("glm", GLM),
+    ("minimax", MINIMAX), ("mistral", MISTRAL), ("gemma", GEMMA), ("kimi", KIMI), ("deepseek", DEEPSEEK),
+    ("dsml", DSML), ("seed", SEED), ("granite", f"<|tool_call|>[{LLAMA}]"), ("command", COMMAND),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fmt", "call"), IN_CODE)
+@pytest.mark.parametrize(("before", "behind"), SHOWN)
+def test_a_call_in_a_document_is_shown_and_not_made(
+    fmt: ToolParser | None, call: str, before: str, behind: str
+) -> None:
+    text = f"{before}{call}{behind}"
+    for cuts in ([], range(1, len(text)), *([cut] for cut in range(1, len(text)))):
+        out = read(fmt, text, cuts)
+        assert (out.calls, out.broken, out.text.strip()) == ([], [], text.strip()), text[: cuts[0]] if cuts else text
+
+
+@pytest.mark.parametrize(("fmt", "call"), IN_CODE)
+@pytest.mark.parametrize(("before", "behind", "said"), MEANT)
+def test_a_call_in_a_fence_is_made_where_it_ends_the_answer(
+    fmt: ToolParser | None, call: str, before: str, behind: str, said: str
+) -> None:
+    text = f"{before}{call}{behind}"
+    for cuts in ([], range(1, len(text)), *([cut] for cut in range(1, len(text)))):
+        out = read(fmt, text, cuts)
+        assert (out.calls, out.text.strip()) == ([WEATHER], said), text[: cuts[0]] if cuts else text

@@ -84,8 +84,9 @@ def shown(out: Read) -> tuple[Any, ...]:
         (OPENED, f"I ask.\n{CALL}\n{XML}\n", ("I ask.", "", [WEATHER] * 2, "rcc")),
         (OPENED, f"I ask.\n{XML}\n</think>\n", ("I ask.", "", [WEATHER], "rc")),
         (OPENED, f"I ask.\n{XML}\n</tool_call>\n</think></think>", ("I ask.", "", [WEATHER], "rc")),
-        (OPENED, f"I ask.\n{XML}\n</think>\n{NOW}", ("I ask.", "", [WEATHER, ("now", "{}")], "rcc")),
-        (OPENED, f"I ask.\n{XML}\n</think>\n{CALL}", ("I ask.", "", [WEATHER], "rc")),  # sketched, then made
+        # sketched: calls are made behind the reasoning
+        (OPENED, f"Ask?\n{XML}\n</think>\n{NOW}", (f"Ask?\n{XML}", "", [("now", "{}")], "rc")),
+        (OPENED, f"Ask?\n{XML}\n</think>\n{CALL}\n{NOW}", (f"Ask?\n{XML}", "", [WEATHER, ("now", "{}")], "rcc")),
         # it is only sketched
         (OPENED, f"Ask?\n{XML} No.\n</think>\n\nDone.", (f"Ask?\n{XML} No.", "Done.", [], "rt")),
         (OPENED, f"Ask?\n{XML}\n</think>\n\nDone.", (f"Ask?\n{XML}", "Done.", [], "rt")),

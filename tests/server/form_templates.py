@@ -83,6 +83,7 @@ FORMS = {
     + TURN + END,
     "ids of nine, text or calls": TOOLS + SPOKEN.replace("messages", "messages if m.role != 'system'") + SHORT_IDS + FOR
     + IF_CALLS + CALLS + ELSE + TURN + FI + END,
+    "ids of nine or more": TOOLS + SHORT_IDS.replace("!=", "<") + FOR + SHOWN + END,
     "system in the last message": TOOLS + "{%- set ours = messages[1:] if messages[0].role == 'system' else messages %}"
     + SPOKEN.replace("messages", "ours") + "{%- for m in ours %}"
     "{%- if loop.last and m.role == 'user' and ours | length < messages | length %}{{- messages[0].content + '\n\n' }}"

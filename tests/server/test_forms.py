@@ -98,7 +98,8 @@ def add_round(talk: Talk, draw: Any) -> None:
     """Add a message with calls and its results, permuted, and some of them missing."""
     content = talk.says(talk.mark()) if draw(st.booleans()) else draw(st.sampled_from(["", None]))
     number = draw(st.integers(1, 3))
-    ids = [f"call_{talk.count}_{i}" for i in range(number)]
+    prefix = draw(st.sampled_from(["", "call_", "toolu_01A09q90qw90lq917835lq9_"]))
+    ids = [f"{prefix}{talk.count}_{i}" for i in range(number)]
     asked = [talk.mark() for _ in ids]
     answered = [talk.mark() if draw(st.booleans()) else None for _ in ids]
     thought = {"reasoning_content": "Hm."} if draw(st.booleans()) else {}
@@ -188,6 +189,7 @@ LEARNT: dict[str, dict[str, Any]] = {
     "ids of nine, text or calls": {
         "beside": "apart", "beside_earlier": "apart", "ids": "short", "unanswered": False, "alternates": True,
     },
+    "ids of nine or more": {"ids": "short"},
     "system in the last message": {"system": "user", "unanswered": False, "alternates": True},
     "no empty answer": {"empty": False, "unanswered": False, "alternates": True},
     "one call at a time": {"parallel": False, "beside": "apart", "beside_earlier": "apart", "opens": True},

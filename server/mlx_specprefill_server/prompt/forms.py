@@ -82,7 +82,7 @@ def messages_in(form: Form, messages: Sequence[Message]) -> list[Message]:
     if form.system == "user":
         out = _system_to_user(out)
     if not form.empty:
-        out = [message for message in out if message["role"] != "assistant" or set(message) > PLAIN or _says(message)]
+        out = [message for message in out if message["role"] != "assistant" or _says(message)] or [_user("")]
     if form.alternates:
         out = _alternating(form, out)
     opening = next((i for i, message in enumerate(out) if message["role"] != "system"), len(out))

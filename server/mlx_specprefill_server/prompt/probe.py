@@ -15,7 +15,7 @@ from mlx_specprefill import InvalidRequestError
 
 from .conversation import Message
 from .forms import NOTATIONS, Form, Notation
-from .probe_messages import LONG, NAME, OTHER, SHORT, Talk, answer, calls, marks, result, system, user
+from .probe_messages import LONG, NAME, OTHER, SHORT, TINY, Talk, answer, calls, marks, result, system, user
 
 Show = Callable[[Form, Sequence[Message], Sequence[Mapping[str, Any]]], str]
 
@@ -46,7 +46,7 @@ PYTHON_DICT = "{'zqkey':"  # the arguments as Python writes them, which no model
 FIRST_CALL = [user("zqu1"), calls("zqc1"), result("zqr1")]
 CLOSED = [*FIRST_CALL, answer("zqa1"), user("zqu2")]
 TWO_CALLS = [user("zqu1"), calls("zqc1", "zqc2"), result("zqr1"), result("zqr2", SHORT[1], OTHER)]
-LONG_IDS = [user("zqu1"), calls("zqc1", ids=LONG), result("zqr1", LONG[0])]
+OTHER_IDS = [[user("zqu1"), calls("zqc1", ids=ids), result("zqr1", ids[0])] for ids in (LONG, TINY)]
 TWO_ROUNDS = [*FIRST_CALL, calls("zqc2", ids=SHORT[1:]), result("zqr2", SHORT[1])]
 BESIDE = [user("zqu1"), calls("zqc1", text="zqa1", thought="zqt1"), result("zqr1")]
 BESIDE_CLOSED = [*BESIDE, answer("zqa2"), user("zqu2")]
@@ -166,7 +166,7 @@ def _ask_ids(probe: _Probe, form: Form) -> Form:
     """Find the ids that the template takes, or that tell the function's name to the model."""
     shows_number = f"functions.{NAME}:0" in probe.text(form, FIRST_CALL)
     if form.calls == "written" or (form.ids == "own" and not shows_number):
-        return probe.first(form, [LONG_IDS], ids=("own", "short"))
+        return probe.first(form, OTHER_IDS, ids=("own", "short"))
     counted = replace(form, ids="naming")
     is_counted = probe.text(counted, TWO_ROUNDS).count(f"functions.{NAME}:1") > 1
     return counted if is_counted else replace(form, ids="naming each")

@@ -9,7 +9,7 @@ from .conversation import Message
 Talk = list[Message]
 
 NAME, OTHER = "zqname", "zqothr"
-SHORT, LONG = ("zqid1zqid", "zqid2zqid"), ("call_zq_0123456789_1", "call_zq_0123456789_2")
+SHORT, LONG, TINY = ("zqid1zqid", "zqid2zqid"), ("call_zq_0123456789_1", "call_zq_0123456789_2"), ("zq1", "zq2")
 
 
 def system() -> Message:

@@ -11,6 +11,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .auth import Identity
+from .body_room import BodyPlace, BodyRoom
 from .errors import RETRY_AFTER_S, ApiError, DeadlineError, error_response
 from .settings import Settings
 
@@ -19,10 +20,11 @@ RETRY = {"Retry-After": RETRY_AFTER_S}
 
 
 class Load(Protocol):
-    """POST requests that have no response yet, and whether new ones are refused."""
+    """POST requests that have no response yet, whether new ones are refused, and the room for their bodies."""
 
     requests: int
     draining: bool
+    bodies: BodyRoom
 
 
 class RequestLimitMiddleware:
@@ -47,9 +49,11 @@ class RequestLimitMiddleware:
         identity = scope["identity"]
         self._running[identity] += 1
         self._state.requests += 1
+        place = scope["body_place"] = BodyPlace(self._state.bodies)
         try:
             await self._app(scope, receive, send)
         finally:
+            place.close()
             self._state.requests -= 1
             self._running[identity] -= 1
             self._running += Counter()  # drops entries at 0

@@ -42,6 +42,9 @@ KEY, END_KEY, VALUE, END_VALUE = "<arg_key>", "</arg_key>", "<arg_value>", "</ar
 END_PARAMETER = "</parameter>"
 
 
+DSML_4 = ("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>")  # around the calls of DeepSeek V4
+
+
 class Marks(NamedTuple):
     """The marks of a notation with a name and JSON: around all calls, around each, and before its arguments."""
 
@@ -97,4 +100,3 @@ DSML = Tags(  # DeepSeek V3.2
     '<｜DSML｜parameter name="', '">', lines=False,
     end_parameter="</｜DSML｜parameter>", kinds=(' string="true">', ' string="false">'),
 )  # fmt: skip
-DSML_4 = DSML._replace(call="<｜DSML｜tool_calls>", end_call="</｜DSML｜tool_calls>")  # DeepSeek V4

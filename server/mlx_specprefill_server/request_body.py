@@ -31,7 +31,7 @@ async def read_body(request: Request, limit: int) -> bytearray:
     """Return the body.
 
     Raises:
-        ApiError: 413, as soon as it is known to be longer than `limit` bytes.
+        ApiError: 413, as soon as it is known to be longer than `limit` bytes; 503: there is no room for it.
     """
     announced = request.headers.get("content-length", "")
     body = bytearray()
@@ -41,6 +41,7 @@ async def read_body(request: Request, limit: int) -> bytearray:
         body += chunk
         if len(body) > limit:
             raise _too_large(limit)
+        request.scope["body_place"].grow(len(body))
     return body
 
 
@@ -153,8 +154,8 @@ def body_of(
         check: sees the raw body first, and raises InvalidRequestError on what the dialect refuses by name.
     """
 
-    def check_body(models: Models, raw: bytes | bytearray, encoding: str) -> tuple[Model, Any]:
-        given = parse_json(decompress(raw, encoding, BODY_LIMIT))
+    def check_body(models: Models, raw: bytes | bytearray) -> tuple[Model, Any]:
+        given = parse_json(raw)
         models.find(given.get("model"))
         check(given)
         return validate(model, given), given.get("model")
@@ -163,10 +164,11 @@ def body_of(
         if "body" in request.scope:  # the request has waited for its model
             known: Model = request.scope["body"][0]
             return known
-        raw = await read_body(request, BODY_LIMIT)
-        encoding = request.headers.get("content-encoding", "")
-        large = len(raw) > SMALL or bool(encoding)
-        request.scope["body"] = await models.state.convert(partial(check_body, models, raw, encoding), large)
+        raw: bytes | bytearray = await read_body(request, BODY_LIMIT)
+        if encoding := request.headers.get("content-encoding", ""):
+            raw = await models.state.convert(partial(decompress, raw, encoding, BODY_LIMIT), True)
+            request.scope["body_place"].grow(len(raw))
+        request.scope["body"] = await models.state.convert(partial(check_body, models, raw), len(raw) > SMALL)
         body: Model = request.scope["body"][0]
         return body
 

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 from mlx_specprefill import EngineClosedError, RequestHandle
 
 from .access_log import current_deadline
+from .body_room import BodyRoom
 from .generation.event_loop import ThreadsafeCalls
 from .generation.generation import Generation
 from .monitoring.answers import NewestAnswers, RunningRequest
@@ -31,6 +32,7 @@ class ServerState:
         requests: POST requests that have no response yet.
         draining: running requests may finish, new ones are refused.
         inspections: the running ones.
+        bodies: the room for large bodies.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -42,6 +44,7 @@ class ServerState:
         self.draining = False
         self.stopping = False
         self.inspections: set[RequestHandle] = set()
+        self.bodies = BodyRoom()
         self._generations: WeakKeyDictionary[Generation, RunningRequest] = WeakKeyDictionary()
         self._loop_calls: WeakKeyDictionary[asyncio.AbstractEventLoop, ThreadsafeCalls] = WeakKeyDictionary()
         self._converters = ThreadPoolExecutor(CONVERTERS, thread_name_prefix="bodies")

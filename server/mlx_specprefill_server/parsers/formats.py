@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from mlx_specprefill import ReasoningBudget
@@ -134,7 +135,10 @@ READERS: Mapping[ToolParser, Mapping[str, CallReader]] = {
     "gemma": {mark[0]: gemma_reader(*mark) for mark in (GEMMA_4, FUNCTION_GEMMA)},
     "minimax": {MINIMAX.call: tag_reader(MINIMAX)},
     "seed": {SEED.call: tag_reader(SEED)},
-    "dsml": {tags.call: tag_reader(tags) for tags in (DSML, DSML_4)},
+    "dsml": {
+        DSML.call: tag_reader(DSML),
+        DSML_4[0]: tag_reader(DSML._replace(call=DSML_4[0], end_call=DSML_4[1])),
+    },
     "kimi": dict.fromkeys((KIMI.section, KIMI.call), marked_reader(KIMI)),
     "deepseek": dict.fromkeys((DEEPSEEK.section, DEEPSEEK.call), marked_reader(DEEPSEEK)),
     "granite": {GRANITE: between_reader(GRANITE, END_GRANITE)},  # Granite's mark has no end, Phi-4's has one
@@ -143,13 +147,6 @@ READERS: Mapping[ToolParser, Mapping[str, CallReader]] = {
 }
 # The own readers of formats that mlx-lm has, too, by its opening mark. Its parsers change values.
 OWN: dict[str, ToolParser] = {CALL: "hermes", **{mark: name for name in READERS for mark in READERS[name]}}
-
-# The readers of marks that need no format: no other text begins so and goes on with a call of a known tool.
-OTHERS = {
-    **{begin: between_reader(begin, end, known=True) for begin, end in JSON_MARKS.items()},
-    **{begin: between_reader(begin, end, known=True, python=True) for begin, end in PYTHON_MARKS.items()},
-    PYTHON_TAG: between_reader(PYTHON_TAG, "", python=True),
-}
 
 # Calls without a tag.
 BARE, BARE_GEMMA = Bare(read_bare, ("{", "["), ('[{"name"', '{"name"')), Bare(read_bare_gemma, (GEMMA_CALL,), ())
@@ -223,8 +220,17 @@ class Format:
             wrapper = self.tokenizer
             read = native_reader(wrapper.tool_call_start, wrapper.tool_call_end or "", wrapper.tool_parser, tools)
             return {wrapper.tool_call_start: read}, None
-        openers: dict[str, CallReader] = {CALL: _read_tool_call, XML.function: read_functions}
-        return openers | OTHERS, BARE
+        return {CALL: _read_tool_call, XML.function: read_functions, **_others()}, BARE
+
+
+@cache
+def _others() -> Mapping[str, CallReader]:
+    """Return the readers of marks that need no format: behind them no other text is a call of a known tool."""
+    python = {**PYTHON_MARKS, PYTHON_TAG: ""}
+    return {
+        begin: between_reader(begin, end, known=begin != PYTHON_TAG, python=begin in python)
+        for begin, end in {**JSON_MARKS, **python}.items()
+    }
 
 
 def plain_text() -> Parser:

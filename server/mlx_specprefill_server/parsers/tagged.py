@@ -78,7 +78,7 @@ class TaggedText:
         self._trim = thinking and not begun  # white space at the start of the following text is dropped
         self._before: list[TextDelta] = []  # white space before calls, which belongs to the text if more follows
         self._said = self._called = False
-        self._code = Code()
+        self._code = Code() if tools else None
 
     def run(self, cursor: Cursor) -> Reading[None]:
         """Read the whole answer."""
@@ -166,7 +166,7 @@ class TaggedText:
 
     def _say(self, start: int, text: str) -> Reading[None]:
         """Yield text without the white space at its ends. White space at its end waits for more text."""
-        if self._readers and not self.thinking:
+        if self._code is not None and not self.thinking:
             self._code.read(text)
         if self._trim:
             start, text = start + len(text) - len(text.lstrip()), text.lstrip()

@@ -91,8 +91,10 @@ FORMS = {
     "no empty answer": TOOLS + SPOKEN.replace("messages", "messages if m.role != 'system'") + FOR
     + refuse("m.role == 'assistant' and not m.content and not m.tool_calls", "Assistant message must have a string")
     + SHOWN + END,
-    "one call at a time": TOOLS + "{%- if tools %}{{- messages[0].content }}{%- set messages = messages[1:] %}"
-    "{%- endif %}" + FOR + refuse("m.tool_calls and m.tool_calls | length > 1", "single tool-calls at once")
+    "one call at a time": TOOLS + "{%- if messages[0].role == 'system' %}{{- messages[0].content }}"
+    "{%- set messages = messages[1:] %}{%- endif %}{%- if tools %}" + refuse("not messages", "no first user message")
+    + "{{- messages[0].content }}{%- set messages = messages[1:] %}{%- endif %}" + FOR
+    + refuse("m.tool_calls and m.tool_calls | length > 1", "single tool-calls at once")
     + IF_CALLS + OPEN + FIRST_CALL + CLOSE + ELSE + TURN + FI + END,
     "the first call": TOOLS + FOR + IF_CALLS + OPEN + "{{- m.content }}" + FIRST_CALL + CLOSE + ELSE + TURN + FI + END,
     "one channel for text and reasoning": HARMONY,
@@ -117,6 +119,9 @@ FORMS = {
     "messages[loop.index0 - 1].role != 'tool'", "Tool message outside of assistant") + SHOWN + END,
     "a user has to ask": refuse("not messages | selectattr('role', 'equalto', 'user') | list", "No user query") + TOOLS
     + FOR + SHOWN + END,
+    "system beside a user": TOOLS + "{%- set ns = namespace(system='') %}{%- for m in messages %}"
+    "{%- if m.role == 'system' %}{%- set ns.system = m.content %}{%- elif m.role == 'user' %}"
+    "{{- ns.system + m.content + '\n' }}{%- set ns.system = '' %}" + ELSE + SHOWN + FI + END,
     "arguments in Python": TOOLS + FOR + IF_CALLS + OPEN + "{{- m.content }}{%- for c in m.tool_calls %}"
     "{{- c.function.name + ' ' ~ c.function.arguments }}{%- endfor %}" + CLOSE + ELSE + TURN + FI + END,
 }  # fmt: skip

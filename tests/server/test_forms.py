@@ -206,6 +206,7 @@ LEARNT: dict[str, dict[str, Any]] = {
     "signatures of tools": {"fills_tools": True, "beside": "apart", "beside_earlier": "apart"},
     "no orphans": {"orphans": False},
     "a user has to ask": {"asks": True},
+    "system beside a user": {"asks": True},
     "arguments in Python": {"calls": "text"},
 }  # fmt: skip
 
@@ -224,6 +225,12 @@ def test_a_template_is_asked_a_bounded_number_of_times(name: str, monkeypatch: p
     tokenizer._tokenizer.apply_chat_template = lambda *args, **kwargs: (asked.append(1), render(*args, **kwargs))[1]
     PromptBuilder(tokenizer)
     assert 0 < len(asked) <= 200
+
+
+@pytest.mark.parametrize("has_tools", [False, True])
+@pytest.mark.parametrize("name", FORMS)
+def test_a_system_message_alone_is_shown(name: str, has_tools: bool) -> None:
+    assert "M1M" in text(name, [{"role": "system", "content": "M1M"}], TOOLS if has_tools else [])
 
 
 def test_without_a_template_nothing_is_asked() -> None:

@@ -86,8 +86,8 @@ def messages_in(form: Form, messages: Sequence[Message]) -> list[Message]:
     if form.alternates:
         out = _alternating(form, out)
     opening = next((i for i, message in enumerate(out) if message["role"] != "system"), len(out))
-    needed = out[opening : opening + 1] if form.opens else out if form.asks else ()
-    if needed and all(message["role"] != "user" for message in needed):
+    asking = out[opening : opening + 1] if form.opens else out
+    if (form.opens or form.asks) and all(message["role"] != "user" for message in asking):
         out.insert(opening, _user(""))
     return out
 

@@ -96,7 +96,8 @@ def ask(show: Show, notation: Notation, has_tools: bool) -> Form:
     form = replace(form, unanswered=takes_none)
     form = probe.first(form, ORPHANS, orphans=(True, False))
     with_system = [[system(), user("zqu1")], [system(), *FIRST_CALL]]
-    return probe.first(form, with_system, ["zqsys"], system=("system", "user"))
+    form = probe.first(form, with_system, ["zqsys"], system=("system", "user"))
+    return probe.first(form, [[system()]], ["zqsys"], asks=(form.asks, True))
 
 
 def notation_of(template: str, vocabulary: Iterable[str]) -> Notation:

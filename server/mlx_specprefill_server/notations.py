@@ -30,11 +30,13 @@ JSON_MARKS: Mapping[str, str] = {
     "<function_call>": "",  # Granite 20B
     "functools": "",  # Phi-4-mini
     "Action:": "",  # Command R+, before a fence
+    GRANITE: END_GRANITE,  # Phi-4-mini, also
 }
-# The marks around calls as in Python. Llama 4 and OLMo 3.
+# The marks around calls as in Python. Llama 4, OLMo 3 and Gemma 3.
 PYTHON_MARKS: Mapping[str, str] = {
     "<|python_start|>": "<|python_end|>",
     "<function_calls>": "</function_calls>",
+    "```tool_code": "```",
 }
 
 CALL, END_CALL = "<tool_call>", "</tool_call>"

@@ -19,6 +19,7 @@ from ..notations import (
     END_CALL,
     END_COMMAND,
     END_GRANITE,
+    END_LFM2,
     FUNCTION_GEMMA,
     GEMMA_4,
     GRANITE,
@@ -46,7 +47,6 @@ from .json_calls import (
     read_mistral_tag,
 )
 from .marked_calls import marked_reader
-from .python_calls import read_python_calls
 from .tag_calls import read_functions, read_glm_body, tag_reader
 from .tagged import Bare, TaggedText
 
@@ -63,6 +63,7 @@ THINK_TAGS: Mapping[str, tuple[str, str]] = {
 AROUND: Mapping[str | None, tuple[str, ...]] = {
     "command": ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
 }
+ANSWER_TAGS = (("<answer>", "</answer>"), ("<response>", "</response>"))  # Hunyuan's, ERNIE's
 # Marks in templates; the first one found decides. Gemma's and GLM's templates also have marks of later rows.
 MARKS: Sequence[tuple[ToolParser, tuple[str, ...]]] = (
     ("harmony", ("<|channel|>", "<|message|>")),
@@ -141,12 +142,13 @@ READERS: Mapping[ToolParser, Mapping[str, CallReader]] = {
     },
     "kimi": dict.fromkeys((KIMI.section, KIMI.call), marked_reader(KIMI)),
     "deepseek": dict.fromkeys((DEEPSEEK.section, DEEPSEEK.call), marked_reader(DEEPSEEK)),
-    "granite": {GRANITE: between_reader(GRANITE, END_GRANITE)},  # Granite's mark has no end, Phi-4's has one
+    # Granite's mark has no end, Phi-4's has one
+    "granite": {GRANITE: between_reader(GRANITE, END_GRANITE), CALL: between_reader(CALL, END_CALL)},
     "command": {COMMAND: between_reader(COMMAND, END_COMMAND)},
-    "lfm2": {LFM2: read_python_calls},
+    "lfm2": {LFM2: between_reader(LFM2, END_LFM2, python=True)},
 }
 # The own readers of formats that mlx-lm has, too, by its opening mark. Its parsers change values.
-OWN: dict[str, ToolParser] = {CALL: "hermes", **{mark: name for name in READERS for mark in READERS[name]}}
+OWN: dict[str, ToolParser] = {**{mark: name for name in READERS for mark in READERS[name]}, CALL: "hermes"}
 
 # Calls without a tag.
 BARE, BARE_GEMMA = Bare(read_bare, ("{", "["), ('[{"name"', '{"name"')), Bare(read_bare_gemma, (GEMMA_CALL,), ())
@@ -164,6 +166,7 @@ class Format:
         budget_marks: the tokens that open reasoning, those that close it, and those that close it for good.
         ends: further tokens that end an answer. Some checkpoints don't list all end tokens.
         tokenizer: an mlx_lm TokenizerWrapper, for the formats that mlx-lm parses.
+        around: the tags that the template puts around answers.
     """
 
     tools: ToolParser | None
@@ -172,6 +175,7 @@ class Format:
     ends: frozenset[int] = frozenset()
     budget_marks: BudgetMarks | None = None
     tokenizer: Any = None
+    around: tuple[str, ...] = ()
 
     def is_reasoning_open(self, prompt: str) -> bool:
         """Return whether the prompt ends inside reasoning: after its tag, or in the middle of it."""
@@ -210,7 +214,7 @@ class Format:
         begun = not prompt.rstrip().endswith(self.think[0]) if self.think else False
         again = self.think in (THINK_TAGS["gemma"], THINK_TAGS["command"])  # tokens of their own, and second thoughts
         thinking = self.is_reasoning_open(prompt)
-        around = AROUND.get(self.tools, ())
+        around = AROUND.get(self.tools, self.around)
         return Parser(TaggedText(known, self.think, thinking, openers, bare, begun=begun, again=again, around=around))
 
     def _readers(self, tools: list[Any]) -> tuple[dict[str, CallReader], Bare | None]:
@@ -252,7 +256,8 @@ def detect(tokenizer: Any, tools: ToolParser | None = None, reasoning: Reasoning
     ends = ANSWER_ENDS if calls == "harmony" else ()
     known = tokenizer.get_added_vocab()
     known_ends = frozenset(known[end] for end in ends if end in known)
-    return Format(calls, think, think_end, known_ends, _budget_marks(tokenizer, calls, think), tokenizer)
+    around = tuple(tag for pair in ANSWER_TAGS if all(tag in template for tag in pair) for tag in pair)
+    return Format(calls, think, think_end, known_ends, _budget_marks(tokenizer, calls, think), tokenizer, around)
 
 
 def _budget_marks(tokenizer: Any, calls: ToolParser | None, think: tuple[str, str] | None) -> BudgetMarks | None:

@@ -12,7 +12,7 @@ import re
 from ..deltas import CallBroken, CallEnd, CallStart, ContentDelta, ReasoningDelta, TextDelta
 from ..notations import HARMONY
 from .base import Cursor, MalformedError, Reading, Tools, find_first, skip, spaces, starts_with
-from .calls import call
+from .calls import call, emit
 from .json_text import JsonReader
 
 START, CHANNEL, _, MESSAGE = HARMONY
@@ -124,12 +124,19 @@ class HarmonyText:
         follows = self._recipient(cursor.buffer.partition(MESSAGE)[0])
         return bool(follows) or (cursor.complete and not cursor.buffer)
 
+    def _arguments(self, cursor: Cursor) -> Reading[None]:
+        """Read an object, or nothing for none."""
+        if (yield from starts_with(cursor, ENDS)):
+            yield from emit("{}")
+        else:
+            yield from JsonReader(cursor, ENDS).object()
+
     def _call(self, cursor: Cursor, start: int, name: str) -> Reading[None]:
         """Read one call, or its message as text."""
         opened = False
         try:
             yield from spaces(cursor)
-            for delta in call(self._tools.name(name), JsonReader(cursor, ENDS).object()):
+            for delta in call(self._tools.name(name), self._arguments(cursor)):
                 opened = opened or isinstance(delta, CallStart)
                 yield delta
                 opened = opened and not isinstance(delta, CallEnd)

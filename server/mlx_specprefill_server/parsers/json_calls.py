@@ -11,7 +11,7 @@ from ..notations import END_CALL, GEMMA_4, MISTRAL_ARGUMENTS, MISTRAL_CALL_ID, M
 from .base import Cursor, MalformedError, Reading, Tools, ahead, past_spaces, peek, skip, spaces, starts_with
 from .calls import FENCE, CallReader, call, capture, emit, expect, fence, until
 from .json_text import JsonReader
-from .python_calls import read_known
+from .python_calls import read_python_calls
 
 NAMES = ("name", "tool_name")
 ARGUMENTS, FUNCTION = ("arguments", "parameters"), "function"
@@ -42,14 +42,14 @@ def read_bare(cursor: Cursor, tools: Tools) -> Reading[None]:
         yield from read_calls(cursor, tools, bare=True)
         yield from skip(cursor, END_CALL)
     else:
-        yield from read_known(cursor, tools)
+        yield from read_python_calls(cursor, tools, known=True)
 
 
 def between_reader(begin: str, end: str, *, known: bool = False, python: bool = False) -> CallReader:
     """Return a reader of calls between two marks, also in a fence. The end mark may be missing.
 
     Args:
-        known: as in `read_calls`.
+        known: only a known tool is called.
         python: they may also be written as in Python.
     """
 
@@ -59,7 +59,7 @@ def between_reader(begin: str, end: str, *, known: bool = False, python: bool = 
         fenced = yield from fence(cursor)
         closers = [*([FENCE] if fenced else []), *([end] if end else [])]
         if python and not (yield from _is_json(cursor)):
-            yield from read_known(cursor, tools)
+            yield from read_python_calls(cursor, tools, known)
         else:
             yield from read_calls(cursor, tools, closers, known=known)
         for closer in closers:

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 import orjson
 
 from ..deltas import CallDelta
-from ..notations import END_LFM2, LFM2
 from .base import Cursor, MalformedError, Reading, Tools, peek, skip, spaces, starts_with
 from .calls import call, declared, expect, until
 from .json_text import JsonReader
@@ -16,21 +15,8 @@ NOT_IN_NAMES = "()[]{}\"',\n"
 METHOD = ".call"  # of Llama 3's own tools
 
 
-def read_python_calls(cursor: Cursor, tools: Tools) -> Reading[None]:
-    """Read LFM2's list of calls."""
-    yield from expect(cursor, LFM2)
-    yield from spaces(cursor)
-    yield from _read(cursor, tools, known=False)
-    yield from spaces(cursor)
-    yield from skip(cursor, END_LFM2)
-
-
-def read_known(cursor: Cursor, tools: Tools) -> Reading[None]:
-    """Read calls of known tools, in a list or one behind another."""
-    yield from _read(cursor, tools, known=True)
-
-
-def _read(cursor: Cursor, tools: Tools, known: bool) -> Reading[None]:
+def read_python_calls(cursor: Cursor, tools: Tools, known: bool) -> Reading[None]:
+    """Read calls, in a list or one behind another; with `known` of known tools only."""
     listed = yield from skip(cursor, "[")
     goes_on = True
     while goes_on:

@@ -66,7 +66,7 @@ class TaggedText:
         bares = dict.fromkeys(bare.start, bare.read) if tools and bare else {}
         self._readers = {**tagged, **(dict.fromkeys(bare.anywhere, bare.read) if tools and bare else {})}
         self._firsts = {**self._readers, **bares}  # at the beginning of a text
-        self._begins = [*bares, FENCE] if tools else []
+        self._begins = [*bares, *(mark for mark in tagged if mark.startswith(FENCE)), FENCE] if tools else []
         self._stray = think if think and again else ()
         self._around = around
         # by whether the text is reasoning

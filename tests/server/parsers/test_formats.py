@@ -165,6 +165,9 @@ GOOD: list[tuple[ToolParser | None, str, list[tuple[str, str]], str, str]] = [
     ("granite", f"<|tool_call|>[{LLAMA}, {LLAMA}]", [WEATHER] * 2, "cc", ""),
     ("granite", f"I ask.\n<|tool_call|> {LLAMA}", [WEATHER], "tc", "I ask."),
     ("granite", f"<|tool_call|>[{LLAMA}]<|/tool_call|>", [WEATHER], "c", ""),  # Phi-4
+    ("granite", f"<tool_call>[{LLAMA}]", [WEATHER], "c", ""),
+    ("lfm2", f"<|tool_call_start|>[{LLAMA}]<|tool_call_end|>", [WEATHER], "c", ""),
+    ("harmony", f"{TO_WEATHER.replace('get_weather', 'now')}<|call|>", [("now", "{}")], "c", ""),
     ("command", COMMAND, [WEATHER], "c", ""),
     ("command", "<|START_RESPONSE|>Hello.<|END_RESPONSE|>", [], "t", "Hello."),
     ("command", f"<|START_RESPONSE|>I ask.<|END_RESPONSE|>{COMMAND}", [WEATHER], "tc", "I ask."),
@@ -199,6 +202,9 @@ GOOD: list[tuple[ToolParser | None, str, list[tuple[str, str]], str, str]] = [
     (None, f"functools[{LLAMA}]", [WEATHER], "c", ""),
     (None, f"I ask.\nAction: ```json\n[{LLAMA.replace('name', 'tool_name')}]\n```", [WEATHER], "tc", "I ask."),
     (None, f"Action:\n```json\n[\n {LLAMA}\n]```", [WEATHER], "c", ""),
+    (None, f"<|tool_call|>[{LLAMA}]<|/tool_call|>", [WEATHER], "c", ""),  # Phi-4-mini
+    (None, f"```tool_code\n{PYTHON}\nnow()\n```", [WEATHER, ("now", "{}")], "cc", ""),  # Gemma 3
+    (None, f"I ask.\n```tool_code\n[{PYTHON}]\n```\n", [WEATHER], "tc", "I ask."),
     (None, f"[{PYTHON}, now()]", [WEATHER, ("now", "{}")], "cc", ""),
     (None, f"<|python_start|>[{PYTHON}]<|python_end|>", [WEATHER], "c", ""),
     (None, f"<|python_start|>{LLAMA}<|python_end|>", [WEATHER], "c", ""),
@@ -245,6 +251,7 @@ BAD: list[tuple[ToolParser, str, str]] = [
     ("hermes", '<tool_call>{"name": "get_weather", "arguments": {"city": "Par', '{"city": "Par'),
     ("hermes", '<tool_call>{"name": "get_weather", "arguments": {"days": 1, x}}</tool_call>', '{"days": 1'),
     ("hermes", '{"name": "Anna", "arguments": {}}', ""),
+    ("hermes", "```tool_code\nprint(get_weather)\n```", ""),
     ("hermes", '{"name": "get_weather"}', ""),
     ("hermes", '{"city": "Paris"}', ""),
     ("xml", "<tool_call>\n<function=>\nParis\n</tool_call>", ""),
@@ -534,6 +541,23 @@ def test_tags_are_found_as_by_looking_for_each_at_every_place(marks: list[str], 
     places = [(at, mark) for at in range(len(text)) for mark in marks if text.startswith(mark, at)]
     begins = [at for at in range(len(text)) if any(mark.startswith(text[at:]) for mark in marks)]
     assert find_first(text, marks) == min(places, default=(min(begins, default=len(text)), ""))
+
+
+@pytest.mark.parametrize("tag", ["answer", "response"])
+def test_the_tags_that_a_template_puts_around_answers_are_none_of_the_text(tag: str) -> None:
+    """Hunyuan, ERNIE."""
+    fmt = detect(byte_tokenizer(f"{{{{- '<{tag}>' ~ messages[-1].content ~ '</{tag}>' }}}}"))
+    for text, said, calls in (
+        (f"<think>Hm.</think>\n<{tag}>\nHello.\n</{tag}>", "Hello.", []),
+        (f"<{tag}>\nI ask.\n{CALL}\n</{tag}>", "I ask.", [WEATHER]),
+    ):
+        for size in (1, 7, len(text)):
+            parser = fmt.parser(TOOLS, "")
+            deltas = [delta for at in range(0, len(text), size) for delta in parser.push(text[at : at + size])]
+            out = collected(deltas + parser.finish(True))
+            assert (out.text.strip(), out.calls) == (said, calls)
+    other = detect(byte_tokenizer("{{- messages[-1].content }}")).parser(TOOLS, "")
+    assert collected(other.push(f"<{tag}>a</{tag}>") + other.finish(True)).text == f"<{tag}>a</{tag}>"
 
 
 # A call that the model shows in a document: (before it, behind it).

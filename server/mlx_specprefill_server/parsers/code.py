@@ -1,4 +1,4 @@
-"""Whether a place in a text lies in code: in a fence of Markdown, or between backticks."""
+"""A reader of text that knows whether it is in code: in a fence of Markdown, or between backticks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ FENCE_LINE = re.compile(r"\s*(`{3,}|~{3,})(.*)", re.DOTALL)
 
 
 class Code:
-    """A reader of text, in pieces. It is true while the text so far ends in code."""
+    """The state of a text that comes in pieces. It is true while the text so far ends in code."""
 
     def __init__(self) -> None:
         self._fence = ""  # as it was opened

@@ -26,7 +26,7 @@ _ROWS = 64, 256  # least and most tokens that are fed again in all, by the promp
 _PART = 16  # of the prompt's tokens one may be fed again
 _LEAST = 3  # tokens of a line that can ask
 _MARK_AT = 3  # last tokens of a question, among which its mark is
-_QUESTION_WEIGHT = 3.0  # of a line with a question mark, beside others
+_QUESTION_WEIGHT, _APART_WEIGHT = 3.0, 2.0  # of a line with a question mark, in a short paragraph, beside others
 _FRAME = re.compile(r"</?[\w-]+[^<>]*>|```.*")  # a tag or a fence, which ends a paragraph as a blank line does
 
 
@@ -104,18 +104,18 @@ def possible_questions(
     if len(marked) == 1 and marked[0].end == end:
         return ()
     apart = [line for span in users for line in _apart(span, said[span], text, longest)]
-    placed = {*apart, *ends.heads, *ends.system}  # elsewhere a question mark may be the document's own
-    likely = [*(line for line in marked if line in placed), *apart]
+    placed = {*apart, *ends.heads, *ends.system}
+    sure = [line for line in marked if line in placed]
+    sure = marked if len(marked) - len(sure) == 1 else sure  # several question marks elsewhere are a document's own
+    likely = [*sure, *apart]
     if any(line.end > end - longest for line in marked):  # as in "Who is it? Answer in one word."
         likely += marked
     else:
         likely += [*ends.system, *marked, *ends.heads, *ends.tails]
     others = dict.fromkeys(line for line in likely if line.end < end or line in marked)
     chosen = _within(min(_ROWS[1], max(_ROWS[0], prompt_len // _PART)), others)
-    return tuple(
-        Ask(*line[:2], line.weight if line in placed else 1.0, line in placed or line in marked)
-        for line in sorted(chosen)
-    )
+    weights = dict.fromkeys(apart, _APART_WEIGHT) | {line: line.weight for line in sure}
+    return tuple(Ask(*line[:2], weights.get(line, 1.0), line in placed or line in marked) for line in sorted(chosen))
 
 
 class _Ends(NamedTuple):

@@ -250,16 +250,16 @@ def _without_surroundings(task: ScoringInput, end: int) -> Bools:
 def add_asks(importance: Floats, by_line: Floats, asks: Sequence[Ask]) -> Floats:
     """Return the importance (M,) by the question and by the lines that may ask, (P, M).
 
-    A line that asks looks at one place, and a line that does not at many, so of several lines the most counts. Lines
-    without a question mark may not ask at all, and text that repeats itself draws all of their attention: they add
-    tokens by rank, so half of what is chosen is theirs at most.
+    A line that asks looks at one place, and a line that does not at many, so of several lines the most counts. Lines of
+    weight 1 may not ask at all, and text that repeats itself draws all of their attention: they add tokens by rank, so
+    half of what is chosen is theirs at most.
     """
     weights = np.array([ask.weight for ask in asks], dtype=np.float32)
-    marked = weights > 1
-    total: Floats = importance + (weights[marked, None] * by_line[marked]).max(axis=0, initial=0.0)
-    if marked.all():
+    likely = weights > 1
+    total: Floats = importance + (weights[likely, None] * by_line[likely]).max(axis=0, initial=0.0)
+    if likely.all():
         return total
-    others = by_line[~marked].max(axis=0)
+    others = by_line[~likely].max(axis=0)
     raised = np.empty_like(others)
     raised[np.argsort(-others)] = np.sort(importance)[::-1]
     seen = np.where(others == 0, 0, raised + 0 * others)  # keeps what is no number, to be refused

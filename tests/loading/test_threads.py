@@ -28,6 +28,7 @@ from mlx_specprefill import (
     SpecPrefillOptions,
     load_pair,
     make_pair,
+    reading,
 )
 from mlx_specprefill.adapters.heads import DraftHeads, Head
 from mlx_specprefill.adapters.mtp import MTPHead
@@ -65,7 +66,8 @@ def save(folder: Path, name: str) -> Path:
 @pytest.fixture
 def any_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Transformers refuses the configurations of some of these models."""
-    monkeypatch.setattr(utils, "load_tokenizer", lambda *_, **__: tokenizer())
+    for module in (utils, reading):
+        monkeypatch.setattr(module, "load_tokenizer", lambda *_, **__: tokenizer())
 
 
 @pytest.mark.parametrize("name", runnable())

@@ -60,7 +60,14 @@ def test_a_question_is_found_wherever_it_stands(place: str) -> None:
     found = [ask for ask in asked(spans, length, (message, line)) if ask.start <= start < ask.end]
     assert [(ask.start, ask.end) for ask in found] == [(start, start + LINE)]
     assert found[0].read
-    assert (found[0].weight > 1) == (place not in ("in the middle", "in front of rules"))  # as the document's own
+    assert found[0].weight > 1
+
+
+def test_several_question_marks_in_a_document_may_be_its_own() -> None:
+    spans, length = said(("user", 100))
+    found = {ask.start: (ask.weight > 1, ask.read) for ask in asked(spans, length, (0, 0), (0, 40), (0, 60))}
+    first = spans[0].content_start
+    assert [found[first + line * LINE] for line in (0, 40, 60)] == [(True, True), (False, True), (False, True)]
 
 
 def test_the_only_question_in_the_last_line_needs_no_other() -> None:

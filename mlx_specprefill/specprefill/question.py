@@ -1,9 +1,9 @@
 """Finds where the question of a prompt may stand: the lines whose attention says which tokens matter.
 
 It is the last line or sentence of the last message. People and agents also write it in front of a file, in the system
-message, a turn before the text, or in front of rules for the answer. So unless that last line is the only question,
-other lines at the ends of messages are asked too. They are fed once more behind the prompt, from where they see all of
-it.
+message, a turn before the text, or in front of rules for the answer, and as an order without a question mark. So unless
+that last line is the only question, other lines are asked too: short paragraphs, the ends of messages, lines with a
+question mark. They are fed once more behind the prompt, from where they see all of it.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from .adapters.registry import adapter_for, architecture_of
 from .adapters.retrieval_heads import RetrievalDraft, known_heads, with_retrieval_heads
 from .adapters.staged import StagedModel
 from .adapters.text_mapping import TextMapping, mapping_between
+from .adapters.tokenizers import Tokenizers
 from .adapters.turn_ends import TURN_END
 from .config import DraftPlacement, DtypeName
 from .distributed.ranks import Ranks, broadcast
@@ -203,8 +204,7 @@ def load_pair(
         PairMismatchError: the draft has another tokenizer, and the target's text can't be mapped to its tokens.
     """
     state = None if probes is None or ranks is not None else _state_before(target, dtype, loaded)
-    reader = partial(read_model, tokenizers={}) if loaded is None else loaded.read  # others may want its template
-    read = partial(reader, repacked=repacked)
+    read = _reader(loaded, repacked, two=draft is not None and draft != "self")
     model, tokenizer, config, sharding = _read_target(target, dtype, on_progress, read, ranks)
     draft_from, source = target, _own_layers(ranks, sharding) if draft == "self" else _DraftSource()
     if draft is not None and draft != "self":
@@ -247,6 +247,13 @@ def _state_before(target: str | Path, dtype: DtypeName, loaded: LoadedModels | N
     if path is None or not path.exists() or (loaded is not None and loaded.holds(target, dtype)):
         return None
     return files_state(path)
+
+
+def _reader(loaded: LoadedModels | None, repacked: Path | None, two: bool) -> _Reader:
+    """Return the reader of a pair's models; `two` of them share a tokenizer, unless others may want its template."""
+    tokenizers: Tokenizers | None = {} if two else None
+    reader = partial(read_model, tokenizers=tokenizers) if loaded is None else loaded.read
+    return partial(reader, repacked=repacked)
 
 
 def _read_target(

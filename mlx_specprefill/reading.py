@@ -10,6 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -224,17 +225,17 @@ def read_model(
 
     Args:
         dtype, repacked: as in `load_pair`.
-        tokenizers: those that are made already; the model's is added.
+        tokenizers: as in `make_once`.
 
     Raises:
         LoadError: the checkpoint is missing or broken, or its hidden values overflow in float16.
     """
-    path, known = resolve_model_path(where), {} if tokenizers is None else tokenizers
+    path = resolve_model_path(where)
     if is_gguf(path or Path(where)):
-        model, tokenizer, config = _read_gguf(path or Path(where), dtype, on_progress, repacked, known)
+        model, tokenizer, config = _read_gguf(path or Path(where), dtype, on_progress, repacked, tokenizers)
     else:
         with _errors(where):
-            model, tokenizer, config = _lazy(where, known)
+            model, tokenizer, config = _lazy(where, tokenizers)
             cast_model(model, dtype)
             _fill(model, on_progress)
     if dtype == "auto" and _emulates_bfloat16():
@@ -308,7 +309,7 @@ def read_part(
     if is_gguf(path or Path(where)):
         raise LoadError(f"{where}: a GGUF file can't be spread over several machines; use the safetensors files")
     with _errors(where):
-        model, tokenizer, config = _lazy(where, {})
+        model, tokenizer, config = _lazy(where, None)
         ranks.assert_equal("target" if kind is None else "draft", files_digest(path or hf_repo_to_path(str(where))))
         sharding = shard(model, str(where), config, ranks, kind)
         cast_model(model, dtype)
@@ -324,7 +325,7 @@ def _errors(where: str | Path) -> Iterator[None]:
         raise LoadError(f"{where}: {error}") from error
 
 
-def _lazy(where: str | Path, tokenizers: Tokenizers) -> Read:
+def _lazy(where: str | Path, tokenizers: Tokenizers | None) -> Read:
     """Return a model whose parameters are not read yet."""
     path = resolve_model_path(where)
     if path is None:
@@ -345,13 +346,13 @@ def _lazy(where: str | Path, tokenizers: Tokenizers) -> Read:
     return model, tokenizer, config | settings
 
 
-def _tokenizer(folder: Path, config: Mapping[str, Any], tokenizers: Tokenizers) -> Made:
+def _tokenizer(folder: Path, config: Mapping[str, Any], tokenizers: Tokenizers | None) -> Made:
     def make() -> Made:
         tokenizer = load_tokenizer(folder, eos_token_ids=config.get("eos_token_id"))
         _split_as_declared(tokenizer, folder)
         return tokenizer, {}
 
-    return make_once(tokenizers, [*map(config.get, _NAMED), *_of_tokens(folder)], make)
+    return make_once(tokenizers, chain(map(config.get, _NAMED), _of_tokens(folder)), make)
 
 
 def _of_tokens(folder: Path) -> Iterator[tuple[Path, object]]:
@@ -359,10 +360,9 @@ def _of_tokens(folder: Path) -> Iterator[tuple[Path, object]]:
     for file in sorted(folder.rglob("*")):
         if file.suffix not in _OF_TOKENS or file.name in _OF_MODELS or file.stem == _TEMPLATE:
             continue
-        content: object = file.read_bytes()
+        content: Any = file.read_bytes()
         if file.name == "tokenizer_config.json":
-            settings = json.loads(file.read_bytes())
-            content = {name: value for name, value in settings.items() if name != _TEMPLATE}
+            content = {name: value for name, value in json.loads(content).items() if name != _TEMPLATE}
         yield file.relative_to(folder), content
 
 
@@ -416,7 +416,7 @@ def _fill(model: nn.Module, on_progress: OnProgress) -> None:
 
 
 def _read_gguf(
-    path: Path, dtype: DtypeName, on_progress: OnProgress, repacked: Path | None, tokenizers: Tokenizers
+    path: Path, dtype: DtypeName, on_progress: OnProgress, repacked: Path | None, tokenizers: Tokenizers | None
 ) -> Read:
     """Load a GGUF file. On the CPU backend packed weights are slower than float32 ones, so they stay packed only if a
     dtype is set.

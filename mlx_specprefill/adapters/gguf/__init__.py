@@ -43,7 +43,7 @@ def load_gguf(
         pack: keep quantised weights packed; else every weight becomes `dtype`.
         on_progress: called with the bytes of the tensors read so far, and of all tensors.
         repacked: folder that keeps the packed arrays of large files for later loads; None: none is kept.
-        tokenizers: those that are made already; this file's is added.
+        tokenizers: as in `make_once`.
 
     Raises:
         LoadError: the file is not GGUF, is broken, or can't be run; one line that names it.
@@ -52,7 +52,7 @@ def load_gguf(
     header = read_header(path)
     name, architecture = architecture_in(header)
     config = config_in(header)
-    tokenizer, settings = _tokenizer(header, name, config, {} if tokenizers is None else tokenizers)
+    tokenizer, settings = _tokenizer(header, name, config, tokenizers)
     config |= settings
     wanted = dtype or _own_dtype(header)
     kept = Repacked(repacked if pack else None, path, str(wanted))  # unpacked ones are converted as fast as read
@@ -62,7 +62,7 @@ def load_gguf(
     return model, tokenizer, config
 
 
-def _tokenizer(header: Header, name: str, config: dict[str, Any], tokenizers: Tokenizers) -> Made:
+def _tokenizer(header: Header, name: str, config: dict[str, Any], tokenizers: Tokenizers | None) -> Made:
     sizes = config["vocab_size"], config["max_position_embeddings"]
 
     def make() -> Made:
@@ -70,7 +70,7 @@ def _tokenizer(header: Header, name: str, config: dict[str, Any], tokenizers: To
         return tokenizer, {"eos_token_id": ends}
 
     parts = (item for item in header.metadata.items() if item[0].startswith("tokenizer.ggml."))
-    return make_once(tokenizers, [name, *sizes, *parts], make)
+    return make_once(tokenizers, (name, *sizes, *parts), make)
 
 
 def describe_gguf(path: Path, *, pack: bool = True) -> tuple[dict[str, Any], dict[str, int]]:

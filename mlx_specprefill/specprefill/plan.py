@@ -245,9 +245,9 @@ def _last_turn(spans: Sequence[PromptSpan], prompt_len: int) -> Iterator[ForcedR
     newest = users[-1] if users else len(spans) - 1
     for before in users[-2:-1]:
         whole = _share(prompt_len, EARLIER_WHOLE)
-        for span in (spans[before], spans[newest - 1]):
-            if span.kind != "tool":
-                yield from _ends(span, prompt_len, (0, 1), (0, 1), "message before the last", whole)
+        for index in {before, newest - 1}:
+            if spans[index].kind != "tool":
+                yield from _ends(spans[index], prompt_len, (0, 1), (0, 1), "message before the last", whole)
     yield from _ends(spans[newest], prompt_len, USER_HEAD, USER_TAIL, "last user message")
     whole = _share(prompt_len, USER_WHOLE)
     for span in reversed(spans[newest + 1 :]):

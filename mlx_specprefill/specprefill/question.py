@@ -178,7 +178,7 @@ def _paragraphs(span: PromptSpan, text: PromptText) -> Iterator[tuple[int, int]]
 
 def _lines(span: PromptSpan, text: PromptText, longest: int) -> list[Ask]:
     """Return a message's lines and sentences that can ask, in reading order. Of longer ones the end counts."""
-    marks = set(text.marks.tolist())
+    marks = set(text.marks[(text.marks >= span.content_start) & (text.marks < span.content_end)].tolist())
     found = []
     for first, last in _units(span, text):
         if last - first >= _LEAST:

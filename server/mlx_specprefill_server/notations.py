@@ -42,8 +42,6 @@ PYTHON_MARKS: Mapping[str, str] = {
 CALL, END_CALL = "<tool_call>", "</tool_call>"
 KEY, END_KEY, VALUE, END_VALUE = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
 END_PARAMETER = "</parameter>"
-
-
 DSML_4 = ("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>")  # around the calls of DeepSeek V4
 
 

@@ -289,8 +289,9 @@ def _make(place: Place, rng: random.Random, space: Space, order: bool = False) -
     turn, number = divmod(space.number, len(KINDS))
     kind = list(KINDS)[number]
     asked = KINDS[kind](rng, turn, space.length)
-    remarks = rng.sample(_remarks(), _REMARKS) if order else []
+    remarks: list[str] = []
     if order:
+        remarks = rng.sample(_remarks(), _REMARKS)
         asked = asked._replace(question=f"Answer this from the text: {asked.question.rstrip('?')}.")
     frame = [place.system, *(text for turn in place.turns for text in (turn.question, turn.answer))]
     around = (Template(text).substitute(document="", first="", second="", question=asked.question) for text in frame)

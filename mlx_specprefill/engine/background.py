@@ -88,8 +88,12 @@ class BackgroundQueue:
         return turn in self._turns
 
     def add(self, turn: IdleTurn) -> list[IdleTurn]:
-        """Add the newest turn, which replaces earlier turns of its conversation. Return the turns that have to go."""
+        """Add the newest turn, which replaces earlier turns of its conversation and pins what they were to pin. Return
+        the turns that have to go.
+        """
         gone = [old for old in self._turns if turn.follows(old)]
+        if any(old.request.pin_system_prefix for old in gone):
+            turn = replace(turn, request=replace(turn.request, pin_system_prefix=True))
         self._turns = [turn, *(old for old in self._turns if old not in gone)]
         if len(self._turns) > _LIMIT:
             gone.append(sorted(self._turns, key=self._order)[-1])

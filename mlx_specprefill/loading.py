@@ -26,7 +26,7 @@ from .adapters.text_mapping import TextMapping, mapping_between
 from .adapters.tokenizers import Tokenizers
 from .adapters.turn_ends import TURN_END
 from .config import DraftPlacement, DtypeName
-from .distributed.ranks import Ranks, broadcast
+from .distributed.ranks import Ranks, broadcast, refuse_together
 from .errors import LoadError, Refused
 from .reading import (
     LoadedModels,
@@ -438,8 +438,7 @@ def _split_target(
 ) -> StagedModel | Refused:
     """Split the target in two parts, on all ranks or on none."""
     model = staged_model(target, draft, passed)
-    refusal = None if isinstance(model, StagedModel) else model
-    refusal = broadcast(ranks, "staged", lambda: refusal)
+    refusal = refuse_together(ranks, None if isinstance(model, StagedModel) else model)
     if refusal is not None and isinstance(draft, FirstLayers) and draft.whole is target:
         log.warning("no prefill in stages, the first layers read twice: %s", refusal)
     return model if isinstance(model, StagedModel) and refusal is None else Refused(str(refusal))

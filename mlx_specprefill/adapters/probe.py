@@ -18,7 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..arrays import Positions
 from ..cache.positioned import Positioned, leaves, make_positioned_cache, place, quantize_kv
-from ..distributed.ranks import Ranks, broadcast
+from ..distributed.ranks import Ranks, broadcast, refuse_together
 from ..errors import SparseUnsupportedError
 from .depth import FirstLayers, Observed, layers_of, replace_layers
 from .passed import NONE_PASSED, PassedChecks
@@ -100,12 +100,13 @@ def _probe_parts(model: StagedModel) -> str | None:
     stock = _feed(relay, make_positioned_cache(model.whole), [_COUNT])  # its own positions; keys are compared, too
     parts, tolerance = StagedModel(relay.model, model.count), _tolerance(relay, stock)
     contiguous = _in_parts(parts, relay, np.arange(_COUNT, dtype=np.int32), [_SPLIT, _COUNT - _SPLIT])
-    if not _agree(contiguous._replace(logits=contiguous.logits[:_COUNT]), stock, tolerance):
-        return "its layers in two parts differ from the model"
     relay.given = {}
     single = _in_parts(parts, relay, _GAPPED, [1] * _COUNT)
     relay.given = single.hidden
-    if not _agree(_in_parts(parts, relay, _GAPPED, [_SPLIT, _COUNT - _SPLIT]), single, tolerance):
+    gapped = _in_parts(parts, relay, _GAPPED, [_SPLIT, _COUNT - _SPLIT])  # all runs come first, as in `_probe`
+    if not _agree(contiguous._replace(logits=contiguous.logits[:_COUNT]), stock, tolerance):
+        return "its layers in two parts differ from the model"
+    if not _agree(gapped, single, tolerance):
         return "behind the first layers, a chunk with gaps differs from the same tokens fed one by one"
     return None
 
@@ -139,20 +140,21 @@ def _probe(model: nn.Module) -> str | None:
     relay = Relay(model)
     stock = _feed(relay, make_prompt_cache(model), [_COUNT])
     tolerance = _tolerance(relay, stock)
-    contiguous = np.arange(_COUNT, dtype=np.int32)
+    contiguous = _at_positions(relay, np.arange(_COUNT, dtype=np.int32))
     gapped = _at_positions(relay, _GAPPED)
     # Single tokens have one integer offset: mlx-lm's own path through every RoPE.
     single = _feed(relay, make_positioned_cache(model), [1] * _COUNT, lambda cache, at: place(cache, _GAPPED[at]))
+    absolute = adapter_for(architecture_of(model)).absolute
+    moved = None if absolute else _at_positions(relay, _GAPPED + _SHIFT)
+    # All runs come first: ranks that see different parts of a model compare on their own.
     if not all(bool(mx.isfinite(run.logits).all().item()) for run in (stock, gapped, single)):
         return "its logits are not finite"
-    if not _agree(_at_positions(relay, contiguous)._replace(keys=[]), stock, tolerance):
+    if not _agree(contiguous._replace(keys=[]), stock, tolerance):
         return "explicit contiguous positions change its logits"
     if not _agree(gapped, single, tolerance):
         return "a chunk with gaps differs from the same tokens fed one by one"
-    if adapter_for(architecture_of(model)).absolute:
-        return None
-    moved = _at_positions(relay, _GAPPED + _SHIFT)._replace(keys=[])  # keys turn with their positions
-    if not _agree(moved, gapped, 2 * tolerance):  # other angles, other rounding
+    # Keys turn with their positions; other angles are rounded otherwise.
+    if moved is not None and not _agree(moved._replace(keys=[]), gapped, 2 * tolerance):
         return "moving all positions by the same amount changes its logits"
     return None
 
@@ -283,13 +285,11 @@ def sparse_refusal(
         passed: as in `staged_model`.
     """
     of_draft = broadcast(ranks, "draft's refusal", lambda: _of_draft(draft))
-    refusal = of_draft or _of_target(target, passed)
-    if ranks is None:
+    refusal = of_draft or refuse_together(ranks, _of_caches(target, ranks))
+    if refusal is not None:
         return refusal
-    holds = refusal is None and any(isinstance(part, Positioned) for part in leaves(make_positioned_cache(target)))
-    if ranks.all(holds):
-        return None
-    return ranks.broadcast("refusal", lambda: refusal) or "one of the machines has none of its attention layers"
+    # Ranks compute the probe together.
+    return refuse_together(ranks, passed.run("positions", target, lambda: probe_sparse(target)))
 
 
 def _of_draft(draft: nn.Module | None) -> str | None:
@@ -299,12 +299,14 @@ def _of_draft(draft: nn.Module | None) -> str | None:
     return None if refusal is None else f"the draft can't score: {refusal}"
 
 
-def _of_target(target: nn.Module, passed: PassedChecks) -> str | None:
+def _of_caches(target: nn.Module, ranks: Ranks | None) -> str | None:
     refusal = adapter_for(architecture_of(target)).sparse_refusal
     if refusal is not None:
         return refusal
     try:
-        make_positioned_cache(target)
+        cache = make_positioned_cache(target)
     except SparseUnsupportedError as error:
         return str(error)
-    return passed.run("positions", target, lambda: probe_sparse(target))
+    if ranks is not None and not any(isinstance(part, Positioned) for part in leaves(cache)):
+        return "this machine has none of its attention layers"
+    return None

@@ -57,7 +57,9 @@ class Relay:
             self._came[key] = hidden[:, i : i + 1]
         if any(key not in self.given for key in keys):
             return hidden
-        return mx.concatenate([self.given[key] for key in keys], axis=1)
+        # Another rank waits until what it sends is received.
+        given: mx.array = mx.depends(mx.concatenate([self.given[key] for key in keys], axis=1), hidden)
+        return given
 
 
 def _twin(layer: nn.Module, number: int, relay: Relay) -> nn.Module:

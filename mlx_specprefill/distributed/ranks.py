@@ -121,6 +121,13 @@ def broadcast(ranks: Ranks | None, what: str, read: Callable[[], T]) -> T:
     return read() if ranks is None else ranks.broadcast(what, read)
 
 
+def refuse_together(ranks: Ranks | None, refusal: str | None) -> str | None:
+    """Return a refusal on every rank if one has one, None if none has. Called on all ranks."""
+    if ranks is None or ranks.all(refusal is None):
+        return refusal
+    return refusal or "another machine refuses it; its log says why"
+
+
 def join_ranks(timeout: float = 60.0, facts: dict[str, str] | None = None) -> Ranks | None:
     """Join the processes that `mlx.launch` has started with this one; return None if it was started alone.
 

@@ -44,6 +44,7 @@ from mlx_specprefill import (
     make_pair,
     with_heads,
 )
+from mlx_specprefill.adapters import probe
 from mlx_specprefill.adapters.depth import layers_of
 from mlx_specprefill.adapters.heads import Head
 from mlx_specprefill.engine import loop
@@ -58,6 +59,7 @@ VOCABULARY = 128
 CONFIG = EngineConfig(policy=SpecPrefillPolicy(threshold=100_000), prefill_step=64, prefix_cache_bytes=64 << 20)
 NAMES = ("llama", "qwen3_5", "deepseek_v3 pipeline")
 MORE_NAMES = ("gpt_oss", "qwen3", "qwen3_moe", "deepseek_v3", "qwen3_next pipeline", "qwen3_5 4bit")
+LOADED_NAMES = ("llama", "deepseek_v3 pipeline")
 PROMPT, ANSWER = 200, 16
 SPARSE = replace(CONFIG, policy=SpecPrefillPolicy(threshold=40, keep_pct=Fraction(1, 5), on_battery=True))
 
@@ -263,7 +265,7 @@ def compared(
     if not ranks.leads and run is forgetful:
         config = replace(config, prefix_cache_bytes=100 << 10)
     if not ranks.leads and run is limited:
-        config = replace(config, memory_limit=5 << 20)
+        config = replace(config, memory_limit=7 << 20)
     with running(make(ranks), config) as engine:
         found = None if engine is None else run(engine)
     return {"one": alone, "several": found}
@@ -415,6 +417,16 @@ def split(ranks: Ranks) -> dict[str, Any]:
     return found
 
 
+def refused(ranks: Ranks) -> dict[str, Any]:
+    """Why models over the ranks can't prefill sparsely, and the last one again if the second rank's part of it fails
+    the check."""
+    found = {name: pair(name, ranks).sparse_refusal for name in LOADED_NAMES}
+    if not ranks.leads:
+        probe._agree = lambda *_: False
+    found["differs"] = pair(LOADED_NAMES[-1], ranks).sparse_refusal
+    return found
+
+
 CASES: dict[str, Callable[[Ranks], dict[str, Any]]] = {
     "equal": equal,
     "split": split,
@@ -422,6 +434,7 @@ CASES: dict[str, Callable[[Ranks], dict[str, Any]]] = {
     "hang": hang,
     "busy": busy,
     "die": die,
+    "refused": refused,
 }
 
 

@@ -1,24 +1,40 @@
-"""Models are loaded over two processes, which wait for each other in every check."""
+"""Models over two processes, which wait for each other in every check at the start, and in every answer."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from .ranks import logs, started
-from .worker import LOADED_NAMES
+from .worker import LOADED_NAMES, PROMPT
 
 LIMIT_S = 60
 
 
-@pytest.mark.timeout(3 * LIMIT_S)
-def test_no_rank_waits_for_one_that_refuses(tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
-    with started(tmp_path, "-m", "tests.distributed.worker", "refused", str(out)) as processes:
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("ranks")
+    out = folder / "out.json"
+    with started(folder, "-m", "tests.distributed.worker", "loaded", str(out)) as processes:
         for process in processes:
             process.wait(LIMIT_S)
-    assert out.is_file(), logs(tmp_path)
-    refusals = json.loads(out.read_text())
-    assert refusals == dict.fromkeys(LOADED_NAMES) | {"differs": "another machine refuses it; its log says why"}
+    assert out.is_file(), logs(folder)
+    results: dict[str, Any] = json.loads(out.read_text())
+    return results
+
+
+@pytest.mark.timeout(3 * LIMIT_S)
+@pytest.mark.parametrize("name", LOADED_NAMES)
+def test_answers_are_those_of_one_process(found: dict[str, Any], name: str) -> None:
+    one, several = found[name]["one"], found[name]["several"]
+    np.testing.assert_allclose(several.pop("logprobs"), one.pop("logprobs"), atol=2e-5)
+    assert several == one
+    assert one["kept"] < PROMPT
+
+
+@pytest.mark.timeout(3 * LIMIT_S)
+def test_no_rank_waits_for_one_that_refuses(found: dict[str, Any]) -> None:
+    assert found["refusal"] == "another machine refuses it; its log says why"

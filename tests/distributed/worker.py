@@ -145,6 +145,13 @@ def everything(engine: Engine) -> dict[str, Any]:
     return found
 
 
+def sparse_answer(engine: Engine) -> dict[str, Any]:
+    """Return the distributions and the answer of a sparse prefill."""
+    asked = request(PROMPT, Fraction(1, 5))
+    tokens, report = answered(engine, asked)
+    return {"logprobs": engine.replay(asked, tokens).logprobs.tolist(), "tokens": tokens, "kept": report.kept_tokens}
+
+
 def mixed(engine: Engine) -> dict[str, Any]:
     """Eight answers side by side, dense and sparse."""
     events: list[list[Any]] = [[] for _ in MIXED]
@@ -417,13 +424,12 @@ def split(ranks: Ranks) -> dict[str, Any]:
     return found
 
 
-def refused(ranks: Ranks) -> dict[str, Any]:
-    """Why models over the ranks can't prefill sparsely, and the last one again if the second rank's part of it fails
-    the check."""
-    found = {name: pair(name, ranks).sparse_refusal for name in LOADED_NAMES}
+def loaded(ranks: Ranks) -> dict[str, Any]:
+    """What models answer over the ranks, and why the last one is refused if the second rank's part fails the check."""
+    found = {name: compared(ranks, name, sparse_answer) for name in LOADED_NAMES}
     if not ranks.leads:
         probe._agree = lambda *_: False
-    found["differs"] = pair(LOADED_NAMES[-1], ranks).sparse_refusal
+    found["refusal"] = pair(LOADED_NAMES[-1], ranks).sparse_refusal
     return found
 
 
@@ -434,7 +440,7 @@ CASES: dict[str, Callable[[Ranks], dict[str, Any]]] = {
     "hang": hang,
     "busy": busy,
     "die": die,
-    "refused": refused,
+    "loaded": loaded,
 }
 
 

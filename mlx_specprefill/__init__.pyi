@@ -85,9 +85,7 @@ from .request import SpecPrefillOptions as SpecPrefillOptions
 from .request import TokenIds as TokenIds
 from .request import as_token_ids as as_token_ids
 from .selftest import Check as Check
-from .selftest import ForwardTimes as ForwardTimes
 from .selftest import check_device as check_device
-from .selftest import forward_times as forward_times
 from .selftest import sync_ms as sync_ms
 from .specprefill.head_calibration import calibrated_heads as calibrated_heads
 from .specprefill.head_calibration import find_heads as find_heads

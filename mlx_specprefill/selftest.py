@@ -33,13 +33,11 @@ from .adapters.capture import HeadCapture, QueryCapture
 from .adapters.heads import DraftHeads, Head
 from .adapters.mtp import ARCHITECTURES, MTPLayers
 from .adapters.staged import StagedModel
-from .cache.positioned import fill, make_positioned_cache, place
+from .cache.positioned import make_positioned_cache, place
 from .config import EngineConfig, SpeculationConfig, SpeculationName
-from .engine.costs import ForwardCost, LearntCost
 from .engine.engine import Engine
-from .engine.footprint import random_tokens
 from .events import Event, Failed, Finished, TokenEvent
-from .loading import ModelPair, load_pair
+from .loading import load_pair
 from .reading import read_model
 from .request import GenerationRequest, SamplingParams, SpecPrefillOptions
 from .sampling import choose, logits_processors, make_sampler
@@ -75,11 +73,6 @@ _CONFIG = EngineConfig(
     prefix_cache_bytes=0,
     speculation=SpeculationConfig(budget=64, chunk=4, sinks=4, window=16, ngram_match=1),
 )
-
-_LENGTHS = tuple(2**power for power in range(12))  # 1 to 2048 tokens
-_FITTED = 128  # tokens from which on a forward reads nearly all experts of a mixture
-_LONGEST_MS, _LONG_MS = 30_000.0, 2_000.0  # of a forward: longer ones are not measured, or only once
-_CHUNK, _BEHIND = 512, 16384
 
 
 def save_checkpoint(folder: Path, config: dict[str, Any]) -> Path:
@@ -436,53 +429,9 @@ def _truth(case: Case, engine: Engine, last: Finished, answer: Tokens) -> Floats
     return (case.after_stages if engine.pair.stages is not None else case.after)(kept, answer)
 
 
-@dataclass(frozen=True, slots=True)
-class ForwardTimes:
-    """Times and memory of a target's forwards.
-
-    Attributes:
-        ms: medians at the start of a prompt, by the forward's tokens.
-        fixed_ms, token_ms, pair_ms: what is fixed, and what each token and each pair of a token and one that it attends
-            to takes, fitted to 128 tokens and more.
-        behind_ms: of 512 tokens behind 16 384 others; `behind_bytes`: what they need beside weights and cache.
-    """
-
-    ms: dict[int, float]
-    fixed_ms: float
-    token_ms: float
-    pair_ms: float
-    behind_ms: float
-    behind_bytes: int
-
-
 def sync_ms() -> float:
     """Return the milliseconds from queueing a small operation to its result, a median."""
     return median(_times(lambda: mx.eval(mx.zeros(8) + 1), 200))
-
-
-def forward_times(pair: ModelPair) -> ForwardTimes:
-    """Measure the target's forwards on this thread. Skips lengths that would take too long."""
-    model, ms, learnt = pair.target, dict[int, float](), LearntCost(ForwardCost(0, 0, 0))
-    for tokens in _LENGTHS:
-        expected = 2 * max(ms.values(), default=0.0)
-        if expected > _LONGEST_MS:
-            break
-        repeats = 1 if expected > _LONG_MS else 3
-        taken = _times(lambda: _forward(model, make_prompt_cache(model), tokens), 1 + repeats)[1:]  # noqa: B023
-        ms[tokens] = median(taken)
-        if tokens >= _FITTED:
-            for once in taken:
-                learnt.observe(tokens, 0, once)
-    cache = list(make_prompt_cache(model))
-    _forward(model, cache, 2)
-    fill(cache, _BEHIND)
-    mx.reset_peak_memory()
-    before = mx.get_active_memory()
-    (behind_ms,) = _times(lambda: _forward(model, cache, _CHUNK), 1)
-    peak = int(mx.get_peak_memory() - before)
-    learnt.observe(_CHUNK, _BEHIND, behind_ms)
-    cost = learnt.cost
-    return ForwardTimes(ms, cost.fixed, cost.token, cost.pair, behind_ms, peak)
 
 
 def _times(run: Callable[[], None], repeats: int) -> list[float]:
@@ -492,8 +441,3 @@ def _times(run: Callable[[], None], repeats: int) -> list[float]:
         run()
         times.append(1e3 * (time.perf_counter() - begun))
     return times
-
-
-def _forward(model: nn.Module, cache: list[Any], tokens: int) -> None:
-    model(random_tokens(model, tokens), cache=cache)
-    mx.eval([part.state for part in cache])

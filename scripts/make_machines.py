@@ -40,12 +40,10 @@ folder. Put it into `docs/machines`, run `scripts/make_machines.py` and open a p
 DEVICES = """
 ## What devices compute
 
-`mlx-specprefill doctor --compute --json FILE` [holds a device to the truth](guides/mac.md). With `--target` it times a
-model's forwards: from 128 tokens on, one takes a fixed time and a time for each of its tokens.
+`mlx-specprefill doctor --compute --json FILE` [holds a device to the truth](guides/mac.md).
 
-| machine | checks passed | failed | not supported there | a synchronisation, ms | target | fixed, ms | per token, ms \
-| 512 tokens behind 16K | mlx | date |
-|---|---|---|---|---|---|---|---|---|---|---|
+| machine | checks passed | failed | not supported there | a synchronisation, ms | mlx | date |
+|---|---|---|---|---|---|---|
 """
 
 
@@ -74,15 +72,11 @@ def measurements() -> Sequence[dict[str, Any]]:
 
 def device_line(measured: dict[str, Any]) -> str:
     """Return the line of one record of the self-test."""
-    checks, target = measured["checks"], measured.get("target")
+    checks = measured["checks"]
     missing = sorted({f"{check['model']} in {check['dtype']}" for check in checks["not supported"]})
-    times = ("", "", "", "")
-    if target is not None:
-        behind = f"{target['behind_ms']} ms, {target['behind_gb']} GB"
-        times = (f"{target['name']}, {target['dtype']}", target["fixed_ms"], target["token_ms"], behind)
     failed = [f"{check['operation']} ({check['model']}, {check['dtype']})" for check in checks["failed"]]
     cells = (name(measured), checks["passed"], "; ".join(failed), ", ".join(missing), measured["sync_ms"])
-    return f"| {' | '.join(map(str, (*cells, *times, measured['software']['mlx'], measured['date'])))} |\n"
+    return f"| {' | '.join(map(str, (*cells, measured['software']['mlx'], measured['date'])))} |\n"
 
 
 def lines(measured: dict[str, Any]) -> Iterator[str]:

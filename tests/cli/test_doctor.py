@@ -16,11 +16,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import mlx_specprefill
-from mlx_specprefill import BlasStatus, Check, ForwardTimes
+from mlx_specprefill import BlasStatus, Check
 from mlx_specprefill.engine.speeds import keep_speed
 from mlx_specprefill_server import cli
 from mlx_specprefill_server.cli import examination as doctor
-from mlx_specprefill_server.pairs import find_pair
 
 
 @pytest.fixture(autouse=True)
@@ -195,16 +194,3 @@ def test_a_device_that_does_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert "\nFAILED: 2 of 3 checks.\n" in done.stdout
     assert done.exit_code == 1
     assert [check["model"] for check in record["checks"]["failed"]] == ["llama", "qwen3"]
-
-
-def test_a_target_is_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    found = ForwardTimes({1: 2.0, 128: 20.04}, 4.5, 0.125, 1e-6, 300.0, 3 << 28)
-    monkeypatch.setattr(doctor, "check_device", lambda: iter([GOOD]))
-    monkeypatch.setattr(doctor, "forward_times", lambda pair: found)
-    target, file = find_pair("demo").target, tmp_path / "doctor.json"
-    done = CliRunner().invoke(cli.app, ["doctor", "--compute", "--target", target, "--json", str(file)])
-    assert "   128 tokens       20.0 ms\n" in done.stdout
-    assert "From 128 tokens on: 4.5 ms and 0.125 ms per token" in done.stdout
-    assert "512 tokens behind 16,384: 300 ms, and 768.0 MB" in done.stdout
-    timed = json.loads(file.read_text())["target"]
-    assert (timed["name"], timed["fixed_ms"], timed["ms"]) == ("target", 4.5, {"1": 2.0, "128": 20.04})

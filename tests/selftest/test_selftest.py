@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_specprefill import Check, Engine, check_device, forward_times, load_pair, loading, sampling, selftest, sync_ms
+from mlx_specprefill import Check, Engine, check_device, loading, sampling, selftest, sync_ms
 from mlx_specprefill.adapters.capture import HeadCapture
 from mlx_specprefill.cache.positioned import quantize_kv
 from mlx_specprefill.engine import prefill as engine_prefill
@@ -23,7 +23,6 @@ from mlx_specprefill.speculative import row as speculative_row
 from mlx_specprefill.speculative import strategies, verification
 from mlx_specprefill.speculative.strategies import STRATEGIES
 from mlx_specprefill.speculative.verification import Verdict
-from tests.support.tiny import save_checkpoint as save_tiny
 
 Patch = pytest.MonkeyPatch
 
@@ -237,21 +236,5 @@ def test_a_broken_sampler_fails(operation: str, monkeypatch: Patch) -> None:
     assert operation in failed(list(sampler_checks()))
 
 
-# --- times ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.nightly
-def test_forwards_are_timed_up_to_2048_tokens(tmp_path: Path) -> None:
-    pair = load_pair(save_tiny(tmp_path / "model", "llama"))
-    found = forward_times(pair)
-    assert list(found.ms) == [2**power for power in range(12)]
-    assert all(ms > 0 for ms in (*found.ms.values(), found.behind_ms))
-    assert found.behind_bytes > 0
-    assert min(found.fixed_ms, found.token_ms, found.pair_ms) >= 0
+def test_a_synchronisation_takes_time() -> None:
     assert sync_ms() > 0
-
-
-def test_long_forwards_are_left_out(tmp_path: Path, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(selftest, "_times", lambda run, repeats: [16_000.0] * repeats)
-    found = forward_times(load_pair(save_tiny(tmp_path / "model", "llama")))
-    assert list(found.ms) == [1]

@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from .common import FAILED, OptionError, choose_here, one_line_errors
-from .options import PairOptions
+from .common import FAILED, OptionError, one_line_errors
 
 
 def doctor(
@@ -17,20 +16,18 @@ def doctor(
         bool,
         typer.Option("--compute", help="Compare results of tiny models on this device with known ones."),
     ] = False,
-    target: Annotated[str | None, typer.Option(help="With --compute: time forward passes of this model.")] = None,
     file: Annotated[Path | None, typer.Option("--json", help="With --compute: write the record to this file.")] = None,
 ) -> None:
     """Print the machine, the installation, the models and the settings, and each problem with its remedy.
 
-    Ends with status 1 where something is wrong. Loads no model but --target's and needs no network.
+    Ends with status 1 where something is wrong. Loads no model and needs no network.
     """
     with one_line_errors():
-        if not compute and (target or file):
-            raise OptionError("--target and --json belong to --compute")
-        chosen = None if target is None else choose_here(PairOptions(target=target))
+        if file is not None and not compute:
+            raise OptionError("--json belongs to --compute")
         work = import_module(".examination", __package__)
         wrong = work.print_findings()
         if compute:
-            wrong = not work.compute_checks(chosen, file) or wrong
+            wrong = not work.compute_checks(file) or wrong
     if wrong:
         raise typer.Exit(FAILED)

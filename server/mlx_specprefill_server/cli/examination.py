@@ -21,13 +21,12 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 
-from mlx_specprefill import BLAS, Check, check_device, forward_times, machine, slower_models, speeds_file, sync_ms
+from mlx_specprefill import BLAS, Check, check_device, machine, slower_models, speeds_file, sync_ms
 
 from .. import __version__
 from ..monitoring.logs import configure_logging
-from ..pairs import NAMED_PAIRS, Pair, pair_state, read_pairs, short_name, size
+from ..pairs import NAMED_PAIRS, pair_state, read_pairs, size
 from ..settings import ENV_PREFIX, SECRETS, Settings, unknown_variables, what_is_wrong
-from .loading import load
 from .measuring import load_average, measured_here
 
 _STATES = {"ok": "ok", "failed": "FAILED", "not supported": "-"}
@@ -37,13 +36,8 @@ _LOW_MEMORY = 4 << 30  # bytes; with less, only the bundled pair fits comfortabl
 _OLDEST_MACOS = 14  # the oldest macOS that MLX has wheels for
 
 
-def compute_checks(target: Pair | None, file: Path | None) -> bool:
-    """Print a line per check and the verdict, write the record, and return whether all checks passed.
-
-    Args:
-        target: a model whose forwards are timed.
-        file: of the record, in JSON.
-    """
+def compute_checks(file: Path | None) -> bool:
+    """Print a line per check and the verdict, write the record in JSON, and return whether all checks passed."""
     load_before = load_average()
     configure_logging("error")
     typer.echo("\nChecking the results of this device, for a minute or two:")
@@ -51,8 +45,6 @@ def compute_checks(target: Pair | None, file: Path | None) -> bool:
     wait = sync_ms()
     typer.echo(f"\n{_verdict(checks)}\nA synchronisation takes {wait:.3f} ms.")
     record = {**measured_here(load_before), "sync_ms": round(wait, 4), "checks": _summary(checks)}
-    if target is not None:
-        record["target"] = _time_forwards(target)
     if file is not None:
         file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         typer.echo(f'{file} is written, for an issue "A measurement" or the page of measured machines.')
@@ -87,29 +79,6 @@ def _summary(checks: Sequence[Check]) -> dict[str, Any]:
             largest[check.dtype] = max(largest.get(check.dtype, 0.0), float(f"{check.error:.2g}"))
     others = {name: results[name] for name in ("failed", "not supported")}
     return {"passed": len(results["ok"]), **others, "largest errors": errors}
-
-
-def _time_forwards(target: Pair) -> dict[str, Any]:
-    """Time a target's forwards, and print them."""
-    pair = load(target, "auto")
-    typer.echo(f"\nForwards of {target.target}, {pair.dtype}, which can take some minutes:")
-    times = forward_times(pair)
-    for tokens, ms in times.ms.items():
-        typer.echo(f"{tokens:>6} tokens {ms:10.1f} ms")
-    typer.echo(
-        f"From 128 tokens on: {times.fixed_ms:.1f} ms and {times.token_ms:.3f} ms per token at the start of a prompt.\n"
-        f"512 tokens behind 16,384: {times.behind_ms:.0f} ms, and {size(times.behind_bytes)} beside weights and cache."
-    )
-    return {
-        "name": short_name(target.target),
-        "dtype": pair.dtype,
-        "ms": {str(tokens): round(ms, 3) for tokens, ms in times.ms.items()},
-        "fixed_ms": round(times.fixed_ms, 3),
-        "token_ms": round(times.token_ms, 4),
-        "pair_ms": float(f"{times.pair_ms:.3g}"),
-        "behind_ms": round(times.behind_ms),
-        "behind_gb": round(times.behind_bytes / 2**30, 2),
-    }
 
 
 @dataclass(slots=True)

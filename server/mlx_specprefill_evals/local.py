@@ -89,7 +89,7 @@ class LocalModel:
     def ask(self, item: Item, arms: Sequence[Arm], answer_tokens: int, seed: int, probe: bool) -> dict[Arm, Reply]:
         for arm in arms:
             if arm.kind in SERVED_KINDS:
-                raise NotMeasuredError(f"arm {arm.kind} needs a server: --server URL")
+                raise NotMeasuredError(f"arm {arm.kind} needs a server: --url URL")
         applicable = [arm for arm in arms if arm.kind != "oracle" or item.gold or item.mentions]
         try:
             self._engine.drop_cached(owner=OWNER)  # of the item before

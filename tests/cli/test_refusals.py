@@ -29,8 +29,6 @@ CASES = {
     "warm prompt.txt --url http://127.0.0.1:9": "start the server first",
     "warm nowhere.txt": "nowhere.txt: No such file",
     "inspect --misses --url http://127.0.0.1:9": "start the server first",
-    "warm prompt.txt --server=http://127.0.0.1:9": "note: --server is called --url now error: http",
-    "eval --server http://localhost --chunk-size 8": "note: --server is called --url now error: --chunk-size",
     "inspect": "--prompt-file or --misses is needed",
     "generate --prompt-file nowhere.txt": "nowhere.txt: No such file",
     "generate --prompt-file prompt.txt --target x": "x: there is no such folder or file",

@@ -30,7 +30,6 @@ COMMANDS = {
     "eval": ("mlx_specprefill_evals.cli", "app", "Measure the quality of answers, sparse against full."),
 }
 """name -> module, function or group of functions, line of help."""
-_RENAMED = {"--server": "--url"}  # the old name is still taken
 
 
 class _Commands(Mapping[str, Any]):
@@ -62,13 +61,6 @@ class _Group(TyperGroup):
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
         self.commands: Any = _Commands()
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        name, command, rest = super().resolve_command(ctx, args)
-        taken = {option for parameter in (command.params if command else ()) for option in parameter.opts}
-        for given in _RENAMED.keys() & taken & {arg.partition("=")[0] for arg in rest}:
-            typer.echo(f"note: {given} is called {_RENAMED[given]} now", err=True)
-        return name, command, rest
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)

@@ -22,7 +22,7 @@ PairsFile = Annotated[Path | None, typer.Option(help="File of your own named pai
 Question = Annotated[str | None, typer.Option(help="Question to append to the file's text, in the same user message.")]
 
 Raw = Annotated[bool, typer.Option("--raw", help="Use the text itself as the prompt, without a chat template.")]
-Url = Annotated[str, typer.Option("--url", "--server", help="Address of the running server.")]
+Url = Annotated[str, typer.Option("--url", help="Address of the running server.")]
 ApiKey = Annotated[
     str | None,
     typer.Option(

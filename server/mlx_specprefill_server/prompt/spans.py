@@ -232,7 +232,7 @@ def _extend_by_parts(
     """Extend the content by the assistant's text that templates set around it: reasoning before, tool calls after."""
     first, last = place.start, place.end
     if "reasoning" in message:
-        first = start + _common(text[start:first], opening)
+        first = start + length_in_common(text[start:first], opening)
     if "tool_calls" in message:
         last = _marker_start(text, last, end, ends)
     return first, last
@@ -248,11 +248,11 @@ def _gap(missing: Sequence[Message], text: str, start: int, end: int, opening: s
     """Return the span of messages without text of their own, like a tool call, or with cut text, like reasoning."""
     kind = KINDS.get(missing[0]["role"], "other") if len(missing) == 1 else "other"
     content_end = _marker_start(text, start, end, ends)
-    header = _common(text[start:content_end], opening)
+    header = length_in_common(text[start:content_end], opening)
     return CharSpan(kind, start, start + header, content_end, end)
 
 
-def _common(one: str, other: str) -> int:
+def length_in_common(one: str, other: str) -> int:
     """Return the length of the common beginning."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 

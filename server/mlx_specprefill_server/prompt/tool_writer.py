@@ -12,6 +12,7 @@ from .deferred import Tool
 from .forms import Form
 from .probe import TOOLS, Show
 from .probe_messages import NAME, OTHER, user
+from .spans import length_in_common
 
 
 class ToolWriter:
@@ -55,15 +56,10 @@ class ToolWriter:
         if not (self._form.shows_tools and 0 <= first < last <= begins):
             return None
         between = text[last:begins]
-        head = _common(text[:first][::-1], between[::-1])
-        tail = _common(text[ends:], between)
+        head = length_in_common(text[:first][::-1], between[::-1])
+        tail = length_in_common(text[ends:], between)
         cut = _border(between, len(between) - head, tail)
         return text[first:last] + between[:cut], text[ends + min(tail, cut) :]
-
-
-def _common(one: str, other: str) -> int:
-    """Return the length of the common beginning."""
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _border(between: str, start: int, tail: int) -> int:

@@ -76,18 +76,17 @@ class SpeculationReport:
 
     Attributes:
         strategy: "autoregressive", or the name of the one that ran.
-        acceptance_rate: accepted share of the proposed tokens that were judged; of the level below: `inner_...`.
+        acceptance_rate: accepted share of the proposed tokens that were judged.
         tokens_per_step: of the answer, per forward of the target on its whole cache.
     """
 
     strategy: str
     reason: str
     acceptance_rate: float | None = None
-    inner_acceptance_rate: float | None = None
     tokens_per_step: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        rates = ("acceptance_rate", "inner_acceptance_rate", "tokens_per_step")
+        rates = ("acceptance_rate", "tokens_per_step")
         shown = {name: None if (value := getattr(self, name)) is None else round(value, 4) for name in rates}
         return {"strategy": self.strategy, "reason": self.reason, **shown}
 

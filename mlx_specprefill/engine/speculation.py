@@ -152,11 +152,9 @@ class AnswerDrafter:
         row = self.row
         if row is None:
             return self._report
-        inner = row.proposer.inner
         return replace(
             self._report,
             acceptance_rate=row.acceptance.rate,
-            inner_acceptance_rate=None if inner is None else inner.rate,
             tokens_per_step=len(row.tokens) / row.steps if row.steps else None,
         )
 

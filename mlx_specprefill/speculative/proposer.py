@@ -83,7 +83,7 @@ class Verified:
 
 @dataclass
 class AcceptanceCounts:
-    """Counts of proposed and accepted tokens of one level. Tokens after a rejected one do not count."""
+    """Counts of proposed and accepted tokens. Tokens after a rejected one do not count."""
 
     judged: int = 0
     accepted: int = 0
@@ -108,7 +108,6 @@ class Proposer(ABC):
         uses_draft: the pair's draft proposes, with all of its layers.
         staged_refusal: why it can't propose after a prefill in stages; None if it can.
         gamma: tokens to ask for at a time.
-        inner: acceptance of the level below, if there is one.
         prompt_reader: a model whose cache of the whole prompt it wants as `cache`.
     """
 
@@ -116,7 +115,6 @@ class Proposer(ABC):
     staged_refusal: ClassVar[str | None] = None
 
     gamma: int
-    inner: AcceptanceCounts | None = None
     prompt_reader: nn.Module | None = None
     cache: Sequence[Any] = ()
 

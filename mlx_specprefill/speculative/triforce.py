@@ -26,7 +26,7 @@ from ..errors import SparseUnsupportedError
 from ..events import Progress
 from ..request import TokenIds
 from .drafter import Drafter
-from .proposer import AcceptanceCounts, Held, Model, Models, Proposal, Proposer, Verified
+from .proposer import Held, Model, Models, Proposal, Proposer, Verified
 from .rollback import Rollback
 from .verification import TokenSampler, verify
 
@@ -235,13 +235,11 @@ class TriForceProposer(Proposer):
     """
 
     uses_draft = True
-    inner: AcceptanceCounts
 
     def __init__(self, models: Models, prompt: TokenIds) -> None:
         self.model = models.target
         self.gamma = models.config.gamma2
         self.drafter = Drafter(models, prompt)
-        self.inner = AcceptanceCounts()
         self._config = models.config
         self._prompt = prompt
         self._retrieved: RetrievalPromptCache | None = None
@@ -300,7 +298,6 @@ class TriForceProposer(Proposer):
         self.drafter.keep(len(text) + verdict.accepted)
         proposal.tokens.extend([*drafted.tokens[: verdict.accepted], verdict.token])
         proposal.distributions.extend(distributions[: verdict.accepted + 1])
-        self.inner.add(len(drafted.tokens), verdict.accepted)
 
     def accept(self, verified: Verified) -> None:
         assert self._retrieved is not None

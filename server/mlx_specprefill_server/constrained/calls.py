@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from ..errors import refusal
@@ -253,28 +254,9 @@ def _number(lark: Lark) -> str:
 # --- notations without JSON's quotes ---------------------------------------------------------------------------------
 
 
-def _xml(lark: Lark, tool: ForcedTool) -> str:
-    r"""<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>"""
-    return _in_tags(lark, tool, XML, "\n")
-
-
-def _minimax(lark: Lark, tool: ForcedTool) -> str:
-    r"""<minimax:tool_call>\n<invoke name="f">\n<parameter name="x">1</parameter>\n</invoke>\n</minimax:tool_call>"""
-    return _in_tags(lark, tool, MINIMAX, "")
-
-
-def _seed(lark: Lark, tool: ForcedTool) -> str:
-    r"""<seed:tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function>\n</seed:tool_call>"""
-    return _in_tags(lark, tool, SEED, "\n")
-
-
-def _dsml(lark: Lark, tool: ForcedTool) -> str:
-    """XML's notation with other tags, and <｜DSML｜parameter name="x" string="false">1</｜DSML｜parameter>."""
-    return _in_tags(lark, tool, DSML, "")
-
-
-def _in_tags(lark: Lark, tool: ForcedTool, tags: Tags, line: str) -> str:
-    """Return a call whose values stand between `line`s."""
+def _in_tags(lark: Lark, tool: ForcedTool, tags: Tags) -> str:
+    r"""<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>, or with other tags."""
+    line = "\n" if tags.lines else ""
     begin = lark.literal(f"{tags.call}\n{tags.function}{tool.name}{tags.close}\n")
     end = lark.literal(f"{tags.end_function}\n{tags.end_call}")
     fields = Unquoted(lark, tool, tags.kinds).tagged(
@@ -316,10 +298,10 @@ class _Notation(NamedTuple):
 
 _NOTATIONS: Mapping[str | None, _Notation] = {
     "hermes": _Notation(_hermes, "\n"),
-    "xml": _Notation(_xml, "\n"),
-    "minimax": _Notation(_minimax, "\n"),
-    "dsml": _Notation(_dsml, "\n"),
-    "seed": _Notation(_seed, "\n"),
+    "xml": _Notation(partial(_in_tags, tags=XML), "\n"),
+    "minimax": _Notation(partial(_in_tags, tags=MINIMAX), "\n"),
+    "dsml": _Notation(partial(_in_tags, tags=DSML), "\n"),
+    "seed": _Notation(partial(_in_tags, tags=SEED), "\n"),
     "harmony": _Notation(_harmony),
     "mistral": _Notation(_mistral),
     "gemma": _Notation(_gemma),

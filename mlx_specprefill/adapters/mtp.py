@@ -67,10 +67,6 @@ class MTPHead:
         self._text: TextModel = model.language_model
 
     @property
-    def hidden_size(self) -> int:
-        return int(self._text.args.hidden_size)
-
-    @property
     def nbytes(self) -> int:
         return sum(int(array.nbytes) for _, array in tree_flatten(self.layers.parameters()))
 

@@ -127,6 +127,6 @@ def test_a_head_with_experts() -> None:
     model = build("qwen3_5_moe")
     head = tiny_head(model)
     assert hasattr(head.layers.layers[0].mlp, "switch_mlp")
-    out = head(mx.ones((1, 3, head.hidden_size)), mx.array([[1, 2, 3]]), KVCache())
+    out = head(mx.ones((1, 3, head.layers.norm.weight.size)), mx.array([[1, 2, 3]]), KVCache())
     assert head.logits(out).shape == (1, 3, model.language_model.args.vocab_size)
-    assert head.hidden_size != VOCAB
+    assert head.layers.norm.weight.size != VOCAB

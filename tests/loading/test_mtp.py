@@ -52,7 +52,7 @@ def shard(folder: Path, head: Tensors) -> None:
 
 def outputs(head: MTPHead) -> Any:
     mx.random.seed(0)
-    hidden = mx.random.normal((1, 6, head.hidden_size))
+    hidden = mx.random.normal((1, 6, head.layers.norm.weight.size))
     return np.array(head.logits(head(hidden, mx.array([[3, 4, 5, 6, 7, 8]]), KVCache())))
 
 

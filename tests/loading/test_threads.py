@@ -102,7 +102,7 @@ def test_an_mtp_head(tmp_path: Path) -> None:
     assert isinstance(head, MTPHead), head
 
     def run() -> None:
-        hidden, following = mx.zeros((1, 3, head.hidden_size)), mx.array([[2, 3, 4]])
+        hidden, following = mx.zeros((1, 3, head.layers.norm.weight.size)), mx.array([[2, 3, 4]])
         mx.eval(head.logits(head(hidden, following, KVCache())))
 
     elsewhere(run)

@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from fractions import Fraction
 from importlib.metadata import version
 from itertools import chain
 from pathlib import PurePath
@@ -63,7 +64,7 @@ class Plan:
     """
 
     lengths: tuple[int, ...]
-    keep: Any
+    keep: Fraction
     repeats: int
 
     @property
@@ -109,7 +110,7 @@ def _prompt(engine: Engine, text: str, tokens: int, number: int) -> list[int]:
     raise BenchmarkError(f"this machine's Python has not enough text for a prompt of {tokens} tokens")
 
 
-def _repetition(engine: Engine, prompt: list[int], keep: Any, sparse_first: bool, done: Callable[[], None]) -> Run:
+def _repetition(engine: Engine, prompt: list[int], keep: Fraction, sparse_first: bool, done: Callable[[], None]) -> Run:
     reports = {}
     for enabled in (True, False) if sparse_first else (False, True):
         reports[enabled] = _prefill(engine, prompt, SpecPrefillOptions(enabled, keep if enabled else None))
@@ -138,7 +139,7 @@ def record(engine: Engine, pair: str, plan: Plan, runs: Sequence[Run], load: flo
             "draft": short_name(str(engine.pair.draft_id)),
             "dtype": engine.pair.dtype,
         },
-        "keep": plan.keep if plan.keep == "auto" else float(plan.keep),
+        "keep": float(plan.keep),
         "wired_gb": round(engine.wired / 2**30, 1),
         "repeats": plan.repeats,
         "rows": [_row([run for run in runs if run.tokens == tokens]) for tokens in sorted(plan.lengths)],

@@ -71,6 +71,7 @@ class Tags(NamedTuple):
         close: what ends the name in the tag of a function, and in that of a parameter without `kinds`.
         lines: values stand on lines of their own.
         kinds: what follows the quoted name of a parameter before a text, and before JSON; none: the schema tells.
+        beside: marks before and behind a function that say nothing.
     """
 
     call: str
@@ -82,6 +83,7 @@ class Tags(NamedTuple):
     lines: bool
     end_parameter: str = END_PARAMETER
     kinds: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
 
     @property
     def end_name(self) -> str:
@@ -99,4 +101,10 @@ DSML = Tags(  # DeepSeek V3.2
     '<｜DSML｜invoke name="', "</｜DSML｜invoke>",
     '<｜DSML｜parameter name="', '">', lines=False,
     end_parameter="</｜DSML｜parameter>", kinds=(' string="true">', ' string="false">'),
+)  # fmt: skip
+STEP = Tags(  # Step 3
+    "<｜tool_calls_begin｜>", "<｜tool_calls_end｜>",
+    '<steptml:invoke name="', "</steptml:invoke>",
+    '<steptml:parameter name="', '">', lines=False, end_parameter="</steptml:parameter>",
+    beside=("<｜tool_call_begin｜>", "function", "<｜tool_sep｜>", "<｜tool_call_end｜>"),
 )  # fmt: skip

@@ -31,6 +31,7 @@ from ..notations import (
     PYTHON_MARKS,
     PYTHON_TAG,
     SEED,
+    STEP,
     XML,
 )
 from ..settings import ReasoningParser, ToolParser
@@ -151,7 +152,8 @@ READERS: Mapping[ToolParser, Mapping[str, CallReader]] = {
 OWN: dict[str, ToolParser] = {**{mark: name for name in READERS for mark in READERS[name]}, CALL: "hermes"}
 
 # Calls without a tag.
-BARE, BARE_GEMMA = Bare(read_bare, ("{", "["), ('[{"name"', '{"name"')), Bare(read_bare_gemma, (GEMMA_CALL,), ())
+BARE = Bare(read_bare, ("{", "["), ('[{"name"', '{"name"', '{"tool_calls"'))
+BARE_GEMMA = Bare(read_bare_gemma, (GEMMA_CALL,), ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,14 +226,16 @@ class Format:
             wrapper = self.tokenizer
             read = native_reader(wrapper.tool_call_start, wrapper.tool_call_end or "", wrapper.tool_parser, tools)
             return {wrapper.tool_call_start: read}, None
-        return {CALL: _read_tool_call, XML.function: read_functions, **_others()}, BARE
+        lists = (f"[{name}(" for name in Tools.of(tools).parameters)
+        bare = BARE._replace(anywhere=(*BARE.anywhere, *lists))
+        return {CALL: _read_tool_call, XML.function: read_functions, **_others()}, bare
 
 
 @cache
 def _others() -> Mapping[str, CallReader]:
     """Return the readers of marks that need no format: behind them no other text is a call of a known tool."""
     python = {**PYTHON_MARKS, PYTHON_TAG: ""}
-    return {
+    return {STEP.call: tag_reader(STEP)} | {
         begin: between_reader(begin, end, known=begin != PYTHON_TAG, python=begin in python)
         for begin, end in {**JSON_MARKS, **python}.items()
     }

@@ -13,25 +13,33 @@ from .calls import FENCE, CallReader, call, capture, emit, expect, fence, until
 from .json_text import JsonReader
 from .python_calls import read_python_calls
 
-NAMES = ("name", "tool_name")
-ARGUMENTS, FUNCTION = ("arguments", "parameters"), "function"
+NAMES, ARGUMENTS = ("name", "tool_name", "function"), ("arguments", "parameters")
+OUTSIDE = ("function", "tool_calls")  # keys of calls inside an object
+MOST_OUTSIDE = 2  # objects around a call: {"tool_calls": [{"function": {...}}]}
 GEMMA_CALL = "call:"
 
 
 def read_calls(
-    cursor: Cursor, tools: Tools, closers: Sequence[str] = (), *, known: bool = False, bare: bool = False
+    cursor: Cursor,
+    tools: Tools,
+    closers: Sequence[str] = (),
+    *,
+    known: bool = False,
+    bare: bool = False,
+    outside: int = 0,
 ) -> Reading[None]:
     """Read one object, several in a row, or an array of them.
 
     Args:
         known: only a known tool is called.
         bare: there is no tag. Only a known tool with arguments is called.
+        outside: the number of objects that they stand in.
     """
     listed = yield from skip(cursor, "[")
     yield from spaces(cursor)
-    yield from _Call(cursor, tools, closers, known, bare).read()
+    yield from _Call(cursor, tools, closers, known, bare, outside).read()
     while (yield from _goes_on(cursor, (*closers, "]") if listed else closers)):
-        yield from _Call(cursor, tools, closers, known, bare).read()
+        yield from _Call(cursor, tools, closers, known, bare, outside).read()
     if listed:
         yield from skip(cursor, "]")
 
@@ -87,13 +95,16 @@ def _goes_on(cursor: Cursor, closers: Sequence[str] = ()) -> Reading[bool]:
 
 
 class _Call:
-    def __init__(self, cursor: Cursor, tools: Tools, closers: Sequence[str], known: bool, bare: bool) -> None:
+    def __init__(
+        self, cursor: Cursor, tools: Tools, closers: Sequence[str], known: bool, bare: bool, outside: int
+    ) -> None:
         self._cursor = cursor
         self._tools = tools
         self._closers = closers
         self._reader = JsonReader(cursor, closers)
         self._known = known
         self._bare = bare
+        self._outside = outside
         self._name: str | None = None
         self._early: str | None = None  # arguments before the name
         self._called = False
@@ -124,10 +135,10 @@ class _Call:
         return bool((yield from skip(self._cursor, "}")))
 
     def _member(self, key: str) -> Reading[None]:
-        if key in NAMES and self._name is None:
+        if key in OUTSIDE and self._name is None and (yield from starts_with(self._cursor, ("{", "["))):
+            yield from self._inside()
+        elif key in NAMES and self._name is None:
             yield from self._read_name()
-        elif key == FUNCTION and self._name is None:
-            yield from self._function()
         elif key in ARGUMENTS and self._name is not None and not self._called:
             self._called = True
             yield from call(self._name, self._arguments())
@@ -144,13 +155,13 @@ class _Call:
         if (self._known or self._bare) and self._name not in self._tools:
             raise MalformedError("no such tool")
 
-    def _function(self) -> Reading[None]:
-        """Read the call inside an object as OpenAI's clients have it, or a name."""
-        if (yield from starts_with(self._cursor, ("{",))):
-            yield from _Call(self._cursor, self._tools, self._closers, self._known, self._bare).read()
-            self._called = True
-        else:
-            yield from self._read_name()
+    def _inside(self) -> Reading[None]:
+        """Read calls inside an object, as OpenAI's clients and xLAM have them."""
+        if self._outside == MOST_OUTSIDE:
+            raise MalformedError("nested too deeply")
+        self._called = True
+        known = {"known": self._known, "bare": self._bare}
+        yield from read_calls(self._cursor, self._tools, self._closers, outside=self._outside + 1, **known)
 
     def _arguments(self) -> Reading[None]:
         """Read an object, also one inside a string, or null for none."""

@@ -56,13 +56,21 @@ def tag_reader(tags: Tags) -> CallReader:
 
 def read_functions(cursor: Cursor, tools: Tools, tags: Tags = XML) -> Reading[None]:
     """Read one or more functions and the end tag around them. Models sometimes omit either tag."""
+    yield from _beside(cursor, tags)
     if not (yield from starts_with(cursor, (tags.function,))):
         raise MalformedError("a function is expected")
     while (yield from skip(cursor, tags.function)):
         name = tools.name((yield from _name(cursor, tags.close)))
         yield from call(name, _arguments(cursor, tools, name, tags))
-        yield from spaces(cursor)
+        yield from _beside(cursor, tags)
     yield from skip(cursor, tags.end_call)
+
+
+def _beside(cursor: Cursor, tags: Tags) -> Reading[None]:
+    """Read white space and marks that say nothing."""
+    yield from spaces(cursor)
+    while (yield from skip(cursor, *tags.beside)):
+        yield from spaces(cursor)
 
 
 def _arguments(cursor: Cursor, tools: Tools, name: str, tags: Tags) -> Reading[None]:

@@ -23,7 +23,7 @@ class Bare(NamedTuple):
 
     Attributes:
         start: how one begins at the start of a text.
-        anywhere: how one begins behind other text.
+        anywhere: how one begins behind other text. It counts only if it ends the answer.
     """
 
     read: CallReader
@@ -64,7 +64,8 @@ class TaggedText:
         self._closing = think[1:] if think else ()
         tagged = dict(openers) if tools else {}
         bares = dict.fromkeys(bare.start, bare.read) if tools and bare else {}
-        self._readers = {**tagged, **(dict.fromkeys(bare.anywhere, bare.read) if tools and bare else {})}
+        self._bare = bare.anywhere if tools and bare else ()
+        self._readers = {**tagged, **(dict.fromkeys(self._bare, bare.read) if bare else {})}
         self._firsts = {**self._readers, **bares}  # at the beginning of a text
         self._begins = [*bares, *(mark for mark in tagged if mark.startswith(FENCE)), FENCE] if tools else []
         self._stray = think if think and again else ()
@@ -90,7 +91,7 @@ class TaggedText:
             elif mark in self._around:
                 cursor.take(len(mark))
                 self._trim = not self._said
-            elif self.thinking or self._code:
+            elif self.thinking or self._code or mark in self._bare:
                 cursor.mark()
                 yield from self._sketch(cursor, cursor.offset, mark)
             else:
@@ -215,9 +216,9 @@ class TaggedText:
         self._held = None
 
     def _sketch(self, cursor: Cursor, start: int, mark: str, alone: bool = False) -> Reading[None]:
-        """Read calls within reasoning or code, behind what has been read from `start`. They are meant if only white
-        space, end tags and calls follow: a model goes on after what it has only sketched. They are held back until that
-        is known. A fence that stands `alone` may be closed, too.
+        """Read calls without tags, or within reasoning or code, behind what has been read from `start`. They are meant
+        if only white space, end tags and calls follow: a model goes on after what it has only sketched. They are held
+        back until that is known. A fence that stands `alone` may be closed, too.
         """
         opener = len(cursor.trail()) + len(mark)
         inside, made = yield from self._held_back(cursor, mark, (FENCE,) if alone else ())
@@ -236,10 +237,11 @@ class TaggedText:
         """Read calls up to the first thing that is none, without yielding them.
 
         Returns how many characters of them stand within the reasoning or the code, and the calls; none before a broken
-        one, or where others stand behind the reasoning.
+        one, or where others stand behind the reasoning, or have tags behind those without.
         """
         inside, thinks, made = 0, self.thinking, list[Call]()
-        while mark in self._firsts and thinks == self.thinking:
+        kind = self._bare if mark in self._bare else (*self._firsts,)
+        while mark in kind and thinks == self.thinking:
             try:
                 made += yield from self._whole_calls(cursor, mark)
             except MalformedError:

@@ -62,6 +62,11 @@ PYTHON = "get_weather(city='Paris')"
 FUNCTION = f'"function": {{"name": "get_weather", "arguments": {json.dumps(PARIS)}}}'
 OPENAI = f'{{"id": "call_1", "type": "function", {FUNCTION}}}'
 HARMONY = f"{TO_WEATHER}{PARIS}<|call|>"
+STEP_CALL = (
+    '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="get_weather">\n'
+    '<steptml:parameter name="city">Paris</steptml:parameter>\n</steptml:invoke><｜tool_call_end｜>\n'
+)
+STEP = f"<｜tool_calls_begin｜>\n{STEP_CALL}<｜tool_calls_end｜>"
 AGAIN = "<|start|>assistant"
 WEATHER = ("get_weather", PARIS)
 
@@ -220,6 +225,17 @@ GOOD: list[tuple[ToolParser | None, str, list[tuple[str, str]], str, str]] = [
         "",
     ),
     (None, f"<function=get_weather>{PARIS}</function>", [WEATHER], "c", ""),
+    (None, f"I ask.\n{STEP}\nDone.", [WEATHER], "tct", "I ask.\n\nDone."),
+    (None, STEP.replace("\n", ""), [WEATHER], "c", ""),
+    (None, STEP.replace("sep｜>", "sep｜>\n").replace("function", ""), [WEATHER], "c", ""),
+    (None, STEP.replace(STEP_CALL, STEP_CALL * 2), [WEATHER] * 2, "cc", ""),
+    (None, f'{{"tool_calls": [{LLAMA}, {{"name": "now", "arguments": {{}}}}]}}', [WEATHER, ("now", "{}")], "cc", ""),
+    (None, f'{{"thought": "Hm.", "tool_calls": [{OPENAI}]}}\n', [WEATHER], "c", ""),  # xLAM
+    (None, f'I ask.\n{{"tool_calls": [{LLAMA}]}}', [WEATHER], "tc", "I ask."),
+    (None, f"I ask.\n[{PYTHON}, now()]", [WEATHER, ("now", "{}")], "tcc", "I ask."),
+    ("hermes", f"I ask.[{PYTHON}]\n", [WEATHER], "tc", "I ask."),
+    (None, f"Not {LLAMA} but\n{CALL}", [WEATHER], "tc", f"Not {LLAMA} but"),
+    (None, f"Not [now()]\n{CALL}\nDone.", [WEATHER], "tct", "Not [now()]\n\nDone."),
 ]
 
 
@@ -283,6 +299,17 @@ BAD: list[tuple[ToolParser, str, str]] = [
             "Action: now()",
             "<function_calls> are none",
             '[{"name": "Anna", "arguments": {}}]',
+            '{"tool_calls": []}',
+            '{"tool_calls": [{"name": "Anna", "arguments": {}}]}',
+            # known tools in prose
+            f"Write {LLAMA} to ask.",
+            f"Write [{LLAMA}] to ask.",
+            f'Write {{"tool_calls": [{LLAMA}]}} to ask.',
+            f"Write [{PYTHON}] to ask.",
+            f"Write {LLAMA} or [{PYTHON}] to ask.",
+            "See [now()](http://localhost)",
+            "See [now(), then",
+            '{"function": ' * 2000,
         )
     ),
     ("harmony", f'{TO_WEATHER}{{"city": oops}}', ""),
@@ -583,6 +610,7 @@ IN_CODE: list[tuple[ToolParser | None, str]] = [
     (None, LLAMA), (None, f"<tool_calls>[{LLAMA}]</tool_calls>"), ("hermes", CALL), ("xml", XML), ("glm", GLM),
     ("minimax", MINIMAX), ("mistral", MISTRAL), ("gemma", GEMMA), ("kimi", KIMI), ("deepseek", DEEPSEEK),
     ("dsml", DSML), ("seed", SEED), ("granite", f"<|tool_call|>[{LLAMA}]"), ("command", COMMAND),
+    (None, STEP), (None, f"[{PYTHON}]"), (None, f'{{"tool_calls": [{LLAMA}]}}'),
 ]  # fmt: skip
 
 

@@ -14,19 +14,20 @@ from mlx_specprefill_server.settings import ToolParser
 from tests.support.examples import examples
 
 from .reading import Read, read
-from .test_formats import BAD, CALL, GEMMA, GLM, GOOD, HARMONY, MINIMAX, MISTRAL, XML
+from .test_formats import BAD, CALL, GEMMA, GLM, GOOD, HARMONY, LLAMA, MINIMAX, MISTRAL, STEP, XML
 
 FORMATS: list[ToolParser] = ["hermes", "xml", "glm", "minimax", "gemma", "mistral", "harmony"]
 CALLS = [CALL, XML, GLM, MINIMAX, GEMMA, MISTRAL, HARMONY]
 FRAGMENTS = [
     *re.findall(r"<[^>]+>|\[[A-Z_]+\]|\"[a-z]+\"|[{}:,\n]|\w+", "".join(CALLS)),
     "<think>", "</think>", "<|end|>", "<|start|>assistant", '{"name"', "[", "]", "<", "\\", '"', '\\"', "\\ud83d", " ",
-    *CALLS,
+    *CALLS, STEP, LLAMA, f'{{"tool_calls": [{LLAMA}]}}', "[now()]",
 ]  # fmt: skip
 BEGINNINGS = [
     '<tool_call>{"name": "write", "arguments": {"a": "', "<tool_call><function=write><parameter=content>", '{"name"',
     "<tool_call>{", "[TOOL_CALLS]", "<|tool_call>call:write{a:", "<|channel|>",
     '<minimax:tool_call><invoke name="write"><parameter name="content">', f"<think>{CALL} no ",
+    '{"tool_calls": [', "[now(", f"no {LLAMA} [now()] no ", STEP[:60],
 ]  # fmt: skip
 TEXTS = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=4), max_size=14).map("".join)
 TAGS = re.compile(

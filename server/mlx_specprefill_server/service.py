@@ -63,7 +63,7 @@ class Service:
         self.format = detect(engine.pair.tokenizer, settings.tool_parser, settings.reasoning_parser)
         if not self.prompts.takes_tools:
             logger.warning("%s: its chat template has no place for tools: agents can't call any", self.model_id)
-        elif self.format.tools is None:
+        elif self.format.notation is None:
             logger.warning("%s: the notation of its tool calls is unknown: they may come as text", self.model_id)
 
     @property

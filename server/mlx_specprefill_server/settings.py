@@ -52,7 +52,7 @@ ToolParser = Literal[
     "lfm2",
     "native",
 ]
-ReasoningParser = Literal["think", "mistral", "gemma", "seed", "command", "native"]
+ReasoningParser = Literal["think", "mistral", "gemma", "seed", "command", "apriel", "native"]
 
 
 Size = Annotated[int, BeforeValidator(setting_values.size), Field(ge=0)]

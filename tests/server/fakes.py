@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -52,14 +52,16 @@ SPECIALS = (
 )  # fmt: skip
 
 
-def byte_tokenizer(template: str | None = CHATML, eos: str = "<|im_end|>") -> TokenizerWrapper:
+def byte_tokenizer(
+    template: str | None = CHATML, eos: str = "<|im_end|>", specials: Sequence[str] = SPECIALS
+) -> TokenizerWrapper:
     """256 byte tokens in byte order of the alphabet, then the special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     inner = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     inner.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=eos)
-    fast.add_special_tokens({"additional_special_tokens": [token for token in SPECIALS if token != eos]})
+    fast.add_special_tokens({"additional_special_tokens": [token for token in specials if token != eos]})
     fast.chat_template = template
     return TokenizerWrapper(fast)
 

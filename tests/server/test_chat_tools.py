@@ -186,6 +186,20 @@ def test_a_notation_that_nobody_knows_is_told_at_load(engine: FakeEngine, caplog
     assert "the notation of its tool calls is unknown" in caplog.text
 
 
+@pytest.mark.parametrize(
+    "mark", ["<TOOLCALL>", "<｜tool_calls_begin｜>", "<|python_start|>", '{"name"', "[func_name1("]
+)
+def test_a_notation_without_a_name_is_said_by_what_begins_it(
+    engine: FakeEngine, caplog: pytest.LogCaptureFixture, mark: str
+) -> None:
+    engine.pair = FakePair(
+        byte_tokenizer(f"{{{{ tools }}}}{{% for m in messages %}}{{{{ m.content }}}}{{% endfor %}}{mark}")
+    )
+    (model,) = client_of(engine).get("/v1/models").json()["data"]
+    assert model["tools"]["parsed"] == mark
+    assert "unknown" not in caplog.text
+
+
 def test_reasoning(client: TestClient, engine: FakeEngine) -> None:
     engine.says("<think>\nHm.\n</think>\n\nYes.")
     body = ask(client)

@@ -128,7 +128,7 @@ def _tools(service: Service) -> dict[str, Any]:
         "calls": form is not None and form.calls != "written",
         "results": form is not None and form.results == "tool",
         "parallel": form is not None and form.calls != "written" and form.parallel,
-        "parsed": service.format.tools or "none",
+        "parsed": service.format.notation or "none",
     }
 
 

@@ -54,6 +54,7 @@ from .tagged import Bare, TaggedText
 BudgetMarks = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 THINK_TAGS: Mapping[str, tuple[str, str]] = {
+    "apriel": ("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
     "think": ("<think>", "</think>"),
     "mistral": ("[THINK]", "[/THINK]"),
     "gemma": ("<|channel>thought", "<channel|>"),
@@ -64,7 +65,11 @@ THINK_TAGS: Mapping[str, tuple[str, str]] = {
 AROUND: Mapping[str | None, tuple[str, ...]] = {
     "command": ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
 }
-ANSWER_TAGS = (("<answer>", "</answer>"), ("<response>", "</response>"))  # Hunyuan's, ERNIE's
+ANSWER_TAGS = (  # Hunyuan's, ERNIE's, Apriel's
+    ("<answer>", "</answer>"),
+    ("<response>", "</response>"),
+    ("[BEGIN FINAL RESPONSE]", "[END FINAL RESPONSE]"),
+)
 # Marks in templates; the first one found decides. Gemma's and GLM's templates also have marks of later rows.
 MARKS: Sequence[tuple[ToolParser, tuple[str, ...]]] = (
     ("harmony", ("<|channel|>", "<|message|>")),
@@ -153,6 +158,7 @@ OWN: dict[str, ToolParser] = {**{mark: name for name in READERS for mark in READ
 
 # Calls without a tag.
 BARE = Bare(read_bare, ("{", "["), ('[{"name"', '{"name"', '{"tool_calls"'))
+EXAMPLE = "[func_name1("  # in the templates of Llama 3.2 and 4 and ToolACE, for calls as in Python
 BARE_GEMMA = Bare(read_bare_gemma, (GEMMA_CALL,), ())
 
 
@@ -178,6 +184,12 @@ class Format:
     budget_marks: BudgetMarks | None = None
     tokenizer: Any = None
     around: tuple[str, ...] = ()
+
+    @property
+    def notation(self) -> str | None:
+        """The format of calls, or else what begins them by the template; None: neither is known."""
+        template = str(getattr(self.tokenizer, "chat_template", "") or "")
+        return self.tools or next((mark for mark in (*_others(), *BARE.anywhere, EXAMPLE) if mark in template), None)
 
     def is_reasoning_open(self, prompt: str) -> bool:
         """Return whether the prompt ends inside reasoning: after its tag, or in the middle of it."""
@@ -288,12 +300,17 @@ def _native(tokenizer: Any) -> ToolParser | None:
 
 
 def reasoning_tags(tokenizer: Any) -> tuple[str, str] | None:
-    """Return the tags around a model's reasoning by its vocabulary and chat template, None if it writes none."""
+    """Return the tags around a model's reasoning by its vocabulary and chat template, None if it writes none.
+
+    A template that only takes reasoning away names its end alone.
+    """
     template = str(getattr(tokenizer, "chat_template", "") or "")
     if tokenizer.has_thinking:
         return str(tokenizer.think_start), str(tokenizer.think_end)
     known = tokenizer.get_added_vocab()
-    return next((tags for tags in THINK_TAGS.values() if all(tag in template or tag in known for tag in tags)), None)
+    return next(
+        (tags for tags in THINK_TAGS.values() if tags[1] in template or all(tag in known for tag in tags)), None
+    )
 
 
 def _read_tool_call(cursor: Cursor, tools: Tools) -> Reading[None]:

@@ -2,7 +2,8 @@
 
 `<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}<|call|>`; the prompt ends
 inside the first header. The analysis channel is reasoning, the final one and commentary to nobody are text, messages to
-a function are calls. Source: OpenAI's "harmony response format".
+a function are calls. What is written to another tool is for nobody here: it is reasoning, too. Source: OpenAI's
+"harmony response format".
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ HEADS = (*HARMONY, "to=")
 LONGEST_HEADER = 512
 RECIPIENT = re.compile(r"to=(functions\.)?([^\s<]+)")
 REASONING = re.compile(r"<\|channel\|>\s*analysis\b")
+STRANGER = re.compile(r"to=(?!functions\.|user\b)")  # a tool of OpenAI's own, such as python
 
 
 def opened_header(prompt: str) -> str:
@@ -57,7 +59,7 @@ class HarmonyText:
                 yield from (self._sketch if reasoning else self._call)(cursor, start, recipient)
             elif recipient or (header and MESSAGE not in header):
                 yield TextDelta(cursor.trail(), start=start)
-            yield from self._body(cursor, reasoning and not recipient)
+            yield from self._body(cursor, not recipient and (reasoning or bool(STRANGER.search(header))))
             if cursor.ended and not cursor.buffer:
                 return
             header = ""

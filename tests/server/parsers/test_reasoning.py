@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from mlx_specprefill_server.parsers.formats import detect
 from mlx_specprefill_server.settings import ToolParser
 
 from ..fakes import byte_tokenizer
-from .reading import THINK, Read, read
+from .reading import THINK, TOOLS, Read, collected, read
 from .test_formats import (
     CALL,
     COMMAND,
@@ -22,7 +23,9 @@ from .test_formats import (
     MINIMAX,
     MISTRAL,
     PARIS,
+    PYTHON,
     SEED,
+    STEP,
     WEATHER,
     XML,
 )
@@ -33,6 +36,7 @@ BEGUN = OPENED + "Two and two"
 
 
 BARE = GEMMA.removeprefix("<|tool_call>").removesuffix("<tool_call|>")
+APRIEL = "present your reasoning, then the final response after the marker [BEGIN FINAL RESPONSE]"
 NOW = '<tool_call>{"name": "now"}</tool_call>'
 SKETCHED = [
     ("hermes", CALL, THINK),
@@ -47,6 +51,7 @@ SKETCHED = [
     ("dsml", DSML, THINK),
     ("granite", f"<|tool_call|>[{LLAMA}]", THINK),
     ("kimi", KIMI, THINK),
+    (None, STEP, THINK),
 ]
 
 
@@ -110,7 +115,7 @@ def test_reasoning_is_divided_from_text_however_it_is_cut(prompt: str, text: str
 
 
 @pytest.mark.parametrize(("fmt", "call", "think"), SKETCHED)
-def test_a_call_that_is_only_sketched_is_none(fmt: ToolParser, call: str, think: tuple[str, str]) -> None:
+def test_a_call_that_is_only_sketched_is_none(fmt: ToolParser | None, call: str, think: tuple[str, str]) -> None:
     """In every notation, however it is cut: arguments that have gone out can't be called back."""
     opens, closes = think
     sketch, again = f"{opens}\nI could ask.\n{call} But no.", call.replace("Paris", "Rome")
@@ -186,6 +191,44 @@ def test_gemmas_slips_have_one_meaning_however_they_are_cut(text: str, expected:
 def test_a_model_without_reasoning_may_write_about_it() -> None:
     out = read("hermes", "<think>Hm.</think>", think=None)
     assert out.text == "<think>Hm.</think>"
+
+
+@pytest.mark.parametrize(
+    ("template", "prompt", "text", "expected"),
+    [
+        ("{{ m.content.split('</think>')[-1] }}", "", f"<think>Hm.</think>[{PYTHON}]", ("Hm.", "", [WEATHER], "rc")),
+        ("{{ m.content }}", "", "<think>Hm.</think>Hello.", ("", "<think>Hm.</think>Hello.", [], "t")),
+        (APRIEL, "<|begin_assistant|>\nHere are my reasoning steps:\n",
+         "Hm.\n[BEGIN FINAL RESPONSE]\nHello.", ("Hm.", "Hello.", [], "rt")),
+        (APRIEL, "", f"Here are my reasoning steps:\nHm.\n[BEGIN FINAL RESPONSE]\n<tool_calls>[{LLAMA}]</tool_calls>",
+         ("Hm.", "", [WEATHER], "rc")),
+        (f"{APRIEL} ... [END FINAL RESPONSE]", "",
+         "Here are my reasoning steps:\nHm.\n[BEGIN FINAL RESPONSE]\nHello.\n[END FINAL RESPONSE]",
+         ("Hm.", "Hello.", [], "rt")),
+    ],
+)  # fmt: skip
+def test_tags_that_only_the_template_knows(template: str, prompt: str, text: str, expected: Any) -> None:
+    """LFM2.5 and Apriel, whose vocabularies have no tokens of reasoning."""
+    fmt = detect(byte_tokenizer(template, specials=()))
+    for cuts in ([], range(1, len(text)), *([cut] for cut in range(1, len(text)))):
+        parser = fmt.parser(TOOLS, prompt)
+        deltas = [delta for start, end in pairwise([0, *cuts, len(text)]) for delta in parser.push(text[start:end])]
+        out = collected(deltas + parser.finish(True))
+        assert (out.reasoning, out.text.strip(), *shown(out)[2:]) == expected, text[: cuts[0]] if cuts else text
+
+
+@pytest.mark.parametrize("recipient", ["container.exec", "python", "browser.search"])
+def test_what_harmony_writes_to_a_tool_that_nobody_has_is_no_answer(recipient: str) -> None:
+    said = "<|channel|>final<|message|>Hello."
+    for text in (
+        f" to={recipient}<|channel|>commentary<|message|>print(1)<|call|>",
+        f"<|channel|>commentary to={recipient} <|constrain|>code<|message|>print(1)<|call|><|start|>assistant{said}",
+        f"<|channel|>analysis to={recipient} code<|message|>print(1)<|end|><|start|>assistant{said}",
+    ):
+        for cuts in ([], range(1, len(text)), *([cut] for cut in range(1, len(text)))):
+            for tools in (TOOLS, []):
+                out = read("harmony", text, cuts, tools=tools)
+                assert (out.reasoning, out.text, out.calls) == ("print(1)", "Hello." if said in text else "", [])
 
 
 def test_the_tags_come_from_the_vocabulary() -> None:

@@ -25,7 +25,7 @@ HEADS = (*HARMONY, "to=")
 LONGEST_HEADER = 512
 RECIPIENT = re.compile(r"to=(functions\.)?([^\s<]+)")
 REASONING = re.compile(r"<\|channel\|>\s*analysis\b")
-STRANGER = re.compile(r"to=(?!functions\.|user\b)")  # a tool of OpenAI's own, such as python
+STRANGER = re.compile(r"to=(?!functions\.|user\b|assistant\b)")  # a tool of OpenAI's own, such as python
 
 
 def opened_header(prompt: str) -> str:

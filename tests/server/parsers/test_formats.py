@@ -154,6 +154,7 @@ GOOD: list[tuple[ToolParser | None, str, list[tuple[str, str]], str, str]] = [
     ("harmony", HARMONY.replace("functions.", ""), [WEATHER], "c", ""),
     ("harmony", f" to=get_weather<|channel|>commentary json<|message|>{PARIS}", [WEATHER], "c", ""),
     ("harmony", "<|channel|>commentary to=user<|message|>Hello.", [], "t", "Hello."),
+    ("harmony", "<|channel|>commentary to=assistant<|channel|>final<|message|>Hello.", [], "t", "Hello."),
     ("harmony", f"{HARMONY}{AGAIN}{HARMONY}", [WEATHER, WEATHER], "cc", ""),
     (
         "harmony",

@@ -169,6 +169,21 @@ def test_no_value_in_any_place_is_a_failure_of_the_server(lasting: TestClient, p
             answers(lasting, path, changed(body, way, value))
 
 
+@pytest.mark.parametrize("path", BODIES)
+def test_a_wrong_field_is_named_as_the_body_has_it(lasting: TestClient, path: str) -> None:
+    """Without the parts of the server's own types."""
+    for name in documented(lasting, path):
+        for value in (5, "x", True, 1.5):
+            answer = lasting.post(path, content=orjson.dumps({**BODIES[path][0], name: value}))
+            assert answer.status_code == 200 or f'"{name}.' not in answer.text, answer.text
+
+
+def test_a_tool_without_a_name_is_none(lasting: TestClient) -> None:
+    tools = [{"type": "function", "function": {"name": ""}}]
+    answer = lasting.post("/v1/chat/completions", json={**CHAT, "tools": tools})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools[0].function.name")
+
+
 @pytest.mark.parametrize("tools", [5, "x", True, {"a": 1}, [5], [{"input_schema": 5}], [None]])
 def test_warming_with_tools_that_are_none(lasting: TestClient, tools: Any) -> None:
     answer = lasting.post("/v1/specprefill/warm", json={"tools": tools})

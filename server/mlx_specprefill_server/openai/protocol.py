@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 from uuid import uuid4
 
-from pydantic import Field
+from pydantic import Field, SkipValidation
 
 from mlx_specprefill import Logprob, TokenEvent
 
@@ -57,7 +57,7 @@ class ConversationFields(GenerationFields, ChatFields):
     """Fields of chat completions and responses."""
 
     tools: list[Any] = Field(default_factory=list)
-    tool_choice: str | dict[str, Any] = "auto"
+    tool_choice: SkipValidation[str | dict[str, Any]] = "auto"  # `read_choice` refuses others
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 

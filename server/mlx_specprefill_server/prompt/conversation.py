@@ -324,6 +324,7 @@ def _tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
 
 def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
     function = _function(tool, where)
+    require(bool(function["name"]), f"{where}.function.name", "must not be empty")
     flag = deferral_of(tool, where) | deferral_of(function, f"{where}.function")
     return {"type": "function", "function": without_flag(function) if FLAG in function else function, **flag}
 

@@ -29,7 +29,7 @@ class AllowedTools:
 ToolChoice = Literal["auto", "none", "required"] | NamedTool | AllowedTools
 
 
-def read_choice(given: Any) -> ToolChoice:
+def read_choice(given: str | dict[str, Any]) -> ToolChoice:
     """Return OpenAI's `tool_choice`, in the form of chat completions or of responses.
 
     Raises:

@@ -87,6 +87,11 @@ MARKS: Sequence[tuple[ToolParser, tuple[str, ...]]] = (
     ("mistral", (MISTRAL_TAG,)),
     ("hermes", ("<tool_call>",)),
 )
+
+# Calls without a tag.
+BARE = Bare(read_bare, ("{", "["), ('[{"name"', '{"name"', '{"tool_calls"'))
+EXAMPLE = "[func_name1("  # in the templates of Llama 3.2 and 4 and ToolACE, for calls as in Python
+BARE_GEMMA = Bare(read_bare_gemma, (GEMMA_CALL,), ())
 # Errors of parsers for well-formed calls on malformed ones.
 FAULTS = (ValueError, TypeError, LookupError, AttributeError, SyntaxError, ArithmeticError, RecursionError, MemoryError)
 
@@ -156,11 +161,6 @@ READERS: Mapping[ToolParser, Mapping[str, CallReader]] = {
 # The own readers of formats that mlx-lm has, too, by its opening mark. Its parsers change values.
 OWN: dict[str, ToolParser] = {**{mark: name for name in READERS for mark in READERS[name]}, CALL: "hermes"}
 
-# Calls without a tag.
-BARE = Bare(read_bare, ("{", "["), ('[{"name"', '{"name"', '{"tool_calls"'))
-EXAMPLE = "[func_name1("  # in the templates of Llama 3.2 and 4 and ToolACE, for calls as in Python
-BARE_GEMMA = Bare(read_bare_gemma, (GEMMA_CALL,), ())
-
 
 @dataclass(frozen=True, slots=True)
 class Format:
@@ -224,7 +224,7 @@ class Format:
         known = Tools.of(tools)
         if self.tools == "harmony":
             return Parser(HarmonyText(known, opened_header(prompt)))
-        openers, bare = self._readers(list(tools))
+        openers, bare = self._readers(list(tools)) if known else ({}, None)
         begun = not prompt.rstrip().endswith(self.think[0]) if self.think else False
         again = self.think in (THINK_TAGS["gemma"], THINK_TAGS["command"])  # tokens of their own, and second thoughts
         thinking = self.is_reasoning_open(prompt)

@@ -39,8 +39,8 @@ class TaggedText:
     Args:
         think: the tags around reasoning; None: the model writes none.
         thinking: the prompt has opened the reasoning; `begun`: it also holds the start of it.
-        openers: the tags that begin a call, each with its reader.
-        bare: calls without a tag.
+        openers: the tags that begin a call, each with its reader; none without tools.
+        bare: calls without a tag; None without tools.
         again: reasoning may be opened again, and no text holds its tags.
         around: marks around text, which are left out.
     """
@@ -62,18 +62,17 @@ class TaggedText:
         self._tools = tools
         self._think = think
         self._closing = think[1:] if think else ()
-        tagged = dict(openers) if tools else {}
-        bares = dict.fromkeys(bare.start, bare.read) if tools and bare else {}
-        self._bare = bare.anywhere if tools and bare else ()
-        self._readers = {**tagged, **(dict.fromkeys(self._bare, bare.read) if bare else {})}
+        bares = dict.fromkeys(bare.start, bare.read) if bare else {}
+        self._bare = bare.anywhere if bare else ()
+        self._readers = {**openers, **(dict.fromkeys(bare.anywhere, bare.read) if bare else {})}
         self._firsts = {**self._readers, **bares}  # at the beginning of a text
-        self._begins = [*bares, *(mark for mark in tagged if mark.startswith(FENCE)), FENCE] if tools else []
+        self._begins = [*bares, *(mark for mark in openers if mark.startswith(FENCE)), FENCE] if tools else []
         self._stray = think if think and again else ()
         self._around = around
         # by whether the text is reasoning
         self._marks = {
             False: [*self._readers, *self._stray, *around],
-            True: [*tagged, *(self._stray or self._closing)],
+            True: [*openers, *(self._stray or self._closing)],
         }
         self._held: TextDelta | ReasoningDelta | None = None  # white space that may precede a tag
         self._trim = thinking and not begun  # white space at the start of the following text is dropped

@@ -425,7 +425,7 @@ def split(ranks: Ranks) -> dict[str, Any]:
 
 
 def loaded(ranks: Ranks) -> dict[str, Any]:
-    """What models answer over the ranks, and why the last one is refused if the second rank's part fails the check."""
+    """Sparse answers over the ranks, and the refusal of the last model if the second rank's part fails the check."""
     found = {name: compared(ranks, name, sparse_answer) for name in LOADED_NAMES}
     if not ranks.leads:
         probe._agree = lambda *_: False

@@ -2,13 +2,14 @@
 
 It is the last line or sentence of the last message. People and agents also write it in front of a file, in the system
 message, a turn before the text, or in front of rules for the answer, and as an order without a question mark. So unless
-that last line is the only question, other lines are asked too: short paragraphs, the ends of messages, lines with a
-question mark. They are fed once more behind the prompt, from where they see all of it.
+that last line is the only question, other lines are asked too: short paragraphs, the end of the system message, lines
+with a question mark, orders by their first word. They are fed once more behind the prompt, from where they see all.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -19,14 +20,21 @@ from ..request import PromptSpan
 from .text import PromptText
 
 _USERS = 2  # newest user messages that may ask
-_HEAD, _TAIL = 48, 160  # tokens at the ends of a user message in which a line may ask
+_HEAD = 48  # tokens at the head of a message, where people ask
 _SYSTEM = 64  # tokens at the end of a system message
-_QUESTIONS = 8  # lines with a question mark elsewhere in these messages
+_QUESTIONS = 8  # questions and orders elsewhere in these messages
 _ROWS = 64, 256  # least and most tokens that are fed again in all, by the prompt's length
 _PART = 16  # of the prompt's tokens one may be fed again
 _LEAST = 3  # tokens of a line that can ask
 _MARK_AT = 3  # last tokens of a question, among which its mark is
-_QUESTION_WEIGHT, _APART_WEIGHT = 3.0, 2.0  # of a line with a question mark, in a short paragraph, beside others
+_QUESTION_WEIGHT, _ORDER_WEIGHT, _APART_WEIGHT = 3.0, 2.9, 2.0  # of a question, an order, in a short paragraph
+_ORDER = re.compile(
+    r"""\s*(?:(?:question|task|frage|please|bitte|now,?)\W+)*
+    (?:answer|check|compare|complete|create|describe|determine|explain|extract|find|fix|give|identify|list|look|make|name
+    |provide|quote|read|rewrite|say|show|state|summari[sz]e|tell|translate|write
+    |beantworte|erkläre?|fasse|finde|gib|nenne|prüfe|sag|schreibe?|übersetze?|zeige?)\ \w""",
+    re.VERBOSE,
+)
 _FRAME = re.compile(r"</?[\w-]+[^<>]*>|```.*")  # a tag or a fence, which ends a paragraph as a blank line does
 
 
@@ -98,47 +106,29 @@ def possible_questions(
         return ()
     longest = config.question_rows[1]
     said = {span: _lines(span, text, longest) for span in spans if span.kind in ("user", "system")}
-    ends = _ends(users, said)
-    marked = _marked(ends, said)
+    systems = [span for span in said if span.kind == "system"]
+    system = [line for span in systems for line in said[span] if line.start >= span.content_end - _SYSTEM]
+    heads = [line for span in (*users, *systems) for line in said[span] if line.end <= span.content_start + _HEAD]
+    marked = _marked([*heads, *system], said)
     end = users[0].content_end  # of the last line, which is asked in any case
-    if len(marked) == 1 and marked[0].end == end:
+    certain = [line for line in marked if line.weight == _QUESTION_WEIGHT] or marked
+    if len(certain) == 1 and certain[0].end == end:
         return ()
-    apart = [line for span in users for line in _apart(span, said[span], text, longest)]
-    placed = {*apart, *ends.heads, *ends.system}
-    sure = [line for line in marked if line in placed]
-    sure = marked if len(marked) - len(sure) == 1 else sure  # several question marks elsewhere are a document's own
-    likely = [*sure, *apart]
-    if any(line.end > end - longest for line in marked):  # as in "Who is it? Answer in one word."
-        likely += marked
-    else:
-        likely += [*ends.system, *marked, *ends.heads, *ends.tails]
+    apart = [line for span in users for line in _apart(span, said[span], text, longest)] or system
+    placed = {*apart, *heads, *system}
+    elsewhere = Counter(line.weight for line in marked if line not in placed)  # several may be a document's own
+    sure = [line for line in marked if line in placed or elsewhere[line.weight] == 1]
+    likely = [*sure, *apart, *system, *marked]
     others = dict.fromkeys(line for line in likely if line.end < end or line in marked)
     chosen = _within(min(_ROWS[1], max(_ROWS[0], prompt_len // _PART)), others)
     weights = dict.fromkeys(apart, _APART_WEIGHT) | {line: line.weight for line in sure}
     return tuple(Ask(*line[:2], weights.get(line, 1.0), line in placed or line in marked) for line in sorted(chosen))
 
 
-class _Ends(NamedTuple):
-    """Lines at the ends of messages, of the newest message first."""
-
-    heads: list[Ask]
-    system: list[Ask]
-    tails: list[Ask]
-
-
-def _ends(users: Sequence[PromptSpan], said: Mapping[PromptSpan, Sequence[Ask]]) -> _Ends:
-    systems = [span for span in said if span.kind == "system"]
-    return _Ends(
-        [line for span in (*users, *systems) for line in said[span] if line.end <= span.content_start + _HEAD],
-        [line for span in systems for line in said[span] if line.start >= span.content_end - _SYSTEM],
-        [line for span in users for line in reversed(said[span]) if line.start >= span.content_end - _TAIL],
-    )
-
-
-def _marked(ends: _Ends, said: Mapping[PromptSpan, Sequence[Ask]]) -> list[Ask]:
-    """Return the lines with a question mark: those at the ends of messages, then the newest elsewhere."""
+def _marked(ends: Sequence[Ask], said: Mapping[PromptSpan, Sequence[Ask]]) -> list[Ask]:
+    """Return the questions and orders: those at the ends of messages, then the newest elsewhere."""
     inside = [line for lines in said.values() for line in lines if line.weight > 1][::-1]
-    return list(dict.fromkeys([*(line for part in ends for line in part if line.weight > 1), *inside[:_QUESTIONS]]))
+    return list(dict.fromkeys([*(line for line in ends if line.weight > 1), *inside[:_QUESTIONS]]))
 
 
 def _within(left: int, lines: Iterable[Ask]) -> Iterator[Ask]:
@@ -150,12 +140,13 @@ def _within(left: int, lines: Iterable[Ask]) -> Iterator[Ask]:
 
 
 def _apart(span: PromptSpan, lines: Sequence[Ask], text: PromptText, longest: int) -> list[Ask]:
-    """Return the lines of a message's first and last short paragraph: an order around a document.
+    """Return the lines of a message's first and last short paragraph: an order around a document. Code is indented.
 
     Args:
         longest: of a short one, in tokens.
     """
     short = [(start, end) for start, end in _paragraphs(span, text) if end - start <= longest]
+    short = [(start, end) for start, end in short if not _is_indented(start, text)]
     return [line for start, end in short[:1] + short[-1:] for line in lines if start <= line.start and line.end <= end]
 
 
@@ -183,8 +174,21 @@ def _lines(span: PromptSpan, text: PromptText, longest: int) -> list[Ask]:
     for first, last in _units(span, text):
         if last - first >= _LEAST:
             asks = not marks.isdisjoint(range(last - _MARK_AT, last))
-            found.append(Ask(max(first, last - longest), last, _QUESTION_WEIGHT if asks else 1.0))
+            weight = _QUESTION_WEIGHT if asks else _ORDER_WEIGHT if _is_order(first, last, text) else 1.0
+            found.append(Ask(max(first, last - longest), last, weight))
     return found
+
+
+def _is_order(first: int, last: int, text: PromptText) -> bool:
+    """Return whether a line begins as an order. An indented one is code, or a comment in it."""
+    return _ORDER.match("".join(text.pieces[first:last]).lower()) is not None and not _is_indented(first, text)
+
+
+def _is_indented(start: int, text: PromptText) -> bool:
+    """Return whether a line begins with two blanks or a tab. A line break's token may have them."""
+    blanks = "".join(text.pieces[max(start - 1, 0) : start]).rpartition("\n")[2]
+    begin = blanks + "".join(text.pieces[start : start + 2])
+    return begin[:2].isspace() or begin[:1] == "\t"
 
 
 def _units(span: PromptSpan, text: PromptText) -> Iterator[tuple[int, int]]:

@@ -76,15 +76,6 @@ def test_the_only_question_in_the_last_line_needs_no_other() -> None:
     assert asked(spans, length, (1, 99), (1, 0)) != ()
 
 
-def test_without_a_question_the_ends_of_messages_may_ask_but_not_the_last_line() -> None:
-    spans, length = said(("user", 1), ("assistant", 1), ("user", 100))
-    found = {ask.start for ask in asked(spans, length)}
-    user = spans[2]
-    assert {spans[0].content_start, user.content_start, user.content_start + LINE, user.content_end - 2 * LINE} <= found
-    assert user.content_end - LINE not in found
-    assert user.content_start + 50 * LINE not in found
-
-
 def test_a_completion_is_one_message() -> None:
     text = PromptText(np.arange(0, 1000, LINE, dtype=np.int32), marks=np.array([9], dtype=np.int32))
     assert Ask(0, LINE, 3.0, True) in possible_questions([], 1000, text, CONFIG)
@@ -141,6 +132,63 @@ def test_an_order_apart_from_the_document_is_asked(around: str, breaks: str) -> 
     found = possible_questions([], len(pieces), read(pieces), CONFIG)
     assert any(ask.start <= start and end < ask.end for ask in found)
     assert sum(ask.end - ask.start for ask in found) <= 64
+
+
+def by_text(text: str, system: str = "") -> dict[str, float]:
+    """Return what may ask in a user message, behind a system message, with its weight."""
+    pieces = re.findall(BREAKS[0], f"{system}{text}")
+    at = len(re.findall(BREAKS[0], system))
+    spans = [PromptSpan("system", 0, 0, at, at)] * bool(system) + [PromptSpan("user", at, at, len(pieces), len(pieces))]
+    found = possible_questions(spans, len(pieces), read(pieces), CONFIG)
+    return {"".join(pieces[ask.start : ask.end]).strip(): ask.weight for ask in found}
+
+
+ASKING = "\n".join([LONG, "Who is the owner?", LONG, "Where is the port?", LONG])  # a document's own
+CODE = "\n".join(f"    def ship{number}(self):\n        return {number}\n" for number in range(40))
+
+
+def test_an_order_within_a_document_asks_if_it_is_the_only_one() -> None:
+    assert by_text(f"{ASKING}\n{ORDER}\n{ASKING}")[ORDER] > 2
+    found = by_text(f"{ASKING}\n{ORDER}\n{ASKING}\n{ORDER.replace('List', 'Name')}\n{LONG}")
+    assert found[ORDER] == 1
+
+
+ORDERS = "Please list the ports.", "Question: name the ports.", "Nenne bitte die Häfen.", ORDER
+NO_ORDERS = "list = [port for port in ports]", "Listed are the ports of Norway.", "    Give the port."
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_an_order_asks_where_people_do(order: str) -> None:
+    assert by_text(f"{order}\n{ASKING}")[order] > 2
+
+
+@pytest.mark.parametrize("line", NO_ORDERS)
+def test_what_is_no_order_asks_no_louder_than_text(line: str) -> None:
+    assert by_text(f"{ASKING}\n{line}\n{ASKING}").get(line.strip(), 1) == 1
+
+
+def test_a_system_message_asks_where_the_document_is_alone() -> None:
+    told = "We need the ports that are closed in winter."
+    assert by_text(ASKING, f"You know harbours. {told}\n")[told] > 1
+    assert by_text(f"We need the names.\n\n{ASKING}", f"You know harbours. {told}\n")[told] == 1
+
+
+def test_a_document_alone_has_no_line_that_may_ask() -> None:
+    assert by_text(f"{LONG}\n{LONG}\n{LONG}") == {}
+
+
+def test_an_indented_paragraph_is_no_order() -> None:
+    found = by_text(f"{CODE}\n\nWe need the class of ship 7.\n\n{CODE}")
+    assert {line for line, weight in found.items() if weight > 1} == {"We need the class of ship 7."}
+
+
+def test_the_only_order_in_the_last_line_needs_no_other() -> None:
+    assert by_text(f"{LONG}\n\n{ORDER}") == {}
+    assert by_text(f"{ORDER}\n\n{LONG}\n\nGive a short answer.") != {}
+
+
+def test_an_order_beside_it_leaves_a_question_certain() -> None:
+    assert by_text(f"{LONG}\n\nWho owns the ships?", "You know harbours. Answer briefly.\n") == {}
 
 
 # --- a real model -----------------------------------------------------------------------------------------------------

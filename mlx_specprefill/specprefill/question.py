@@ -2,8 +2,9 @@
 
 It is the last line or sentence of the last message. People and agents also write it in front of a file, in the system
 message, a turn before the text, or in front of rules for the answer, and as an order without a question mark. So unless
-that last line is the only question, other lines are asked too: short paragraphs, the end of the system message, lines
-with a question mark, orders by their first word. They are fed once more behind the prompt, from where they see all.
+that last line is the only question, other lines are asked too: short paragraphs, heads of messages, the end of the
+system message, lines with a question mark, orders by their first word. They are fed once more behind the prompt, from
+where they see all of it.
 """
 
 from __future__ import annotations
@@ -107,19 +108,18 @@ def possible_questions(
     longest = config.question_rows[1]
     said = {span: _lines(span, text, longest) for span in spans if span.kind in ("user", "system")}
     systems = [span for span in said if span.kind == "system"]
-    system = [line for span in systems for line in said[span] if line.start >= span.content_end - _SYSTEM]
-    heads = [line for span in (*users, *systems) for line in said[span] if line.end <= span.content_start + _HEAD]
-    marked = _marked([*heads, *system], said)
+    ends = [line for span in systems for line in said[span] if line.start >= span.content_end - _SYSTEM]
+    ends += [line for span in (*users, *systems) for line in said[span] if line.end <= span.content_start + _HEAD]
+    marked = _marked(ends, said)
     end = users[0].content_end  # of the last line, which is asked in any case
     certain = [line for line in marked if line.weight == _QUESTION_WEIGHT] or marked
     if len(certain) == 1 and certain[0].end == end:
         return ()
-    apart = [line for span in users for line in _apart(span, said[span], text, longest)] or system
-    placed = {*apart, *heads, *system}
+    apart = [line for span in users for line in _apart(span, said[span], text, longest)] or ends
+    placed = {*apart, *ends}
     elsewhere = Counter(line.weight for line in marked if line not in placed)  # several may be a document's own
     sure = [line for line in marked if line in placed or elsewhere[line.weight] == 1]
-    likely = [*sure, *apart, *system, *marked]
-    others = dict.fromkeys(line for line in likely if line.end < end or line in marked)
+    others = dict.fromkeys(line for line in (*sure, *apart, *ends, *marked) if line.end < end or line in marked)
     chosen = _within(min(_ROWS[1], max(_ROWS[0], prompt_len // _PART)), others)
     weights = dict.fromkeys(apart, _APART_WEIGHT) | {line: line.weight for line in sure}
     return tuple(Ask(*line[:2], weights.get(line, 1.0), line in placed or line in marked) for line in sorted(chosen))

@@ -173,10 +173,6 @@ def test_a_system_message_asks_where_the_document_is_alone() -> None:
     assert by_text(f"We need the names.\n\n{ASKING}", f"You know harbours. {told}\n")[told] == 1
 
 
-def test_a_document_alone_has_no_line_that_may_ask() -> None:
-    assert by_text(f"{LONG}\n{LONG}\n{LONG}") == {}
-
-
 def test_an_indented_paragraph_is_no_order() -> None:
     found = by_text(f"{CODE}\n\nWe need the class of ship 7.\n\n{CODE}")
     assert {line for line, weight in found.items() if weight > 1} == {"We need the class of ship 7."}

@@ -21,7 +21,7 @@ from ..request import PromptSpan
 from .text import PromptText
 
 _USERS = 2  # newest user messages that may ask
-_HEAD = 48  # tokens at the head of a message, where people ask
+_HEAD = 48  # tokens at the head of a message, where people ask; so do questions and orders at the last one's end
 _SYSTEM = 64  # tokens at the end of a system message
 _QUESTIONS = 8  # questions and orders elsewhere in these messages
 _ROWS = 64, 256  # least and most tokens that are fed again in all, by the prompt's length
@@ -96,7 +96,7 @@ def possible_questions(
 ) -> tuple[Ask, ...]:
     """Return the lines that may ask beside the last one, in reading order: a sixteenth of the prompt, 64 to 256 tokens.
 
-    None if the last line of the last user message is a question, and no other line is.
+    None if the last line of the last user message is the only question, or the only order where there is no question.
 
     Args:
         spans: of the prompt's messages; none for a raw completion, which is treated as one user message.
@@ -116,7 +116,7 @@ def possible_questions(
     if len(certain) == 1 and certain[0].end == end:
         return ()
     apart = [line for span in users for line in _apart(span, said[span], text, longest)] or ends
-    placed = {*apart, *ends}
+    placed = {*apart, *ends, *(line for line in marked if line.start >= end - _HEAD)}
     elsewhere = Counter(line.weight for line in marked if line not in placed)  # several may be a document's own
     sure = [line for line in marked if line in placed or elsewhere[line.weight] == 1]
     others = dict.fromkeys(line for line in (*sure, *apart, *ends, *marked) if line.end < end or line in marked)

@@ -13,8 +13,6 @@ from tests.support.reading import text_read
 
 KINDS = {"prose": 0, "law": 1, "code": 2, "log": 3, "table": 4, "json": 5}
 LENGTH = 1500
-# Orders that are not read: the code's own short paragraphs stand nearer to the end of the message.
-UNREAD = {("code", "."): ["place_before_schema", "place_in_a_query"]}
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +45,7 @@ def test_in_every_place(pair: LocalPair, kind: str, mark: str) -> None:
         item = item_of(task, KINDS[kind], pair)
         said = [message | {"content": message["content"].replace("?", mark)} for message in item.messages]
         unread += [] if question.replace("?", mark) in text_read(pair, said) else [task]
-    assert unread == UNREAD.get((kind, mark), [])
+    assert unread == []
 
 
 ORDER = "Please read all of the text below with care, and then tell me what it says about the normal form of names."

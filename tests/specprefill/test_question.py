@@ -162,6 +162,10 @@ def test_an_order_asks_where_people_do(order: str) -> None:
     assert by_text(f"{order}\n{ASKING}")[order] > 2
 
 
+def test_a_question_near_the_end_asks_beside_those_of_the_document() -> None:
+    assert by_text(f"{ASKING}\nWhere does ship 7 sail?\nThanks a lot in advance.")["Where does ship 7 sail?"] > 2
+
+
 @pytest.mark.parametrize("line", NO_ORDERS)
 def test_what_is_no_order_asks_no_louder_than_text(line: str) -> None:
     assert by_text(f"{ASKING}\n{line}\n{ASKING}").get(line.strip(), 1) == 1

@@ -2,9 +2,8 @@
 
 It is the last line or sentence of the last message. People and agents also write it in front of a file, in the system
 message, a turn before the text, or in front of rules for the answer, and as an order without a question mark. So unless
-that last line is the only question, other lines are asked too: short paragraphs, heads of messages, the end of the
-system message, lines with a question mark, orders by their first word. They are fed once more behind the prompt, from
-where they see all of it.
+that last line is the only question, other lines are asked too: short paragraphs, the ends of messages, lines with a
+question mark, orders by their first word. They are fed once more behind the prompt, from where they see all of it.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from .text import PromptText
 
 _USERS = 2  # newest user messages that may ask
 _HEAD = 48  # tokens at the head of a message, where people ask; so do questions and orders at the last one's end
-_SYSTEM = 64  # tokens at the end of a system message
+_TAIL, _SYSTEM = 160, 64  # tokens at the end of a user message and of a system message, where any line may ask
 _QUESTIONS = 8  # questions and orders elsewhere in these messages
 _ROWS = 64, 256  # least and most tokens that are fed again in all, by the prompt's length
 _PART = 16  # of the prompt's tokens one may be fed again
@@ -96,7 +95,7 @@ def possible_questions(
 ) -> tuple[Ask, ...]:
     """Return the lines that may ask beside the last one, in reading order: a sixteenth of the prompt, 64 to 256 tokens.
 
-    None if the last line of the last user message is the only question, or the only order where there is no question.
+    None if the last line of the last user message is a question, and no other line is.
 
     Args:
         spans: of the prompt's messages; none for a raw completion, which is treated as one user message.
@@ -112,14 +111,15 @@ def possible_questions(
     ends += [line for span in (*users, *systems) for line in said[span] if line.end <= span.content_start + _HEAD]
     marked = _marked(ends, said)
     end = users[0].content_end  # of the last line, which is asked in any case
-    certain = [line for line in marked if line.weight == _QUESTION_WEIGHT] or marked
-    if len(certain) == 1 and certain[0].end == end:
+    if [line.end for line in marked if line.weight == _QUESTION_WEIGHT] == [end]:
         return ()
     apart = [line for span in users for line in _apart(span, said[span], text, longest)] or ends
     placed = {*apart, *ends, *(line for line in marked if line.start >= end - _HEAD)}
     elsewhere = Counter(line.weight for line in marked if line not in placed)  # several may be a document's own
     sure = [line for line in marked if line in placed or elsewhere[line.weight] == 1]
-    others = dict.fromkeys(line for line in (*sure, *apart, *ends, *marked) if line.end < end or line in marked)
+    tails = [line for span in users for line in reversed(said[span]) if line.start >= span.content_end - _TAIL]
+    likely = (*sure, *apart, *ends, *marked, *tails)
+    others = dict.fromkeys(line for line in likely if line.end < end or line in marked)
     chosen = _within(min(_ROWS[1], max(_ROWS[0], prompt_len // _PART)), others)
     weights = dict.fromkeys(apart, _APART_WEIGHT) | {line: line.weight for line in sure}
     return tuple(Ask(*line[:2], weights.get(line, 1.0), line in placed or line in marked) for line in sorted(chosen))

@@ -76,6 +76,15 @@ def test_the_only_question_in_the_last_line_needs_no_other() -> None:
     assert asked(spans, length, (1, 99), (1, 0)) != ()
 
 
+def test_without_a_question_the_ends_of_messages_may_ask_but_not_the_last_line() -> None:
+    spans, length = said(("user", 1), ("assistant", 1), ("user", 100))
+    found = {ask.start for ask in asked(spans, length)}
+    user = spans[2]
+    assert {spans[0].content_start, user.content_start, user.content_start + LINE, user.content_end - 2 * LINE} <= found
+    assert user.content_end - LINE not in found
+    assert user.content_start + 50 * LINE not in found
+
+
 def test_a_completion_is_one_message() -> None:
     text = PromptText(np.arange(0, 1000, LINE, dtype=np.int32), marks=np.array([9], dtype=np.int32))
     assert Ask(0, LINE, 3.0, True) in possible_questions([], 1000, text, CONFIG)
@@ -182,9 +191,16 @@ def test_an_indented_paragraph_is_no_order() -> None:
     assert {line for line, weight in found.items() if weight > 1} == {"We need the class of ship 7."}
 
 
-def test_the_only_order_in_the_last_line_needs_no_other() -> None:
-    assert by_text(f"{LONG}\n\n{ORDER}") == {}
-    assert by_text(f"{ORDER}\n\n{LONG}\n\nGive a short answer.") != {}
+FORMATS = "Give a short answer.", "Return only the names.", "Answer in French."
+ASKED_OTHERWISE = "I need the ports that are closed in winter.", "Refactor the ports.", "Donne-moi les ports en hiver."
+
+
+@pytest.mark.parametrize("last", FORMATS)
+@pytest.mark.parametrize("order", ASKED_OTHERWISE)
+@pytest.mark.parametrize("apart", ["\n", "\n\n"])
+def test_an_order_in_the_last_line_is_never_certain_to_be_the_only_one(last: str, order: str, apart: str) -> None:
+    assert order in by_text(f"{order}{apart}{LONG}{apart}{last}")
+    assert order in by_text(f"{LONG}{apart}{order}\n{last}")
 
 
 def test_an_order_beside_it_leaves_a_question_certain() -> None:

@@ -35,6 +35,7 @@ _ORDER = re.compile(
     |beantworte|erkläre?|fasse|finde|gib|nenne|prüfe|sag|schreibe?|übersetze?|zeige?)\ \w""",
     re.VERBOSE,
 )
+_ORDER_BEGIN = 12  # tokens in which an order shows
 _FRAME = re.compile(r"</?[\w-]+[^<>]*>|```.*")  # a tag or a fence, which ends a paragraph as a blank line does
 
 
@@ -126,8 +127,9 @@ def possible_questions(
 
 
 def _marked(ends: Sequence[Ask], said: Mapping[PromptSpan, Sequence[Ask]]) -> list[Ask]:
-    """Return the questions and orders: those at the ends of messages, then the newest elsewhere."""
+    """Return the questions and orders: those at the ends of messages; then the newest elsewhere, questions first."""
     inside = [line for lines in said.values() for line in lines if line.weight > 1][::-1]
+    inside.sort(key=lambda line: -line.weight)
     return list(dict.fromkeys([*(line for line in ends if line.weight > 1), *inside[:_QUESTIONS]]))
 
 
@@ -181,7 +183,8 @@ def _lines(span: PromptSpan, text: PromptText, longest: int) -> list[Ask]:
 
 def _is_order(first: int, last: int, text: PromptText) -> bool:
     """Return whether a line begins as an order. An indented one is code, or a comment in it."""
-    return _ORDER.match("".join(text.pieces[first:last]).lower()) is not None and not _is_indented(first, text)
+    begin = "".join(text.pieces[first : min(last, first + _ORDER_BEGIN)]).lower()
+    return _ORDER.match(begin) is not None and not _is_indented(first, text)
 
 
 def _is_indented(start: int, text: PromptText) -> bool:

@@ -191,6 +191,16 @@ def test_an_indented_paragraph_is_no_order() -> None:
     assert {line for line, weight in found.items() if weight > 1} == {"We need the class of ship 7."}
 
 
+MANUAL = "\n".join(f"Check that the valve of ship {number} is closed." for number in range(40))
+
+
+@pytest.mark.parametrize("last", ["Answer briefly.", "Who sails it?"])
+def test_the_orders_of_a_manual_hide_no_question(last: str) -> None:
+    """Neither one in the middle, nor that there are two."""
+    question = "Which ship has the blue flag?"
+    assert by_text(f"{MANUAL}\n{question}\n{MANUAL}\n{last}").get(question) == 3.0
+
+
 FORMATS = "Give a short answer.", "Return only the names.", "Answer in French."
 ASKED_OTHERWISE = "I need the ports that are closed in winter.", "Refactor the ports.", "Donne-moi les ports en hiver."
 

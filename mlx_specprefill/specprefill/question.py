@@ -147,8 +147,8 @@ def _apart(span: PromptSpan, lines: Sequence[Ask], text: PromptText, longest: in
     Args:
         longest: of a short one, in tokens.
     """
-    short = [(start, end) for start, end in _paragraphs(span, text) if end - start <= longest]
-    short = [(start, end) for start, end in short if not _is_indented(start, text)]
+    paragraphs = _paragraphs(span, text)
+    short = [(start, end) for start, end in paragraphs if end - start <= longest and not _is_indented(start, text)]
     return [line for start, end in short[:1] + short[-1:] for line in lines if start <= line.start and line.end <= end]
 
 

@@ -8,9 +8,11 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 
@@ -70,3 +72,15 @@ def started(
 
 def logs(folder: Path) -> str:
     return "\n".join(f"--- {path.name}\n{path.read_text()}" for path in sorted(folder.glob("rank-*.log")))
+
+
+def found_in(case: str, folder: Path, limit: float) -> dict[str, Any]:
+    """Return what rank 0 of two wrote of a case of the worker, within so many seconds."""
+    out = folder / "out.json"
+    with started(folder, "-m", "tests.distributed.worker", case, str(out)) as processes:
+        until = time.monotonic() + limit
+        for process in processes:
+            process.wait(max(1.0, until - time.monotonic()))
+    assert out.is_file(), logs(folder)
+    results: dict[str, Any] = json.loads(out.read_text())
+    return results

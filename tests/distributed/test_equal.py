@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 from mlx_specprefill.reading import sharding_of
 from tests.support.oracle import build
 
-from .ranks import logs, started
+from .ranks import found_in, logs, started
 from .worker import MORE_NAMES, NAMES, SPLIT_KINDS, SPLIT_NAMES
 
 LIMIT_S = 800.0  # on two cores: the two processes of a case compute some 200 s
@@ -23,24 +22,13 @@ pytestmark = pytest.mark.timeout(LIMIT_S + 60)
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Everything in one pair of processes: to start them takes as long as many requests."""
-    return found_in("equal", tmp_path_factory.mktemp("ranks"))
+    return found_in("equal", tmp_path_factory.mktemp("ranks"), LIMIT_S)
 
 
 @pytest.fixture(scope="module")
 def more(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return the results of the second half, which takes as long as the first."""
-    return found_in("more", tmp_path_factory.mktemp("ranks"))
-
-
-def found_in(case: str, folder: Path) -> dict[str, Any]:
-    out = folder / "out.json"
-    with started(folder, "-m", "tests.distributed.worker", case, str(out)) as processes:
-        until = time.monotonic() + LIMIT_S
-        for process in processes:
-            process.wait(max(1.0, until - time.monotonic()))
-    assert out.is_file(), logs(folder)
-    results: dict[str, Any] = json.loads(out.read_text())
-    return results
+    return found_in("more", tmp_path_factory.mktemp("ranks"), LIMIT_S)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -79,7 +67,7 @@ def same_answers(one: dict[str, Any], several: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def split(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return found_in("split", tmp_path_factory.mktemp("ranks"))
+    return found_in("split", tmp_path_factory.mktemp("ranks"), LIMIT_S)
 
 
 @pytest.mark.nightly

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import numpy as np
 import pytest
 
-from .ranks import logs, started
+from .ranks import found_in
 from .worker import LOADED_NAMES, PROMPT
 
 LIMIT_S = 60
@@ -16,14 +15,7 @@ LIMIT_S = 60
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("ranks")
-    out = folder / "out.json"
-    with started(folder, "-m", "tests.distributed.worker", "loaded", str(out)) as processes:
-        for process in processes:
-            process.wait(LIMIT_S)
-    assert out.is_file(), logs(folder)
-    results: dict[str, Any] = json.loads(out.read_text())
-    return results
+    return found_in("loaded", tmp_path_factory.mktemp("ranks"), LIMIT_S)
 
 
 @pytest.mark.timeout(3 * LIMIT_S)

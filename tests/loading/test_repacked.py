@@ -208,6 +208,22 @@ def test_small_files_are_not_kept(tmp_path: Path) -> None:
     assert not (tmp_path / "kept").exists()
 
 
+def test_a_process_ends_when_the_weights_are_written(tmp_path: Path) -> None:
+    source = tmp_path / "a.gguf"
+    source.touch()
+    code = f"""
+from pathlib import Path
+import mlx.core as mx
+from mlx_specprefill.adapters.gguf import repacked
+repacked._SMALLEST = 0
+arrays = {{str(i): mx.zeros((1 << 20,)) for i in range(64)}}
+mx.eval(arrays)
+repacked.Repacked(Path({str(tmp_path)!r}), Path({str(source)!r}), "float16").keep(arrays)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    assert [path for _, path in repacked_files(tmp_path)] == [str(source)]
+
+
 def test_a_pair_keeps_its_models_and_list_shows_them(
     tmp_path: Path, conversions: Conversions, monkeypatch: pytest.MonkeyPatch
 ) -> None:

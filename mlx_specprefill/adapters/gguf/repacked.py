@@ -62,10 +62,11 @@ class Repacked:
     def keep(self, arrays: Mapping[str, mx.array]) -> None:
         """Write the arrays, which are in memory, while the caller goes on. Does without where the disk is full.
 
-        The thread ends with the process: a file that is not whole has another name and is written again.
+        The process ends when they are written: a daemon's return from MLX while Python ends would abort it. A file that
+        a killed process left has another name and is written again.
         """
         if self._file is not None:
-            threading.Thread(target=self._write, args=(self._file, dict(arrays)), daemon=True).start()
+            threading.Thread(target=self._write, args=(self._file, dict(arrays))).start()
 
     def _write(self, file: Path, arrays: dict[str, mx.array]) -> None:
         part = file.with_suffix(".part.safetensors")  # MLX adds the ending to names without it

@@ -24,7 +24,8 @@ _HEAD = 48  # tokens at the head of a message, where people ask; so do questions
 _TAIL, _SYSTEM = 160, 64  # tokens at the end of a user message and of a system message, where any line may ask
 _QUESTIONS = 8  # questions and orders elsewhere in these messages
 _ROWS = 64, 256  # least and most tokens that are fed again in all, by the prompt's length
-_PART = 16  # of the prompt's tokens one may be fed again
+_PART = 12  # of the prompt's tokens one may be fed again
+_PARAGRAPH = 144  # most tokens of one that may ask: an order with its rules
 _LEAST = 3  # tokens of a line that can ask
 _MARK_AT = 3  # last tokens of a question, among which its mark is
 _QUESTION_WEIGHT, _ORDER_WEIGHT, _APART_WEIGHT = 3.0, 2.9, 2.0  # of a question, an order, in a short paragraph
@@ -94,7 +95,7 @@ class Ask(NamedTuple):
 def possible_questions(
     spans: Sequence[PromptSpan], prompt_len: int, text: PromptText, config: ScoringConfig
 ) -> tuple[Ask, ...]:
-    """Return the lines that may ask beside the last one, in reading order: a sixteenth of the prompt, 64 to 256 tokens.
+    """Return the lines that may ask beside the last one, in reading order: a twelfth of the prompt, 64 to 256 tokens.
 
     None if the last line of the last user message is a question, and no other line is.
 
@@ -141,31 +142,36 @@ def _within(left: int, lines: Iterable[Ask]) -> Iterator[Ask]:
             left -= line.end - line.start
 
 
-def _apart(span: PromptSpan, lines: Sequence[Ask], text: PromptText, longest: int) -> list[Ask]:
-    """Return the lines of a message's first and last short paragraph: an order around a document. Code is indented.
+def _apart(span: PromptSpan, lines: Sequence[Ask], text: PromptText, few: int) -> list[Ask]:
+    """Return the lines of a message's first short paragraph and its last two: an order around a document, and what is
+    said behind it, such as rules or a signature. The first and last of few tokens come first: a document has fewer.
 
     Args:
-        longest: of a short one, in tokens.
+        few: most tokens of a question without rules.
     """
-    paragraphs = _paragraphs(span, text)
-    short = [(start, end) for start, end in paragraphs if end - start <= longest and not _is_indented(start, text)]
-    return [line for start, end in short[:1] + short[-1:] for line in lines if start <= line.start and line.end <= end]
+    short = [(start, end) for start, end in _paragraphs(span, text) if end - start <= _PARAGRAPH]
+    tiny = [(start, end) for start, end in short if end - start <= few]
+    likely = tiny[:1] + tiny[-1:] + short[:1] + short[-2:]
+    return [line for start, end in likely for line in lines if start <= line.start and line.end <= end]
 
 
 def _paragraphs(span: PromptSpan, text: PromptText) -> Iterator[tuple[int, int]]:
-    """Yield [start, end) of what stands between a message's blank lines, tags and fences."""
-    begin, breaks = None, 0
+    """Yield [start, end) of what stands between a message's blank lines, tags and fences. Code is indented: none."""
+    begin, breaks, indented = None, 0, False
     for first, last in _units(span, text):
         said = "".join(text.pieces[first:last])
         if shown := said.strip():
             frame = _FRAME.fullmatch(shown) is not None
             if begin is not None and (frame or breaks > 1):
-                yield begin, first
+                if not indented:
+                    yield begin, first
                 begin = None
-            begin = first if begin is None and not frame else begin
+            if begin is None and not frame:
+                begin, indented = first, False
+            indented = indented or _is_indented(first, text)
             breaks = 0
         breaks += said[len(said.rstrip()) :].count("\n")
-    if begin is not None:
+    if begin is not None and not indented:
         yield begin, span.content_end
 
 

@@ -103,7 +103,7 @@ def test_what_may_ask_is_bounded_and_belongs_to_people(
     there = [(a, b) for a, b in questions if a < len(messages) and b < messages[a][1]]
     found = asked(spans, length, *there) if spans else ()
     people = [span for span in spans if span.kind in ("user", "system")]
-    assert sum(ask.end - ask.start for ask in found) <= min(256, max(64, length // 16))
+    assert sum(ask.end - ask.start for ask in found) <= min(256, max(64, length // 12))
     assert list(found) == sorted(found)
     assert all(one.end <= other.start for one, other in pairwise(found))
     assert all(any(s.content_start <= ask.start and ask.end <= s.content_end for s in people) for ask in found)
@@ -189,6 +189,19 @@ def test_a_system_message_asks_where_the_document_is_alone() -> None:
 def test_an_indented_paragraph_is_no_order() -> None:
     found = by_text(f"{CODE}\n\nWe need the class of ship 7.\n\n{CODE}")
     assert {line for line, weight in found.items() if weight > 1} == {"We need the class of ship 7."}
+
+
+NEED = "I'd like you to name the ports that are closed in winter."
+DETAILED = (
+    f"{NEED} The readers are pilots of a small port. At most three sentences are wanted, with no headings in between. "
+    "Each name should be followed by its country in brackets. What the text leaves out does not belong in the answer."
+)
+
+
+@pytest.mark.parametrize("around", [around for around in AROUND if around != "between"])
+@pytest.mark.parametrize("document", [ASKING, f"# Is this the port?\n{CODE}"])
+def test_an_order_asks_with_the_rules_in_its_paragraph(around: str, document: str) -> None:
+    assert by_text(AROUND[around].format(order=DETAILED, document=document)).get(NEED) == 2.0
 
 
 MANUAL = "\n".join(f"Check that the valve of ship {number} is closed." for number in range(40))

@@ -279,6 +279,18 @@ def test_what_tools_of_the_provider_have_left_behind_is_named(client: TestClient
     ]
 
 
+def test_an_input_of_what_is_left_out_alone_is_refused_by_its_names(client: TestClient) -> None:
+    items = [{"type": "web_search_call", "id": "w"}, {"type": "mcp_list_tools", "id": "m", "tools": []}]
+    for body in ({"input": items}, {"input": items, "tools": [SHELL, {"type": "web_search"}]}):
+        answer = client.post(RESPONSES, json=body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "input")
+        assert all(f"input[{i}]: {item['type']!r} was left out" in error["message"] for i, item in enumerate(items))
+        assert "empty" not in error["message"]
+    answer = client.post(RESPONSES, json={"input": items, "instructions": "Say hi."}).json()
+    assert [warning.split("'")[1] for warning in answer["warnings"]] == [item["type"] for item in items]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_call_that_the_limit_cuts_is_never_told_as_complete(
     client: TestClient, engine: FakeEngine, stream: bool

@@ -137,6 +137,7 @@ def read_items(instructions: str | None, given: str | Sequence[Any], shown: Mapp
     else:
         for where, item in objects(given, "input"):
             _item(builder, item, where)
+    require(bool(builder.messages), "input", f"no message is left: {'; '.join(builder.left_out.values())}")
     return builder
 
 

@@ -13,17 +13,19 @@ import re
 from ..deltas import CallBroken, CallEnd, CallStart, ContentDelta, ReasoningDelta, TextDelta
 from ..notations import HARMONY
 from .base import Cursor, MalformedError, Reading, Tools, find_first, skip, spaces, starts_with
-from .calls import call, emit
+from .calls import call, emit, until
 from .json_text import JsonReader
 
-START, CHANNEL, _, MESSAGE = HARMONY
+START, CHANNEL, CONSTRAIN, MESSAGE = HARMONY
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
 ANSWER_ENDS = ENDS[1:]  # after a call it is the tool's turn
 BREAKS = (*ENDS, START, CHANNEL)  # a header ends a text, too
 REASONING_HEAD, REASONING_END, ANSWER_HEAD = f"{CHANNEL}analysis", ENDS[0], f"{START}assistant"
 HEADS = (*HARMONY, "to=")
 LONGEST_HEADER = 512
-RECIPIENT = re.compile(r"to=(functions\.)?([^\s<]+)")
+RECIPIENT = re.compile(r"to=([^\s<]+)")
+PREFIX = "functions."
+OPENED = re.compile(r"(<\|start\|>assistant)?<\|channel\|>\s*(analysis|commentary|final)\s+(?!to=)")
 REASONING = re.compile(r"<\|channel\|>\s*analysis\b")
 STRANGER = re.compile(r"to=(?!functions\.|user\b|assistant\b)")  # a tool of OpenAI's own, such as python
 
@@ -58,7 +60,7 @@ class HarmonyText:
             if recipient and self._tools:
                 yield from (self._sketch if reasoning else self._call)(cursor, start, recipient)
             elif recipient or (header and MESSAGE not in header):
-                yield TextDelta(cursor.trail(), start=start)
+                yield self._headless(cursor.trail(), start, reasoning)
             yield from self._body(cursor, not recipient and (reasoning or bool(STRANGER.search(header))))
             if cursor.ended and not cursor.buffer:
                 return
@@ -67,7 +69,15 @@ class HarmonyText:
     def _recipient(self, header: str) -> str:
         """Return the function that a message is for, "" for none. Models omit the prefix of functions."""
         found = RECIPIENT.search(header)
-        return found[2] if found and (found[1] or found[2] in self._tools) else ""
+        if found is None or found[1] in self._tools:
+            return found[1] if found else ""
+        return found[1].removeprefix(PREFIX) if found[1].startswith(PREFIX) else ""
+
+    def _headless(self, text: str, start: int, reasoning: bool) -> ContentDelta:
+        """Return a text whose header does not end, without what is certainly the header."""
+        found = OPENED.match(text)
+        at = found.end() if found else 0
+        return (ReasoningDelta if reasoning and found else TextDelta)(text[at:], start=start + at)
 
     def _read_header(self, cursor: Cursor) -> Reading[str]:
         """Read a header including the message mark. It is empty for text without a header."""
@@ -76,11 +86,13 @@ class HarmonyText:
         if not (yield from starts_with(cursor, HEADS)):
             cursor.rewind(0)
             return ""
-        while (at := cursor.buffer.find(MESSAGE)) < 0:
+        while True:
+            at, mark = find_first(cursor.buffer, (MESSAGE, *ENDS))
+            if mark:
+                return before + cursor.take(at + len(MESSAGE) * (mark == MESSAGE))
             if cursor.ended or len(cursor.buffer) > LONGEST_HEADER:
                 return before + cursor.take(LONGEST_HEADER)
             yield None
-        return before + cursor.take(at + len(MESSAGE))
 
     def _body(self, cursor: Cursor, reasoning: bool) -> Reading[None]:
         """Yield a message's text up to its end."""
@@ -128,6 +140,8 @@ class HarmonyText:
 
     def _arguments(self, cursor: Cursor) -> Reading[None]:
         """Read an object, or nothing for none."""
+        if (yield from skip(cursor, CONSTRAIN)):  # behind the header
+            yield from until(cursor, "{")
         if (yield from starts_with(cursor, ENDS)):
             yield from emit("{}")
         else:

@@ -25,7 +25,7 @@ from mlx_specprefill_server.parsers.formats import detect
 from mlx_specprefill_server.settings import ToolParser
 
 from ..fakes import byte_tokenizer
-from .reading import TOOLS, Read, collected, read
+from .reading import TOOLS, Read, collected, read, tool
 
 MARKED = ("<tool_call>", "<tool", "[TOOL_CALLS]", "<a>", "\u00e9<")
 PARIS = '{"city": "Paris"}'
@@ -166,6 +166,15 @@ GOOD: list[tuple[ToolParser | None, str, list[tuple[str, str]], str, str]] = [
     ("harmony", "<|channel|>final<|message|>Hello.<|return|>", [], "t", "Hello."),
     ("harmony", "<|channel|>analysis<|message|>Hm.<|channel|>final<|message|>Hello.", [], "rt", "Hello."),
     ("harmony", "Hello.", [], "t", "Hello."),
+    # a header without its end
+    ("harmony", "<|channel|>final Hello.<|return|>", [], "t", "Hello."),
+    ("harmony", f"<|channel|>analysis Hm.<|end|>{AGAIN}<|channel|>commentary I ask.<|end|>{AGAIN}{HARMONY}", [WEATHER],
+     "rtc", "I ask."),
+    # the type of the text in other places
+    ("harmony", HARMONY.replace(" <|constrain|>json<|message|>", "<|message|><|constrain|>json"), [WEATHER], "c", ""),
+    ("harmony", HARMONY.replace(" to=functions.get_weather <|constrain|>json", " <|constrain|>json to=get_weather"),
+     [WEATHER], "c", ""),
+    ("harmony", f" to=functions.get_weather <|constrain|>json<|channel|>commentary<|message|>{PARIS}", [WEATHER], "c", ""),
     ("seed", SEED, [WEATHER], "c", ""),
     ("seed", SEED.replace("=city>\n", "=city>").replace("\n</parameter>", "</parameter>"), [WEATHER], "c", ""),
     ("granite", f"<|tool_call|>[{LLAMA}, {LLAMA}]", [WEATHER] * 2, "cc", ""),
@@ -348,6 +357,14 @@ def test_without_tools_everything_is_text(fmt: ToolParser, text: str) -> None:
 def test_without_tools_a_message_to_a_function_is_text() -> None:
     out = read("harmony", HARMONY, tools=[])
     assert (out.calls, out.text) == ([], HARMONY.removesuffix("<|call|>"))
+
+
+@pytest.mark.parametrize("name", ["fs.read", "functions.read", "mcp__fs.read:2", "functions"])
+def test_harmonys_recipient_is_the_tool_whose_name_it_is(name: str) -> None:
+    for recipient in (name, f"functions.{name}"):
+        text = f"<|channel|>commentary to={recipient} <|constrain|>json<|message|>{{}}<|call|>"
+        for cuts in ([], range(1, len(text)), *([cut] for cut in range(1, len(text)))):
+            assert read("harmony", text, cuts, tools=[tool(name)]).calls == [(name, "{}")]
 
 
 # --- types -----------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ before the call's end tag.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import orjson
 
@@ -28,6 +28,8 @@ NOT_PLAIN = re.compile(r"""["'\\\x00-\x1f]""")
 HEX = re.compile(r"\\u[0-9A-Fa-f]{4}")
 REPLACEMENT = "\\ufffd"
 
+EndsText = Callable[[Cursor], Generator[None, None, bool]]
+
 
 class JsonReader:
     """A reader of one object at the cursor.
@@ -36,13 +38,22 @@ class JsonReader:
         closers: tags that end the call; brackets that are open before one of them are closed.
         quote: Gemma's mark around strings, which then have no escapes. Keys need no quotes, and bare words are strings.
         before: text that is passed on when the value begins.
+        ends_text: returns whether the quote at the cursor ends a string that is the whole value; None: each one does.
     """
 
-    def __init__(self, cursor: Cursor, closers: Sequence[str] = (), quote: str = "", before: str = "") -> None:
+    def __init__(
+        self,
+        cursor: Cursor,
+        closers: Sequence[str] = (),
+        quote: str = "",
+        before: str = "",
+        ends_text: EndsText | None = None,
+    ) -> None:
         self._cursor = cursor
         self._closers = closers
         self._quote = quote
         self._held = before
+        self._ends_text = ends_text
 
     def object(self) -> Reading[None]:
         """Yield the text of an object."""
@@ -63,7 +74,7 @@ class JsonReader:
             if opens := (yield from skip(self._cursor, *CLOSING)):
                 self._open(opens, around)
             else:
-                yield from self._scalar()
+                yield from self._scalar(self._ends_text if not around else None)
             yield from self._between(around, bool(opens))
             if not around:
                 yield from self._say("")
@@ -93,11 +104,11 @@ class JsonReader:
         yield from spaces(self._cursor)
         return bool((yield from skip(self._cursor, ",")))
 
-    def _scalar(self) -> Reading[None]:
+    def _scalar(self, ends_text: EndsText | None) -> Reading[None]:
         if self._quote and (yield from starts_with(self._cursor, (self._quote,))):
             yield from self._marked_string(live=True)
         elif (yield from peek(self._cursor, 1)) in QUOTES:
-            yield from self._string(live=True)
+            yield from self._string(live=True, ends_text=ends_text)
         elif self._quote:
             word = (yield from until(self._cursor, ",}]", "{[<", LONGEST_WORD)).strip()
             number = NUMBER.fullmatch(word)
@@ -125,7 +136,7 @@ class JsonReader:
         yield from spaces(self._cursor)
         self._held += ": "
 
-    def _string(self, live: bool = False) -> Reading[None]:
+    def _string(self, live: bool = False, ends_text: EndsText | None = None) -> Reading[None]:
         """Read a string. A `live` string is passed on as it comes."""
         quote = yield from skip(self._cursor, *QUOTES)
         if not quote:
@@ -138,7 +149,7 @@ class JsonReader:
                 yield from self._say("")
             if special is None:
                 yield from self._more()
-            elif special[0] == quote:
+            elif special[0] == quote and (ends_text is None or (yield from ends_text(self._cursor))):
                 self._cursor.take(1)
                 self._held += '"'
                 return

@@ -1,17 +1,29 @@
-"""Calls written as in Python: [f(x=1, y="text")]. LFM2, Llama 3.2 and 4, OLMo 3."""
+"""Calls written as in Python: [f(x=1, y="text")]. LFM2, Llama 3.2 and 4, OLMo 3.
+
+Some templates show strings without quotes, and models forget to escape quotes within strings. So in a list a value ends
+only where the list goes on.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Generator, Mapping
 
 import orjson
 
 from ..deltas import CallDelta
+from ..schemas import Place
 from .base import Cursor, MalformedError, Reading, Tools, peek, skip, spaces, starts_with
 from .calls import call, declared, expect, until
-from .json_text import JsonReader
+from .json_text import LONGEST_WORD, QUOTES, JsonReader
+from .values import ANYTHING, Value, literal
 
 NOT_IN_NAMES = "()[]{}\"',\n"
+OPENS = ("[", "{")
+# What follows a quote that ends a string in a list: the end of the call, or the next name; and what may become that.
+GOES_ON = re.compile(r"\s*(?:\)\s*(?:[\],]|<\|)|,\s*\)|(?:,\s*)?[\w.-]+\s*=(?!=))")
+UNDECIDED = re.compile(r"\s*(?:\)\s*<?|,\s*|(?:,\s*)?[\w.-]{1,256}\s*=?)?\Z")
+AMBIGUOUS = re.compile(r",\s*[\w.-]+\s*=")  # in a text without quotes
 METHOD = ".call"  # of Llama 3's own tools
 
 
@@ -25,7 +37,7 @@ def read_python_calls(cursor: Cursor, tools: Tools, known: bool) -> Reading[None
         name = tools.name(raw if raw in tools else raw.removesuffix(METHOD))
         if known and name not in tools:
             raise MalformedError("no such tool")
-        yield from call(name, _arguments(cursor, tools.places(name)))
+        yield from call(name, _arguments(cursor, tools.places(name), bool(listed)))
         yield from spaces(cursor)
         goes_on = bool((yield from skip(cursor, ","))) or not (listed or (yield from _ends(cursor)))
     if listed:
@@ -37,7 +49,7 @@ def _ends(cursor: Cursor) -> Reading[bool]:
     return not (yield from peek(cursor, 1)).isidentifier()
 
 
-def _arguments(cursor: Cursor, known: Iterable[str]) -> Reading[None]:
+def _arguments(cursor: Cursor, known: Mapping[str, Place], listed: bool) -> Reading[None]:
     yield from expect(cursor, "(")
     before = "{"
     while not (yield from _closes(cursor)):
@@ -46,12 +58,36 @@ def _arguments(cursor: Cursor, known: Iterable[str]) -> Reading[None]:
             name = (yield from until(cursor, "=", never=NOT_IN_NAMES)).strip()
             yield from expect(cursor, "=")
         yield from spaces(cursor)
-        yield from JsonReader(cursor, before=f"{before}{orjson.dumps(name).decode()}: ").value()
+        yield from _value(cursor, f"{before}{orjson.dumps(name).decode()}: ", known, known.get(name, ANYTHING), listed)
         before = ", "
         yield from spaces(cursor)
         if not (yield from skip(cursor, ",")) and not (yield from starts_with(cursor, (")",))):
             raise MalformedError("',' or ')' is expected")
     yield CallDelta("{}" if before == "{" else "}")
+
+
+def _value(cursor: Cursor, before: str, known: Mapping[str, Place], place: Place, listed: bool) -> Reading[None]:
+    """Read one value. `before` is passed on when it begins."""
+    if not listed or (yield from starts_with(cursor, (*QUOTES, *OPENS))):
+        yield from JsonReader(cursor, before=before, ends_text=_text_ends if listed else None).value()
+        return
+    texts: list[str] = []
+    ends = {")": ("]", ","), ",": (")", *(f"{name}=" for name in known))}
+    for _ in Value(cursor, "", (), ends).read(texts.append):
+        if sum(map(len, texts)) > LONGEST_WORD:
+            raise MalformedError("no end of a text without quotes")
+        yield None
+    text = "".join(texts).strip()
+    if not text or text.count("(") != text.count(")") or AMBIGUOUS.search(text):
+        raise MalformedError(f"not a value: {text[:20]!r}")
+    yield CallDelta(before + literal(text, place))
+
+
+def _text_ends(cursor: Cursor) -> Generator[None, None, bool]:
+    """Return whether the quote at the cursor ends its string. Quotes within it may not be escaped."""
+    while not cursor.ended and UNDECIDED.match(cursor.buffer, 1):
+        yield
+    return bool(GOES_ON.match(cursor.buffer, 1) or UNDECIDED.match(cursor.buffer, 1))
 
 
 def _closes(cursor: Cursor) -> Reading[bool]:

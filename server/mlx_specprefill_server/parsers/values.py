@@ -17,6 +17,7 @@ from .json_text import JsonReader
 ANYTHING = Place()
 BEGINS = {'"': "string", "{": "object", "[": "array", "t": "boolean", "f": "boolean", "n": "null"}
 INTEGER = re.compile(r"-?\d+", re.ASCII)
+ZEROS = re.compile(r"\A(-?)0+(?=\d)", re.ASCII)
 MOST_EXACT = 2**53  # larger whole numbers with a point or an exponent stay as they are written
 
 
@@ -25,7 +26,14 @@ def convert(text: str, place: Place) -> str:
     stays a string: the tool's check names the fault.
     """
     written = "" if place.texts and text in place.texts else _as_json(text.strip())
+    if not written and "string" not in place.types:  # a month 07
+        written = _as_json(ZEROS.sub(r"\1", text.strip()))
     return (_fitting(written, place) if written else "") or _dump(text)
+
+
+def literal(text: str, place: Place) -> str:
+    """Return a value that stands without quotes where texts have some, as JSON text."""
+    return _as_json(text) or convert(text, place)
 
 
 def _fitting(written: str, place: Place) -> str:
@@ -100,8 +108,8 @@ class Value:
     """A value between tags, without quotes.
 
     Args:
-        closer: its end tag. It ends the value only before one of `followers` or the end of the text: a value may be
-            a text about these very tags.
+        closer: its end tag, "" for none. It ends the value only before one of `followers` or the end of the text: a
+            value may be a text about these very tags.
         others: tags that end a value without an end tag, each with the text that must follow.
         lines: one line break after the opening and one before the end tag are not part of the value.
     """
@@ -116,7 +124,7 @@ class Value:
     ) -> None:
         self._cursor = cursor
         self._closer = closer
-        self._marks = {closer: followers, **others}
+        self._marks = {closer: followers, **others} if closer else dict(others)
         self._lines = lines
 
     def read(self, emit: Callable[[str], CallDelta | None]) -> Reading[None]:

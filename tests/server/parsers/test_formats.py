@@ -69,6 +69,7 @@ STEP_CALL = (
 STEP = f"<｜tool_calls_begin｜>\n{STEP_CALL}<｜tool_calls_end｜>"
 AGAIN = "<|start|>assistant"
 WEATHER = ("get_weather", PARIS)
+DAYS = ("get_weather", '{"city": "Paris", "days": 3}')
 
 # What models write as they should, or with a slip that still has only one meaning: format, text, calls, shape, text.
 GOOD: list[tuple[ToolParser | None, str, list[tuple[str, str]], str, str]] = [
@@ -168,13 +169,29 @@ GOOD: list[tuple[ToolParser | None, str, list[tuple[str, str]], str, str]] = [
     ("harmony", "Hello.", [], "t", "Hello."),
     # a header without its end
     ("harmony", "<|channel|>final Hello.<|return|>", [], "t", "Hello."),
-    ("harmony", f"<|channel|>analysis Hm.<|end|>{AGAIN}<|channel|>commentary I ask.<|end|>{AGAIN}{HARMONY}", [WEATHER],
-     "rtc", "I ask."),
+    (
+        "harmony",
+        f"<|channel|>analysis Hm.<|end|>{AGAIN}<|channel|>commentary I ask.<|end|>{AGAIN}{HARMONY}",
+        [WEATHER],
+        "rtc",
+        "I ask.",
+    ),
     # the type of the text in other places
     ("harmony", HARMONY.replace(" <|constrain|>json<|message|>", "<|message|><|constrain|>json"), [WEATHER], "c", ""),
-    ("harmony", HARMONY.replace(" to=functions.get_weather <|constrain|>json", " <|constrain|>json to=get_weather"),
-     [WEATHER], "c", ""),
-    ("harmony", f" to=functions.get_weather <|constrain|>json<|channel|>commentary<|message|>{PARIS}", [WEATHER], "c", ""),
+    (
+        "harmony",
+        HARMONY.replace(" to=functions.get_weather <|constrain|>json", " <|constrain|>json to=get_weather"),
+        [WEATHER],
+        "c",
+        "",
+    ),
+    (
+        "harmony",
+        f" to=functions.get_weather <|constrain|>json<|channel|>commentary<|message|>{PARIS}",
+        [WEATHER],
+        "c",
+        "",
+    ),
     ("seed", SEED, [WEATHER], "c", ""),
     ("seed", SEED.replace("=city>\n", "=city>").replace("\n</parameter>", "</parameter>"), [WEATHER], "c", ""),
     ("granite", f"<|tool_call|>[{LLAMA}, {LLAMA}]", [WEATHER] * 2, "cc", ""),
@@ -231,6 +248,45 @@ GOOD: list[tuple[ToolParser | None, str, list[tuple[str, str]], str, str]] = [
         None,
         "[write(path='a', content={'it\\'s': [None, True, -1.5, \"\"]})]",
         [("write", '{"path": "a", "content": {"it\'s": [null, true, -1.5, ""]}}')],
+        "c",
+        "",
+    ),
+    ("lfm2", "<|tool_call_start|>[get_weather(city='Paris')<|tool_call_end|>", [WEATHER], "c", ""),
+    # strings without quotes, as some templates show them, and with their own quotes in them
+    (None, "[get_weather(city=Paris)]", [WEATHER], "c", ""),
+    (None, "I ask.\n[get_weather(city=Paris, days=3), now()]", [DAYS, ("now", "{}")], "tcc", "I ask."),
+    (
+        None,
+        "[get_weather(city=Paris, days=03, exact=True)]",
+        [("get_weather", f'{DAYS[1][:-1]}, "exact": true}}')],
+        "c",
+        "",
+    ),
+    (
+        "lfm2",
+        "<|tool_call_start|>[write(path=a, b.txt, content=f(x) or [y], or not)]<|tool_call_end|>",
+        [("write", '{"path": "a, b.txt", "content": "f(x) or [y], or not"}')],
+        "c",
+        "",
+    ),
+    (
+        "lfm2",
+        "<|tool_call_start|>[write(path='it', content='sed -n '3,4p' a')]<|tool_call_end|>",
+        [("write", '{"path": "it", "content": "sed -n \'3,4p\' a"}')],
+        "c",
+        "",
+    ),
+    (
+        "lfm2",
+        """<|tool_call_start|>[write(content='python -c "print(f(\'a\', sep='\\n'))"'), now()]<|tool_call_end|>""",
+        [("write", '{"content": "python -c \\"print(f(\'a\', sep=\'\\n\'))\\""}'), ("now", "{}")],
+        "cc",
+        "",
+    ),
+    (
+        "lfm2",
+        '<|tool_call_start|>[write(path="say "hi"", content="a", )]<|tool_call_end|>',
+        [("write", '{"path": "say \\"hi\\"", "content": "a"}')],
         "c",
         "",
     ),
@@ -304,6 +360,8 @@ BAD: list[tuple[ToolParser, str, str]] = [
             "[now",
             "[1, 2]",
             "[get_weather('Paris')]",
+            "[get_weather(city=)]",
+            "[get_weather(city=Paris]",
             "import functools",
             "functools[0]",
             "Action: now()",
@@ -322,6 +380,10 @@ BAD: list[tuple[ToolParser, str, str]] = [
             '{"function": ' * 2000,
         )
     ),
+    ("lfm2", "<|tool_call_start|>[get_weather(city='Paris' days=3)]<|tool_call_end|>", '{"city": "Paris"'),
+    ("lfm2", "<|tool_call_start|>[write(path='a' content='b')]<|tool_call_end|>", '{"path": "a"'),
+    ("lfm2", "<|tool_call_start|>[get_weather(city=Paris, unit=C)]<|tool_call_end|>", ""),
+    ("lfm2", "<|tool_call_start|>[get_weather(city=(Paris), days=3)]<|tool_call_end|>", ""),
     ("harmony", f'{TO_WEATHER}{{"city": oops}}', ""),
     ("harmony", f'{TO_WEATHER}{{"city": "Par', '{"city": "Par'),
     ("harmony", "<|channel|>commentary to=functions.get_wea", ""),

@@ -21,13 +21,13 @@ CALLS = [CALL, XML, GLM, MINIMAX, GEMMA, MISTRAL, HARMONY]
 FRAGMENTS = [
     *re.findall(r"<[^>]+>|\[[A-Z_]+\]|\"[a-z]+\"|[{}:,\n]|\w+", "".join(CALLS)),
     "<think>", "</think>", "<|end|>", "<|start|>assistant", '{"name"', "[", "]", "<", "\\", '"', '\\"', "\\ud83d", " ",
-    *CALLS, STEP, LLAMA, f'{{"tool_calls": [{LLAMA}]}}', "[now()]",
+    *CALLS, STEP, LLAMA, f'{{"tool_calls": [{LLAMA}]}}', "[now()]", "[get_weather(city=", "'", ", days=", ")]",
 ]  # fmt: skip
 BEGINNINGS = [
     '<tool_call>{"name": "write", "arguments": {"a": "', "<tool_call><function=write><parameter=content>", '{"name"',
     "<tool_call>{", "[TOOL_CALLS]", "<|tool_call>call:write{a:", "<|channel|>",
     '<minimax:tool_call><invoke name="write"><parameter name="content">', f"<think>{CALL} no ",
-    '{"tool_calls": [', "[now(", f"no {LLAMA} [now()] no ", STEP[:60],
+    '{"tool_calls": [', "[now(", "[get_weather(city=", "[get_weather(city='", f"no {LLAMA} [now()] no ", STEP[:60],
 ]  # fmt: skip
 TEXTS = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=4), max_size=14).map("".join)
 TAGS = re.compile(
@@ -85,4 +85,4 @@ def test_many_broken_calls_take_linear_time(fmt: ToolParser) -> None:
 
 def test_the_tables_cover_every_format() -> None:
     assert {fmt for fmt, *_ in GOOD} > set(FORMATS)
-    assert {fmt for fmt, *_ in BAD} == set(FORMATS)
+    assert {fmt for fmt, *_ in BAD} >= set(FORMATS)

@@ -15,14 +15,16 @@ from ..deltas import CallDelta
 from ..schemas import Place
 from .base import Cursor, MalformedError, Reading, Tools, peek, skip, spaces, starts_with
 from .calls import call, declared, expect, until
-from .json_text import LONGEST_WORD, QUOTES, JsonReader
+from .json_text import LONGEST_WORD, NUMBER, QUOTES, WORDS, JsonReader
 from .values import ANYTHING, Value, literal
 
 NOT_IN_NAMES = "()[]{}\"',\n"
 OPENS = ("[", "{")
+END = ("", ",", ")")  # of a value
 # What follows a quote that ends a string in a list: the end of the call, or the next name; and what may become that.
 GOES_ON = re.compile(r"\s*(?:\)\s*(?:[\],]|<\|)|,\s*\)|(?:,\s*)?[\w.-]+\s*=(?!=))")
 UNDECIDED = re.compile(r"\s*(?:\)\s*<?|,\s*|(?:,\s*)?[\w.-]{1,256}\s*=?)?\Z")
+WORD = re.compile(r"([\w+.-]{0,4096})\s{0,64}")
 AMBIGUOUS = re.compile(r",\s*[\w.-]+\s*=")  # in a text without quotes
 METHOD = ".call"  # of Llama 3's own tools
 
@@ -68,7 +70,7 @@ def _arguments(cursor: Cursor, known: Mapping[str, Place], listed: bool) -> Read
 
 def _value(cursor: Cursor, before: str, known: Mapping[str, Place], place: Place, listed: bool) -> Reading[None]:
     """Read one value. `before` is passed on when it begins."""
-    if not listed or (yield from starts_with(cursor, (*QUOTES, *OPENS))):
+    if not listed or (yield from starts_with(cursor, (*QUOTES, *OPENS))) or (yield from _is_word(cursor)):
         yield from JsonReader(cursor, before=before, ends_text=_text_ends if listed else None).value()
         return
     texts: list[str] = []
@@ -81,6 +83,18 @@ def _value(cursor: Cursor, before: str, known: Mapping[str, Place], place: Place
     if not text or text.count("(") != text.count(")") or AMBIGUOUS.search(text):
         raise MalformedError(f"not a value: {text[:20]!r}")
     yield CallDelta(before + literal(text, place))
+
+
+def _is_word(cursor: Cursor) -> Generator[None, None, bool]:
+    """Return whether a number or a literal stands alone at the cursor."""
+    while WORD.fullmatch(cursor.buffer) and not cursor.ended:
+        yield
+    found = WORD.match(cursor.buffer)
+    return found is not None and cursor.buffer[found.end() : found.end() + 1] in END and _is_literal(found[1])
+
+
+def _is_literal(word: str) -> bool:
+    return word in WORDS or NUMBER.fullmatch(word) is not None
 
 
 def _text_ends(cursor: Cursor) -> Generator[None, None, bool]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from ..notations import CALL, END_CALL, END_KEY, END_VALUE, KEY, VALUE, XML, Tags
 from ..schemas import TYPES, Place
 from .base import Cursor, MalformedError, Reading, Tools, skip, spaces, starts_with
-from .calls import CallReader, call, declared, expect, until
+from .calls import CallReader, call, declared, emit, expect, until
 from .json_text import JsonReader
-from .values import Members, Value
+from .values import ANYTHING, Members, Value
 
 # What the tags of a parameter say of its value.
-KINDS = (Place(frozenset({"string"})), Place(TYPES - {"string"}))
+KINDS = (frozenset({"string"}), TYPES - {"string"})
+EMPTY = ("/>", " />")  # the end of a tag without a tag that ends it
 
 
 def read_glm_body(cursor: Cursor, tools: Tools) -> Reading[None]:
@@ -61,7 +62,8 @@ def read_functions(cursor: Cursor, tools: Tools, tags: Tags = XML) -> Reading[No
         raise MalformedError("a function is expected")
     while (yield from skip(cursor, tags.function)):
         name = tools.name((yield from _name(cursor, tags.close)))
-        yield from call(name, _arguments(cursor, tools, name, tags))
+        is_empty = yield from skip(cursor, *(f"{tags.close[:-1]}{end}" for end in EMPTY))
+        yield from call(name, emit("{}") if is_empty else _arguments(cursor, tools, name, tags))
         yield from _beside(cursor, tags)
     yield from skip(cursor, tags.end_call)
 
@@ -93,12 +95,21 @@ def _arguments(cursor: Cursor, tools: Tools, name: str, tags: Tags) -> Reading[N
         key = (yield from declared(cursor, places, tags.end_name)) or (yield from _name(cursor, tags.end_name))
         kind = (yield from skip(cursor, *tags.kinds, ">")) if tags.kinds else ""
         value = Value(cursor, tags.end_parameter, followers, others, tags.lines)
-        yield from members.add(key, value, KINDS[tags.kinds.index(kind)] if kind in tags.kinds else None)
+        place = places.get(key, ANYTHING)
+        yield from members.add(
+            key, value, _narrowed(place, KINDS[tags.kinds.index(kind)]) if kind in tags.kinds else place
+        )
         yield from spaces(cursor)
     ended = (yield from skip(cursor, tags.end_function)) or (yield from starts_with(cursor, (tags.end_call,)))
     if not ended and (cursor.buffer or not cursor.complete):
         raise MalformedError("a parameter is expected")
     yield from members.close()
+
+
+def _narrowed(place: Place, types: frozenset[str]) -> Place:
+    """Return what may stand in a place if the model says so. Where it contradicts the schema, the schema holds."""
+    types &= place.types
+    return Place(types, place.texts if "string" in types else None) if types else place
 
 
 def _name(cursor: Cursor, end: str) -> Reading[str]:

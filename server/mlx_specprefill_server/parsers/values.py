@@ -82,7 +82,7 @@ class Members:
 
     def add(self, name: str, value: Value, place: Place | None = None) -> Reading[None]:
         """Add one pair. Text is passed on as it comes, other types when they are complete. `place`: what may stand
-        there whatever the schema says.
+        there, if not what the schema says.
         """
         place = place or self._places.get(name, ANYTHING)
         head = f"{self._before}{_dump(name)}: "

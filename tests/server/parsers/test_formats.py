@@ -210,6 +210,21 @@ GOOD: list[tuple[ToolParser | None, str, list[tuple[str, str]], str, str]] = [
     ("deepseek", f"{DEEPSEEK[: -len('<｜tool▁calls▁end｜>')]}{DEEPSEEK}", [WEATHER] * 2, "cc", ""),
     ("dsml", f"I ask.\n\n{DSML}", [WEATHER], "tc", "I ask."),
     ("dsml", DSML.replace(' string="true"', ""), [WEATHER], "c", ""),
+    (
+        "dsml",
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="now"/>\n</｜DSML｜function_calls>',
+        [("now", "{}")],
+        "c",
+        "",
+    ),
+    (
+        "dsml",
+        DSML.replace("<｜DSML｜invoke", '<｜DSML｜invoke name="now" />\n<｜DSML｜invoke', 1),
+        [("now", "{}"), WEATHER],
+        "cc",
+        "",
+    ),
+    ("minimax", MINIMAX.replace("<invoke", '<invoke name="now"/>\n<invoke', 1), [("now", "{}"), WEATHER], "cc", ""),
     ("kimi", KIMI, [WEATHER], "c", ""),
     ("kimi", KIMI.removeprefix("<|tool_calls_section_begin|>"), [WEATHER], "c", ""),
     ("dsml", DSML.replace("function_calls>", "tool_calls>"), [WEATHER], "c", ""),  # DeepSeek V4
@@ -252,6 +267,7 @@ GOOD: list[tuple[ToolParser | None, str, list[tuple[str, str]], str, str]] = [
         "",
     ),
     ("lfm2", "<|tool_call_start|>[get_weather(city='Paris')<|tool_call_end|>", [WEATHER], "c", ""),
+    (None, "[now(a=9 , b=[1], c=None)]", [("now", '{"a": 9, "b": [1], "c": null}')], "c", ""),  # not declared
     # strings without quotes, as some templates show them, and with their own quotes in them
     (None, "[get_weather(city=Paris)]", [WEATHER], "c", ""),
     (None, "I ask.\n[get_weather(city=Paris, days=3), now()]", [DAYS, ("now", "{}")], "tcc", "I ask."),
@@ -480,6 +496,31 @@ def test_text_values_arrive_character_by_character_as_they_are(value: str) -> No
     text = f"<function=write>\n<parameter=content>\n{value}\n</parameter>\n</function>"
     ((_, arguments),) = read("xml", text, range(1, len(text))).calls
     assert json.loads(arguments) == {"content": value}
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_text", "text", "value"),
+    [
+        ({"type": "integer"}, True, "3", 3),
+        ({"type": "object"}, True, '{"a": 1}', {"a": 1}),
+        ({"type": "string"}, False, "null", "null"),
+        ({"type": "string"}, False, "3", "3"),
+        ({"type": ["string", "integer"]}, True, "3", "3"),
+        ({"type": ["string", "integer"]}, False, "3", 3),
+        ({"type": ["string", "null"]}, True, "null", "null"),
+        ({}, True, "3", "3"),
+        ({}, False, "3", 3),
+        ({"type": "number"}, False, "3.0", 3.0),
+    ],
+)
+def test_what_tags_say_of_a_value_chooses_among_the_types_of_the_schema(
+    schema: Any, is_text: bool, text: str, value: Any
+) -> None:
+    said = f'<｜DSML｜parameter name="x" string="{str(is_text).lower()}">{text}</｜DSML｜parameter>'
+    written = f'<｜DSML｜function_calls><｜DSML｜invoke name="f">{said}</｜DSML｜invoke></｜DSML｜function_calls>'
+    ((_, arguments),) = read("dsml", written, tools=[tool("f", x=schema)]).calls
+    got = json.loads(arguments)["x"]
+    assert (got, type(got)) == (value, type(value))
 
 
 def test_values_about_the_format_itself_stay_whole() -> None:

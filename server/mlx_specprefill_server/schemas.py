@@ -16,6 +16,8 @@ Together = tuple[Schema, ...]
 
 TYPES = frozenset({"object", "array", "string", "number", "integer", "boolean", "null"})
 ALIKE: Mapping[str, frozenset[str]] = {"number": frozenset({"number", "integer"})}
+# Python's words for types, which some clients write
+WORDS = {"str": "string", "float": "number", "int": "integer", "bool": "boolean", "list": "array", "dict": "object"}
 KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
 # words that describe one type only; a schema that has them and names no type means this one
 IMPLIED = {"properties": "object", "items": "array", "prefixItems": "array"}
@@ -130,7 +132,7 @@ def types_of(way: Together) -> frozenset[str]:
 
 def _types(schema: Schema) -> frozenset[str]:
     stated = schema.get("type")
-    names = {name for name in [stated, *items_of(stated)] if isinstance(name, str)} & TYPES
+    names = {WORDS.get(name, name) for name in [stated, *items_of(stated)] if isinstance(name, str)} & TYPES
     allowed = _with_alike(names) if names else TYPES
     if (listed := _listed(schema)) is not None:
         return allowed & _with_alike(map(kind_of, listed))

@@ -302,15 +302,14 @@ def _native(tokenizer: Any) -> ToolParser | None:
 def reasoning_tags(tokenizer: Any) -> tuple[str, str] | None:
     """Return the tags around a model's reasoning by its vocabulary and chat template, None if it writes none.
 
-    A template that only takes reasoning away names its end alone.
+    A template that only takes reasoning away names its end alone. LFM2's models think though neither says so.
     """
     template = str(getattr(tokenizer, "chat_template", "") or "")
     if tokenizer.has_thinking:
         return str(tokenizer.think_start), str(tokenizer.think_end)
     known = tokenizer.get_added_vocab()
-    return next(
-        (tags for tags in THINK_TAGS.values() if tags[1] in template or all(tag in known for tag in tags)), None
-    )
+    said = (tags for tags in THINK_TAGS.values() if tags[1] in template or all(tag in known for tag in tags))
+    return next(said, THINK_TAGS["think"] if LFM2 in known else None)
 
 
 def _read_tool_call(cursor: Cursor, tools: Tools) -> Reading[None]:

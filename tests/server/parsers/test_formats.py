@@ -471,6 +471,10 @@ def xml_value(schema: Any, text: str) -> Any:
         ({"type": "integer"}, "forty", "forty"),
         ({"type": "number"}, "42", 42),
         ({"type": "number"}, "-1.5e3", -1500.0),
+        ({"type": "float"}, "3.5", 3.5),  # Python's words
+        ({"type": "int"}, "3", 3),
+        ({"type": "list"}, "[1]", [1]),
+        ({"type": "str"}, "3", "3"),
         ({"type": "boolean"}, "true", True),
         ({"type": "boolean"}, "True", True),
         ({"type": "boolean"}, "1", "1"),

@@ -217,6 +217,16 @@ def test_tags_that_only_the_template_knows(template: str, prompt: str, text: str
         assert (out.reasoning, out.text.strip(), *shown(out)[2:]) == expected, text[: cuts[0]] if cuts else text
 
 
+@pytest.mark.parametrize(("marked", "expected"), [(True, ("Hm.", "Hello.")), (False, ("", "<think>Hm.</think>Hello."))])
+def test_lfm2_thinks_though_neither_its_template_nor_its_vocabulary_says_so(
+    marked: bool, expected: tuple[str, str]
+) -> None:
+    specials = ("<|im_end|>", *(["<|tool_call_start|>", "<|tool_call_end|>"] if marked else []))
+    parser = detect(byte_tokenizer("{{ messages[-1].content }}", specials=specials)).parser([], "")
+    out = collected(parser.push("<think>Hm.</think>Hello.") + parser.finish(True))
+    assert (out.reasoning, out.text) == expected
+
+
 @pytest.mark.parametrize("recipient", ["container.exec", "python", "browser.search"])
 def test_what_harmony_writes_to_a_tool_that_nobody_has_is_no_answer(recipient: str) -> None:
     said = "<|channel|>final<|message|>Hello."

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from mlx_specprefill import Constraint, ContextLengthError, GenerationRequest, ReasoningBudget, SamplingParams
 
 from .auth import Identity
-from .constrained.calls import with_patterns
+from .constrained.calls import forced_format, with_patterns
 from .constrained.output_format import constraint_of
 from .constrained.tool_choice import NamedTool, ToolChoice, resolve_tool_choice
 from .errors import JsonResponse, refusal
@@ -109,7 +109,7 @@ async def _answer(
             output,
             with_patterns(tools, conversation.inputs) if conversation.inputs else tools,
             choice,
-            service.format.tools or ("hermes" if forced else None),  # a template without calls: any notation will do
+            forced_format(service.format.tools) if forced else service.format.tools,
             body.parallel(),
             service.format.reasoning_end(prompt.ending),
             service.format.may_think(prompt.ending) if _thinks(body, conversation) else None,

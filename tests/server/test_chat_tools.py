@@ -17,7 +17,7 @@ from mlx_specprefill_server.settings import ToolParser
 from .conftest import client_of
 from .fakes import FakeEngine, FakePair, Step, byte_tokenizer
 from .parsers.reading import TOOLS
-from .parsers.test_formats import CALL, HARMONY, PARIS, XML
+from .parsers.test_formats import CALL, HARMONY, PARIS, XML, native_tokenizer
 from .templates import HARMONY as HARMONY_TEMPLATE
 from .templates import QWEN_3
 from .test_chat import ask, refusal, stream
@@ -126,6 +126,15 @@ def test_forced_calls_become_a_grammar(client: TestClient, engine: FakeEngine, c
     assert body["choices"][0]["finish_reason"] == "tool_calls"
     assert engine.requests[0].constraint is not None
     assert "get_weather" in engine.requests[0].constraint.grammar
+
+
+def test_a_call_is_forced_in_a_notation_that_is_read_where_the_models_own_has_no_grammar(engine: FakeEngine) -> None:
+    engine.pair = FakePair(native_tokenizer())
+    engine.says('<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>')
+    choice = ask(client_of(engine), tools=TOOLS, tool_choice="required")["choices"][0]
+    assert engine.requests[0].constraint is not None
+    (call,) = choice["message"]["tool_calls"]
+    assert (call["function"]["name"], choice["message"]["content"]) == ("get_weather", None)
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,11 @@ def has_grammar(tool_format: str | None) -> bool:
     return tool_format in _NOTATIONS
 
 
+def forced_format(tool_format: str | None) -> str:
+    """Return the notation of forced calls: the model's own, or one that is read in every answer."""
+    return tool_format if tool_format is not None and has_grammar(tool_format) else "hermes"
+
+
 def calls_rule(lark: Lark, tools: Sequence[Tool], tool_format: str | None, parallel: bool) -> str:
     """Return the rule of one call, or of several calls, in the notation of `tool_format`.
 

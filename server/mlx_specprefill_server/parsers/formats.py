@@ -152,7 +152,9 @@ READERS: Mapping[ToolParser, Mapping[str, CallReader]] = {
         DSML_4[0]: tag_reader(DSML._replace(call=DSML_4[0], end_call=DSML_4[1])),
     },
     "kimi": dict.fromkeys((KIMI.section, KIMI.call), marked_reader(KIMI)),
-    "deepseek": dict.fromkeys((DEEPSEEK.section, DEEPSEEK.call), marked_reader(DEEPSEEK)),
+    # the distillations fall back to Qwen's notation
+    "deepseek": dict.fromkeys((DEEPSEEK.section, DEEPSEEK.call), marked_reader(DEEPSEEK))
+    | {CALL: between_reader(CALL, END_CALL, known=True)},
     # Granite's mark has no end, Phi-4's has one
     "granite": {GRANITE: between_reader(GRANITE, END_GRANITE), CALL: between_reader(CALL, END_CALL)},
     "command": {COMMAND: between_reader(COMMAND, END_COMMAND)},
@@ -237,7 +239,7 @@ class Format:
         if self.tools == "native":
             wrapper = self.tokenizer
             read = native_reader(wrapper.tool_call_start, wrapper.tool_call_end or "", wrapper.tool_parser, tools)
-            return {wrapper.tool_call_start: read}, None
+            return {wrapper.tool_call_start: read, CALL: _read_tool_call}, None
         lists = (f"[{name}(" for name in Tools.of(tools).parameters)
         bare = BARE._replace(anywhere=(*BARE.anywhere, *lists))
         return {CALL: _read_tool_call, XML.function: read_functions, **_others()}, bare

@@ -208,6 +208,7 @@ GOOD: list[tuple[ToolParser | None, str, list[tuple[str, str]], str, str]] = [
     ("deepseek", DEEPSEEK.removeprefix("<｜tool▁calls▁begin｜>"), [WEATHER], "c", ""),
     ("deepseek", DEEPSEEK.replace("<｜tool▁call▁end｜>", ""), [WEATHER], "c", ""),
     ("deepseek", f"{DEEPSEEK[: -len('<｜tool▁calls▁end｜>')]}{DEEPSEEK}", [WEATHER] * 2, "cc", ""),
+    ("deepseek", f"I ask.\n{CALL}", [WEATHER], "tc", "I ask."),  # the distillations
     ("dsml", f"I ask.\n\n{DSML}", [WEATHER], "tc", "I ask."),
     ("dsml", DSML.replace(' string="true"', ""), [WEATHER], "c", ""),
     (
@@ -624,6 +625,10 @@ def test_other_formats_are_read_whole_by_mlx_lm() -> None:
     out = native(f"I ask.\n{call}{call}")
     assert [(name, json.loads(arguments)) for name, arguments in out.calls] == [("get_weather", {"city": "Paris"})] * 2
     assert out.text == "I ask."
+
+
+def test_other_formats_are_also_read_in_the_notation_of_forced_calls() -> None:
+    assert native(f"{CALL}\n{CALL}").calls == [WEATHER] * 2
 
 
 @pytest.mark.parametrize("body", ["oops", '{"name": 3}', '{"name": "f", "arguments": [1]}', "7", "[1]", ""])

@@ -42,6 +42,7 @@ from .json_calls import (
     GEMMA_CALL,
     between_reader,
     gemma_reader,
+    named_mistral_readers,
     read_bare,
     read_bare_gemma,
     read_calls,
@@ -235,7 +236,8 @@ class Format:
 
     def _readers(self, tools: list[Any]) -> tuple[dict[str, CallReader], Bare | None]:
         if self.tools is not None and self.tools in READERS:
-            return dict(READERS[self.tools]), BARE_GEMMA if self.tools == "gemma" else None
+            named = named_mistral_readers(Tools.of(tools)) if self.tools == "mistral" else {}
+            return {**READERS[self.tools], **named}, BARE_GEMMA if self.tools == "gemma" else None
         if self.tools == "native":
             wrapper = self.tokenizer
             read = native_reader(wrapper.tool_call_start, wrapper.tool_call_end or "", wrapper.tool_parser, tools)

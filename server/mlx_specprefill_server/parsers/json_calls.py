@@ -198,6 +198,20 @@ def read_mistral_tag(cursor: Cursor, tools: Tools) -> Reading[None]:
             return
 
 
+def named_mistral_readers(tools: Tools) -> dict[str, CallReader]:
+    """Return readers of calls whose tool's name stands before the mark, as Devstral sometimes writes them."""
+
+    def reader(name: str) -> CallReader:
+        def read(cursor: Cursor, _: Tools) -> Reading[None]:
+            yield from expect(cursor, f"{name}{MISTRAL_TAG}")
+            yield from skip(cursor, MISTRAL_ARGUMENTS)
+            yield from call(name, JsonReader(cursor).object())
+
+        return read
+
+    return {f"{name}{MISTRAL_TAG}": reader(name) for name in tools.parameters}
+
+
 def gemma_reader(opener: str, closer: str, quote: str) -> CallReader:
     """Return a reader of `<opener>call:name{key:value,...}<closer>`, with strings between two `quote` marks."""
 

@@ -94,7 +94,7 @@ class TaggedText:
                 cursor.mark()
                 yield from self._sketch(cursor, cursor.offset, mark)
             else:
-                yield from self._attempt(cursor, self._readers[mark], len(mark))
+                yield from self._attempt(cursor, self._readers[mark])
         if self._held and not self._called and not self.thinking:
             yield self._held
 
@@ -121,7 +121,7 @@ class TaggedText:
         if mark == FENCE:
             yield from self._fenced(cursor)
         elif mark:
-            yield from self._attempt(cursor, self._firsts[mark], 1)
+            yield from self._attempt(cursor, self._firsts[mark])
 
     def _fenced(self, cursor: Cursor) -> Reading[None]:
         """Read a fence that may have a call and be the whole answer, or nothing."""
@@ -187,10 +187,10 @@ class TaggedText:
     def _delta(self, text: str, start: int) -> TextDelta | ReasoningDelta:
         return ReasoningDelta(text, start=start) if self.thinking else TextDelta(text, start=start)
 
-    def _attempt(self, cursor: Cursor, reader: CallReader, tag: int) -> Reading[None]:
+    def _attempt(self, cursor: Cursor, reader: CallReader) -> Reading[None]:
         """Read one or more calls, or the same characters as text."""
         cursor.mark()
-        start, keep, opened = cursor.offset, tag, False
+        start, keep, opened = cursor.offset, 1, False  # another mark may begin within this one
         try:
             for delta in reader(cursor, self._tools):
                 if isinstance(delta, CallStart):

@@ -149,6 +149,16 @@ GOOD: list[tuple[ToolParser | None, str, list[tuple[str, str]], str, str]] = [
     ("mistral", f"{MISTRAL}get_weather[ARGS]{PARIS}", [WEATHER, WEATHER], "cc", ""),
     ("mistral", MISTRAL.replace("[ARGS]", "[CALL_ID]abc123[ARGS]"), [WEATHER], "c", ""),
     ("mistral", f'[TOOL_CALLS] [{{"name": "get_weather", "arguments": {PARIS}, "id": "x"}}]', [WEATHER], "c", ""),
+    ("mistral", f"I ask.\nget_weather[TOOL_CALLS]{PARIS}", [WEATHER], "tc", "I ask."),  # the name before its mark
+    (
+        "mistral",
+        f"get_weather[TOOL_CALLS][ARGS]{PARIS}now[TOOL_CALLS]{{}}{MISTRAL}",
+        [WEATHER, ("now", "{}"), WEATHER],
+        "ccc",
+        "",
+    ),
+    ("mistral", f"It is now{MISTRAL}", [WEATHER], "tc", "It is now"),
+    ("mistral", "I use now, then get_weather.", [], "t", "I use now, then get_weather."),
     ("harmony", HARMONY, [WEATHER], "c", ""),
     ("harmony", f" to=functions.get_weather<|channel|>commentary json<|message|>{PARIS}", [WEATHER], "c", ""),
     ("harmony", HARMONY.replace("get_weather", "get_weather<|channel|>commentary"), [WEATHER], "c", ""),
@@ -365,6 +375,8 @@ BAD: list[tuple[ToolParser, str, str]] = [
     ("minimax", '<minimax:tool_call>\n<invoke name="get_weather"><parameter name="city">Par', '{"city": "Par'),
     ("mistral", "[TOOL_CALLS]get_weather[ARGS]Paris", ""),
     ("mistral", "[TOOL_CALLS]", ""),
+    ("mistral", "now[TOOL_CALLS]{x", ""),
+    ("mistral", "unheard_of[TOOL_CALLS]{x}", ""),
     # marks that other families have: only a known tool is called behind them
     *(
         ("hermes", text, "")

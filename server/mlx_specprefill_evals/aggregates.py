@@ -14,6 +14,10 @@ from . import haystack, words
 from .facts import Turn
 from .haystack import Count
 
+POOL = tuple(sorted(set(words.ITEMS) | set(words.PLACES)))
+LONG = 16384  # tokens; from here on as many words are asked for as in the published task
+HEAD_COUNTS = (12, 8, 5)  # times a common word occurs for each time that another one does
+
 
 @dataclass(frozen=True)
 class Whole:
@@ -23,11 +27,6 @@ class Whole:
     turn: Turn
     values: tuple[str, ...]
     passages: tuple[str, ...] = ()
-
-
-POOL = tuple(sorted(set(words.ITEMS) | set(words.PLACES)))
-LONG = 16384  # tokens; from here on as many words are asked for as in the published task
-HEAD_COUNTS = (12, 8, 5)  # times a common word occurs for each time that another one does
 
 
 def common_words(rng: random.Random, length: int, count: Count, held_out: bool = False) -> Whole:

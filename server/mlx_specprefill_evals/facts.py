@@ -17,6 +17,18 @@ from typing import Literal
 
 from . import words
 
+ORDINALS = "first second third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth".split()
+TRANSLATIONS = {
+    "Chinese": "{name} 的密码是 {value}。",
+    "Spanish": "El código secreto de {name} es {value}.",
+    "Russian": "Секретный код для {name}: {value}.",
+    "Arabic": "الرمز السري لـ {name} هو {value}.",
+}
+RECORD_FIELDS = ("salary", "name", "city")  # what can be asked for
+# Two tokens each in the bundled tokenizer: one alone is matched by salaries and dates too.
+RECORD_IDS = range(100_000, 1_000_000)
+DEPARTMENTS = "sales research finance legal support marketing production security".split()
+
 
 @dataclass(frozen=True)
 class Turn:
@@ -38,20 +50,6 @@ class Fact:
     pieces: tuple[str, ...]
     turn: Turn
     values: tuple[str, ...] = ()
-
-
-ORDINALS = "first second third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth".split()
-TRANSLATIONS = {
-    "Chinese": "{name} 的密码是 {value}。",
-    "Spanish": "El código secreto de {name} es {value}.",
-    "Russian": "Секретный код для {name}: {value}.",
-    "Arabic": "الرمز السري لـ {name} هو {value}.",
-}
-RECORD_FIELDS = ("salary", "name", "city")  # what can be asked for
-RECORD_IDS = range(
-    100_000, 1_000_000
-)  # two tokens in the bundled tokenizer: one alone is matched by salaries and dates too
-DEPARTMENTS = "sales research finance legal support marketing production security".split()
 
 
 def six_digits(rng: random.Random) -> str:

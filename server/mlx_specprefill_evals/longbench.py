@@ -20,6 +20,9 @@ from .facts import Turn
 from .tasks import Item
 
 Metric = Callable[[str, str, Sequence[str]], float]
+QUESTION = "Answer the question from the text above, in as few words as possible.\nQuestion: {input}\nAnswer:"
+SUMMARY = "Write a summary of the text above.\n{input}\nSummary:"
+CODE = "{input}\nComplete the next line of code. Answer with the line alone."
 
 
 def qa_f1(prediction: str, truth: str, classes: Sequence[str] = ()) -> float:
@@ -97,9 +100,6 @@ class Dataset:
     first_line: bool = False
 
 
-QUESTION = "Answer the question from the text above, in as few words as possible.\nQuestion: {input}\nAnswer:"
-SUMMARY = "Write a summary of the text above.\n{input}\nSummary:"
-CODE = "{input}\nComplete the next line of code. Answer with the line alone."
 DATASETS: dict[str, Dataset] = {
     **dict.fromkeys(("narrativeqa", "qasper"), Dataset(qa_f1, 128, QUESTION)),
     "multifieldqa_en": Dataset(qa_f1, 64, QUESTION),

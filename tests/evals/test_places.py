@@ -5,7 +5,8 @@ from functools import cache
 import pytest
 
 from mlx_specprefill_evals.errors import NotMeasuredError
-from mlx_specprefill_evals.tasks import TASKS, Item, Space, make_item, places
+from mlx_specprefill_evals.tasks import TASKS, Item, Space, asked_documents, make_item
+from mlx_specprefill_evals.tasks.around_questions import PLACES
 
 
 def count(text: str) -> int:
@@ -21,11 +22,11 @@ def said(made: Item) -> list[str]:
     return [made.system, *(turn.question for turn in made.turns)]
 
 
-@pytest.mark.parametrize("kind", places.KINDS)
+@pytest.mark.parametrize("kind", asked_documents.KINDS)
 def test_every_place_holds_the_same_document_and_question(kind: str) -> None:
-    number = list(places.KINDS).index(kind)
+    number = list(asked_documents.KINDS).index(kind)
     question = item("turn_after", number).turns[1].question
-    for place in places.PLACES:
+    for place in PLACES:
         made = item(place, number)
         text = "\n".join(said(made))
         assert text.count(question) == (2 if place == "both" else 1)
@@ -37,7 +38,7 @@ def test_every_place_holds_the_same_document_and_question(kind: str) -> None:
 
 def test_the_question_stands_where_the_place_says() -> None:
     question = item("turn_after", 3).turns[1].question
-    asked = {place: [question in text for text in said(item(place, 3))] for place in places.PLACES}
+    asked = {place: [question in text for text in said(item(place, 3))] for place in PLACES}
     assert asked["system"] == asked["system_and_rules"] == [True, False]
     assert asked["turn_before"] == [False, True, False]
     assert asked["before_edit_rules"] == [False, False, True]
@@ -58,29 +59,29 @@ def test_numbers_take_the_kinds_in_turn_and_ask_something_else_each_time() -> No
 
 def test_a_text_of_another_version_is_not_measured() -> None:
     with pytest.raises(NotMeasuredError, match="in 0 places"):
-        places._known(("other text",), "said|asked?|value", 0)
+        asked_documents._known(("other text",), "said|asked?|value", 0)
 
 
 def test_every_question_on_a_fixed_text_has_its_answer() -> None:
-    for number, row in enumerate(places._GERMAN.splitlines()):
-        asked = places._german(None, number, 0)
+    for number, row in enumerate(asked_documents._GERMAN.splitlines()):
+        asked = asked_documents._german(None, number, 0)
         assert row.rsplit("|", 1)[1] in asked.gold
-    found = [number for number in range(len(places._ENGLISH.splitlines())) if _is_there(number)]
+    found = [number for number in range(len(asked_documents._ENGLISH.splitlines())) if _is_there(number)]
     assert len(found) >= 5  # versions of Python word some of it differently
 
 
 def _is_there(number: int) -> bool:
     try:
-        asked = places._prose(None, number, 0)
+        asked = asked_documents._prose(None, number, 0)
     except NotMeasuredError:
         return False
     return asked.value in asked.gold
 
 
-@pytest.mark.parametrize("kind", places.KINDS)
+@pytest.mark.parametrize("kind", asked_documents.KINDS)
 def test_an_order_stands_beside_a_document_that_asks(kind: str) -> None:
-    number = list(places.KINDS).index(kind)
-    for place in places.PLACES:
+    number = list(asked_documents.KINDS).index(kind)
+    for place in PLACES:
         made = make_item(TASKS[f"order_{place}"], f"order_{place}", number, Space(1200, count, number=number))
         text = "\n".join(said(made))
         assert len([line for line in text.splitlines() if line.rstrip('",}').endswith("?")]) >= 6

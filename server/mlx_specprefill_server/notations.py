@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import NamedTuple
+
+from .call_marks import Marks, Tags
 
 NAME = re.compile(r"[\w.:/-]{1,256}")  # of a tool
 
@@ -41,19 +42,7 @@ PYTHON_MARKS: Mapping[str, str] = {
 
 CALL, END_CALL = "<tool_call>", "</tool_call>"
 KEY, END_KEY, VALUE, END_VALUE = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
-END_PARAMETER = "</parameter>"
 DSML_4 = ("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>")  # around the calls of DeepSeek V4
-
-
-class Marks(NamedTuple):
-    """The marks of a notation with a name and JSON: around all calls, around each, and before its arguments."""
-
-    section: str
-    end_section: str
-    call: str
-    end_call: str
-    arguments: str
-
 
 KIMI = Marks(
     "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>",
@@ -62,34 +51,6 @@ KIMI = Marks(
 DEEPSEEK = Marks(
     "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
 )
-
-
-class Tags(NamedTuple):
-    """The tags of a notation with one tag per argument.
-
-    Attributes:
-        close: what ends the name in the tag of a function, and in that of a parameter without `kinds`.
-        lines: values stand on lines of their own.
-        kinds: what follows the quoted name of a parameter before a text, and before JSON; none: the schema tells.
-        beside: marks before and behind a function that say nothing.
-    """
-
-    call: str
-    end_call: str
-    function: str
-    end_function: str
-    parameter: str
-    close: str
-    lines: bool
-    end_parameter: str = END_PARAMETER
-    kinds: tuple[str, ...] = ()
-    beside: tuple[str, ...] = ()
-
-    @property
-    def end_name(self) -> str:
-        """The end of the name in the tag of a parameter."""
-        return '"' if self.kinds else self.close
-
 
 XML = Tags(CALL, END_CALL, "<function=", "</function>", "<parameter=", ">", lines=True)
 MINIMAX = Tags(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from ..call_marks import Marks, Tags
 from ..errors import refusal
 from ..notations import (
     CALL,
@@ -31,8 +32,6 @@ from ..notations import (
     SEED,
     VALUE,
     XML,
-    Marks,
-    Tags,
 )
 from ..prompt.deferred import Tool, tool_name
 from ..schemas import Schema, items_of, mapping_of

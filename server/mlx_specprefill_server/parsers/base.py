@@ -14,6 +14,7 @@ T = TypeVar("T")
 
 # Every reading step is a generator: it yields deltas, or None when it needs more text, and returns what it read.
 Reading = Generator[ContentDelta | None, None, T]
+Waiting = Generator[None, None, str]
 
 
 class MalformedError(Exception):
@@ -96,9 +97,6 @@ class Parser:
                 break
             out.append(delta)
         return out
-
-
-Waiting = Generator[None, None, str]
 
 
 class Cursor:

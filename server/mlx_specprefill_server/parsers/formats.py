@@ -1,11 +1,9 @@
-"""The table of output formats (tool calls, reasoning), and the one that a model writes, by template and vocabulary."""
+"""The output format that a model writes: its calls and reasoning, by template and vocabulary."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from mlx_specprefill import ReasoningBudget
@@ -14,42 +12,23 @@ from ..notations import (
     CALL,
     COMMAND,
     DEEPSEEK,
-    DSML,
-    DSML_4,
-    END_CALL,
-    END_COMMAND,
-    END_GRANITE,
-    END_LFM2,
     FUNCTION_GEMMA,
     GEMMA_4,
     GRANITE,
-    JSON_MARKS,
     KIMI,
-    LFM2,
     MINIMAX,
     MISTRAL_TAG,
-    PYTHON_MARKS,
-    PYTHON_TAG,
     SEED,
-    STEP,
     XML,
 )
 from ..settings import ReasoningParser, ToolParser
-from .base import Cursor, MalformedError, Parser, Reading, Tools, overlap, skip, spaces, starts_with
-from .calls import FENCE, CallReader, fence, whole_call
+from .base import Parser, Tools
+from .calls import CallReader
 from .harmony import ANSWER_ENDS, ANSWER_HEAD, REASONING_END, REASONING_HEAD, HarmonyText, opened_header
-from .json_calls import (
-    GEMMA_CALL,
-    between_reader,
-    gemma_reader,
-    named_mistral_readers,
-    read_bare,
-    read_bare_gemma,
-    read_calls,
-    read_mistral_tag,
-)
-from .marked_calls import marked_reader
-from .tag_calls import read_functions, read_glm_body, tag_reader
+from .json_calls import named_mistral_readers
+from .native_calls import native_reader
+from .readers import BARE, BARE_GEMMA, EXAMPLE, OWN, READERS, other_readers, read_tool_call
+from .tag_calls import read_functions
 from .tagged import Bare, TaggedText
 
 BudgetMarks = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
@@ -89,81 +68,6 @@ MARKS: Sequence[tuple[ToolParser, tuple[str, ...]]] = (
     ("hermes", ("<tool_call>",)),
 )
 
-# Calls without a tag.
-BARE = Bare(read_bare, ("{", "["), ('[{"name"', '{"name"', '{"tool_calls"'))
-EXAMPLE = "[func_name1("  # in the templates of Llama 3.2 and 4 and ToolACE, for calls as in Python
-BARE_GEMMA = Bare(read_bare_gemma, (GEMMA_CALL,), ())
-# Errors of parsers for well-formed calls on malformed ones.
-FAULTS = (ValueError, TypeError, LookupError, AttributeError, SyntaxError, ArithmeticError, RecursionError, MemoryError)
-
-
-def native_reader(opener: str, closer: str, parse: Callable[..., Any], tools: list[Any]) -> CallReader:
-    """Return a reader of `<opener>...<closer>` by mlx-lm's `parse(text, tools)`. Without a closer the call ends with
-    the text.
-    """
-
-    def read(cursor: Cursor, known: Tools) -> Reading[None]:
-        cursor.take(len(opener))
-        text = yield from _native_body(cursor, closer)
-        try:
-            parsed = parse(text, tools)
-            calls = [_check_native_call(call, known) for call in (parsed if isinstance(parsed, list) else [parsed])]
-        except FAULTS as error:
-            raise MalformedError(str(error)) from error
-        for name, arguments in calls:
-            yield from whole_call(name, arguments)
-
-    return read
-
-
-def _native_body(cursor: Cursor, closer: str) -> Reading[str]:
-    """Read text up to the end tag. Text that is cut off is no call."""
-    text = ""
-    while True:
-        at = cursor.buffer.find(closer) if closer else -1
-        if at >= 0:
-            text += cursor.take(at)
-            cursor.take(len(closer))
-            return text
-        text += cursor.take(len(cursor.buffer) - overlap(cursor.buffer, (closer,)) * (not cursor.ended))
-        if cursor.ended:
-            if not cursor.complete:
-                raise MalformedError("the text ends inside a call")
-            return text
-        yield None
-
-
-def _check_native_call(call: Any, tools: Tools) -> tuple[str, dict[str, Any]]:
-    name, arguments = call["name"], call.get("arguments")
-    if isinstance(arguments, str):
-        arguments = json.loads(arguments)
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        raise MalformedError("no call")
-    json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
-    return tools.name(name), arguments
-
-
-READERS: Mapping[ToolParser, Mapping[str, CallReader]] = {
-    "mistral": {MISTRAL_TAG: read_mistral_tag},
-    "gemma": {mark[0]: gemma_reader(*mark) for mark in (GEMMA_4, FUNCTION_GEMMA)},
-    "minimax": {MINIMAX.call: tag_reader(MINIMAX)},
-    "seed": {SEED.call: tag_reader(SEED)},
-    "dsml": {
-        DSML.call: tag_reader(DSML),
-        DSML_4[0]: tag_reader(DSML._replace(call=DSML_4[0], end_call=DSML_4[1])),
-    },
-    "kimi": dict.fromkeys((KIMI.section, KIMI.call), marked_reader(KIMI)),
-    # the distillations fall back to Qwen's notation
-    "deepseek": dict.fromkeys((DEEPSEEK.section, DEEPSEEK.call), marked_reader(DEEPSEEK))
-    | {CALL: between_reader(CALL, END_CALL, known=True)},
-    # Granite's mark has no end, Phi-4's has one
-    "granite": {GRANITE: between_reader(GRANITE, END_GRANITE), CALL: between_reader(CALL, END_CALL)},
-    "command": {COMMAND: between_reader(COMMAND, END_COMMAND)},
-    "lfm2": {LFM2: between_reader(LFM2, END_LFM2, python=True)},
-}
-# The own readers of formats that mlx-lm has, too, by its opening mark. Its parsers change values.
-OWN: dict[str, ToolParser] = {**{mark: name for name in READERS for mark in READERS[name]}, CALL: "hermes"}
-
 
 @dataclass(frozen=True, slots=True)
 class Format:
@@ -192,7 +96,9 @@ class Format:
     def notation(self) -> str | None:
         """The format of calls, or else what begins them by the template; None: neither is known."""
         template = str(getattr(self.tokenizer, "chat_template", "") or "")
-        return self.tools or next((mark for mark in (*_others(), *BARE.anywhere, EXAMPLE) if mark in template), None)
+        return self.tools or next(
+            (mark for mark in (*other_readers(), *BARE.anywhere, EXAMPLE) if mark in template), None
+        )
 
     def is_reasoning_open(self, prompt: str) -> bool:
         """Return whether the prompt ends inside reasoning: after its tag, or in the middle of it."""
@@ -241,20 +147,10 @@ class Format:
         if self.tools == "native":
             wrapper = self.tokenizer
             read = native_reader(wrapper.tool_call_start, wrapper.tool_call_end or "", wrapper.tool_parser, tools)
-            return {wrapper.tool_call_start: read, CALL: _read_tool_call}, None
+            return {wrapper.tool_call_start: read, CALL: read_tool_call}, None
         lists = (f"[{name}(" for name in Tools.of(tools).parameters)
         bare = BARE._replace(anywhere=(*BARE.anywhere, *lists))
-        return {CALL: _read_tool_call, XML.function: read_functions, **_others()}, bare
-
-
-@cache
-def _others() -> Mapping[str, CallReader]:
-    """Return the readers of marks that need no format: behind them no other text is a call of a known tool."""
-    python = {**PYTHON_MARKS, PYTHON_TAG: ""}
-    return {STEP.call: tag_reader(STEP)} | {
-        begin: between_reader(begin, end, known=begin != PYTHON_TAG, python=begin in python)
-        for begin, end in {**JSON_MARKS, **python}.items()
-    }
+        return {CALL: read_tool_call, XML.function: read_functions, **other_readers()}, bare
 
 
 def plain_text() -> Parser:
@@ -314,21 +210,3 @@ def reasoning_tags(tokenizer: Any) -> tuple[str, str] | None:
     known = tokenizer.get_added_vocab()
     said = (tags for tags in THINK_TAGS.values() if tags[1] in template or all(tag in known for tag in tags))
     return next(said, THINK_TAGS["think"] if LFM2 in known else None)
-
-
-def _read_tool_call(cursor: Cursor, tools: Tools) -> Reading[None]:
-    """Read `<tool_call>` with any of three notations inside. Models fall back to the one they saw most."""
-    cursor.take(len(CALL))
-    yield from spaces(cursor)
-    fenced = yield from fence(cursor)
-    match (yield from starts_with(cursor, ("{", "[", XML.function))):
-        case "{" | "[":
-            yield from read_calls(cursor, tools, (END_CALL,))
-        case "<function=":
-            yield from read_functions(cursor, tools)
-        case _:
-            yield from read_glm_body(cursor, tools)
-    yield from spaces(cursor)
-    if fenced and (yield from skip(cursor, FENCE)):
-        yield from spaces(cursor)
-    yield from skip(cursor, END_CALL)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ..notations import Marks
+from ..call_marks import Marks
 from .base import Cursor, Reading, Tools, skip, spaces, starts_with
 from .calls import FENCE, CallReader, call, expect, fence, until
 from .json_text import JsonReader

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ..notations import CALL, END_CALL, END_KEY, END_VALUE, KEY, VALUE, XML, Tags
+from ..call_marks import Tags
+from ..notations import CALL, END_CALL, END_KEY, END_VALUE, KEY, VALUE, XML
 from ..schemas import TYPES, Place
 from .base import Cursor, MalformedError, Reading, Tools, skip, spaces, starts_with
 from .calls import CallReader, call, declared, emit, expect, until

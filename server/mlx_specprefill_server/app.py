@@ -21,6 +21,7 @@ from .openai import chat, completions, responses
 from .openai import models as model_list
 from .paths import HeadMiddleware, PathMiddleware
 from .routes import page, prompts, status
+from .routes.openapi_document import openapi_document
 from .service import Service
 from .settings import Settings
 
@@ -64,5 +65,5 @@ def app_of(models: Models) -> FastAPI:
     routers = [module.router for module in modules]
     for router in routers:
         app.include_router(router)
-    app.openapi = cache(partial(page.openapi_document, app, routers))  # type: ignore[method-assign]
+    app.openapi = cache(partial(openapi_document, app, routers))  # type: ignore[method-assign]
     return app

@@ -9,35 +9,17 @@ RoPE, per-token scales, MLA's float masks and sinks are already applied or passe
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import mlx.core as mx
 
+from .active import Active
+
 TILE = 1 << 20  # logits that are scored at a time; about a dozen arrays of that size exist meanwhile
-
-T = TypeVar("T")
-
-
-class Active(threading.local, Generic[T]):
-    """A value for the wrapped calls of the current thread.
-
-    Blocks nest: the innermost value counts, and the end of a block restores the one around it.
-    """
-
-    value: T | None = None
-
-    @contextmanager
-    def during(self, value: T) -> Iterator[T]:
-        """Set the current thread's value inside the block."""
-        outer, self.value = self.value, value
-        try:
-            yield value
-        finally:
-            self.value = outer
+_observer: Active[QueryCapture | HeadCapture | AttentionRecord] = Active()
 
 
 def pool(rows: mx.array, width: int) -> mx.array:
@@ -252,9 +234,6 @@ class AttentionRecord:
 
     def observe_logits(self, logits: mx.array) -> None:
         self.handwritten = self.handwritten or logits.ndim >= 4
-
-
-_observer: Active[QueryCapture | HeadCapture | AttentionRecord] = Active()
 
 
 @contextmanager

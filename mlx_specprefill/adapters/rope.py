@@ -25,7 +25,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from .capture import Active
+from .active import Active
 
 _shifts: Active[mx.array | int] = Active()
 _calls: Active[list[RotationCall]] = Active()

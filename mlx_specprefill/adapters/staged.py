@@ -21,7 +21,7 @@ from mlx_lm.models.cache import CacheList, make_prompt_cache
 from ..arrays import Positions
 from ..cache.positioned import hold_alike, leaves
 from ..errors import SparseUnsupportedError
-from .capture import Active
+from .active import Active
 from .depth import FirstLayers, Observed, StandIn, layers_of, replace_layers
 
 _hidden: Active[mx.array] = Active()

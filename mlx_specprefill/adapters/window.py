@@ -19,7 +19,7 @@ import mlx.nn as nn
 
 from ..cache.positioned import leaves, tokens_in
 from ..config import DraftWindow
-from .capture import Active
+from .active import Active
 
 Attention = Callable[..., mx.array]
 _forward: Active[_Forward] = Active()

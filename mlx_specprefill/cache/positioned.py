@@ -331,9 +331,6 @@ for _kind in (PositionedKVCache, PositionedRotatingKVCache):
     setattr(mlx_lm_cache, _kind.__name__, _kind)
 
 
-_TRIMMABLE = (KVCache, PositionedKVCache, QuantizedKVCache)
-
-
 def _mask(stored: Positions, coming: Positions, window: int | None) -> mx.array:
     """Return a boolean mask (L, S + L), for one token (1, 1, 1, S + 1): causal by position, and within `window`
     positions.
@@ -449,10 +446,12 @@ def is_stateful(cache: Sequence[Any]) -> bool:
 class Snapshot:
     """A cache before tokens that may be taken back, after any number of forwards."""
 
+    _TRIMMABLE = (KVCache, PositionedKVCache, QuantizedKVCache)
+
     def __init__(self, cache: Sequence[Any]) -> None:
-        self._trimmed = [part for part in leaves(cache) if isinstance(part, _TRIMMABLE)]
+        self._trimmed = [part for part in leaves(cache) if isinstance(part, self._TRIMMABLE)]
         # Copies share memory with the cache until it is written.
-        copied = [part for part in leaves(cache) if not isinstance(part, _TRIMMABLE)]
+        copied = [part for part in leaves(cache) if not isinstance(part, self._TRIMMABLE)]
         self._restored = [(part, copy.deepcopy(part.state)) for part in copied]
 
     def take_back(self, count: int, fed: int) -> int:

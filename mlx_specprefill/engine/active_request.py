@@ -14,18 +14,8 @@ import numpy as np
 from ..adapters.staged import StagedModel
 from ..cache.prefix.nodes import CacheHit, Fed
 from ..constraints import GrammarState
-from ..events import (
-    PrefillReport,
-    PrefixMiss,
-    Reached,
-    Reason,
-    ReportedMode,
-    ScorerKind,
-    Stage,
-    Timings,
-    TokenEvent,
-    noop,
-)
+from ..events import TokenEvent, noop
+from ..prefill_report import PrefillReport, PrefixMiss, Reached, Reason, ReportedMode, ScorerKind, Stage, Timings
 from ..request import GenerationRequest, TokenIds
 from ..specprefill.plan import PrefillPlan
 from ..specprefill.selector import kept_spans

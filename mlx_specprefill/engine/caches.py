@@ -28,8 +28,9 @@ from ..cache.prefix.stored import StoredPrefixCache
 from ..cache.prefix.tree import PrefixCache, Restoring
 from ..config import DraftWindow, EngineConfig
 from ..errors import RequestCancelled, SettingsError, SparseUnsupportedError
-from ..events import PrefixMiss, Progress, Stage, noop
+from ..events import Progress, noop
 from ..loading import ModelPair
+from ..prefill_report import PrefixMiss, Stage
 from ..request import CacheLabel, GenerationRequest, TokenIds
 from ..specprefill.sparse_prefill import HiddenStates
 from ..speculative.strategies import drafts_with_draft

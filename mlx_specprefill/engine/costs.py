@@ -30,8 +30,8 @@ from .._files import read_object, replace_text
 from ..cache.positioned import leaves
 from ..cache.prefix.identity import model_identity
 from ..config import DraftWindow, EngineConfig
-from ..events import Prediction
 from ..loading import ModelPair
+from ..prefill_report import Prediction
 from ..specprefill.sparse_prefill import TAIL
 from .caches import draft_window
 from .speeds import TOKENS, keep_speed, speeds_file

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from fractions import Fraction
 
 import mlx.core as mx
 import numpy as np
@@ -10,11 +11,14 @@ import numpy as np
 from ..cache.positioned import can_cut
 from ..cache.prefix.selection_key import SelectionKey
 from ..events import Progress, PromptLogprobs
+from ..prefill_report import Reason
 from ..request import GenerationRequest
-from ..specprefill.plan import READ_ALL
+from ..specprefill.plan import PrefillPlan
 from ..specprefill.sparse_prefill import HiddenStates, UpperLayersModel, feed, forward_ends
 from .active_request import ActiveRequest, Prefix
 from .prefill import Prefiller
+
+READ_ALL = PrefillPlan("full", Reason("other", "read in idle time"), Fraction(1), np.zeros(0, dtype=np.bool_))
 
 
 def densify(

@@ -21,8 +21,9 @@ from ..cache.prefix.nodes import CacheEntry
 from ..config import EngineConfig
 from ..constraints import Grammars, GrammarState, ReasoningBudgetState
 from ..errors import ContextLengthError, DeviceError, EngineClosedError, EngineError, InvalidRequestError
-from ..events import Event, Failed, Finished, OnEvent, Prediction, Progress, noop
+from ..events import Event, Failed, Finished, OnEvent, Progress, noop
 from ..loading import ModelPair
+from ..prefill_report import Prediction
 from ..request import Constraint, GenerationRequest
 from ..sampling import LOGITS_ROWS, check_sampling
 from ..specprefill.plan import PrefillPlan

@@ -13,7 +13,8 @@ import numpy.typing as npt
 from ..adapters.capture import HeadCapture
 from ..adapters.rope import adjust_offsets
 from ..arrays import Floats
-from ..events import Mode, Prediction, PrefillReport, Progress, PromptLogprobs
+from ..events import Progress, PromptLogprobs
+from ..prefill_report import Mode, Prediction, PrefillReport
 from ..request import GenerationRequest, concat_tokens
 from ..sampling import LOGITS_ROWS, log_softmax
 from ..specprefill.selector import kept_spans

@@ -18,8 +18,8 @@ from mlx_lm.models.cache import KVCache
 from ..adapters.depth import full_draft_model
 from ..config import EngineConfig
 from ..errors import Refused, SettingsError
-from ..events import Mode
 from ..loading import ModelPair
+from ..prefill_report import Mode
 from ..request import GenerationRequest
 from ..sampling import LOGITS_ROWS
 from ..specprefill.sparse_prefill import TAIL

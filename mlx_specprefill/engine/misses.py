@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..events import MissKind, PrefixMiss
+from ..prefill_report import MissKind, PrefixMiss
 from ..request import GenerationRequest, TokenIds
 from .edits import GRAM, hashes
 

@@ -21,8 +21,9 @@ from ..cache.prefix.selection_key import SelectionKey
 from ..cache.prefix.tree import finish
 from ..config import EngineConfig
 from ..errors import Refused, RequestCancelled, device_error
-from ..events import Prediction, Progress, PromptLogprobs, Reason, ReasonCode
+from ..events import Progress, PromptLogprobs
 from ..loading import ModelPair
+from ..prefill_report import Prediction, Reason, ReasonCode
 from ..request import GenerationRequest
 from ..sampling import LOGITS_ROWS, log_softmax, top_logprobs
 from ..specprefill.plan import PrefillPlan, pays, plan_prefill

@@ -12,8 +12,9 @@ from typing import Any
 
 from ..config import EngineConfig, SpeculationName
 from ..errors import RequestCancelled, device_error
-from ..events import Progress, SpeculationReport, TokenEvent
+from ..events import Progress, TokenEvent
 from ..loading import ModelPair
+from ..prefill_report import SpeculationReport
 from ..request import GenerationRequest
 from ..speculative.proposer import Models, Proposer
 from ..speculative.row import SpeculativeRow

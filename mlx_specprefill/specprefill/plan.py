@@ -14,7 +14,7 @@ import numpy.typing as npt
 from ..arrays import Bools
 from ..cache.prefix.selection_key import SelectionKey
 from ..config import EngineConfig, RuleName, Scope, SelectionConfig, SpecPrefillPolicy
-from ..events import Mode, Prediction, Reason, ReasonCode
+from ..prefill_report import Mode, Prediction, Reason, ReasonCode
 from ..request import GenerationRequest, PromptSpan
 from .question import Ask
 from .selector import selection_by
@@ -54,9 +54,6 @@ class PrefillPlan:
 
     def as_full(self, code: ReasonCode, words: str) -> PrefillPlan:
         return replace(self, mode="full", reason=Reason(code, words))
-
-
-READ_ALL = PrefillPlan("full", Reason("other", "read in idle time"), Fraction(1), np.zeros(0, dtype=np.bool_))
 
 
 def plan_prefill(

@@ -32,7 +32,8 @@ from ..cache.positioned import Snapshot, tokens_in
 from ..config import DraftWindow, RuleName, ScoringConfig
 from ..distributed.ranks import Ranks
 from ..errors import SparseUnsupportedError, SpecPrefillError
-from ..events import Progress, ScorerKind
+from ..events import Progress
+from ..prefill_report import ScorerKind
 from .question import Ask
 
 AROUND = 48  # tokens on either side of a line that is asked again

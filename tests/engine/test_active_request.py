@@ -10,8 +10,9 @@ import pytest
 from mlx_specprefill import GenerationRequest
 from mlx_specprefill.cache.prefix.nodes import CacheHit
 from mlx_specprefill.engine.active_request import ActiveRequest, Way
+from mlx_specprefill.engine.densify import READ_ALL
 from mlx_specprefill.engine.job import AnswerJob
-from mlx_specprefill.specprefill.plan import READ_ALL, PrefillPlan
+from mlx_specprefill.specprefill.plan import PrefillPlan
 
 FULL = READ_ALL.as_full("threshold", "20 uncached prompt tokens, threshold 8192")
 SPARSE = PrefillPlan("sparse", FULL.reason, FULL.keep, FULL.forced)

@@ -29,10 +29,10 @@ from mlx_specprefill import (
 from mlx_specprefill.adapters.moved_keys import Piece
 from mlx_specprefill.cache.prefix.nodes import common_length
 from mlx_specprefill.engine import edited_prefix, prefill
+from mlx_specprefill.engine.densify import READ_ALL
 from mlx_specprefill.engine.edited_prefix import Edit, EditedPrefixes
 from mlx_specprefill.engine.edits import kept_passages
-from mlx_specprefill.events import Mode, Prediction
-from mlx_specprefill.specprefill.plan import READ_ALL
+from mlx_specprefill.prefill_report import Mode, Prediction
 from tests.engine.test_sessions import Meter
 from tests.support.tiny import generated, on_own_layers, random_prompt, tiny_pair
 from tests.support.waiting import eventually

@@ -25,7 +25,7 @@ from mlx_specprefill import (
     PromptSpan,
     SpecPrefillOptions,
 )
-from mlx_specprefill.events import Prediction
+from mlx_specprefill.prefill_report import Prediction
 from mlx_specprefill.request import SpanKind
 from tests.engine.test_edited_prompt import CONFIG, IN_FULL, INSERTED, LONGER, OLD, PLACE, POLICY, SEAM, TAIL
 from tests.engine.test_sessions import Meter, wants

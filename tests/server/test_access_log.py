@@ -19,7 +19,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from starlette.testclient import TestClient
 
 from mlx_specprefill import GenerationRequest, Timings
-from mlx_specprefill.events import Reached
+from mlx_specprefill.prefill_report import Reached
 from mlx_specprefill_server import app as application
 from mlx_specprefill_server.app import create_app
 from mlx_specprefill_server.monitoring.logs import configure_logging

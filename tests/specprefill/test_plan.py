@@ -8,7 +8,7 @@ import pytest
 
 from mlx_specprefill import EngineConfig, GenerationRequest, PromptSpan, SpecPrefillOptions, SpecPrefillPolicy
 from mlx_specprefill.cache.prefix.selection_key import SelectionKey
-from mlx_specprefill.events import Prediction, Reason
+from mlx_specprefill.prefill_report import Prediction, Reason
 from mlx_specprefill.specprefill.plan import plan_prefill
 
 CONFIG = EngineConfig(policy=SpecPrefillPolicy(threshold=1000))

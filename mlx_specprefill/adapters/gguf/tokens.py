@@ -20,10 +20,11 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
-from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS, convert_gguf_tokenizer
+from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer
 
 from ...errors import LoadError
 from .header import shorten
+from .pre_tokenizers import PRE_TOKENIZERS
 
 log = logging.getLogger(__name__)
 
@@ -37,36 +38,6 @@ _ENDS = frozenset(
 )
 # Names of control tokens, whatever their type: some converters store them as normal ones.
 _CONTROL_NAME = re.compile(r"<\|[^|\s]+\|>|<(?:start|end)_of_turn>")
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-
-
-@dataclass(frozen=True, slots=True)
-class PreTokenizer:
-    """Splits text before merging.
-
-    Attributes:
-        splits: regular expressions, applied in turn; matches and the text between them are pieces.
-        whole: a piece that is a token is used unchanged, whatever the merges.
-        start: a text begins with the start token by default.
-        composed: text is converted to its composed form (NFC) first.
-    """
-
-    splits: tuple[str, ...]
-    whole: bool = False
-    start: bool = False
-    composed: bool = False
-
-
-_LLAMA3 = PreTokenizer((GGUF_PRE_TOKENIZER_SPLITS["llama-bpe"],), whole=True, start=True)
-PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
-    "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
-    "gpt-2": PreTokenizer((_GPT2,)),
-    "smollm": PreTokenizer((r"\p{N}", _GPT2)),
-    "llama-bpe": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "llama3": _LLAMA3,
-    "qwen2": PreTokenizer((GGUF_PRE_TOKENIZER_SPLITS["qwen2"],), composed=True),
-}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What the wrapped functions of mlx act by: a value of the current thread, inside a block."""
+"""A value of the current thread, inside a block, by which the wrapped functions of mlx act."""
 
 from __future__ import annotations
 

@@ -31,6 +31,7 @@ sha256 = "%s"
 [b]
 target = "org/target"
 draft = "self"
+note = "never run here"
 [c]
 target = "org/elsewhere"
 """ % ("0" * 64)
@@ -112,7 +113,7 @@ class TestList:
         command, given = "mlx-specprefill", f"--pairs-file {file}"
         assert table("list", "--pairs-file", file)[-3:] == [
             ["a", "no-such-package==1.2", "self", "not installed", f"{command} pull a {given}"],
-            ["b", "org/target", "self", "ready", f"{command} serve --pair b {given}"],
+            ["b", "org/target", "self", "ready", f"{command} serve --pair b {given}", "never run here"],
             ["c", "org/elsewhere", "self", "from its repository", f"{command} pull c {given}"],
         ]
 

@@ -33,7 +33,7 @@ def list_models(pairs_file: PairsFile = None) -> None:
     else:
         typer.echo(f"No model of your own is in {constants.HF_HUB_CACHE} yet: `mlx-specprefill recommend` names some.")
     typer.echo()
-    _print([("PAIR", "TARGET", "DRAFT", "STATE", "NEXT"), *pairs])
+    _print([("PAIR", "TARGET", "DRAFT", "STATE", "NEXT", "NOTE"), *pairs])
     if repacked:
         typer.echo()
         _print([("REPACKED WEIGHTS OF", "SIZE", "TO REMOVE THEM"), *repacked])
@@ -65,7 +65,7 @@ def _pairs(pairs_file: Path | None) -> Iterator[tuple[str, ...]]:
             state = pair_state(name, row, file)
             of_file = "" if file is None else f" --pairs-file {file}"
             command = {"ready": f"serve --pair {name}", "only in a clone": ""}.get(state, f"pull {name}")
-            yield name, *shown, state, f"mlx-specprefill {command}{of_file}" if command else ""
+            yield name, *shown, state, f"mlx-specprefill {command}{of_file}" if command else "", row.note
 
 
 def _repacked() -> Iterator[tuple[str, ...]]:

@@ -137,7 +137,7 @@ class TestServe:
 
     def test_options_become_settings(self, models: list[str], served: list[Models]) -> None:
         options = ["--port", "0", "--api-key", "a", "--api-key", "b", "--model-alias", "mine"]
-        policy = ["--no-specprefill", "--specprefill-threshold", "99", "--specprefill-keep-pct", "0.3"]
+        policy = ["--no-specprefill", "--specprefill-threshold", "99", "--keep-pct", "0.3"]
         done = run("serve", *options, *policy, "--prefill-step", "64", "--kv-bits", "8", *models)
         assert done.exit_code == 0, done.output
         service = served_alone(served[0])
@@ -334,7 +334,7 @@ class TestRefusals:
             (["eval", "--pair", "demo", "--longbench", "{missing}"], "missing: no such file"),
             (["serve", "--pair", "demo", "--memory-limit", "plenty"], "such as 512MB or 2GB"),
             (["serve", "--pair", "demo", "--kv-bits", "7"], "kv_bits must be one of"),
-            (["serve", "--pair", "demo", "--specprefill-keep-pct", "1.5"], "must be a number in (0, 1]"),
+            (["serve", "--pair", "demo", "--keep-pct", "1.5"], "must be a number in (0, 1]"),
         ],
     )
     def test_one_line_and_exit_code_2(self, arguments: list[str], words: str, prompt_file: str, tmp_path: Path) -> None:

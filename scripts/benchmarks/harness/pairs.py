@@ -44,7 +44,7 @@ def demo_tokenizer() -> TokenizerWrapper:
 def defaults(options: argparse.Namespace) -> tuple[str, ...]:
     """Return the options of `serve` that match the pair's sparse prefill in its row."""
     pair = choose(_named(options))
-    said = {"--specprefill-threshold": pair.threshold, "--specprefill-keep-pct": pair.keep_pct}
+    said = {"--specprefill-threshold": pair.threshold, "--keep-pct": pair.keep_pct}
     return tuple(part for name, value in said.items() if value is not None for part in (name, str(value)))
 
 

@@ -13,6 +13,10 @@ from ..pair_settings import ONE_SHOT, make_settings
 from .common import OptionError, ask_server, begin, choose_here, one_line_errors, options_of, read_text
 from .options import ApiKey, Keep, KvBits, Level, PairOptions, PrefillStep, Question, Raw, Rule, Url, takes_pair
 
+MODE_HELP = (
+    "auto: sparse if that is predicted to save time, or above the pair's threshold where it has one; in full for "
+    "questions about everything. sparse: whatever the length, if it can be."
+)
 PrefillMode = Literal["auto", "sparse", "full"]
 _ENABLED: dict[PrefillMode, bool | None] = {"auto": None, "sparse": True, "full": False}
 
@@ -25,7 +29,7 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0, max=2, help="0 is greedy.")] = 0.0,
     keep: Keep = None,
     rule: Rule = None,
-    mode: Annotated[PrefillMode, typer.Option(help="auto: sparse above the pair's threshold.")] = "auto",
+    mode: Annotated[PrefillMode, typer.Option(help=MODE_HELP)] = "auto",
     raw: Raw = False,
     prefill_step: PrefillStep = None,
     kv_bits: KvBits = None,

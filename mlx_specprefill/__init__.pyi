@@ -22,6 +22,7 @@ from .config import SpeculationName as SpeculationName
 from .config import WiredLimit as WiredLimit
 from .config import keep_pct as keep_pct
 from .constraints import grammar_error as grammar_error
+from .distributed.link import RANK_KEY_VARIABLE as RANK_KEY_VARIABLE
 from .distributed.ranks import Ranks as Ranks
 from .distributed.ranks import join_ranks as join_ranks
 from .engine.costs import ForwardCost as ForwardCost

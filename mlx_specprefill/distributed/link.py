@@ -27,7 +27,7 @@ from typing import Any
 from ..errors import LoadError, PeerLost, PeerLostError, SettingsError
 
 CONTROL_VARIABLE = "MLX_SPECPREFILL_CONTROL"
-KEY_VARIABLE = "MLX_SPECPREFILL_RANK_KEY"
+RANK_KEY_VARIABLE = "MLX_SPECPREFILL_RANK_KEY"
 _NO_CONTROL = f"rank 0's address is not known: set {CONTROL_VARIABLE} to HOST:PORT on all machines (mlx.launch --env)"
 
 _Backend = tuple[int, tuple[str, int] | None, Sequence[str]]
@@ -76,7 +76,7 @@ def rank_info(environ: Mapping[str, str] = os.environ) -> RankInfo | None:
         address = _address(environ[CONTROL_VARIABLE])
     if address is None:
         raise SettingsError(_NO_CONTROL)
-    key = environ.get(KEY_VARIABLE) or "\0".join([*hosts, str(size), str(address)])
+    key = environ.get(RANK_KEY_VARIABLE) or "\0".join([*hosts, str(size), str(address)])
     return RankInfo(int(rank), size, address, tuple(hosts), hashlib.sha256(key.encode()).digest())
 
 

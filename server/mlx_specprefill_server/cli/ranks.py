@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
-from mlx_specprefill import PeerLostError, RankedEngine, Ranks, SettingsError, join_ranks
+from mlx_specprefill import RANK_KEY_VARIABLE, PeerLostError, RankedEngine, Ranks, SettingsError, join_ranks
 
 from ..process import LOST_STATUS, TELLING_S
 from ..settings import ENV_PREFIX, SECRETS, Settings, variable
@@ -24,7 +24,6 @@ from ..settings import ENV_PREFIX, SECRETS, Settings, variable
 logger = logging.getLogger(__name__)
 
 LAUNCHED_VARIABLE = f"{ENV_PREFIX}LAUNCHED"
-KEY_VARIABLE = f"{ENV_PREFIX}RANK_KEY"
 _PEER_TIMEOUT_S = 60.0  # seconds of silence after which another machine counts as lost
 _ASKS = {signal.SIGTERM: b"end\n", signal.SIGINT: b"stop\n"}  # input from the launcher by signal
 
@@ -66,7 +65,7 @@ def _environment() -> list[str]:
     """Return the arguments by which mlx.launch sets this machine's settings and the ranks' shared key on all hosts."""
     secret = {variable(name) for name in SECRETS}  # must not appear in a command line
     settings = {name: os.environ[name] for name in os.environ.keys() - secret if name.startswith(ENV_PREFIX)}
-    settings |= {LAUNCHED_VARIABLE: "1", KEY_VARIABLE: os.environ.get(KEY_VARIABLE) or secrets.token_hex()}
+    settings |= {LAUNCHED_VARIABLE: "1", RANK_KEY_VARIABLE: os.environ.get(RANK_KEY_VARIABLE) or secrets.token_hex()}
     return [part for name, value in settings.items() for part in ("--env", f"{name}={value}")]
 
 

@@ -14,16 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, lru_cache, partial
 
 import numpy as np
-import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.hf import from_tokenizer
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from .arrays import Bools
 from .errors import InvalidRequestError
 from .grammar_depth import depth_of
 from .request import Constraint, ReasoningBudget
-
-Mask = npt.NDArray[np.bool_]
 
 _LARGEST = 1 << 20  # characters of a grammar
 _DEEPEST = 2000  # levels of rules, brackets and references
@@ -43,7 +41,7 @@ _DETAILS = re.compile(r"\n<|\n +\d+ \|")
 _LONGEST_MESSAGE = 400
 
 
-def stack_masks(masks: Sequence[Mask | None], size: int) -> Mask:
+def stack_masks(masks: Sequence[Bools | None], size: int) -> Bools:
     """Return the masks (size,) of R rows as one, (R, size); a row without a mask permits all."""
     return np.stack([np.ones(size, np.bool_) if mask is None else mask for mask in masks])
 
@@ -92,7 +90,7 @@ class LLGuidanceState:
             if not self._over and not self._matcher.consume_token(token):
                 raise self._error(_message(self._matcher))
 
-    def mask(self, size: int) -> Mask | None:
+    def mask(self, size: int) -> Bools | None:
         """Return a mask of the permitted ids, (size,) bool; None permits all. Raises as `accept`."""
         if self._trigger:
             return None
@@ -106,7 +104,7 @@ class LLGuidanceState:
             raise self._error("no token continues the text")
         return mask
 
-    def _by_grammar(self, size: int) -> Mask:
+    def _by_grammar(self, size: int) -> Bools:
         """Return the mask of text that may continue. The request's stop ids, if any, replace the grammar's end.
 
         A forward has just emptied the caches, so speed depends on how little code runs.
@@ -159,7 +157,7 @@ class ReasoningBudgetState:
             self._inside = self._recent[-len(budget.start) :] == budget.start
         self._close_when_spent()
 
-    def mask(self, size: int) -> Mask | None:
+    def mask(self, size: int) -> Bools | None:
         """Return the grammar's mask, replaced while the budget forces tokens; raises as the grammar."""
         if self._closing:
             only = np.zeros(size, np.bool_)

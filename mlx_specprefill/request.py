@@ -17,6 +17,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from .arrays import Floats
 from .config import RuleName, Scope, SpeculationConfig, SpeculationName
 from .errors import InvalidRequestError
 
@@ -105,7 +106,7 @@ class SpecPrefillOptions:
     keep_pct: Fraction | None = None
     return_spans: bool = False
     rule: RuleName | None = None
-    importance: npt.NDArray[np.float32] | None = field(default=None, compare=False, repr=False)
+    importance: Floats | None = field(default=None, compare=False, repr=False)
     speculative: SpeculationName | None = None
     scope: Scope | None = None
     verify: bool = False

@@ -39,14 +39,13 @@ from .engine.engine import Engine
 from .events import Event, Failed, Finished, TokenEvent
 from .loading import load_pair
 from .reading import read_model
-from .request import GenerationRequest, SamplingParams, SpecPrefillOptions
+from .request import GenerationRequest, SamplingParams, SpecPrefillOptions, TokenIds
 from .sampling import choose, logits_processors, make_sampler
 from .specprefill.sparse_prefill import UpperLayersModel
 from .speculative.strategies import STRATEGIES
 from .speculative.verification import TokenSampler
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-Tokens = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.floating[Any]]
 
 VOCAB, M = 128, 96  # the vocabulary of selftest.json; more tokens than its ropes were trained on
@@ -134,12 +133,12 @@ class Case:
             mx.eval(self._exact.parameters())
         self._known: dict[bytes, Floats] = {}
 
-    def after_all(self, answer: Tokens) -> Floats:
+    def after_all(self, answer: TokenIds) -> Floats:
         """Return the logits (L, V) of an answer's tokens to the whole prompt, from one forward without a cache."""
         with _cpu():
             return floats(self._exact(mx.array(np.append(PROMPT, answer))[None])[0, M - 1 : -1])
 
-    def after(self, kept: Tokens, answer: Tokens) -> Floats:
+    def after(self, kept: TokenIds, answer: TokenIds) -> Floats:
         """Return the same after the prompt's tokens `kept`, each fed alone at its position."""
         key = kept.tobytes() + answer.tobytes()
         if key not in self._known:
@@ -149,7 +148,7 @@ class Case:
                 self._known[key] = self._behind(cache, first, answer)
         return self._known[key]
 
-    def after_stages(self, kept: Tokens, answer: Tokens) -> Floats:
+    def after_stages(self, kept: TokenIds, answer: TokenIds) -> Floats:
         """Return the same after the first layers have read the whole prompt."""
         with _cpu():
             model, cache = StagedModel(self._exact, _DEPTH), make_positioned_cache(self._exact)
@@ -159,7 +158,7 @@ class Case:
             model.unite(cache, kept)
             return self._behind(cache, first, answer)
 
-    def _behind(self, cache: list[Any], first: mx.array, answer: Tokens) -> Floats:
+    def _behind(self, cache: list[Any], first: mx.array, answer: TokenIds) -> Floats:
         """Feed an answer's tokens behind a cache; return the logits of each, the first of which are known."""
         tokens = answer[:-1].tolist()
         return floats(mx.stack([first, *(self._exact(mx.array([[token]]), cache=cache)[0, -1] for token in tokens)]))
@@ -185,7 +184,7 @@ def _cpu() -> Iterator[None]:
         mx.enable_compile()
 
 
-def _read_singly(model: Any, cache: list[Any], kept: Tokens) -> mx.array:
+def _read_singly(model: Any, cache: list[Any], kept: TokenIds) -> mx.array:
     """Feed the prompt's tokens one at a time, so that RoPE gets an integer; return the last one's logits (V,)."""
     for position in kept:
         place(cache, np.array([position]))
@@ -422,7 +421,7 @@ def _error(case: Case, engine: Engine, request: _Request, answer: list[Event]) -
     return _distance(ours, np.take_along_axis(truth, ranked, axis=-1))
 
 
-def _truth(case: Case, engine: Engine, last: Finished, answer: Tokens) -> Floats:
+def _truth(case: Case, engine: Engine, last: Finished, answer: TokenIds) -> Floats:
     if last.report.mode == "full":
         return case.after_all(answer)
     kept = np.concatenate([np.arange(*span, dtype=np.int32) for span in last.report.kept_spans or ()])

@@ -7,12 +7,11 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
+
+from .arrays import Bools, Floats
+from .request import TokenIds
 
 _Z = 1.96  # standard errors of a 95 % interval
-_Floats = npt.NDArray[np.float32]
-_Ints = npt.NDArray[np.int32]
-_Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,13 +34,13 @@ class Verdict:
 
     reason: str = ""
     is_sampled: bool = False
-    tokens: _Ints = field(default_factory=lambda: np.zeros(0, np.int32))
-    agrees: _Bools = field(default_factory=lambda: np.zeros(0, np.bool_))
-    counted: _Bools = field(default_factory=lambda: np.zeros(0, np.bool_))
-    own: _Ints = field(default_factory=lambda: np.zeros(0, np.int32))
-    full: _Floats = field(default_factory=lambda: np.zeros(0, np.float32))
-    own_full: _Floats = field(default_factory=lambda: np.zeros(0, np.float32))
-    sparse: _Floats = field(default_factory=lambda: np.zeros(0, np.float32))
+    tokens: TokenIds = field(default_factory=lambda: np.zeros(0, np.int32))
+    agrees: Bools = field(default_factory=lambda: np.zeros(0, np.bool_))
+    counted: Bools = field(default_factory=lambda: np.zeros(0, np.bool_))
+    own: TokenIds = field(default_factory=lambda: np.zeros(0, np.int32))
+    full: Floats = field(default_factory=lambda: np.zeros(0, np.float32))
+    own_full: Floats = field(default_factory=lambda: np.zeros(0, np.float32))
+    sparse: Floats = field(default_factory=lambda: np.zeros(0, np.float32))
 
     def of_first(self, count: int) -> Verdict:
         """Return the verdict on the answer's first `count` tokens: what follows a stop string is no part of it."""

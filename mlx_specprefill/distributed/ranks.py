@@ -14,8 +14,8 @@ from typing import TypeVar
 
 import mlx.core as mx
 import numpy as np
-import numpy.typing as npt
 
+from ..arrays import Floats
 from ..errors import LoadError
 from .link import Link, RankInfo, rank_info
 
@@ -81,7 +81,7 @@ class Ranks(Link):
         self._check()
         return mx.distributed.all_sum(tokens * mx.array(self._own, dtype=tokens.dtype), group=self.group)
 
-    def all_sum(self, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    def all_sum(self, values: Floats) -> Floats:
         """Return the sum over all ranks."""
         self._check()
         return np.array(mx.distributed.all_sum(mx.array(values), group=self.group))

@@ -27,6 +27,7 @@ import numpy as np
 
 from ..adapters.registry import adapter_for, architecture_of
 from ..adapters.rope import adjust_offsets
+from ..arrays import Bools
 from ..cache.rows import (
     batch_key,
     extend_batch,
@@ -39,7 +40,7 @@ from ..cache.rows import (
     padding_bytes,
     row_bytes,
 )
-from ..constraints import GrammarState, Mask, stack_masks
+from ..constraints import GrammarState, stack_masks
 from ..distributed.ranks import Ranks, broadcast
 from ..errors import InvalidRequestError
 from ..events import TokenEvent
@@ -126,7 +127,7 @@ class _Row:
     def choose(self, logits: mx.array, allowed: mx.array | None) -> tuple[mx.array, mx.array]:
         return choose(logits, self.history, self.sampler, self.processors, allowed)
 
-    def follow(self, token: int, size: int) -> Mask | None:
+    def follow(self, token: int, size: int) -> Bools | None:
         """Return the mask of the grammar after `token`; None allows everything."""
         grammar = self.grammar
         if grammar is None or self.failure is not None:

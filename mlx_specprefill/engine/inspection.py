@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
-import numpy.typing as npt
 
 from ..adapters.capture import HeadCapture
 from ..adapters.rope import adjust_offsets
@@ -52,7 +51,7 @@ class Inspection:
     reason: str
     prompt_tokens: int
     kept_tokens: int
-    importance: npt.NDArray[np.float32]
+    importance: Floats
     chunks: tuple[ChunkInfo, ...]
     forced_ranges: tuple[tuple[int, int, str], ...]
     kept_spans: tuple[tuple[int, int], ...] = ()

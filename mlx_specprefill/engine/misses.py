@@ -8,8 +8,8 @@ from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from ..arrays import Bools
 from ..prefill_report import MissKind, PrefixMiss
 from ..request import GenerationRequest, TokenIds
 from .edits import GRAM, hashes
@@ -102,7 +102,7 @@ class _Grams:
         """Return whether another text has this one's first run."""
         return bool((hashes(tokens) == self._hashes[0]).any())
 
-    def _runs(self, tokens: TokenIds) -> npt.NDArray[np.bool_]:
+    def _runs(self, tokens: TokenIds) -> Bools:
         """Return where another text has a run of this one."""
         return np.isin(hashes(tokens), self._hashes)
 

@@ -27,7 +27,6 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-import numpy.typing as npt
 from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -35,13 +34,14 @@ from .._files import replace_text
 from ..adapters.capture import HeadCapture
 from ..adapters.depth import first_layers, full_draft_model, layers_of, smallest_depth
 from ..adapters.heads import DraftHeads, Head, read_heads
-from ..arrays import Bools
+from ..arrays import Bools, Floats
 from ..cache.positioned import leaves
 from ..cache.prefix.identity import model_identity
 from ..config import ScoringConfig, SelectionConfig
 from ..distributed.ranks import Ranks, broadcast
 from ..errors import LoadError, SparseUnsupportedError
 from ..loading import ModelPair
+from ..request import TokenIds
 from .plan import ForcedRange, forced_mask
 from .question import question_span
 from .scorer import ScoringInput, importance_of, read_prompt
@@ -50,7 +50,7 @@ from .text import PromptText, TextReader
 
 log = logging.getLogger(__name__)
 
-Rows = dict[tuple[int, int], npt.NDArray[np.float32]]
+Rows = dict[tuple[int, int], Floats]
 
 _ITEMS, _CHARACTERS = 12, 2600  # per kind; some 600 to 800 tokens
 _FEWEST = 4  # per kind, whatever the time
@@ -386,9 +386,7 @@ def _of_all(capture: HeadCapture, ranks: Ranks | None) -> Rows:
     return dict(zip(numbers, np.array(ranks.all_gather(rows)), strict=True))
 
 
-def _render(
-    tokenizer: TokenizerWrapper, item: CalibrationItem
-) -> tuple[npt.NDArray[np.int32], dict[str, tuple[int, int]]]:
+def _render(tokenizer: TokenizerWrapper, item: CalibrationItem) -> tuple[TokenIds, dict[str, tuple[int, int]]]:
     """Return the prompt's tokens, and the ranges of "document", "question" and "gold"."""
     content = f"{item.document}\n\n{item.question}"
     text = content

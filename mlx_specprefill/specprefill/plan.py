@@ -9,7 +9,6 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from ..arrays import Bools
 from ..cache.prefix.selection_key import SelectionKey
@@ -184,7 +183,7 @@ def forced_ranges(
     return [ForcedRange(r.start, min(r.end, prompt_len), r.reason) for r in ranges if r.start < min(r.end, prompt_len)]
 
 
-def forced_mask(ranges: Sequence[ForcedRange], prompt_len: int) -> npt.NDArray[np.bool_]:
+def forced_mask(ranges: Sequence[ForcedRange], prompt_len: int) -> Bools:
     """Return a mask (M,) that is true where a range covers the token."""
     mask = np.zeros(prompt_len, dtype=np.bool_)
     for r in ranges:
@@ -192,9 +191,7 @@ def forced_mask(ranges: Sequence[ForcedRange], prompt_len: int) -> npt.NDArray[n
     return mask
 
 
-def template_mask(
-    spans: Sequence[PromptSpan], question: tuple[int, int], forced: npt.NDArray[np.bool_]
-) -> npt.NDArray[np.bool_]:
+def template_mask(spans: Sequence[PromptSpan], question: tuple[int, int], forced: Bools) -> Bools:
     """Return a mask (M,) of forced tokens outside the searched text: the first, the template's, the question's.
 
     They get much attention for reasons that are not in the document: the first token and the delimiters are sinks, and

@@ -21,7 +21,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-import numpy.typing as npt
 
 from ..adapters.capture import HeadCapture, QueryCapture, pool
 from ..adapters.depth import FirstLayers
@@ -34,6 +33,7 @@ from ..distributed.ranks import Ranks
 from ..errors import SparseUnsupportedError, SpecPrefillError
 from ..events import Progress
 from ..prefill_report import ScorerKind
+from ..request import TokenIds
 from .question import Ask
 
 AROUND = 48  # tokens on either side of a line that is asked again
@@ -61,13 +61,13 @@ class ScoringInput:
         end: tokens of the prompt whose scores are wanted, if the question is asked right behind them; None: all.
     """
 
-    prompt: npt.NDArray[np.int32]
+    prompt: TokenIds
     question: tuple[int, int]
     template: Bools
     stop_ids: frozenset[int]
     cache: list[Any]
     step: Callable[[], int]
-    again: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    again: TokenIds = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
     asks: tuple[Ask, ...] = ()
     seen: Callable[[int, mx.array], None] | None = None
     cuts: Sequence[int] = ()
@@ -92,7 +92,7 @@ class Scores:
         SpecPrefillError: the importance is not finite.
     """
 
-    importance: npt.NDArray[np.float32]
+    importance: Floats
     scorer: ScorerKind = "request"
     words: str = "the request's own scores"
     lookahead: tuple[int, ...] = ()
@@ -193,7 +193,7 @@ class HeadScorer:
         draft: nn.Module,
         end: int,
         cache: list[Any],
-        tokens: npt.NDArray[np.int32],
+        tokens: TokenIds,
         parts: mx.array | None = None,
     ) -> dict[tuple[int, int], mx.array]:
         """Feed tokens behind the prompt's first `end`; return their heads' attention to these, queued.

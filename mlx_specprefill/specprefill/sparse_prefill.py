@@ -12,11 +12,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
-import numpy.typing as npt
 from mlx_lm.models.cache import RotatingKVCache
 
 from ..adapters.staged import UpperLayers
+from ..arrays import Bools, Indices, Positions
 from ..cache.positioned import Positioned, PositionedRotatingKVCache, leaves, place
 from ..errors import SparseUnsupportedError
 from ..request import TokenIds
@@ -32,7 +31,7 @@ def feed(
     model: Callable[..., mx.array],
     cache: list[Any],
     tokens: TokenIds,
-    positions: npt.NDArray[np.int32] | None,
+    positions: Positions | None,
     ends: Iterable[int],
     logits: bool = False,
 ) -> Generator[tuple[int, mx.array | None], None, None]:
@@ -122,11 +121,11 @@ class HiddenStates:
             self._begun = True
             self._parts.append((start + skipped, new))
 
-    def covers(self, indices: npt.NDArray[np.int32]) -> bool:
+    def covers(self, indices: Indices) -> bool:
         """Return whether the states of all these prompt indices are stored."""
         return sum(int(_within(part, indices).sum()) for part in self._parts) == indices.size
 
-    def of(self, indices: npt.NDArray[np.int32]) -> mx.array:
+    def of(self, indices: Indices) -> mx.array:
         """Return the states (1, N, D) of the prompt's ascending indices (N,).
 
         Raises:
@@ -155,7 +154,7 @@ class HiddenStates:
         return sum(int(states.nbytes) for _, states in self._parts)
 
 
-def _within(part: _Part, indices: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+def _within(part: _Part, indices: Indices) -> Bools:
     start, states = part
     return (indices >= start) & (indices < start + states.shape[1])
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from ..request import TokenIds
 from .proposer import Models, Proposal, Proposer, Verified
@@ -63,7 +62,7 @@ class NgramProposer(Proposer):
         self._size = size
 
 
-def continuation_of(text: npt.NDArray[np.int32], least: int, count: int) -> npt.NDArray[np.int32]:
+def continuation_of(text: TokenIds, least: int, count: int) -> TokenIds:
     """Return the continuation of the best earlier match of the end of `text`: at most `count` ids, or none.
 
     The best match is the longest one, the latest of several.

@@ -17,13 +17,13 @@ from gguf import GGML_QUANT_SIZES, get_tensor_name_map
 from gguf import GGMLQuantizationType as Kind
 from gguf.quants import Q4_K, dequantize
 
+from ...arrays import Floats
 from ...errors import LoadError
 from .architectures import ROPE_FACTORS, Architecture
 from .header import Header, TensorInfo, shorten
 from .repacked import Repacked
 
 Bytes = npt.NDArray[np.uint8]
-Floats = npt.NDArray[np.float32]
 Places = dict[str, mx.array]
 GROUP = 32  # weights that share a scale and a bias in MLX
 EXACT_BITS = {Kind.Q4_0: 4, Kind.Q4_1: 4, Kind.Q4_K: 4, Kind.Q5_0: 5, Kind.Q5_1: 5, Kind.Q5_K: 5, Kind.Q8_0: 8}

@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import mlx.core as mx
 import numpy as np
-import numpy.typing as npt
 
 from ...request import SHARED, CacheLabel, TokenIds
 from ..budget import Evictable
@@ -267,7 +266,7 @@ def make_root(identity: str, block_size: int, label: CacheLabel) -> Node:
     return Node(None, np.zeros(0, dtype=np.int32), digest, label)
 
 
-def common_length(tokens: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) -> int:
+def common_length(tokens: TokenIds, other: TokenIds) -> int:
     """Return the length of the common prefix."""
     count = min(tokens.size, other.size)
     differing = np.flatnonzero(tokens[:count] != other[:count])

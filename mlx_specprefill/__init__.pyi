@@ -82,6 +82,7 @@ from .request import GenerationRequest as GenerationRequest
 from .request import PromptSpan as PromptSpan
 from .request import ReasoningBudget as ReasoningBudget
 from .request import SamplingParams as SamplingParams
+from .request import SpanKind as SpanKind
 from .request import SpecPrefillOptions as SpecPrefillOptions
 from .request import TokenIds as TokenIds
 from .request import as_token_ids as as_token_ids

@@ -14,14 +14,12 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, count, pairwise
-from typing import Any, Literal
+from typing import Any
 
-from mlx_specprefill import InvalidRequestError, PromptSpan
+from mlx_specprefill import InvalidRequestError, PromptSpan, SpanKind
 
 from .conversation import Message
 from .deferred import LOADS
-
-SpanKind = Literal["system", "tools", "user", "assistant", "tool", "other"]
 
 KINDS: Mapping[str, SpanKind] = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 SHORTEST_UNIQUE = 16  # characters; shorter texts may occur once by accident

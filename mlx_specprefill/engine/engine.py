@@ -43,12 +43,11 @@ from .memory import Memory, MemoryUse, check_limit
 from .mlx_thread import MLXThread
 from .prefill import Prefiller
 from .rows import Rows
-from .scheduler import Scheduler
+from .scheduler import PATIENCE, Scheduler
 from .speculation import Speculator
 from .wired import wire
 
 _ERASING_S = 0.01  # between two looks whether the disk has forgotten
-_PATIENCE = 4  # times `target_itl_ms`: how long a prefill may wait while others are served
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +133,7 @@ class Engine:
         self._thread = thread or MLXThread(self.config.memory_limit)
         check_limit(pair, self.config)
         self.caches = self._caches_type(pair, self.config)
-        self.scheduler = Scheduler(self.config.max_rows, round(_PATIENCE * self.config.target_itl_ms) or 1)
+        self.scheduler = Scheduler(self.config.max_rows, round(PATIENCE * self.config.target_itl_ms) or 1)
         self.costs = CostModel(pair, self.config)
         chunks = self._chunks_type(pair, self.config, self.scheduler, self.costs)
         self._speculator = Speculator(pair, self.config, lambda: bool(self.scheduler.decoding))

@@ -1,4 +1,4 @@
-"""The engine's loop on the MLX thread: what a step does, which requests wait for memory, and how jobs end.
+"""The engine's loop on the MLX thread: what a step does, who waits for memory, when idle work begins, how jobs end.
 
 Each step is one decode step of all running answers, then prefill chunks: one, or short ones that take no longer
 together. An error of one request never ends the loop.

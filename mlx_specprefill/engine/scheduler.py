@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
+PATIENCE = 4  # times `target_itl_ms` that others may have before the oldest prefill gets a chunk
 _SHORT = 256  # tokens; or half as many as the median request
 _SHORT_PLACES = 4  # one place in this many is kept for short prompts
 _EVERY = 4  # one in this many admissions goes to the request that has waited longest

@@ -1,4 +1,4 @@
-"""Scoring of a prompt by the draft: from which cached prefix, with which question; what it reads for later."""
+"""Scoring of a prompt by the draft: from which cached prefix, with which question; when nothing is recalled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One memory limit for all engines of a thread, and which of them gives way to another's request."""
+"""One memory limit for all engines: which gives way to another's request, and how much freed memory MLX keeps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scores every prompt token: by the attention of the draft's calibrated heads, or by the published rule.
+"""Scores every prompt token, smoothed: by attention of the draft's calibrated heads, or by the published rule.
 
 A scorer lets the draft read the prompt and returns the importance of each token. There are two.
 

@@ -8,8 +8,6 @@ from fastapi import FastAPI
 from fastapi.telemetry import TelemetryConfig
 from starlette.middleware.cors import CORSMiddleware
 
-from mlx_specprefill import Engine
-
 from . import __version__, errors
 from .access_log import AccessLogMiddleware
 from .anthropic import messages
@@ -22,20 +20,13 @@ from .openai import models as model_list
 from .paths import HeadMiddleware, PathMiddleware
 from .routes import page, prompts, status
 from .routes.openapi_document import openapi_document
-from .service import Service
-from .settings import Settings
 
 ON: TelemetryConfig = {"auto_configure": True, "logs": False}  # records of exceptions might quote prompts
 OFF: TelemetryConfig = {"auto_configure": False, "tracing": False, "metrics": False, "logs": False}
 
 
-def create_app(engine: Engine, settings: Settings) -> FastAPI:
-    """Return the ASGI application over a started engine. `app.state.models.state.stop()` ends all running answers."""
-    return app_of(Models.of(Service(engine, settings)))
-
-
-def app_of(models: Models) -> FastAPI:
-    """Return the ASGI application of one model or several."""
+def create_app(models: Models) -> FastAPI:
+    """Return the ASGI application of one model or several. `app.state.models.state.stop()` ends all answers."""
     settings = models.state.settings
     app = FastAPI(
         title="mlx-specprefill",

@@ -13,7 +13,7 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
-from .app import app_of
+from .app import create_app
 from .awake import Awake
 from .connections import MAX_CONNECTIONS, Connections, LimitedProtocol, raise_open_files_limit
 from .greeting import greeting
@@ -107,7 +107,7 @@ def serve_models(models: Models, sockets: list[socket.socket]) -> None:
         SystemExit: nothing could be computed any more. A service manager then starts another process.
     """
     connections = raise_open_files_limit(MAX_CONNECTIONS)
-    server = make_server(app_of(models), models.state.settings, connections)
+    server = make_server(create_app(models), models.state.settings, connections)
     listen(sockets)
     server.run(sockets)
     if server.lost is not None:

@@ -23,7 +23,7 @@ import pytest
 from fastapi import FastAPI
 
 from mlx_specprefill import Engine
-from mlx_specprefill_server.app import app_of, create_app
+from mlx_specprefill_server.app import create_app
 from mlx_specprefill_server.models.loader import Entry, Loader, LoadProgress, entries_of
 from mlx_specprefill_server.models.models import Models
 from mlx_specprefill_server.pair_loading import load
@@ -31,6 +31,7 @@ from mlx_specprefill_server.pair_settings import make_settings
 from mlx_specprefill_server.pairs import find_pair, read_table
 from mlx_specprefill_server.server_state import ServerState
 from mlx_specprefill_server.settings import Settings
+from tests.support.application import app_over
 from tests.support.tiny import save_checkpoint
 from tests.support.waiting import eventually
 
@@ -124,7 +125,7 @@ def alone(folder: Path, tmp_path: Path, family: str, asked: list[dict[str, Any]]
         return [await answer(client, body) for body in asked]
 
     with Engine(load(pair, "auto", settings, calibrate=True), settings.serving_config()) as engine:
-        found: list[tuple[str, str]] = served(create_app(engine, settings), work)
+        found: list[tuple[str, str]] = served(app_over(engine, settings), work)
         return found
 
 
@@ -148,7 +149,7 @@ def test_mixed_requests_are_answered_as_by_servers_with_one_model(folder: Path, 
         return await asyncio.gather(*map(ask, asked))
 
     with several(folder, tmp_path, max_models=2) as (models, _):
-        found = served(app_of(models), work)
+        found = served(create_app(models), work)
         loads = [entry.loads for entry in models]
     assert found == [expected[number] for number in range(len(asked))]
     assert sum(loads) > 3  # some of them have come and gone
@@ -184,7 +185,7 @@ def test_nothing_is_left_after_50_swaps(folder: Path, tmp_path: Path) -> None:
             assert await models.unload(models.get(FAMILIES[49 % 3]))
             return *before, host.free() or 0
 
-        memory, threads, free = served(app_of(models), work)
+        memory, threads, free = served(create_app(models), work)
         assert sum(entry.loads for entry in models) == 15 + 50
         gc.collect()
         assert [ref() for ref in gone] == [None] * len(gone)
@@ -220,7 +221,7 @@ def test_a_model_is_gone_when_it_is_said_to_be(folder: Path, tmp_path: Path) -> 
         assert [part() for part in parts] == [None] * 3
 
     with several(folder, tmp_path, max_models=1) as (models, _):
-        served(app_of(models), work)
+        served(create_app(models), work)
 
 
 def test_a_draft_that_all_models_have_is_loaded_once(folder: Path, tmp_path: Path) -> None:
@@ -228,7 +229,7 @@ def test_a_draft_that_all_models_have_is_loaded_once(folder: Path, tmp_path: Pat
         await asyncio.gather(*(answer(client, body) for body in bodies(12)))
 
     with several(folder, tmp_path) as (models, _):
-        served(app_of(models), work)
+        served(create_app(models), work)
         services = [entry.service for entry in models]
         assert [entry.loads for entry in models] == [1, 1, 1]  # though many asked at once
         drafts = {id(service.engine.pair.draft.whole) for service in services if service is not None}
@@ -256,7 +257,7 @@ def test_a_model_that_can_not_be_loaded_leaves_the_others_serving(folder: Path, 
         return replies
 
     try:
-        for reply in served(app_of(models), work):
+        for reply in served(create_app(models), work):
             assert reply.status_code == 500
             assert reply.json()["error"]["code"] == "model_failed"
     finally:
@@ -292,7 +293,7 @@ def test_answers_go_on_while_another_model_is_loaded(
             await answer(client, bodies(1)[0] | {"model": FAMILIES[1], "max_tokens": 1})
             answering.cancel()
 
-        served(app_of(models), work)
+        served(create_app(models), work)
     assert seen[-1] > seen[0]
 
 
@@ -350,4 +351,4 @@ def test_a_limit_of_bytes_holds_two_models_and_a_long_request_has_the_room_of_on
         assert there() == {names[2]}
 
     with several(tmp_path, tmp_path, memory_limit=limit, prefill_step=64) as (models, _):
-        served(app_of(models), work)
+        served(create_app(models), work)

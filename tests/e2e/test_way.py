@@ -25,10 +25,10 @@ import mlx_specprefill
 import mlx_specprefill_server
 from mlx_specprefill import Engine
 from mlx_specprefill.engine import loop
-from mlx_specprefill_server.app import create_app
 from mlx_specprefill_server.pair_loading import load
 from mlx_specprefill_server.pair_settings import make_settings
 from mlx_specprefill_server.pairs import find_pair
+from tests.support.application import app_over
 
 MOST_LINES = 2700  # of a warm plain sparse chat
 MOST_FRAMES = 10
@@ -101,7 +101,7 @@ def test_a_plain_sparse_chat_runs_few_lines_and_nothing_of_several_processes(
     def chat(tracer: Tracer) -> None:
         with (
             Engine(load(pair, "auto", settings), settings.engine_config()) as engine,
-            TestClient(create_app(engine, settings), base_url="http://localhost") as client,
+            TestClient(app_over(engine, settings), base_url="http://localhost") as client,
         ):
             assert '"sparse"' in ask(client, "What happened on day 3?")
             tracer.is_on = True

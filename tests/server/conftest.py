@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from mlx_specprefill_server.app import create_app
 from mlx_specprefill_server.connections import MAX_CONNECTIONS
 from mlx_specprefill_server.process import Server, make_server
 from mlx_specprefill_server.settings import Settings
+from tests.support.application import app_over
 
 from .fakes import FakeEngine
 
@@ -27,7 +27,7 @@ def engine() -> Iterator[FakeEngine]:
 
 def client_of(engine: FakeEngine, **settings: Any) -> TestClient:
     """A client that sees a 500 as a client does, instead of the exception."""
-    app = create_app(engine, Settings(**settings))
+    app = app_over(engine, Settings(**settings))
     return TestClient(app, base_url="http://localhost", raise_server_exceptions=False)
 
 
@@ -54,7 +54,7 @@ def _live(engine: FakeEngine) -> Iterator[Callable[..., tuple[str, Server]]]:
 
     def start(connections: int = MAX_CONNECTIONS, **settings: Any) -> tuple[str, Server]:
         given = Settings(port=0, **settings)
-        server = make_server(create_app(engine, given), given, connections)
+        server = make_server(app_over(engine, given), given, connections)
         thread = threading.Thread(target=server.run)
         thread.start()
         running.append((server, thread))

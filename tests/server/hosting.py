@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mlx_specprefill import LoadError
-from mlx_specprefill_server.app import app_of
+from mlx_specprefill_server.app import create_app
 from mlx_specprefill_server.models.loader import Entry, LoadProgress, Tell
 from mlx_specprefill_server.models.models import Models
 from mlx_specprefill_server.pairs import MissingPairError
@@ -113,7 +113,7 @@ def host() -> Iterator[FakeHost]:
 @contextmanager
 def running(host: FakeHost, models: Models, settings: Settings) -> Iterator[str]:
     """The address of a real server of these models; at its end what waits for a loading goes on."""
-    server = make_server(app_of(models), settings)
+    server = make_server(create_app(models), settings)
     thread = threading.Thread(target=server.run)
     thread.start()
     assert eventually(lambda: server.started)

@@ -21,9 +21,9 @@ from starlette.testclient import TestClient
 from mlx_specprefill import GenerationRequest, Timings
 from mlx_specprefill.prefill_report import Reached
 from mlx_specprefill_server import app as application
-from mlx_specprefill_server.app import create_app
 from mlx_specprefill_server.monitoring.logs import configure_logging
 from mlx_specprefill_server.settings import Settings
+from tests.support.application import app_over
 from tests.support.waiting import eventually
 
 from . import fakes
@@ -261,7 +261,7 @@ def test_a_span_carries_the_report(engine: FakeEngine, monkeypatch: pytest.Monke
     provider.add_span_processor(SimpleSpanProcessor(spans))
     on = {**application.ON, "tracer_provider": provider, "auto_configure": False, "operation_spans": False}
     monkeypatch.setattr(application, "ON", on)
-    client = TestClient(create_app(engine, Settings(otel=True)), base_url="http://localhost")
+    client = TestClient(app_over(engine, Settings(otel=True)), base_url="http://localhost")
     client.post("/v1/chat/completions", json=CHAT)
     (span,) = spans.get_finished_spans()
     assert span.name == "POST /v1/chat/completions"

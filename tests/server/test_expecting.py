@@ -9,8 +9,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from mlx_specprefill import Engine, EngineConfig, RequestHandle, load_pair
-from mlx_specprefill_server.app import create_app
 from mlx_specprefill_server.settings import Settings
+from tests.support.application import app_over
 from tests.support.scripted import save_scripted
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -51,7 +51,7 @@ def handles(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[RequestHand
 def test_a_call_is_told_and_a_text_is_not(
     engine: Engine, handles: list[RequestHandle], dialect: Any, streamed: bool
 ) -> None:
-    client = TestClient(create_app(engine, Settings()), base_url="http://localhost")
+    client = TestClient(app_over(engine, Settings()), base_url="http://localhost")
     for script in ("call", "text", "think-call", "malformed"):
         path, body = dialect(f"script:{script}")
         answer = client.post(path, json={**body, "stream": streamed})
@@ -62,7 +62,7 @@ def test_a_call_is_told_and_a_text_is_not(
 
 def test_a_call_that_ends_the_answer_is_told(engine: Engine, handles: list[RequestHandle]) -> None:
     """Without parallel calls the server itself stops after the first."""
-    client = TestClient(create_app(engine, Settings()), base_url="http://localhost")
+    client = TestClient(app_over(engine, Settings()), base_url="http://localhost")
     path, body = chat("script:two-calls")
     answer = client.post(path, json={**body, "parallel_tool_calls": False}).json()
     assert len(answer["choices"][0]["message"]["tool_calls"]) == 1

@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 
 from mlx_specprefill.cache.prefix.disk import DiskTier
 from mlx_specprefill.cache.prefix.index import DiskRow
-from mlx_specprefill_server.app import app_of
+from mlx_specprefill_server.app import create_app
 from mlx_specprefill_server.models.loader import Entry
 
 from .conftest import client_of
@@ -28,7 +28,7 @@ CACHE = "/v1/specprefill/cache"
 def server(host: FakeHost) -> Callable[..., TestClient]:
     def make(*entries: Entry, max_models: int | None = None, **settings: object) -> TestClient:
         known = entries or (entry("a", "first"), entry("b"), entry("org/c"))
-        app = app_of(models_of(host, *known, max_models=max_models, **settings))
+        app = create_app(models_of(host, *known, max_models=max_models, **settings))
         # One event loop for all requests, as a server has.
         return TestClient(app, base_url="http://localhost", raise_server_exceptions=False)
 

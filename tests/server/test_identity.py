@@ -11,9 +11,9 @@ from pydantic import SecretStr
 from starlette.testclient import TestClient
 
 from mlx_specprefill import CacheLabel, Engine, EngineConfig
-from mlx_specprefill_server.app import create_app
 from mlx_specprefill_server.auth import Identity, identities_by_key
 from mlx_specprefill_server.settings import Settings
+from tests.support.application import app_over
 from tests.support.tiny import random_prompt, tiny_pair
 
 from .conftest import client_of
@@ -163,7 +163,7 @@ def clean(real: Engine) -> Engine:
 
 
 def client_to(engine: Engine, **settings: Any) -> TestClient:
-    return TestClient(create_app(engine, Settings(**settings)), base_url="http://localhost")
+    return TestClient(app_over(engine, Settings(**settings)), base_url="http://localhost")
 
 
 def cached_tokens(client: TestClient, who: str, prompt: Any, **fields: Any) -> int:

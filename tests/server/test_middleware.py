@@ -15,9 +15,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from mlx_specprefill_server import request_body
-from mlx_specprefill_server.app import create_app
 from mlx_specprefill_server.paths import HeadMiddleware
 from mlx_specprefill_server.settings import Settings
+from tests.support.application import app_over
 
 from .conftest import client_of
 from .fakes import FakeEngine
@@ -27,7 +27,7 @@ GZIP = {"content-encoding": "gzip"}
 
 
 def got_paths(engine: FakeEngine) -> list[str]:
-    document = create_app(engine, Settings()).openapi()
+    document = app_over(engine, Settings()).openapi()
     paths = [path for path, operations in document["paths"].items() if "get" in operations]
     return [path.replace("{model_id}", "demo/target") for path in paths]
 

@@ -17,12 +17,12 @@ from starlette.testclient import TestClient
 from mlx_specprefill import InvalidRequestError
 from mlx_specprefill_server import request_body
 from mlx_specprefill_server.anthropic import messages
-from mlx_specprefill_server.app import create_app
 from mlx_specprefill_server.errors import ApiError
 from mlx_specprefill_server.nesting import DEEPEST
 from mlx_specprefill_server.openai import chat, completions, responses
 from mlx_specprefill_server.routes import prompts
 from mlx_specprefill_server.settings import Settings
+from tests.support.application import app_over
 
 from .fakes import FakeEngine
 
@@ -35,7 +35,7 @@ def posted(engine: FakeEngine, path: str, body: bytes) -> tuple[httpx.Response, 
 
     async def post() -> tuple[httpx.Response, float]:
         ticker = asyncio.create_task(longest_stall())
-        transport = httpx.ASGITransport(create_app(engine, Settings()))
+        transport = httpx.ASGITransport(app_over(engine, Settings()))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             answer = await client.post(path, content=body, timeout=120)
         await asyncio.sleep(0.05)  # for the ticker to see the last one

@@ -13,7 +13,6 @@ from starlette.testclient import TestClient
 
 from mlx_specprefill import Engine, GenerationRequest, SamplingParams, Verdict
 from mlx_specprefill.engine import loop
-from mlx_specprefill_server.app import create_app
 from mlx_specprefill_server.deltas import CallDelta, CallEnd, CallStart
 from mlx_specprefill_server.generation.reader import Mark
 from mlx_specprefill_server.monitoring.verdicts import AnswerVerdict
@@ -21,6 +20,7 @@ from mlx_specprefill_server.pair_loading import load
 from mlx_specprefill_server.pair_settings import make_settings
 from mlx_specprefill_server.pairs import find_pair
 from mlx_specprefill_server.settings import Settings
+from tests.support.application import app_over
 from tests.support.waiting import eventually
 
 from .conftest import client_of
@@ -44,7 +44,7 @@ def engine_and_settings() -> Iterator[tuple[Engine, Settings]]:
 def client(engine_and_settings: tuple[Engine, Settings], monkeypatch: pytest.MonkeyPatch) -> Iterator[TestClient]:
     """One event loop for all requests: a verdict comes after its answer."""
     monkeypatch.setattr(loop, "_QUIET_S", 0.0)
-    with TestClient(create_app(*engine_and_settings), base_url="http://localhost") as client:
+    with TestClient(app_over(*engine_and_settings), base_url="http://localhost") as client:
         yield client
 
 

@@ -1,0 +1,15 @@
+"""The application over one started engine, as `serve` makes it."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+
+from mlx_specprefill import Engine
+from mlx_specprefill_server.app import create_app
+from mlx_specprefill_server.models.models import Models
+from mlx_specprefill_server.service import Service
+from mlx_specprefill_server.settings import Settings
+
+
+def app_over(engine: Engine, settings: Settings) -> FastAPI:
+    return create_app(Models.of(Service(engine, settings)))

@@ -44,7 +44,7 @@ class Evictable:
 
     @property
     def rank(self) -> int:
-        """Return 0 if it was used once, 1 if it is shared, 2 if it is shared and pinned."""
+        """Return 0 for an entry without a hit, 1 for one with hits, 2 for a pinned one with hits."""
         return 0 if not self.hits else 1 + self.pinned
 
     def evictable(self) -> bool:
@@ -121,7 +121,7 @@ class ByteBudget:
     def reserve(self, nbytes: int) -> bool:
         """Evict until `nbytes` bytes are free; return False if not enough may be evicted.
 
-        Nothing is evicted if what is used now leaves no room for so many.
+        It evicts nothing if the entries in use leave no room for so many.
         """
         if self.used + nbytes > self.limit and self._used_now + nbytes > self.limit:
             return False
@@ -148,7 +148,7 @@ class ByteBudget:
             self._evict(victim)
 
     def add(self, entry: Evictable) -> None:
-        """Count a new entry, which is used now. Its bytes are reserved."""
+        """Add an entry, as one in use. `reserve` has made room for it."""
         entry.held = True
         self._put(entry)
         self.touch(entry)

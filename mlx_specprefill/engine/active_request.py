@@ -27,7 +27,7 @@ NO_INDICES: TokenIds = np.zeros(0, dtype=np.int32)
 
 
 Way = Literal["full", "extend", "sparse"]
-"""All tokens behind a dense prefix; all behind a sparse one; the kept ones."""
+"""What the target reads: all tokens behind a dense prefix, all tokens behind a sparse one, or the kept tokens."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -145,12 +145,12 @@ class ActiveRequest:
     """State of one request. Each stage adds its part.
 
     Attributes:
-        plan: of the prefill; made when the request is submitted, revised once the cached prefix is known.
+        plan: of the prefill. `Engine.submit` makes it, and the look-up of the cached prefix revises it.
         grammar: state of the request's grammar and budget.
         drafting: drafts the answer; None if that was not asked for.
         stage: the stage of the current step.
-        prefix, way: from the look-up on.
-        staging: while the first layers score the prompt; None: the target is read in one.
+        prefix, way: known from the look-up on.
+        staging: known while the first layers score the prompt; None: all layers read at once.
         cache: the target's, until a row has it.
         unstored: what is left to store for later requests, once the first token is out.
     """

@@ -107,12 +107,12 @@ class BackgroundQueue:
         return min(self._turns, key=self._order, default=None)
 
     def discard(self, turn: IdleTurn) -> None:
-        """Nothing more is to be done for it; no effect when it has been replaced."""
+        """Take a turn out that is done or given up. A turn that was replaced is not in the queue."""
         if turn in self._turns:
             self._turns.remove(turn)
 
     def replace(self, turn: IdleTurn, other: IdleTurn) -> None:
-        """Put another one in a turn's place; no effect when it has been replaced."""
+        """Put another turn in the place of this one, unless that was replaced."""
         self._turns = [other if old is turn else old for old in self._turns]
 
     def _order(self, turn: IdleTurn) -> bool:
@@ -122,7 +122,7 @@ class BackgroundQueue:
 class BackgroundPrefill:
     """Reads what is left of one turn after another, the first of the queue at any time.
 
-    Memory is reserved for it as for a request, but nothing is evicted: a turn for which there is none is left as it is.
+    It reserves memory as a request does, but evicts nothing. A turn without room is given up.
 
     Attributes:
         turns: still to be read.
@@ -188,7 +188,7 @@ class BackgroundPrefill:
         return self._memory.has_room_for_prefix(tokens.size, states, session)
 
     def _draw(self, turn: IdleTurn) -> bool:
-        """Count a turn; return whether its answer is verified even if the machine is never idle."""
+        """Count a turn. Return whether its answer is verified in line with requests, not in idle time."""
         self._to_verify += turn.is_to_verify
         return self._samples and turn.is_to_verify and self._to_verify % _EVERY == 0
 
@@ -219,7 +219,7 @@ class BackgroundPrefill:
         turn.tell(Verdict(reason))
 
     def job(self, uid: int) -> Job | None:
-        """The next turn's job under this uid; None while there is one. One that is outranked gives way."""
+        """Return the job of the first turn, None while another runs. The other is cancelled if outranked."""
         turn = self.turns.first()
         if turn is None:
             return None

@@ -55,8 +55,8 @@ def empty_cache(model: nn.Module) -> list[Any]:
 def draft_window(pair: ModelPair, config: EngineConfig) -> DraftWindow | None:
     """Return the window within which the draft reads; None: it reads densely.
 
-    The target's own layers do, whose states become the target's; a draft that proposes the tokens of answers; and one
-    without calibrated heads, which scores by the published rule.
+    Three drafts read densely: the target's own layers, since the target goes on from their states; one that also
+    proposes answers; and one without calibrated heads, which scores by the published rule.
     """
     own = pair.draft is None or full_draft_model(pair.draft) is pair.target
     dense = own or pair.heads is None or drafts_with_draft(config.speculation.strategy)
@@ -226,7 +226,7 @@ class EngineCaches:
         return [(prompt[:length], held) for prompt, length, held in found]
 
     def miss(self, request: GenerationRequest, decode: Decode) -> PrefixMiss | None:
-        """Return why the target reads tokens again that it has cached; None: it does not, or for no reason known."""
+        """Return why the target reads cached tokens again. None: it reads none again, or the reason is unknown."""
         cache = self._target
         if cache is None:
             return None

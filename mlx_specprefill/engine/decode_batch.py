@@ -367,9 +367,9 @@ class DecodeBatch:
         self.plan_anew()
 
     def first_token(self) -> TokenEvent:
-        """Return the newest row's first token before its first step, which then does not return it.
+        """Return the newest row's first token now, before its first step, which takes time to set up.
 
-        The first forward takes time to set up; the client gets its first token before that.
+        The step then does not return that token.
         """
         return self._groups[-1].first_event()
 

@@ -47,7 +47,7 @@ def _densify_upper_layers(
 ) -> Generator[Progress, None, None]:
     """Run the upper layers over all tokens that the lower layers have read. No-op for turns that are not staged.
 
-    The active's cache and the exact cache then hold the text. Cancelled, nothing is kept.
+    The request's cache and the exact cache then hold the text. If it is cancelled, neither keeps anything.
     """
     model, request, S = prefiller.pair.stages, active.request, active.prefix.length
     if model is None or selection_key is None or not can_cut(active.cache):

@@ -343,7 +343,7 @@ class Engine:
     def submit(
         self, request: GenerationRequest, on_event: OnEvent, on_verdict: Callable[[Verdict], None] = noop
     ) -> RequestHandle:
-        """Queue a request. Both callbacks are called on the MLX thread; they must be quick and must not raise.
+        """Queue a request. The MLX thread calls both callbacks, which must be quick and must not raise.
 
         Args:
             on_verdict: called once after a sparse answer with `SpecPrefillOptions.verify`, if the engine `verifies`.

@@ -239,7 +239,7 @@ class EngineCore:
         return [uid for uid, job in self.jobs.items() if job.handle.cancelled]
 
     def _look_at_memory(self) -> None:
-        """Compare what MLX holds with what is accounted for; return freed memory to the system when idle."""
+        """Look for leaks. After some time without work, return freed memory to the system."""
         now = time.monotonic()
         if now < self._next_look:
             return
@@ -292,7 +292,7 @@ class EngineCore:
             self._scheduler.add_background(job.uid)
 
     def _stop_background(self) -> None:
-        """Its memory goes to a request; it begins again later, with what it has stored."""
+        """Give the memory of background work to a request. The work begins again later, with what it has stored."""
         for job in [job for job in self.jobs.values() if job.background]:
             job.handle.cancel()
             self._cancel(job)
@@ -338,7 +338,7 @@ class EngineCore:
             self._emit(job, event)
 
     def _finish_prefill(self, job: Job) -> None:
-        """After the last prefill chunk, begin to decode; report the result of a job without an answer."""
+        """Begin to decode after the last prefill chunk. A job without an answer ends here, with its result."""
         if not isinstance(job, AnswerJob):
             self._forget(job)
             job.on_end(job.result)
@@ -385,7 +385,7 @@ class EngineCore:
     # --- how jobs end ------------------------------------------------------------------------------------------------
 
     def _finish(self, job: AnswerJob, reason: FinishReason) -> None:
-        """End a decoding row; what its cache holds may serve the next turn."""
+        """End a decoding row. Its cache stays for the next turn where it can."""
         active = job.active
         active.store()
         cache, tokens = self._rows.remove(job.uid)

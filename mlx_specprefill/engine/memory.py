@@ -82,7 +82,7 @@ class MemoryUse:
 
 
 class Memory:
-    """Predicts, reserves and reports; before `measure` everything is free.
+    """Predicts what requests need, reserves it, and reports what is in use. Before `measure` everything is free.
 
     Reservations count against a limit that also covers the weights and the prefix cache.
 

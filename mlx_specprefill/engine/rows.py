@@ -67,7 +67,7 @@ class Rows:
         return self._batch.padding
 
     def add(self, active: ActiveRequest, logits: mx.array) -> TokenEvent:
-        """Start decoding a prefilled active; return its first token, chosen from `logits` (1, V)."""
+        """Begin to decode a request behind its prefill. Return its first token, chosen from `logits` (1, V)."""
         active.cache, active.decoded.shift = self.quantize(active.cache, active.decoded.shift)
         drafting = active.drafting
         if drafting is not None and drafting.proposer is not None:

@@ -79,7 +79,7 @@ class Scheduler:
         """Return the request to admit next; None where there is none, or no place for it.
 
         Args:
-            passing: the last one returned does not fit in memory: return a shorter one that may pass it.
+            passing: the request that was returned last does not fit in memory. Return a shorter one that may pass it.
         """
         if not self._waiting or self.running >= self.max_rows:
             return None

@@ -79,10 +79,10 @@ class PromptScorer:
         Args:
             hidden: stores the hidden states of the draft, the target's own first layers. The draft reads anew from its
                 `known` on.
-            extension: calibrated heads ask the question right behind what the draft has read, however little it is.
+            extension: calibrated heads ask the question right behind what the draft has read, even if that is little.
 
         Raises:
-            SparseUnsupportedError: in the first step, there is no draft; or it can't score.
+            SparseUnsupportedError: raised in the first step: there is no draft, or it can't score.
             DraftContextError: the draft has another tokenizer, and the prompt is too long for it.
         """
         if request.specprefill.importance is not None:
@@ -138,7 +138,7 @@ class PromptScorer:
     def _raised(
         self, request: GenerationRequest, plan: PrefillPlan, text: PromptText, task: ScoringInput, scores: Scores
     ) -> Scores:
-        """Return the scores by heads with the lines raised that share words with what asks; others as they are."""
+        """Return the scores, by heads with more for the lines that share words with the question."""
         if plan.rule == "paper" or self.pair.heads is None:
             return scores
         factors = word_factors(text, self._asking(request, task, text))[: scores.importance.size]
@@ -172,7 +172,7 @@ class PromptScorer:
         extension: Extension | None,
         raised: Callable[[Scores], Scores] = lambda scores: scores,
     ) -> Scoring:
-        """Score with the draft. A cached prefix may cover `known` tokens; `raised` has the last word on the scores."""
+        """Score with the draft. A cached prefix may cover `known` tokens. `raised` changes the scores at the end."""
         if self.pair.draft is None or self._whole is None:
             raise SparseUnsupportedError("no draft model is loaded")
         draft = self._whole if plan.rule == "paper" else self.pair.draft

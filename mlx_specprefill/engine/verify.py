@@ -1,7 +1,7 @@
-"""Makes verdicts: the target reads a sparse answer behind the whole prompt; which tokens agree, within rounding.
+"""Makes verdicts: which tokens of a sparse answer full reading would write too, but for rounding.
 
-The prompt is dense after idle time, and the answer has to be read behind it for the next turn anyway. That forward's
-logits say what full reading thinks of each token. MLX thread only.
+In idle time the target reads the whole prompt, and the answer behind it, which the next turn needs anyway. The logits
+of that forward say what full reading thinks of each token. MLX thread only.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def verify(
 ) -> Generator[Progress | PromptLogprobs, None, Verdict]:
     """Make a sparse turn dense, and compare its answer. Yields between forwards.
 
-    The exact cache then holds prompt and answer; with a quantised KV cache, the prompt.
+    The exact cache then holds the prompt, and the answer unless the KV cache is quantised.
 
     Args:
         request: the answered one; `selection_key`: that of the turn.

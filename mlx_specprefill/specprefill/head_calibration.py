@@ -4,8 +4,9 @@ The items are of three kinds: copy a sentence of the text, a code inserted into 
 shares no word with it (paraphrase). The text is docstrings of the standard library, so none has to be shipped.
 
 A head's gain is the share of its attention from the question to the document that falls on the answer, less the share
-of a uniform distribution (after QRHead, arXiv 2506.09944). The best heads by gain are tried in several numbers, and the
-number with the best recall is taken, for every depth. Of the depths, the fewest layers with the best recall are taken.
+of a uniform distribution (after QRHead, arXiv 2506.09944). For every depth, calibration tries
+several numbers of the heads with the best gain, and takes the number with the best recall. Of the depths with the best
+recall it takes the smallest.
 """
 
 from __future__ import annotations

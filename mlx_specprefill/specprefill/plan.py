@@ -105,7 +105,7 @@ def plan_prefill(
     elif options.enabled is None:
         plan = _by_policy(plan, config, rest.size, gains_are_known)
     if plan.mode == "sparse":
-        plan = _possible(plan, config, rest)
+        plan = _check_drops_enough(plan, config, rest)
     if plan.selection_key is None or options.enabled or request.about_everything is None:
         return plan
     return _read_everything(plan, request.about_everything)
@@ -145,8 +145,12 @@ def _estimate_kept(keep: Fraction, forced: Bools) -> int:
     return int(min(forced.size, max(share, forced.sum() + share / 2)))
 
 
-def _possible(plan: PrefillPlan, config: EngineConfig, rest: Bools) -> PrefillPlan:
-    """Check that a sparse prefill drops enough: cached tokens aside, only the `rest` of the forced ones counts."""
+def _check_drops_enough(plan: PrefillPlan, config: EngineConfig, rest: Bools) -> PrefillPlan:
+    """Return the plan, or a full prefill where a sparse one would drop too little.
+
+    Args:
+        rest: bool, which of the uncached tokens are forced.
+    """
     if plan.keep == 1:
         return plan.as_full("keep-all", "keep is 100 %")
     share = Fraction(int(rest.sum()), max(rest.size, 1))

@@ -58,7 +58,7 @@ class ScoringInput:
         seen: called at every forward with the index of its first token and the draft's output; None: not called.
         cuts: lengths before the question, ascending, at which a forward ends; `on_cut` is called with each.
         window: seen by the tokens in front of the question while they are read; None: everything.
-        end: tokens of the prompt whose scores are wanted, if the question is asked right behind them; None: all.
+        end: the question is asked right behind so many tokens of the prompt, and only they are scored; None: all.
     """
 
     prompt: TokenIds

@@ -148,8 +148,8 @@ def _raise_headings(scores: Floats, headings: Indices, size: int) -> None:
 def missing_of(selection: Selection, held: Bools, stands_out: float) -> Indices:
     """Return the chosen tokens that an earlier turn dropped and that stand out.
 
-    Most of the budget is filled with ordinary text, which changes from question to question. Tokens are recalled only
-    if they stand out: if their importance is a multiple of the best unchosen one. Tokens that the earlier turn holds do
+    Ordinary text fills most of the budget, and changes from question to question. So only tokens that stand out are
+    recalled: their importance is a multiple of the best unchosen one. Tokens that the earlier turn holds do
     not count: an earlier question in the same words gets the most attention. The chosen chunks beside them are recalled
     too, up to 32 tokens away and without a gap: the rest of a line or sentence.
 

@@ -114,7 +114,7 @@ class DiskTier:
             return []
 
     def has_room(self, nbytes: int) -> bool:
-        """Return whether a record would not be refused because of those that wait to be written."""
+        """Return whether a record of so many bytes may join those that wait to be written."""
         with self._lock:
             return not self._pending_bytes or self._pending_bytes + nbytes <= self._pending_limit
 

@@ -304,7 +304,7 @@ class PrefixCache:
                 once used a second time, they are evicted last, in memory and on disk.
             pin_system_prefix: this call counts as their second use.
             state: the result of `state` after these tokens, if the cache holds more by now.
-            selection_key: how the tokens were chosen. None: the cache holds all.
+            selection_key: says how the tokens were chosen. None: the cache holds all.
             hidden: returns the first layers' hidden states of the tokens [start, end), (1, L, D), and the index of the
                 first known one. They are stored in place of these layers' caches. Without a gap nothing is stored where
                 `Layout.lacks_dense`.

@@ -1,10 +1,11 @@
 """Control tokens in the text of people, tools and files are text, never structure.
 
-A template joins structure and content into one text that no longer separates them. Before rendering, names of control
-tokens in content are therefore written in private-use characters, one for one, which mean nothing to templates. Every
-remaining name in the rendered text is then the template's own. A copy of the tokenizer has other names for control
-tokens. The template's names are replaced by these, the private-use characters are turned back, and the copy tokenizes
-the text. Everything else stays unchanged: the rules, the places, and every token of a text without such names.
+A template joins structure and content into one text that no longer separates them. So before rendering, this
+module writes the names of control tokens in content in private-use characters, one for one, which mean nothing to
+templates. Every name that is left in the rendered text is then the template's own. A copy of the tokenizer has other
+names for control tokens. The module replaces the template's names by these, turns the private-use characters back, and
+lets the copy tokenize the text. All else stays as it is: the rules, the places, and all tokens of a text without such
+names.
 """
 
 from __future__ import annotations

@@ -112,19 +112,18 @@ class MLXThread:
             EngineClosedError: the thread is not running.
         """
         done = Results[T]()
-        with self._lock:
-            if not self._open:
-                raise EngineClosedError("the MLX thread is not running")
-            self._calls.put(partial(done.fill, call))
-        self.wake()
+        self._post(partial(done.fill, call))
         return done.wait()
 
     def add(self, loop: EngineCore) -> None:
         """Add a loop until its inbox is closed. Returns at once; `loop.ready` tells when it runs."""
+        self._post(partial(self._begin, loop))
+
+    def _post(self, call: Callable[[], None]) -> None:
         with self._lock:
             if not self._open:
                 raise EngineClosedError("the MLX thread is not running")
-            self._calls.put(lambda: self._begin(loop))
+            self._calls.put(call)
         self.wake()
 
     def release(self) -> None:

@@ -24,7 +24,8 @@ from fastapi import FastAPI
 
 from mlx_specprefill import Engine
 from mlx_specprefill_server.app import create_app
-from mlx_specprefill_server.models.loader import Entry, Loader, LoadProgress, entries_of
+from mlx_specprefill_server.models.entry import Entry, LoadProgress, entries_of
+from mlx_specprefill_server.models.loader import Loader
 from mlx_specprefill_server.models.models import Models
 from mlx_specprefill_server.pair_loading import load
 from mlx_specprefill_server.pair_settings import make_settings

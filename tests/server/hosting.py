@@ -12,7 +12,8 @@ import pytest
 
 from mlx_specprefill import LoadError
 from mlx_specprefill_server.app import create_app
-from mlx_specprefill_server.models.loader import Entry, LoadProgress, Tell
+from mlx_specprefill_server.models.entry import Entry, LoadProgress
+from mlx_specprefill_server.models.loader import Tell
 from mlx_specprefill_server.models.models import Models
 from mlx_specprefill_server.pairs import MissingPairError
 from mlx_specprefill_server.process import make_server

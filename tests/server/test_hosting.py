@@ -11,7 +11,7 @@ import pytest
 
 from mlx_specprefill import EngineClosedError
 from mlx_specprefill_server.errors import ApiError
-from mlx_specprefill_server.models.loader import Entry, NoRoomError
+from mlx_specprefill_server.models.entry import Entry, NoRoomError
 from mlx_specprefill_server.models.models import Models
 from mlx_specprefill_server.monitoring.metrics import metrics_text
 

@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 from mlx_specprefill.cache.prefix.disk import DiskTier
 from mlx_specprefill.cache.prefix.index import DiskRow
 from mlx_specprefill_server.app import create_app
-from mlx_specprefill_server.models.loader import Entry
+from mlx_specprefill_server.models.entry import Entry
 
 from .conftest import client_of
 from .fakes import FakeEngine

@@ -16,7 +16,8 @@ import typer
 
 from mlx_specprefill import DtypeName, RankedEngine
 
-from ..models.loader import Loader, entries_of
+from ..models.entry import entries_of
+from ..models.loader import Loader
 from ..models.models import Models
 from ..monitoring.logs import configure_logging
 from ..pair_settings import drop_unset, make_settings

@@ -18,7 +18,7 @@ from ..errors import ANTHROPIC_PATH, error_response
 from ..event_stream import DONE, EVENT_STREAM_HEADERS, comment, data_event, named_event
 from ..report import PROGRESS_S
 from ..while_connected import client_left
-from .loader import Entry
+from .entry import Entry
 from .models import Models
 
 RESPONSES_PATH = "/v1/responses"

@@ -20,16 +20,8 @@ from ..errors import ApiError
 from ..pairs import MissingPairError, size
 from ..server_state import ServerState
 from ..service import Service
-from .loader import (
-    RETRY_AFTER_S,
-    Entry,
-    Loader,
-    LoadProgress,
-    NoRoomError,
-    ids_of,
-    load_error,
-    reason_of,
-)
+from .entry import RETRY_AFTER_S, Entry, LoadProgress, NoRoomError, ids_of, load_error, reason_of
+from .loader import Loader
 
 logger = logging.getLogger(__name__)
 LOOK_AGAIN_S = 1.0  # seconds between looks at an expired model in use

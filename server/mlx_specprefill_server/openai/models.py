@@ -12,7 +12,7 @@ from starlette.responses import Response
 from ..auth import Identity, IdentityDep
 from ..errors import ApiError, JsonResponse
 from ..models.dependencies import ModelsDep
-from ..models.loader import Entry
+from ..models.entry import Entry
 from ..models.models import Models
 from ..request_body import check_model_name
 from ..service import Service

@@ -15,7 +15,7 @@ from mlx_specprefill import Constraint, Engine, Event, GenerationRequest, Inspec
 
 from .access_log import current_trace
 from .auth import Identity
-from .constrained.output_format import free_constraint
+from .constrained.answer_grammar import free_constraint
 from .fields import SamplingFields
 from .generation.generation import AnswerResult, AnswerSpec, Generation
 from .generation.reader import Mark, Vocabulary

@@ -13,8 +13,8 @@ from starlette.responses import Response
 from mlx_specprefill import Constraint, ContextLengthError, GenerationRequest, ReasoningBudget, SamplingParams
 
 from .auth import Identity
+from .constrained.answer_grammar import constraint_of
 from .constrained.calls import forced_format, with_patterns
-from .constrained.output_format import constraint_of
 from .constrained.tool_choice import NamedTool, ToolChoice, resolve_tool_choice
 from .errors import JsonResponse, refusal
 from .event_stream import EventStream

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_specprefill.constraints import Grammars
-from mlx_specprefill_server.constrained.output_format import constraint_of
+from mlx_specprefill_server.constrained.answer_grammar import constraint_of
 from mlx_specprefill_server.deltas import CallDelta, CallEnd, CallStart, TextDelta
 from mlx_specprefill_server.parsers.formats import Format
 from mlx_specprefill_server.settings import ToolParser

@@ -12,8 +12,9 @@ from mlx_specprefill import Constraint, InvalidRequestError
 from mlx_specprefill.constraints import Grammars
 from mlx_specprefill_server import schemas
 from mlx_specprefill_server.constrained import lark
+from mlx_specprefill_server.constrained.answer_grammar import constraint_of
 from mlx_specprefill_server.constrained.enforceable import EnforceableSchema
-from mlx_specprefill_server.constrained.output_format import OutputFormat, constraint_of
+from mlx_specprefill_server.constrained.output_format import OutputFormat
 
 from .conftest import client_of
 from .fakes import FakeEngine, byte_tokenizer

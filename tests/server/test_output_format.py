@@ -9,10 +9,10 @@ import pytest
 
 from mlx_specprefill import Constraint, InvalidRequestError
 from mlx_specprefill.constraints import Grammars
+from mlx_specprefill_server.constrained.answer_grammar import constraint_of
 from mlx_specprefill_server.constrained.output_format import (
     OUTPUT_FIELDS,
     OutputFormat,
-    constraint_of,
     parse_response_format,
 )
 from mlx_specprefill_server.constrained.tool_choice import NamedTool, ToolChoice

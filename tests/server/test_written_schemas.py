@@ -12,7 +12,7 @@ from jsonschema.validators import validator_for
 
 from mlx_specprefill import Constraint
 from mlx_specprefill.constraints import LLGuidanceState
-from mlx_specprefill_server.constrained.output_format import constraint_of
+from mlx_specprefill_server.constrained.answer_grammar import constraint_of
 
 from .notations import FORCED, NOTATIONS, Notation, in_all
 from .parsers.reading import collected

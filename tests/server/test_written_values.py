@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mlx_specprefill import InvalidRequestError
-from mlx_specprefill_server.constrained.output_format import constraint_of
+from mlx_specprefill_server.constrained.answer_grammar import constraint_of
 
 from .notations import FORCED, NOTATIONS, Notation, as_json, exactly, in_all
 from .parsers.reading import collected

@@ -15,7 +15,8 @@ from typing import Any
 
 from mlx_specprefill import Constraint, InvalidRequestError
 from mlx_specprefill.constraints import Grammars
-from mlx_specprefill_server.constrained.output_format import OutputFormat, constraint_of
+from mlx_specprefill_server.constrained.answer_grammar import constraint_of
+from mlx_specprefill_server.constrained.output_format import OutputFormat
 from tests.server.fakes import byte_tokenizer
 
 SMALLEST_STACK = 512 << 10  # bytes; what macOS gives a thread that asks for none

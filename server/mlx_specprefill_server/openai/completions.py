@@ -21,7 +21,7 @@ from mlx_specprefill import (
 )
 
 from ..auth import IdentityDep
-from ..constrained.output_format import constraint_of
+from ..constrained.answer_grammar import constraint_of
 from ..deltas import AnswerDelta, AnswerDone, Idle, TextDelta
 from ..errors import refusal
 from ..event_stream import DONE, KEEP_ALIVE, data_event

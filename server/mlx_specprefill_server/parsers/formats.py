@@ -16,6 +16,7 @@ from ..notations import (
     GEMMA_4,
     GRANITE,
     KIMI,
+    LFM2,
     MINIMAX,
     MISTRAL_TAG,
     SEED,

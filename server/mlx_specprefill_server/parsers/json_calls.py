@@ -1,5 +1,6 @@
-"""Calls as JSON objects: Hermes, Qwen, Mistral and many others; Gemma's have keys without quotes. Some families' marks
-stand around calls in Python, too.
+"""Calls as JSON objects: Hermes, Qwen, Mistral and many others; Gemma's have keys without quotes.
+
+Some families' marks stand around calls in Python, too.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from .config_files import Values
+from .settings import API_KEY_VARIABLE
 
 _ID = "mlx-specprefill"  # the id of our entry among an agent's providers
-_KEY_VARIABLE = "MLX_SPECPREFILL_API_KEY"
 _PATIENCE_MS = 3_000_000  # milliseconds, for a long prompt on a slow machine
 _MOST_OUTPUT = 8192  # tokens; agents plan their compaction by it
 _CODEX_INSTRUCTIONS = """You are a coding agent in the Codex CLI, on the user's own machine.
@@ -162,12 +162,12 @@ def _qwen(server: RunningServer) -> Setup:
     model = {
         "id": server.model,
         "name": _ID,
-        "envKey": _KEY_VARIABLE,
+        "envKey": API_KEY_VARIABLE,
         "baseUrl": server.v1,
         "generationConfig": {"timeout": _PATIENCE_MS, "contextWindowSize": server.window},
     }
     values = {
-        "env": {_KEY_VARIABLE: server.key},
+        "env": {API_KEY_VARIABLE: server.key},
         "modelProviders": {"openai": [model]},
         "security": {"auth": {"selectedType": "openai"}},
         "model": {"name": server.model},
@@ -238,7 +238,7 @@ def _zed(server: RunningServer) -> Setup:
     }
     path = _home("XDG_CONFIG_HOME", ".config") / "zed" / "settings.json"
     note = "Zed keeps keys apart: start it with this variable, or enter the key in Agent Settings, LLM Providers."
-    return Setup({path: values}, {_KEY_VARIABLE: server.key}, (note,))
+    return Setup({path: values}, {API_KEY_VARIABLE: server.key}, (note,))
 
 
 def _open_webui(server: RunningServer) -> Setup:

@@ -29,6 +29,7 @@ from mlx_specprefill import (
 from . import setting_values
 
 ENV_PREFIX = "MLX_SPECPREFILL_"
+API_KEY_VARIABLE = f"{ENV_PREFIX}API_KEY"  # of clients: the key that they send
 ENGINE = EngineConfig(prefill_step=1)  # the source of the defaults, but for the one that depends on the device
 _REMEMBERED_BYTES = 8 << 30  # bytes of disk space for the common beginnings of agents' prompts
 

@@ -14,7 +14,7 @@ import typer
 
 from mlx_specprefill import DtypeName, RuleName
 
-from ..settings import LogLevel, description_of, variable
+from ..settings import API_KEY_VARIABLE, LogLevel, description_of, variable
 
 PairsFile = Annotated[Path | None, typer.Option(help="File of your own named pairs for --pair.")]
 
@@ -26,7 +26,7 @@ Url = Annotated[str, typer.Option("--url", help="Address of the running server."
 ApiKey = Annotated[
     str | None,
     typer.Option(
-        envvar=["MLX_SPECPREFILL_API_KEY", variable("api_keys")],
+        envvar=[API_KEY_VARIABLE, variable("api_keys")],
         callback=lambda given: given and given.partition(",")[0].strip(),
         help="API key, if the server requires one. Of several, the first is sent.",
     ),

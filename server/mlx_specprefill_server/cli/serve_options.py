@@ -13,6 +13,8 @@ from typer.core import TyperCommand
 from ..settings import Settings, description_of, flag_of, variable
 from .options import with_options
 
+_MORE_FLAGS = {"specprefill_keep_pct": ("--specprefill-keep-pct",)}
+
 EXAMPLES = (
     ("serve", "the default pair"),
     ("serve --target X --draft Y", "models of your own: folders, GGUF files or repository ids"),
@@ -52,15 +54,15 @@ def takes_settings(command: Callable[..., None]) -> Callable[..., None]:
 
 def _parameter(name: str) -> Parameter:
     """Return the option of `serve` for a setting. The setting itself parses what is no plain number, word or path."""
-    field, flag = Settings.model_fields[name], flag_of(name)
+    field, flags = Settings.model_fields[name], [flag_of(name), *_MORE_FLAGS.get(name, ())]
     kind: Any = field.annotation
     if get_origin(kind) is tuple:
         kind = list[str]
     elif any(isinstance(step, BeforeValidator) for step in field.metadata):
         kind = str
     elif field.default is True:
-        flag = f"{flag}/--no-{flag.removeprefix('--')}"
-    option = typer.Option(flag, help=description_of(name))
+        flags = [f"{flags[0]}/--no-{flags[0].removeprefix('--')}"]
+    option = typer.Option(*flags, help=description_of(name))
     return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option])
 
 

@@ -145,13 +145,15 @@ def _within(left: int, lines: Iterable[Ask]) -> Iterator[Ask]:
 def _apart(span: PromptSpan, lines: Sequence[Ask], text: PromptText, few: int) -> list[Ask]:
     """Return the lines of a message's first short paragraph and its last two: an order around a document, and what is
     said behind it, such as rules or a signature. The first and last of few tokens come first: a document has fewer.
+    In front of a paragraph with a question mark there is text.
 
     Args:
         few: most tokens of a question without rules.
     """
     short = [(start, end) for start, end in _paragraphs(span, text) if end - start <= _PARAGRAPH]
     tiny = [(start, end) for start, end in short if end - start <= few]
-    likely = tiny[:1] + tiny[-1:] + short[:1] + short[-2:]
+    asked = any(line.weight == _QUESTION_WEIGHT for start, _ in short[-1:] for line in lines if line.start >= start)
+    likely = tiny[:1] + tiny[-1:] + short[:1] + short[-1:] + ([] if asked else short[-2:-1])
     return [line for start, end in likely for line in lines if start <= line.start and line.end <= end]
 
 

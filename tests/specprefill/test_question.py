@@ -204,6 +204,12 @@ def test_an_order_asks_with_the_rules_in_its_paragraph(around: str, document: st
     assert by_text(AROUND[around].format(order=DETAILED, document=document)).get(NEED) == 2.0
 
 
+def test_the_paragraph_in_front_of_a_question_is_text() -> None:
+    text = f"These are the harbours of Norway.\n\n{ASKING}\n\nBoats of class 7 are late in winter.\n\n"
+    assert by_text(f"{text}Who owns the boats? Be brief.").get("Boats of class 7 are late in winter.", 1) == 1
+    assert by_text(f"{text}Thanks for all your help.")["Boats of class 7 are late in winter."] == 2
+
+
 MANUAL = "\n".join(f"Check that the valve of ship {number} is closed." for number in range(40))
 
 

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mlx_specprefill_evals.tasks import TASKS, Space, make_item
-from mlx_specprefill_evals.tasks.places import PLACE_TASKS
+from mlx_specprefill_evals.tasks import PLACE_TASKS, TASKS, Space, make_item
 from mlx_specprefill_server.local import LocalPair, open_pair
 from tests.support.reading import text_read
 

@@ -5,10 +5,12 @@ from .base import Item, Known, Space, Task, make_item
 from .calls import CALLS
 from .code_qa import CODE_QA
 from .more import MORE
-from .places import ORDER_TASKS, PLACE_TASKS
+from .places import tasks_at_places
 from .real import REAL
 from .ruler import RULER
 
+PLACE_TASKS = tasks_at_places("place")
+ORDER_TASKS = tasks_at_places("order", order=True)
 TASKS: dict[str, Task] = RULER | ADVERSARIAL | MORE | REAL | CALLS | CODE_QA | PLACE_TASKS | ORDER_TASKS
 GROUPS: dict[str, tuple[str, ...]] = {
     "ruler": tuple(RULER),

@@ -26,6 +26,14 @@ _REMARK = re.compile(r"#.{25,100}\?")
 _REMARKS = 6  # in a document
 
 
+def tasks_at_places(prefix: str, order: bool = False) -> dict[str, Task]:
+    """Return a task for each place, by its name behind the prefix. `order` is as in `_make`."""
+    return {
+        f"{prefix}_{name}": Task(partial(_make, place, order=order), scoring.all_values, 32)
+        for name, place in PLACES.items()
+    }
+
+
 def _make(place: Place, rng: random.Random, space: Space, order: bool = False) -> Item:
     """Return the item of the space's number at a place. The document is one of `KINDS`, by turns.
 
@@ -71,11 +79,3 @@ def _filled(place: Place, document: str, asked: Asked) -> Item:
 
     turns = tuple(Turn(fill(turn.question), turn.answer or asked.value) for turn in place.turns)
     return Item(turns, (asked.value,), (asked.gold.strip(),), system=fill(place.system))
-
-
-PLACE_TASKS: dict[str, Task] = {
-    f"place_{name}": Task(partial(_make, place), scoring.all_values, 32) for name, place in PLACES.items()
-}
-ORDER_TASKS: dict[str, Task] = {
-    f"order_{name}": Task(partial(_make, place, order=True), scoring.all_values, 32) for name, place in PLACES.items()
-}

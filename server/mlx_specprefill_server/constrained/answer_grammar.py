@@ -112,6 +112,3 @@ def _body(lark: Lark, output: OutputFormat, tool_format: str | None) -> str:
     if tool_format != "harmony":
         return body
     return lark.rule("final", f"{lark.analysis()} {lark.literal('<|channel|>final<|message|>')} {body}")
-
-
-# --- reading requests ------------------------------------------------------------------------------------------------

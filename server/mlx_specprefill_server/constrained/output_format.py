@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ from ..errors import refusal, require
 from ..nesting import loads
 from .lark import LARGEST
 
+OUTPUT_FIELDS = ("response_format", "structured_outputs", "json_schema", "grammar")
 Kind = Literal["json_object", "json_schema", "regex", "grammar", "choice"]
 
 _MOST_CHOICES = 10_000
@@ -43,13 +44,22 @@ def parse_response_format(body: Mapping[str, Any]) -> OutputFormat | None:
     Raises:
         InvalidRequestError: names the field; also when two fields ask for something.
     """
-    requested = {
-        name: read(body[name], name) for name, read in _READERS.items() if body.get(name) not in (None, "", {}, [])
-    }
+    requested = {name: _read(name, body[name]) for name in OUTPUT_FIELDS if body.get(name) not in (None, "", {}, [])}
     formats = {name: output for name, output in requested.items() if output is not None}
     if len(formats) > 1:
         raise refusal(list(formats)[1], f"can't be combined with {next(iter(formats))}")
     return next(iter(formats.values()), None)
+
+
+def _read(name: str, value: Any) -> OutputFormat | None:
+    match name:
+        case "response_format":
+            return response_format(value, name)
+        case "structured_outputs":
+            return _structured_outputs(value, name)
+        case "json_schema":
+            return _json_or_text(value, name)
+    return _grammar(value, name)
 
 
 def response_format(value: Any, field: str) -> OutputFormat | None:
@@ -130,23 +140,16 @@ def _structured_outputs(value: Any, field: str) -> OutputFormat | None:
     if len(given) != 1:
         raise refusal(field, "must have exactly one of json, json_object, regex, choice, grammar")
     ((name, form),) = given.items()
-    if name not in _STRUCTURED:
-        raise refusal(f"{field}.{name}", "not supported; use json, json_object, regex, choice or grammar")
-    return _STRUCTURED[name](form, f"{field}.{name}")
-
-
-_Reader = Callable[[Any, str], OutputFormat | None]
-_STRUCTURED: Mapping[str, _Reader] = {
-    "json": _json_or_text,
-    "json_object": lambda _, field: OutputFormat("json_object", field=field),
-    "regex": _regex,
-    "choice": _choice,
-    "grammar": _grammar,
-}
-_READERS: Mapping[str, _Reader] = {
-    "response_format": response_format,
-    "structured_outputs": _structured_outputs,
-    "json_schema": _json_or_text,
-    "grammar": _grammar,
-}
-OUTPUT_FIELDS = tuple(_READERS)
+    where = f"{field}.{name}"
+    match name:
+        case "json":
+            return _json_or_text(form, where)
+        case "json_object":
+            return OutputFormat("json_object", field=where)
+        case "regex":
+            return _regex(form, where)
+        case "choice":
+            return _choice(form, where)
+        case "grammar":
+            return _grammar(form, where)
+    raise refusal(where, "not supported; use json, json_object, regex, choice or grammar")

@@ -134,22 +134,22 @@ class Format:
         known = Tools.of(tools)
         if self.tools == "harmony":
             return Parser(HarmonyText(known, opened_header(prompt)))
-        openers, bare = self._readers(list(tools)) if known else ({}, None)
+        openers, bare = self._readers(list(tools), known) if known else ({}, None)
         begun = not prompt.rstrip().endswith(self.think[0]) if self.think else False
         again = self.think in (THINK_TAGS["gemma"], THINK_TAGS["command"])  # tokens of their own, and second thoughts
         thinking = self.is_reasoning_open(prompt)
         around = AROUND.get(self.tools, self.around)
         return Parser(TaggedText(known, self.think, thinking, openers, bare, begun=begun, again=again, around=around))
 
-    def _readers(self, tools: list[Any]) -> tuple[dict[str, CallReader], Bare | None]:
+    def _readers(self, tools: list[Any], known: Tools) -> tuple[dict[str, CallReader], Bare | None]:
         if self.tools is not None and self.tools in READERS:
-            named = named_mistral_readers(Tools.of(tools)) if self.tools == "mistral" else {}
+            named = named_mistral_readers(known) if self.tools == "mistral" else {}
             return {**READERS[self.tools], **named}, BARE_GEMMA if self.tools == "gemma" else None
         if self.tools == "native":
             wrapper = self.tokenizer
             read = native_reader(wrapper.tool_call_start, wrapper.tool_call_end or "", wrapper.tool_parser, tools)
             return {wrapper.tool_call_start: read, CALL: read_tool_call}, None
-        lists = (f"[{name}(" for name in Tools.of(tools).parameters)
+        lists = (f"[{name}(" for name in known.parameters)
         bare = BARE._replace(anywhere=(*BARE.anywhere, *lists))
         return {CALL: read_tool_call, XML.function: read_functions, **other_readers()}, bare
 

@@ -90,11 +90,9 @@ def _is_word(cursor: Cursor) -> Generator[None, None, bool]:
     while WORD.fullmatch(cursor.buffer) and not cursor.ended:
         yield
     found = WORD.match(cursor.buffer)
-    return found is not None and cursor.buffer[found.end() : found.end() + 1] in END and _is_literal(found[1])
-
-
-def _is_literal(word: str) -> bool:
-    return word in WORDS or NUMBER.fullmatch(word) is not None
+    if found is None or cursor.buffer[found.end() : found.end() + 1] not in END:
+        return False
+    return found[1] in WORDS or NUMBER.fullmatch(found[1]) is not None
 
 
 def _text_ends(cursor: Cursor) -> Generator[None, None, bool]:

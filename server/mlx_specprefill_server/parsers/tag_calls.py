@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from ..call_marks import Tags
 from ..notations import CALL, END_CALL, END_KEY, END_VALUE, KEY, VALUE, XML
-from ..schemas import TYPES, Place
+from ..schemas import TYPES
 from .base import Cursor, MalformedError, Reading, Tools, skip, spaces, starts_with
 from .calls import CallReader, call, declared, emit, expect, until
 from .json_text import JsonReader
-from .values import ANYTHING, Members, Value
+from .values import Members, Value
 
 # What the tags of a parameter say of its value.
 KINDS = (frozenset({"string"}), TYPES - {"string"})
@@ -91,26 +91,18 @@ def _arguments(cursor: Cursor, tools: Tools, name: str, tags: Tags) -> Reading[N
         tags.end_call: (tags.call,),
         f"\n{tags.parameter}": tuple(f"{known}{tags.end_name}" for known in places),
     }
+    kinds = dict(zip(tags.kinds, KINDS, strict=False))  # most notations name none
     followers = (tags.parameter, tags.end_function, tags.end_call, tags.function, tags.call)
     while (yield from skip(cursor, tags.parameter)):
         key = (yield from declared(cursor, places, tags.end_name)) or (yield from _name(cursor, tags.end_name))
         kind = (yield from skip(cursor, *tags.kinds, ">")) if tags.kinds else ""
         value = Value(cursor, tags.end_parameter, followers, others, tags.lines)
-        place = places.get(key, ANYTHING)
-        yield from members.add(
-            key, value, _narrowed(place, KINDS[tags.kinds.index(kind)]) if kind in tags.kinds else place
-        )
+        yield from members.add(key, value, kinds.get(kind, TYPES))
         yield from spaces(cursor)
     ended = (yield from skip(cursor, tags.end_function)) or (yield from starts_with(cursor, (tags.end_call,)))
     if not ended and (cursor.buffer or not cursor.complete):
         raise MalformedError("a parameter is expected")
     yield from members.close()
-
-
-def _narrowed(place: Place, types: frozenset[str]) -> Place:
-    """Return what may stand in a place if the model says so. Where it contradicts the schema, the schema holds."""
-    types &= place.types
-    return Place(types, place.texts if "string" in types else None) if types else place
 
 
 def _name(cursor: Cursor, end: str) -> Reading[str]:

@@ -9,7 +9,7 @@ import orjson
 
 from ..deltas import CallDelta
 from ..nesting import loads
-from ..schemas import Place
+from ..schemas import TYPES, Place
 from .base import Cursor, MalformedError, Reading, ahead, find_first, past_spaces, peek
 from .calls import text_of
 from .json_text import JsonReader
@@ -80,11 +80,15 @@ class Members:
         self._places = places
         self._before = "{"
 
-    def add(self, name: str, value: Value, place: Place | None = None) -> Reading[None]:
-        """Add one pair. Text is passed on as it comes, other types when they are complete. `place`: what may stand
-        there, if not what the schema says.
+    def add(self, name: str, value: Value, types: frozenset[str] = TYPES) -> Reading[None]:
+        """Add one pair. Text is passed on as it comes, other types when they are complete.
+
+        Args:
+            types: the types that the model says the value has. Where they contradict the schema, the schema holds.
         """
-        place = place or self._places.get(name, ANYTHING)
+        place = self._places.get(name, ANYTHING)
+        if types := types & place.types:
+            place = Place(types, place.texts if "string" in types else None)
         head = f"{self._before}{_dump(name)}: "
         self._before = ", "
         if place.types == {"string"}:

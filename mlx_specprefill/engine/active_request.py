@@ -27,7 +27,7 @@ NO_INDICES: TokenIds = np.zeros(0, dtype=np.int32)
 
 
 Way = Literal["full", "extend", "sparse"]
-"""What the target reads: all tokens behind a dense prefix, all tokens behind a sparse one, or the kept tokens."""
+"""The tokens that the target reads: all behind a dense prefix, all behind a sparse one, or the kept ones."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

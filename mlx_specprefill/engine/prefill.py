@@ -424,8 +424,8 @@ class Prefiller:
     def _dense_ends(self, active: ActiveRequest) -> list[int]:
         """Return the lengths behind a dense prefix at which another request may branch off before the first gap.
 
-        None for a cache that can be cut at any length. The first layers end a forward at each
-        of them. The forced tokens, which make the beginning dense, are known before that.
+        None for a cache that can be cut at any length. The first layers end a forward at each of them. The forced
+        tokens, which make the beginning dense, are known before that.
         """
         if active.prefix.held.size or not self.is_stateful:
             return []

@@ -4,9 +4,9 @@ The items are of three kinds: copy a sentence of the text, a code inserted into 
 shares no word with it (paraphrase). The text is docstrings of the standard library, so none has to be shipped.
 
 A head's gain is the share of its attention from the question to the document that falls on the answer, less the share
-of a uniform distribution (after QRHead, arXiv 2506.09944). For every depth, calibration tries
-several numbers of the heads with the best gain, and takes the number with the best recall. Of the depths with the best
-recall it takes the smallest.
+of a uniform distribution (after QRHead, arXiv 2506.09944). For every depth, calibration tries several numbers of the
+heads with the best gain, and takes the number with the best recall. Of the depths with the best recall it takes the
+smallest.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ def _apart(span: PromptSpan, lines: Sequence[Ask], text: PromptText, few: int) -
     tiny = [(start, end) for start, end in short if end - start <= few]
     asked = any(line.weight == _QUESTION_WEIGHT for start, _ in short[-1:] for line in lines if line.start >= start)
     likely = tiny[:1] + tiny[-1:] + short[:1] + short[-1:] + ([] if asked else short[-2:-1])
-    return [line for start, end in likely for line in lines if start <= line.start and line.end <= end]
+    return [line for start, end in dict.fromkeys(likely) for line in lines if start <= line.start and line.end <= end]
 
 
 def _paragraphs(span: PromptSpan, text: PromptText) -> Iterator[tuple[int, int]]:

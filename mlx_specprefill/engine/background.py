@@ -258,9 +258,10 @@ class BackgroundPrefill:
             elif not isinstance(result, RequestCancelled):
                 self.turns.replace(turn, replace(turn, drafts=False))
             return
-        self.turns.discard(turn)
+        # Another thread that sees no turn finds this one counted; if it sees the count, then its tokens, too.
         if turn.dense and not isinstance(result, Exception):
             self.tokens += len(turn.tokens)
-            self.count += 1  # last: who sees it in another thread finds the tokens too
+            self.count += 1
+        self.turns.discard(turn)
         failed = f"full reading failed: {type(result).__name__}"
         turn.tell(result if isinstance(result, Verdict) else Verdict(failed))

@@ -308,3 +308,17 @@ def test_a_prompt_without_room_is_told_once(caplog: pytest.LogCaptureFixture) ->
     assert [text for text in caplog.messages if "can't all be kept" in text] == [
         "900 tokens can't all be kept in the prefix cache of 0 MB, and are read again: --prefix-cache-size allows more"
     ]
+
+
+def test_a_turn_that_has_left_the_queue_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In another thread too, at any moment."""
+    monkeypatch.setattr(loop.EngineCore, "_quiet_s", 0.0)
+    counted: list[int] = []
+    with Engine(tiny_pair(), CONFIG) as engine:
+        turns = engine.densifier.turns
+        leave = turns.discard
+        monkeypatch.setattr(turns, "discard", lambda turn: (counted.append(engine.densifier.count), leave(turn)))
+        generated(engine.generate(GenerationRequest(random_prompt(TURN), 8)))
+        engine.cached()  # the turn has ended, and is queued
+        assert eventually(lambda: not turns, 60)
+    assert counted == [1]

@@ -17,7 +17,8 @@ Stage = Literal["queued", "draft", "select", "prefill", "decode"]
 MissKind = Literal["time", "counter", "tool_order", "reasoning", "edited", "template", "other"]
 ReasonCode = Literal[
     "requested", "threshold", "predicted", "request", "policy", "fallback", "no-draft", "unsupported", "draft-context",
-    "prompt-logprobs", "keep-all", "short", "forced", "everything", "memory", "extended", "reused", "other",
+    "prompt-logprobs", "keep-all", "short", "forced", "everything", "no-question", "memory", "extended", "reused",
+    "other",
 ]  # fmt: skip
 
 

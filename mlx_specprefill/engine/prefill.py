@@ -26,7 +26,7 @@ from ..loading import ModelPair
 from ..prefill_report import Prediction, Reason, ReasonCode
 from ..request import GenerationRequest
 from ..sampling import LOGITS_ROWS, log_softmax, top_logprobs
-from ..specprefill.plan import PrefillPlan, pays, plan_prefill
+from ..specprefill.plan import PrefillPlan, pays, plan_prefill, unless_nobody_asks
 from ..specprefill.scorer import Scores
 from ..specprefill.selector import Selection, missing_of, select_tokens, selection_by, strongest
 from ..specprefill.sparse_prefill import TAIL, HiddenStates, UpperLayersModel, feed, forward_ends, recalling
@@ -122,7 +122,6 @@ class Prefiller:
             if active.way != "full":
                 text = self.text.read(prompt)
             if self._is_scored(active):
-                active.plan = self.scorer.ask(active.request, active.plan, text)
                 yield Progress("draft", 0, prompt.size)
                 scoring = self._begin_scoring(active, text)
                 if scoring is not None:
@@ -270,7 +269,12 @@ class Prefiller:
         return self.pair.has_draft and (_is_staged(active.plan) or may_recall)
 
     def _begin_scoring(self, active: ActiveRequest, text: PromptText) -> Scoring | None:
-        """Return the steps of the draft; None if the prompt is too long for it, and read without scores."""
+        """Return the steps of the draft. None, and the prompt is read in full, if it is too long, or nobody asks."""
+        active.plan = self.scorer.ask(active.request, active.plan, text)
+        if active.way == "sparse" and self.config.policy.threshold is None:
+            active.decide(unless_nobody_asks(active.plan, active.request))
+            if active.way == "full":
+                return None
         active.stage, hidden = "draft", None
         if self.pair.stages is not None and _is_staged(active.plan):
             prefix = active.prefix

@@ -15,7 +15,7 @@ from ..cache.prefix.selection_key import SelectionKey
 from ..config import EngineConfig, RuleName, Scope, SelectionConfig, SpecPrefillPolicy
 from ..prefill_report import Mode, Prediction, Reason, ReasonCode
 from ..request import GenerationRequest, PromptSpan
-from .question import Ask
+from .question import Ask, is_asked
 from .selector import selection_by
 
 USER_WHOLE, USER_HEAD, USER_TAIL = (2048, 8), (128, 64), (512, 16)  # (most tokens, divisor of the prompt length)
@@ -109,6 +109,29 @@ def plan_prefill(
     if plan.selection_key is None or options.enabled or request.about_everything is None:
         return plan
     return _read_everything(plan, request.about_everything)
+
+
+def unless_nobody_asks(plan: PrefillPlan, request: GenerationRequest) -> PrefillPlan:
+    """Return the plan, as a full prefill where the request leaves it open and pastes a text without a question.
+
+    What people then want of a text, in words that are not known, mostly takes all of it: to translate it, to go on with
+    it, to find what is wrong. An agent's conversation goes on without questions.
+
+    Args:
+        plan: with the lines that may ask.
+    """
+    options = request.specprefill
+    is_open = plan.mode == "sparse" and options.enabled is None and options.keep_pct is None
+    if is_open and _is_pasted(request.spans) and not is_asked(plan.asks):
+        return plan.as_full("no-question", "no line is known to ask for a part of the text")
+    return plan
+
+
+def _is_pasted(spans: Sequence[PromptSpan]) -> bool:
+    """Return whether the user's message, before which there is no answer, holds most of the prompt."""
+    if not spans or spans[-1].kind != "user" or any(span.kind in ("assistant", "tool") for span in spans):
+        return False
+    return 2 * (spans[-1].content_end - spans[-1].content_start) > spans[-1].end
 
 
 def _read_everything(plan: PrefillPlan, words: str) -> PrefillPlan:

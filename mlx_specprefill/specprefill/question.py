@@ -31,8 +31,9 @@ _MARK_AT = 3  # last tokens of a question, among which its mark is
 _QUESTION_WEIGHT, _ORDER_WEIGHT, _APART_WEIGHT = 3.0, 2.9, 2.0  # of a question, an order, in a short paragraph
 _ORDER = re.compile(
     r"""\s*(?:(?:question|task|frage|please|bitte|now,?)\W+)*
-    (?:answer|check|compare|complete|create|describe|determine|explain|extract|find|fix|give|identify|list|look|make|name
-    |provide|quote|read|rewrite|say|show|state|summari[sz]e|tell|translate|write
+    (?:answer|check|compare|complete|create|describe|determine|explain|extract|find|fix|give|highlight|identify|list|look|make
+    |name|provide|quote|read|rewrite|say|show|state|summari[sz]e|tell|translate|write
+    |how|what|when(?=\ (?:did|do|does|is|was|were|will)\b)|where|which|who|whom|whose|why
     |beantworte|erkläre?|fasse|finde|gib|nenne|prüfe|sag|schreibe?|übersetze?|zeige?)\ \w""",
     re.VERBOSE,
 )
@@ -97,7 +98,8 @@ def possible_questions(
 ) -> tuple[Ask, ...]:
     """Return the lines that may ask beside the last one, in reading order: a twelfth of the prompt, 64 to 256 tokens.
 
-    None if the last line of the last user message is a question, and no other line is.
+    None if the last line of the last user message is a question, no other line is, and that message begins with no
+    order.
 
     Args:
         spans: of the prompt's messages; none for a raw completion, which is treated as one user message.
@@ -110,21 +112,28 @@ def possible_questions(
     said = {span: _lines(span, text, longest) for span in spans if span.kind in ("user", "system")}
     systems = [span for span in said if span.kind == "system"]
     ends = [line for span in systems for line in said[span] if line.start >= span.content_end - _SYSTEM]
-    ends += [line for span in (*users, *systems) for line in said[span] if line.end <= span.content_start + _HEAD]
+    heads = [line for span in (*users, *systems) for line in said[span] if line.start < span.content_start + _HEAD]
+    ends += heads
     marked = _marked(ends, said)
-    end = users[0].content_end  # of the last line, which is asked in any case
-    if [line.end for line in marked if line.weight == _QUESTION_WEIGHT] == [end]:
+    newest, end = users[0].content_start, users[0].content_end  # of the last line, which is asked in any case
+    begun = [line for line in marked if line in heads and line.start >= newest]
+    if [line.end for line in marked if line.weight == _QUESTION_WEIGHT or line in begun] == [end]:
         return ()
     apart = [line for span in users for line in _apart(span, said[span], text, longest)] or ends
     placed = {*apart, *ends, *(line for line in marked if line.start >= end - _HEAD)}
     elsewhere = Counter(line.weight for line in marked if line not in placed)  # several may be a document's own
     sure = [line for line in marked if line in placed or elsewhere[line.weight] == 1]
     tails = [line for span in users for line in reversed(said[span]) if line.start >= span.content_end - _TAIL]
-    likely = (*sure, *apart, *ends, *marked, *tails)
+    likely = (*sure, *said[users[0]][:1], *apart, *ends, *marked, *tails)
     others = dict.fromkeys(line for line in likely if line.end < end or line in marked)
     chosen = _within(min(_ROWS[1], max(_ROWS[0], prompt_len // _PART)), others)
     weights = dict.fromkeys(apart, _APART_WEIGHT) | {line: line.weight for line in sure}
     return tuple(Ask(*line[:2], weights.get(line, 1.0), line in placed or line in marked) for line in sorted(chosen))
+
+
+def is_asked(asks: Sequence[Ask]) -> bool:
+    """Return whether a question or an order is known among what `possible_questions` returned, or in the last line."""
+    return not asks or any(ask.weight >= _ORDER_WEIGHT for ask in asks)
 
 
 def _marked(ends: Sequence[Ask], said: Mapping[PromptSpan, Sequence[Ask]]) -> list[Ask]:
@@ -178,14 +187,18 @@ def _paragraphs(span: PromptSpan, text: PromptText) -> Iterator[tuple[int, int]]
 
 
 def _lines(span: PromptSpan, text: PromptText, longest: int) -> list[Ask]:
-    """Return a message's lines and sentences that can ask, in reading order. Of longer ones the end counts."""
+    """Return a message's lines and sentences that can ask, in reading order. Of longer ones the end counts, or the
+    beginning, where an order shows and people begin.
+    """
     marks = set(text.marks[(text.marks >= span.content_start) & (text.marks < span.content_end)].tolist())
     found = []
     for first, last in _units(span, text):
         if last - first >= _LEAST:
             asks = not marks.isdisjoint(range(last - _MARK_AT, last))
             weight = _QUESTION_WEIGHT if asks else _ORDER_WEIGHT if _is_order(first, last, text) else 1.0
-            found.append(Ask(max(first, last - longest), last, weight))
+            is_begun = not asks and (weight > 1 or first < span.content_start + _HEAD)
+            start = first if is_begun else max(first, last - longest)
+            found.append(Ask(start, min(last, start + longest), weight))
     return found
 
 

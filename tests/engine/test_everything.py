@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,9 @@ from tests.support.tiny import generated
 
 MODELS = Path(__file__).resolve().parents[2] / "models"
 CONFIG = EngineConfig(policy=SpecPrefillPolicy(threshold=100, densify=False))
+BY_SAVING = SpecPrefillPolicy(
+    threshold=None, min_saving_ms=-1e12, min_saving_share=Fraction(-1000), min_kept=0, densify=False
+)
 TEXT = "The ship left the harbour and met nobody. " * 40
 ALL, ONE = "How many ships left?", "Where did the ship meet Emma?"
 REASON = 'the question is about the whole prompt ("How many")'
@@ -100,3 +104,45 @@ def test_an_inspection_says_the_same(engine: Engine) -> None:
     assert (found.mode, found.reason) == ("full", REASON)
     assert found.kept_tokens < found.prompt_tokens  # what would be kept is shown all the same
     assert engine.inspect(request(engine, messages, True)).mode == "sparse"
+
+
+# --- nobody is known to ask for a part -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def deciding(pair: ModelPair) -> Iterator[Engine]:
+    """An engine that decides by the predicted saving, and finds that everything pays."""
+    with Engine(pair, EngineConfig(policy=BY_SAVING)) as running:
+        yield running
+
+
+NOBODY = "no line is known to ask for a part of the text"
+WHOLE = "Перепиши понятнее: {}", "{}\n修改代码", "Needs another ending.\n\n{}", "{}\n\nmore humor please"
+PART = (
+    f"{{}}\n\n{ONE}",
+    f"{ONE}\n{{}}",
+    f"{{}}\n{ONE}\n{{}}\nThanks.",
+    "Find the ship that met Emma.\n\n{}",
+    "{}\nTell me who met it.",
+)
+
+
+@pytest.mark.parametrize("said", WHOLE)
+def test_a_pasted_text_without_a_question_is_read_in_full(deciding: Engine, said: str) -> None:
+    message = said.format(TEXT)
+    found = asked(deciding, message)
+    assert (found.mode, found.reason, found.draft_tokens) == ("full", NOBODY, 0)
+    assert deciding.inspect(request(deciding, [{"role": "user", "content": message}])).reason == NOBODY
+    assert deciding.prefiller.fallbacks.total() == 0
+
+
+@pytest.mark.parametrize("said", PART)
+def test_a_question_or_an_order_anywhere_asks_for_a_part(deciding: Engine, said: str) -> None:
+    assert asked(deciding, said.format(*[TEXT] * said.count("{}"))).mode == "sparse"
+
+
+def test_who_wants_it_and_agents_need_no_question(deciding: Engine, engine: Engine) -> None:
+    message = WHOLE[0].format(TEXT)
+    assert asked(deciding, message, enabled=True).mode == "sparse"
+    assert asked(engine, message).mode == "sparse"  # above a threshold, as its owner wants it
+    assert asked(deciding, "Hello.", "Hello.", TEXT).mode == "sparse"

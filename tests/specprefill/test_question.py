@@ -152,7 +152,7 @@ def by_text(text: str, system: str = "") -> dict[str, float]:
     return {"".join(pieces[ask.start : ask.end]).strip(): ask.weight for ask in found}
 
 
-ASKING = "\n".join([LONG, "Who is the owner?", LONG, "Where is the port?", LONG])  # a document's own
+ASKING = "\n".join([LONG, "Who is the owner?", *[LONG] * 6, "Where is the port?", LONG])  # a document's own
 CODE = "\n".join(f"    def ship{number}(self):\n        return {number}\n" for number in range(40))
 
 
@@ -162,8 +162,20 @@ def test_an_order_within_a_document_asks_if_it_is_the_only_one() -> None:
     assert found[ORDER] == 1
 
 
-ORDERS = "Please list the ports.", "Question: name the ports.", "Nenne bitte die Häfen.", ORDER
-NO_ORDERS = "list = [port for port in ports]", "Listed are the ports of Norway.", "    Give the port."
+ORDERS = (
+    "who owns the ports of Norway",
+    "when was the port built",
+    "Please list the ports.",
+    "Question: name the ports.",
+    "Nenne bitte die Häfen.",
+    ORDER,
+)
+NO_ORDERS = (
+    "When the port was built, all left.",
+    "list = [port for port in ports]",
+    "Listed are the ports of Norway.",
+    "    Give the port.",
+)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -234,6 +246,22 @@ def test_an_order_in_the_last_line_is_never_certain_to_be_the_only_one(last: str
 
 def test_an_order_beside_it_leaves_a_question_certain() -> None:
     assert by_text(f"{LONG}\n\nWho owns the ships?", "You know harbours. Answer briefly.\n") == {}
+
+
+# People begin with the order and go on with the text as it comes: without a blank line, in the same line, behind a
+# sentence about themselves, in any language. The text may have short lines or end with a question.
+BEGUN = {
+    "in the text's line": f"Перепиши понятнее: {LONG}\n{ASKING}",
+    "in the line before": f"Перепиши понятнее\n{ASKING}",
+    "behind another sentence": f"I run a small port and have to plan the winter. Перепиши понятнее {LONG}\n{ASKING}",
+    "before short paragraphs": f"Перепиши понятнее: {LONG}\n\n" + "\n\n".join(["Boats\n1\n2\n3\n4"] * 300),
+    "before a question of the text": f"Rewrite this text, перепиши понятнее.\n\n{LONG}\n\nWho owns the ships?",
+}
+
+
+@pytest.mark.parametrize("text", BEGUN.values(), ids=BEGUN)
+def test_a_message_begins_with_its_order(text: str) -> None:
+    assert any("ерепиши понятнее" in line for line in by_text(text))
 
 
 # --- a real model -----------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ _WHOLE = re.compile(
     | \b(?:list|name|give|find|show|extract|identify|collect|mention)\ (?:me\ )?(?:all|every|each)\b
     | \b(?:most|least)\ (?:common|frequent|often|frequently)\b
     | \b(?:main|key|central)\ (?:points?|ideas?|topics?|themes?|messages?)\b
-    | \b(?:rewrite|reword|refactor|translate|reformat|convert|correct|edit|shorten|review)\ (?:the|this|it|all|my)\b
+    | \b(?:re-?write|reword|refactor|translate|reformat|convert|correct|edit|shorten|review)\ (?:the|this|it|all|my)\b
     | \b(?:everything|whole|entire|throughout|overall|all\ of\ (?:the|them|this)|in\ total|altogether)\b""",
     re.IGNORECASE | re.VERBOSE,
 )

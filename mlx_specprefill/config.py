@@ -113,7 +113,7 @@ class SpecPrefillPolicy:
     recall_share: Fraction = Fraction(1, 4)  # of the share kept of the old text: the most that is recalled
     densify: bool = True  # after a sparse turn, make its prompt dense in idle time
     on_battery: bool = False  # also while the machine runs on battery
-    reuse: bool = True  # keep what follows text that was inserted into a cached prompt
+    reuse: bool = True  # keep what follows an edit of a cached prompt
     verify_busy: bool = False  # of the sparse answers to be verified, one in twenty even if the machine is never idle
     # The text that competes: "user" for users, tools and earlier turns, "all" also for a long system text except its
     # ends.

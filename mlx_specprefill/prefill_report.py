@@ -144,7 +144,7 @@ class PrefillReport:
     miss: PrefixMiss | None = None  # None: nothing that the cache holds was read again
     reason_code: ReasonCode = "other"  # of `reason`
     reached: Reached | None = None  # None: the prompt was read to its end
-    reused_tokens: int = 0  # cached behind inserted text, as they were read without it
+    reused_tokens: int = 0  # cached behind an edit, as they were read before it
     ended: str | None = None  # why the reader ended the answer before the engine did, where that was its own decision
 
     def to_dict(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ in a short forward; a second one at other positions shows whether that is all th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -108,13 +109,14 @@ def append(
 
 
 def _slots_of(held: Positions, pieces: Sequence[Piece]) -> tuple[list[tuple[Positions, int]], Runs]:
-    """Return the slots of each piece that has any, with its shift, and the positions of all at their new places."""
+    """Return the slots of pieces with one shift, with that, and the positions of all at their new places."""
     taken, runs, order = list[tuple[Positions, int]](), Runs(), np.argsort(held).astype(np.int32)
-    for old, new, size in pieces:
-        start, end = np.searchsorted(held, (old, old + size), sorter=order)
-        if start < end:
-            taken.append((order[start:end], new - old))
-            runs.extend(held[order[start:end]] + np.int32(new - old))
+    for shift, group in groupby(pieces, lambda piece: piece.new - piece.old):
+        ends = [np.searchsorted(held, (old, old + size), sorter=order) for old, _, size in group]
+        slots = np.concatenate([order[start:end] for start, end in ends])
+        if slots.size:
+            taken.append((slots, shift))
+            runs.extend(held[slots] + np.int32(shift))
     return taken, runs
 
 

@@ -1,8 +1,9 @@
-"""A cached prompt that a new one inserts text into, as its prefix: what follows the new text stays, at its new place.
+"""A cached prompt that a new one edits, as its prefix: what follows the new text stays, at its new place.
 
 The new text is read, and the beginning of each passage behind it, where what was read before fits least. All else keeps
 the keys and values that it has. So the target sees the whole prompt, a part of it as it was read without the new text.
-Where text was removed or changed, what follows was read with it, and may hold it still: from there on all is read.
+Where text was removed or changed, what follows was read with it, and may hold it still: there what the draft chooses
+for the question is read anew, too.
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ from ..cache.prefix.tree import fed_of
 from ..errors import Refused, SparseUnsupportedError
 from ..loading import ModelPair
 from ..request import GenerationRequest, TokenIds
+from ..specprefill.selector import kept_spans
 from .active_request import NO_INDICES, Prefix
 from .caches import EngineCaches, Lookup
 from .edits import kept_passages
 from .misses import WORTH_TELLING
 
 _TAIL = 64  # last tokens of a prompt, which ask
-_SEAM = Fraction(1, 10)  # of what is cached of each passage behind an edit, that is read anew
+_SEAM = Fraction(1, 10)  # of what is cached of each passage behind an insertion, that is read anew
+_EDGE = 64  # first tokens of each passage that are read anew beside what the draft chooses
 _WORD = 8  # tokens on both sides of a place that are read to see whether it is inside a word
 
 
@@ -41,9 +44,9 @@ class Edit:
         held: indices of those that the target has, in the order of feeding.
         pieces: kept, of what both prompts begin with and of each passage behind an edit.
         passages: the same behind an edit, with what the target has to read of them.
-        unread: indices in front of the last passage's end that the target has to read, ascending.
+        unread: indices in front of the last kept token that the target has to read, ascending.
+        later: those behind it.
         reused: tokens behind the first edit that the target keeps.
-        read: tokens of the new prompt that the target has to read.
     """
 
     cached: TokenIds
@@ -51,12 +54,17 @@ class Edit:
     pieces: tuple[Piece, ...]
     passages: tuple[Piece, ...]
     unread: TokenIds
+    later: TokenIds
     reused: int
-    read: int
+
+    @property
+    def read(self) -> int:
+        """Return the tokens of the new prompt that the target has to read."""
+        return self.unread.size + self.later.size
 
     @property
     def length(self) -> int:
-        """Return the tokens of the new prompt up to the end of the last passage."""
+        """Return the tokens of the new prompt up to the last kept one."""
         return self.pieces[-1].new + self.pieces[-1].size if self.pieces else 0
 
     @property
@@ -66,8 +74,9 @@ class Edit:
 
     @property
     def inserted(self) -> int:
-        """Return the tokens that are inserted in front of passages."""
-        return self.length - self.passages[0].old - sum(passage.size for passage in self.passages)
+        """Return the tokens in front of passages that are new."""
+        last = self.passages[-1]
+        return last.new + last.size - int(self.unread[0]) - sum(passage.size for passage in self.passages)
 
     @property
     def is_sparse(self) -> bool:
@@ -85,7 +94,7 @@ class Edit:
         """Return what is done."""
         kept = f"{self.reused} tokens" if not self.is_sparse else f"{self.reused} of {self.behind} tokens"
         left = ", the others were never read" if self.is_sparse else ""
-        return f"{kept} behind inserted text are kept as they were read{left}; {self.read} are read"
+        return f"{kept} behind an edit are kept as they were read{left}; {self.read} are read"
 
 
 class EditedPrefixes:
@@ -96,14 +105,17 @@ class EditedPrefixes:
         self._caches = caches
         self._rotations: dict[str, list[LayerRotation] | Refused] = {}  # those that were tried
 
-    def find(self, request: GenerationRequest, selection_key: SelectionKey | None) -> Edit | None:
+    def find(
+        self, request: GenerationRequest, selection_key: SelectionKey | None, chosen: TokenIds | None = None
+    ) -> Edit | None:
         """Return the cached prompt of which most can be kept; None if that is not worth it, or the model can't.
 
         Args:
-            selection_key: of sparse prompts that will do, too, if the draft's keys can be moved as well.
+            selection_key: of sparse prompts that will do, too.
+            chosen: indices that the draft chose to be read, ascending; None: no text may be removed or changed.
         """
-        others = self._caches.others(request, self._movable(selection_key))
-        found = [self._edit(request.prompt, *other) for other in others]
+        others = self._caches.others(request, selection_key)
+        found = [self._edit(request.prompt, *other, chosen) for other in others]
         best = max(found, key=lambda edit: edit.reused, default=None)
         if best is None or best.behind < WORTH_TELLING or best.reused == 0 or isinstance(self.layers(), Refused):
             return None
@@ -116,7 +128,7 @@ class EditedPrefixes:
             selection_key: as in `find`.
         """
         wanted, rotations = np.append(edit.cached, np.int32(0)), self.layers()
-        hit = yield from self._caches.target_prefix(wanted, request.label, True, self._movable(selection_key))
+        hit = yield from self._caches.target_prefix(wanted, request.label, True, selection_key)
         if hit is None or isinstance(rotations, Refused) or not np.array_equal(edit.held, _held_by(hit)):
             return None
         move(hit.cache, rotations, edit.pieces)
@@ -132,34 +144,39 @@ class EditedPrefixes:
             ranges = (0, first), (then, then + 1), (first, then), (then + 1, prefix.length)
             move(cache, rotations, [Piece(start, start, end - start) for start, end in ranges])
 
-    def _movable(self, selection_key: SelectionKey | None) -> SelectionKey | None:
-        """Return the key of sparse prompts that can be moved; None if only dense ones can.
+    def movable(self, selection_key: SelectionKey | None) -> SelectionKey | None:
+        """Return the key of sparse prompts that can be moved with the draft's; None if only dense ones can.
 
         The draft has to know what was dropped, or nobody could ask for it later.
         """
         is_known = selection_key is not None and not isinstance(self.layers("draft"), Refused)
         return selection_key if is_known else None
 
-    def _edit(self, prompt: TokenIds, old: TokenIds, held: TokenIds) -> Edit:
-        """Return what a prompt keeps of another one, up to the first place where it changes some of its text."""
+    def _edit(self, prompt: TokenIds, old: TokenIds, held: TokenIds, chosen: TokenIds | None = None) -> Edit:
+        """Return what a prompt keeps of another one, up to the first place where it changes some of its text, or beside
+        what is chosen.
+        """
         end = start = read_to = common_length(prompt, old)
         pieces, passages, unread, reused = [Piece(0, 0, start)] if start else [], list[Piece](), [NO_INDICES], 0
         for passage in kept_passages(prompt[:-_TAIL], old, start):
-            if self._is_change(old, end, prompt, read_to, passage.new):
+            is_change = passage.old > end or self._is_change(old, end, prompt, read_to, passage.new)
+            if is_change and chosen is None:
                 break
             unread.append(np.arange(read_to, passage.new, dtype=np.int32))
             end, read_to, shift = passage.old + passage.size, passage.new + passage.size, passage.new - passage.old
-            cached = np.sort(held[(held >= passage.old) & (held < end)])
-            seam, rest = np.split(cached, [math.ceil(cached.size * _SEAM)])
-            first = int(rest[0]) if rest.size else end
-            unread.append(seam + np.int32(shift))
-            pieces.append(Piece(first, first + shift, end - first))
+            cached = np.sort(held[(held >= passage.old) & (held < end)]) + np.int32(shift)
+            anew = _anew(passage, cached, chosen)
+            unread.append(anew)
+            stays = np.setdiff1d(np.arange(passage.new, read_to, dtype=np.int32), anew)
+            pieces += [Piece(first - shift, first, last - first) for first, last in kept_spans(stays)]
             passages.append(passage)
-            reused += rest.size
+            reused += np.setdiff1d(cached, anew).size
+        unread.append(np.arange(read_to, prompt.size, dtype=np.int32) if chosen is None else chosen[chosen >= read_to])
         anew = np.concatenate(unread)
+        behind = anew >= (pieces[-1].new + pieces[-1].size if pieces else 0)
         if np.array_equal(held[:end], np.arange(end)):  # else some of it may have been recalled for a later token
             old, held = old[:end], held[:end]
-        return Edit(old, held, tuple(pieces), tuple(passages), anew, reused, anew.size + prompt.size - read_to)
+        return Edit(old, held, tuple(pieces), tuple(passages), anew[~behind], anew[behind], reused)
 
     def _is_change(self, old: TokenIds, place: int, new: TokenIds, start: int, end: int) -> bool:
         """Return whether tokens [start, end) inserted at a place make another word there, as a further digit does.
@@ -196,6 +213,14 @@ class EditedPrefixes:
             return layer_rotations(model)
         except SparseUnsupportedError as error:
             return Refused(str(error))
+
+
+def _anew(passage: Piece, cached: TokenIds, chosen: TokenIds | None) -> TokenIds:
+    """Return what is read anew of a passage, by its places in the new prompt, ascending."""
+    if chosen is None:
+        return cached[: math.ceil(cached.size * _SEAM)]
+    edge = np.arange(passage.new, passage.new + _EDGE, dtype=np.int32)
+    return np.union1d(edge, chosen[(chosen >= passage.new) & (chosen < passage.new + passage.size)])
 
 
 def _held_by(hit: CacheHit) -> TokenIds:

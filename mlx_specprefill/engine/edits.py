@@ -1,4 +1,4 @@
-"""Finds the passages of a cached prompt that a new one has behind text that it inserts."""
+"""Finds the passages of a cached prompt that a new one has behind text that it inserts, changes or lacks."""
 
 from __future__ import annotations
 
@@ -15,20 +15,30 @@ _LEAST = 128  # tokens of a passage that is worth its seam; a power of 2
 
 
 def kept_passages(new: TokenIds, old: TokenIds, start: int) -> list[Piece]:
-    """Return the passages of the old prompt from `start` on, where the prompts part, one behind the other.
+    """Return the passages of both prompts from `start` on, where they part, one behind the other in both.
 
-    Each is as long as both agree. They end where the new prompt lacks the next tokens of the old one.
+    Each is as long as both agree.
     """
-    ours, found, at, end = hashes(new, _LEAST), list[Piece](), start, start
-    while end + _LEAST <= old.size:
-        begins = ours[at:] == hashes(old[end : end + _LEAST], _LEAST)
-        place = at + int(begins.argmax()) if begins.any() else new.size
-        size = common_length(new[place:], old[end:])
-        if size < _LEAST:
+    ours, theirs, found, at, end = hashes(new, _LEAST), hashes(old, _LEAST), list[Piece](), start, start
+    last = _last_places(theirs, ours)
+    while (stands := last[end:] >= at).any():
+        first = end + int(stands.argmax())
+        place = at + int((ours[at:] == theirs[first]).argmax())
+        size = common_length(new[place:], old[first:])
+        if size < _LEAST:  # two texts have one hash
             break
-        found.append(Piece(end, place, size))
-        at, end = place + size, end + size
+        found.append(Piece(first, place, size))
+        at, end = place + size, first + size
     return found
+
+
+def _last_places(ours: npt.NDArray[np.uint64], theirs: npt.NDArray[np.uint64]) -> npt.NDArray[np.intp]:
+    """Return where each of our hashes stands last among theirs; -1 where it does not."""
+    if not theirs.size:
+        return np.full(ours.size, -1)
+    order = np.argsort(theirs, kind="stable")
+    last = order[np.searchsorted(theirs, ours, "right", sorter=order) - 1]
+    return np.where(theirs[last] == ours, last, -1)
 
 
 def hashes(tokens: TokenIds, size: int = GRAM) -> npt.NDArray[np.uint64]:

@@ -16,7 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from ..adapters.staged import StagedModel
 from ..arrays import Indices
 from ..cache.positioned import is_stateful
-from ..cache.prefix.nodes import CacheHit, Fed
+from ..cache.prefix.nodes import CacheHit, Fed, common_length
 from ..cache.prefix.selection_key import SelectionKey
 from ..cache.prefix.tree import finish
 from ..config import EngineConfig
@@ -40,6 +40,7 @@ from .scoring import DraftContextError, Extension, PromptScorer, Scoring
 
 log = logging.getLogger(__name__)
 Model = Callable[..., mx.array]
+Chosen = Generator[Progress, None, tuple[Indices, Indices]]
 PrefillSteps = Generator[Progress | PromptLogprobs, None, mx.array]
 _LEAST_RECALL = 256  # tokens that may always be recalled
 _LEAST_CHECKPOINT = 128  # tokens of a dense beginning that is worth a forward end
@@ -127,7 +128,7 @@ class Prefiller:
                 if scoring is not None:
                     scores = self._note_scores(active, (yield from scoring))
             if active.way != "full":
-                recalled, new = self._select(active, text, scores)
+                recalled, new = yield from self._select(active, text, scores)
                 yield Progress("select", recalled.size + new.size, prompt.size)
                 yield from self._begin_drafting(active, scores)
                 scores = None  # frees the draft's cache, unless it is kept: the target needs the memory
@@ -190,16 +191,21 @@ class Prefiller:
         return plan.reason.code
 
     def _reuse(self, active: ActiveRequest, planned: ReasonCode) -> Generator[Progress, None, None]:
-        """Go on from a cached prompt that this one edits, if the server may choose and that is soon enough."""
+        """Go on from a cached prompt that this one inserts text into, if the server may choose and it pays.
+
+        It would read a part, or all only because that is sooner or nothing may be dropped, as of tools.
+        """
         request, plan = active.request, active.plan
+        may = self._may_reuse(active) and (active.way == "sparse" or planned in ("predicted", "forced"))
         key = None if _is_staged(plan) else plan.selection_key  # with what the first layers passed on nothing is moved
-        edit = self.edits.find(request, key) if self._may_reuse(active, planned) else None
+        movable = self.edits.movable(key) if may else None
+        edit = self.edits.find(request, movable) if may else None
         if edit is None:
             return
         predicted = self._predict_edit(request, edit, plan.predicted)
         if not self._pays(edit, plan, predicted) or (edit.is_thin and _asks(request, edit.length)):
             return  # a new question chooses better anew
-        hit = yield from self.edits.restore(request, edit, key)
+        hit = yield from self.edits.restore(request, edit, movable)
         if hit is None:
             return
         reason = Reason("reused", edit.words)
@@ -209,13 +215,27 @@ class Prefiller:
             read = yield from self.scorer.follow(request, edit, rotations)
             active.choice = replace(active.choice, draft_read=read)
 
-    def _may_reuse(self, active: ActiveRequest, planned: ReasonCode) -> bool:
-        """Return whether the server chooses the way, and would read a part, or all only because that is sooner or
-        nothing may be dropped, as of tools.
+    def _keep_around(self, active: ActiveRequest, recalled: Indices, new: Indices) -> Chosen:
+        """Go on from a dense cached prompt that this one changes, if that pays, with what was chosen read anew.
+
+        Return what is then to be read, as `_select` does.
         """
+        request, plan, edit, hit = active.request, active.plan, None, None
+        if active.way == "sparse" and active.staging is None and self._may_reuse(active):
+            edit = self.edits.find(request, None, new)
+        if edit is None or common_length(edit.cached, request.prompt) < active.prefix.length:
+            return recalled, new
+        if self._pays(edit, plan, self._predict_edit(request, edit, plan.predicted)):
+            hit = yield from self.edits.restore(request, edit, None)
+        if hit is None:
+            return recalled, new
+        active.go_on_from(hit, edit.unread, replace(plan, reason=Reason("reused", edit.words)))
+        return edit.unread, edit.later
+
+    def _may_reuse(self, active: ActiveRequest) -> bool:
+        """Return whether the request leaves the way to the server, and the server reuses."""
         key = active.plan.selection_key
-        may = active.way == "sparse" or planned in ("predicted", "forced")
-        if not (self.config.policy.reuse and may) or active.request.specprefill.keep_pct is not None:
+        if not self.config.policy.reuse or active.request.specprefill.keep_pct is not None:
             return False
         return key is not None and not key.forced and key.rule == "default"
 
@@ -294,7 +314,7 @@ class Prefiller:
             active.cache = model.join(scores.cache, model.split(active.cache)[1])
         return scores
 
-    def _select(self, active: ActiveRequest, text: PromptText, scores: Scores | None) -> tuple[Indices, Indices]:
+    def _select(self, active: ActiveRequest, text: PromptText, scores: Scores | None) -> Chosen:
         """Return the prompt indices of dropped tokens to recall, and of new tokens to read. Both ascend."""
         plan, L, M = active.plan, active.prefix.length, len(active.request.prompt)
         active.stage = "select"
@@ -307,7 +327,7 @@ class Prefiller:
             first = L - L % selection_by(plan.rule, self.config.selection).chunk_size
             selection = self.select(text, scores, plan, first)
             new = selection.kept[selection.kept >= L - first] + np.int32(first)
-        return recalled, new
+        return (recalled, new) if active.prefix.miss is None else (yield from self._keep_around(active, recalled, new))
 
     def _select_recalled(self, held: Indices, L: int, plan: PrefillPlan, scores: Scores, text: PromptText) -> Indices:
         """Return the dropped tokens among the first L that the question needs: their scores stand out."""

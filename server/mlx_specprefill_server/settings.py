@@ -209,7 +209,7 @@ class Settings(BaseSettings):
     )
     reuse: bool = Field(
         default=True,
-        description="Keep what follows text that was inserted into a cached prompt, and read a part of it anew.",
+        description="Keep what follows an edit of a cached prompt, and read a part of it anew.",
     )
     kv_bits: int | None = Field(
         default=None, description="Quantise the target's KV cache after prefill: 2, 3, 4, 5, 6 or 8."

@@ -1,4 +1,4 @@
-"""Text inserted into what a server has read costs what is new, in every dialect and with all that shapes answers."""
+"""Text inserted into what a server has read costs what is new, in every dialect, with all that shapes answers."""
 
 from __future__ import annotations
 
@@ -60,6 +60,25 @@ def test_an_edit_costs_what_is_new(server: Server, path: str, fields: dict[str, 
         assert json.loads(said["choices"][0]["message"]["content"])["a"] in ("x", "y")
     metrics = httpx.get(f"{server.base}/metrics", timeout=60).text
     assert 'specprefill_requests_total{mode="reuse"' in metrics
+
+
+@pytest.mark.parametrize("place", [0, 10, 30])
+@pytest.mark.parametrize(("was", "now"), [("471128", "902653"), ("662041", "662047")])
+def test_a_changed_fact_is_told(server: Server, was: str, now: str, place: int) -> None:
+    lines = filler(1300, place)
+
+    def ask(code: str, **fields: bool) -> dict[str, Any]:
+        text = " ".join([*lines[:place], f"The secret code for Clara is {code}.", *lines[place:]])
+        message = {"role": "user", "content": f"{text}\n\nWhat is the secret code for Clara?"}
+        body = {"model": "target", "messages": [message], "max_tokens": 24, "temperature": 0} | fields
+        answer = httpx.post(server.base + CHAT, json=body, timeout=120)
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json())
+
+    assert was in ask(was, specprefill=False)["choices"][0]["message"]["content"]
+    said = ask(now)
+    assert said["specprefill"]["mode"] == "reuse"
+    assert now in said["choices"][0]["message"]["content"]
 
 
 def test_a_stream_tells_of_an_edits_progress_and_report(server: Server) -> None:

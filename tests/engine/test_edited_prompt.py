@@ -148,12 +148,6 @@ def test_an_insertion_that_makes_another_word_is_a_change(front: str, added: str
     assert (edit.reused > 1000) is kept
 
 
-@pytest.mark.parametrize("added", [(), INSERTED[:1], INSERTED])
-def test_behind_text_that_was_removed_or_changed_all_is_read_as_before(added: tuple[int, ...], engine: Engine) -> None:
-    read(engine, OLD, IN_FULL)
-    assert read(engine, (*OLD[:PLACE], *added, *OLD[PLACE + 1 :])).mode == "sparse"
-
-
 def test_a_dense_request_gets_nothing_of_it(engine: Engine) -> None:
     read(engine, OLD, IN_FULL)
     prompt = LONGER
@@ -290,7 +284,7 @@ def test_it_has_to_be_soon(
     plan = replace(READ_ALL, mode=mode, predicted=Prediction(10_000.0, sparse_ms))
     tokens = np.arange(2000, dtype=np.int32)
     piece = Piece(600, 700, 1400)
-    edit = Edit(tokens, tokens, (piece,), (piece,), tokens[500:700], 1400, 400)
+    edit = Edit(tokens, tokens, (piece,), (piece,), tokens[500:700], tokens[:200], 1400)
     assert (
         prefiller._pays(
             edit, plan, prefiller._predict_edit(GenerationRequest(random_prompt(2300), 2), edit, plan.predicted)
@@ -318,7 +312,7 @@ def test_idle_time_makes_it_dense() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_passages_follow_each_other_up_to_what_was_removed_and_are_as_long_as_they_agree(seed: int) -> None:
+def test_passages_follow_each_other_in_both_texts_and_are_as_long_as_they_agree(seed: int) -> None:
     rng = np.random.default_rng(seed)
     old = rng.integers(0, 3 if seed % 2 else 1000, 3000).astype(np.int32)
     parts = np.split(old, np.sort(rng.choice(np.arange(1, 3000), 5, replace=False)))
@@ -328,20 +322,20 @@ def test_passages_follow_each_other_up_to_what_was_removed_and_are_as_long_as_th
     found = kept_passages(new, old, start)
     place, end = start, start
     for passage in found:
-        assert passage.old == end
+        assert passage.old >= end
         assert passage.new >= place
         place, end = passage.new + passage.size, passage.old + passage.size
         assert (new[passage.new : place] == old[passage.old : end]).all()
         assert passage.size >= 128
         assert place == new.size or end == old.size or new[place] != old[end]
-    wanted = [np.concatenate(parts[1:3]).size, parts[3].size]
-    if not seed % 2 and min(wanted) >= 140:  # text that does not repeat itself
-        assert abs(sum(passage.size for passage in found) - sum(wanted)) <= 8
+    wanted = [np.concatenate(parts[1:3]).size, parts[3].size, parts[5].size]
+    if not seed % 2:  # text that does not repeat itself
+        assert abs(sum(passage.size for passage in found) - sum(size for size in wanted if size >= 128)) <= 12
 
 
 def test_texts_without_a_common_run_share_nothing() -> None:
     one, other = np.arange(400, dtype=np.int32), np.arange(1000, 1400, dtype=np.int32)
     assert kept_passages(one, other, 0) == []
     assert kept_passages(one[:5], one, 0) == []
-    assert kept_passages(one, np.append(other, one), 0) == []
+    assert kept_passages(one, np.append(other, one), 0) == [Piece(old=400, new=0, size=400)]
     assert kept_passages(np.append(other, one), one, 0) == [Piece(old=0, new=400, size=400)]

@@ -11,6 +11,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_specprefill import SparseUnsupportedError
 from mlx_specprefill.adapters.moved_keys import Piece, append, cut, layer_rotations, move
 from mlx_specprefill.cache.positioned import leaves, make_positioned_cache
+from mlx_specprefill.specprefill.selector import kept_spans
 from mlx_specprefill.specprefill.sparse_prefill import feed, recalling
 from tests.properties.test_sparse_equals_masked import VERIFIED
 from tests.support.oracle import build, on_the_cpu_unfused
@@ -59,6 +60,26 @@ def test_with_the_same_text_in_front_the_answer_is_that_of_the_whole_prompt(name
     text = [*random_prompt(A + OLD, 1), *random_prompt(KEPT, 2), *random_prompt(LAST, 3)]
     _, _, ours, dense = read_both(name, text, text, OLD, OLD)
     assert_close(ours, dense, 1e-4)
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_read_anew_between_kept_tokens_each_sees_what_is_in_front_of_it(name: str) -> None:
+    """All of the text was the same, so the answer is that of the whole prompt, and so is every key."""
+    model, text = build(name), random_prompt(A + KEPT + LAST, 1)
+    cache, whole, prompt = make_positioned_cache(model), make_prompt_cache(model), np.array(text, dtype=np.int32)
+    finish(prefill(model, cache, prompt[:-LAST], None, 32))
+    anew = np.array([*range(A, A + 5), *range(A + 9, A + 30, 2), A + KEPT - 3], dtype=np.int32)
+    stays = kept_spans(np.setdiff1d(np.arange(A + KEPT, dtype=np.int32), anew))
+    move(cache, layer_rotations(model), [Piece(start, start, end - start) for start, end in stays])
+    with recalling(cache):
+        list(feed(model, cache, prompt[anew], anew, [4, 11, anew.size]))
+    last = np.arange(A + KEPT, prompt.size, dtype=np.int32)
+    ours = answered(model, cache, prompt[last], last)
+    assert_close(ours, model(mx.array(prompt)[None], cache=whole)[0, -1:], 1e-4)
+    for mine, its in zip(leaves(cache), leaves(whole), strict=True):
+        places = mx.array(np.argsort(mine.runs.expand(), kind="stable"))
+        for array, other in ((mine.keys, its.keys), (mine.values, its.values)):
+            assert_close(array[..., places, :], other[..., : prompt.size, :], 1e-3)
 
 
 @pytest.mark.parametrize("name", MOVED)

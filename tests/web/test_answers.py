@@ -168,14 +168,14 @@ def test_what_broke_the_prefix_is_told(page: Page, live: Any, monkeypatch: Any) 
             4000,
             0,
             "67 % of the document was not read again. Already read: 5,000 of 6,000 tokens.",
-            "The model read 1,000 of 6,000 tokens; 4,000 behind what was inserted stay as they were read before",
+            "The model read 1,000 of 6,000 tokens; 4,000 behind an edit stay as they were read before",
         ),
         (
             "reuse",
             1200,
             3000,
             "70 % of the document was not read, or not again. Already read: 2,000 of 3,000 tokens.",
-            "1,200 behind what was inserted stay as they were read before, and 3,000 unread",
+            "1,200 behind an edit stay as they were read before, and 3,000 unread",
         ),
         # as the next turn
         ("sparse", 0, 0, "All of the document was read. Already read: 5,000 of 6,000 tokens.", "6,000 tokens (100 %)"),

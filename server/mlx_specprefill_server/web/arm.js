@@ -21,7 +21,7 @@ export const newArm = (mode) =>
 function readOf(report, tokens) {
   const { kept_tokens: kept, prompt_tokens: all } = report;
   if (report.reached || (!kept && !tokens)) return `Given up before all ${count(all)} tokens were read`;
-  if (report.mode === "reuse") return `The model read ${count(report.read_tokens)} of ${count(all)} tokens; ${count(report.reused_tokens)} behind what was inserted stay as they were read before${kept < all ? `, and ${count(all - kept)} unread` : ""}`;
+  if (report.mode === "reuse") return `The model read ${count(report.read_tokens)} of ${count(all)} tokens; ${count(report.reused_tokens)} behind an edit stay as they were read before${kept < all ? `, and ${count(all - kept)} unread` : ""}`;
   if (report.mode !== "sparse") return `The model read all ${count(all)} tokens`;
   return `${wordsOf(report).reader} read ${count(kept)} of ${count(all)} tokens (${percent(kept / all)})`;
 }

@@ -108,6 +108,8 @@ FORMS = {
     + END,
     "ids name the function": TOOLS + FOR + IF_CALLS + OPEN + "{{- m.content }}" + WITH_ID + CLOSE
     + "{%- elif m.role == 'tool' %}" + RESULT_WITH_ID + ELSE + TURN + FI + END,
+    "ids name the function, results too": TOOLS + FOR + IF_CALLS + OPEN + "{{- m.content }}" + WITH_ID + CLOSE
+    + "{%- elif m.role == 'tool' %}{{- m.name }}" + RESULT_WITH_ID + ELSE + TURN + FI + END,
     "ids by the template": TOOLS + FOR + IF_CALLS + OPEN + "{{- m.content }}{%- for c in m.tool_calls %}"
     "{{- 'functions.' + c.function.name + ':' + loop.index0 | string + (c.function.arguments | tojson) }}{%- endfor %}"
     + CLOSE + "{%- elif m.role == 'tool' %}" + RESULT_WITH_ID + ELSE + TURN + FI + END,

@@ -201,6 +201,7 @@ LEARNT: dict[str, dict[str, Any]] = {
     "calls beside null": {"calls": "text", "null": True, "beside": "apart", "beside_earlier": "apart"},
     "arguments as text": {"calls": "text"},
     "ids name the function": {"ids": "naming"},
+    "ids name the function, results too": {"ids": "naming"},
     "ids by the template": {"ids": "naming each"},
     "text behind the results": {"beside": "apart", "beside_earlier": "apart", "orphans": False},
     "signatures of tools": {"fills_tools": True, "beside": "apart", "beside_earlier": "apart"},

@@ -151,8 +151,8 @@ def _ask_calls(probe: _Probe, form: Form) -> Form:
 
 
 def _shows_name(probe: _Probe, form: Form) -> bool:
-    """Return whether a call shows its function's name, and its arguments not as Python writes them."""
-    text, before = probe.text(form, FIRST_CALL), probe.text(form, FIRST_CALL[:1])
+    """Return whether a call, not its result, shows its function's name, and its arguments not as Python writes them."""
+    text, before = probe.text(form, FIRST_CALL[:2]), probe.text(form, FIRST_CALL[:1])
     return text.count(NAME) > before.count(NAME) and text.count(PYTHON_DICT) == before.count(PYTHON_DICT)
 
 

@@ -11,6 +11,8 @@ NAME = re.compile(r"[\w.:/-]{1,256}")  # of a tool
 
 MISTRAL_TAG, MISTRAL_ARGUMENTS, MISTRAL_CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 HARMONY = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>")  # before a header, in it, and behind it
+# Muse's: before a message's header, in the header, and behind the message
+MUSE_START, MUSE_MESSAGE, MUSE_END = "<|start|>assistant", "<|message|>", "<|eom|>"
 # opening mark, end mark, the mark around texts
 GEMMA_4 = ("<|tool_call>", "<tool_call|>", '<|"|>')
 FUNCTION_GEMMA = ("<start_function_call>", "<end_function_call>", "<escape>")
@@ -42,7 +44,6 @@ PYTHON_MARKS: Mapping[str, str] = {
 
 CALL, END_CALL = "<tool_call>", "</tool_call>"
 KEY, END_KEY, VALUE, END_VALUE = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
-DSML_4 = ("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>")  # around the calls of DeepSeek V4
 
 KIMI = Marks(
     "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>",
@@ -56,13 +57,19 @@ XML = Tags(CALL, END_CALL, "<function=", "</function>", "<parameter=", ">", line
 MINIMAX = Tags(
     "<minimax:tool_call>", "</minimax:tool_call>", '<invoke name="', "</invoke>", '<parameter name="', '">', lines=False
 )
-SEED = XML._replace(call="<seed:tool_call>", end_call="</seed:tool_call>")
+ATEM = MINIMAX._replace(  # Muse's, in messages to the function
+    call="<atem:function_calls>", end_call="</atem:function_calls>",
+    function='<atem:invoke name="', end_function="</atem:invoke>",
+    parameter='<atem:parameter name="', end_parameter="</atem:parameter>",
+)  # fmt: skip
+SEED = XML._replace(call="<seed:tool_call>", end_call="</seed:tool_call>", lines=False)
 DSML = Tags(  # DeepSeek V3.2
     "<｜DSML｜function_calls>", "</｜DSML｜function_calls>",
     '<｜DSML｜invoke name="', "</｜DSML｜invoke>",
     '<｜DSML｜parameter name="', '">', lines=False,
     end_parameter="</｜DSML｜parameter>", kinds=(' string="true">', ' string="false">'),
 )  # fmt: skip
+DSML_4 = DSML._replace(call="<｜DSML｜tool_calls>", end_call="</｜DSML｜tool_calls>")  # DeepSeek V4
 STEP = Tags(  # Step 3
     "<｜tool_calls_begin｜>", "<｜tool_calls_end｜>",
     '<steptml:invoke name="', "</steptml:invoke>",

@@ -45,15 +45,17 @@ ToolParser = Literal[
     "glm",
     "minimax",
     "seed",
+    "muse",
     "kimi",
     "deepseek",
     "dsml",
+    "dsml4",
     "granite",
     "command",
     "lfm2",
     "native",
 ]
-ReasoningParser = Literal["think", "mistral", "gemma", "seed", "command", "apriel", "native"]
+ReasoningParser = Literal["think", "mistral", "gemma", "seed", "command", "apriel", "muse", "native"]
 
 
 Size = Annotated[int, BeforeValidator(setting_values.size), Field(ge=0)]

@@ -82,6 +82,18 @@ def keywords(given: Mapping[str, Any]) -> str:
     return f"<|tool_call_start|>[f({', '.join(f'{name}={as_json(v)}' for name, v in given.items())})]<|tool_call_end|>"
 
 
+def dsml(tag: str) -> Callable[[Mapping[str, Any]], str]:
+    def parameter(name: str, value: Any) -> str:
+        kind = str(is_text(value)).lower()
+        return f'<｜DSML｜parameter name="{name}" string="{kind}">{plain(value)}</｜DSML｜parameter>\n'
+
+    def written(given: Mapping[str, Any]) -> str:
+        inner = "".join(parameter(name, value) for name, value in given.items())
+        return f'<｜DSML｜{tag}>\n<｜DSML｜invoke name="f">\n{inner}</｜DSML｜invoke>\n</｜DSML｜{tag}>'
+
+    return written
+
+
 GEMMA, OLD_GEMMA = gemma('<|"|>'), gemma("<escape>")
 NOTATIONS = {
     "hermes": _of("hermes", lambda given: f'<tool_call>\n{{"name": "f", "arguments": {as_json(given)}}}\n</tool_call>'),
@@ -101,15 +113,20 @@ NOTATIONS = {
         ),
         "</parameter>\n",
     ),
+    "muse": _of(
+        "muse",
+        tags(
+            ' to=f<|message|><atem:function_calls>\n<atem:invoke name="f">\n',
+            '<atem:parameter name="%s">',
+            "</atem:parameter>\n",
+            "</atem:invoke>\n</atem:function_calls>",
+        ),
+        "</atem:parameter>\n",
+    ),
     "seed": _of(
         "seed",
-        tags(
-            "<seed:tool_call>\n<function=f>\n",
-            "<parameter=%s>\n",
-            "\n</parameter>\n",
-            "</function>\n</seed:tool_call>",
-        ),
-        "\n</parameter>\n",
+        tags("<seed:tool_call>\n<function=f>\n", "<parameter=%s>", "</parameter>\n", "</function>\n</seed:tool_call>"),
+        "</parameter>\n",
     ),
     "granite": _of("granite", lambda given: f'<|tool_call|>[{{"name": "f", "arguments": {as_json(given)}}}]'),
     "command": _of(
@@ -133,18 +150,8 @@ NOTATIONS = {
             f"{as_json(given)}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
         ),
     ),
-    "dsml": _of(
-        "dsml",
-        lambda given: (
-            '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n'
-            + "".join(
-                f'<｜DSML｜parameter name="{name}" string="{str(is_text(v)).lower()}">{plain(v)}</｜DSML｜parameter>\n'
-                for name, v in given.items()
-            )
-            + "</｜DSML｜invoke>\n</｜DSML｜function_calls>"
-        ),
-        "</｜DSML｜parameter>\n",
-    ),
+    "dsml": _of("dsml", dsml("function_calls"), "</｜DSML｜parameter>\n"),
+    "dsml4": _of("dsml4", dsml("tool_calls"), "</｜DSML｜parameter>\n"),
     "functionary": _of("xml", lambda given: f"<function=f>{as_json(given)}</function>"),
     "glm": _of(
         "glm",

@@ -17,9 +17,9 @@ from mlx_specprefill_server.constrained.output_format import (
 )
 from mlx_specprefill_server.constrained.tool_choice import NamedTool, ToolChoice
 
-from .fakes import byte_tokenizer
+from .fakes import SPECIALS, byte_tokenizer
 
-TOKENIZER = byte_tokenizer()
+TOKENIZER = byte_tokenizer(specials=(*SPECIALS, "｜DSML｜"))  # a token within a mark
 GRAMMARS = Grammars(TOKENIZER, frozenset(TOKENIZER.eos_token_ids))
 SPECIAL = TOKENIZER.get_added_vocab()
 (STOP,) = TOKENIZER.eos_token_ids

@@ -35,6 +35,8 @@ VALUES: list[tuple[Any, str]] = [
     (TEXT, '"def f():\\n    return 1\\n"'),
     (TEXT, '"\\nfirst"'),
     (TEXT, '"   "'),
+    (TEXT, '"</b> </"'),
+    ({"type": "string", "pattern": "</b>"}, '"</b> </"'),
     (TEXT, '"\\tx"'),
     (TEXT, '"say \\"so\\" and \'so\'"'),
     (TEXT, '"a\\\\b \\\\n \\\\u0041"'),

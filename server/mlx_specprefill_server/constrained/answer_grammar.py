@@ -59,6 +59,8 @@ def constraint_of(
     rules = [calls_rule(lark, possible, tool_format, parallel and isinstance(tool_choice, str))] if possible else []
     if output is not None and not forced:
         rules.append(_body(lark, output, tool_format))
+    if think and tool_format == "muse":
+        think = f" {think[0]}", think[1]  # the prompt ends before the space
     before = _reasoning(lark, reasoning_end, think, output is None or bool(forced) or output.kind.startswith("json"))
     lark.define("start", f"{before}({' | '.join(rules)})")
     if warnings is not None:
@@ -102,13 +104,15 @@ def _reasoning(lark: Lark, end: tuple[int, ...], think: tuple[str, str] | None, 
 
 
 def _body(lark: Lark, output: OutputFormat, tool_format: str | None) -> str:
-    """Return the rule of the answer's text. Harmony's models write it into a channel of its own."""
+    """Return the rule of the answer's text. Harmony's models write it into a channel of its own, Muse to the user."""
     body = {
         "json_object": lambda: lark.json({"type": "object"}),
         "json_schema": lambda: lark.json(output.value, output.strict, output.field),
         "regex": lambda: lark.regex(output.value),
         "choice": lambda: lark.any_of(output.value),
     }[output.kind]()
+    if tool_format == "muse":
+        return lark.rule("final", f"{lark.muse_head('user')} {body}")
     if tool_format != "harmony":
         return body
     return lark.rule("final", f"{lark.analysis()} {lark.literal('<|channel|>final<|message|>')} {body}")

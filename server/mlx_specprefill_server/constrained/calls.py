@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 from ..call_marks import Marks, Tags
 from ..errors import refusal
 from ..notations import (
+    ATEM,
     CALL,
     COMMAND,
     DEEPSEEK,
     DSML,
+    DSML_4,
     END_CALL,
     END_COMMAND,
     END_KEY,
@@ -28,6 +30,7 @@ from ..notations import (
     MINIMAX,
     MISTRAL_ARGUMENTS,
     MISTRAL_TAG,
+    MUSE_END,
     NAME,
     SEED,
     VALUE,
@@ -269,6 +272,11 @@ def _in_tags(lark: Lark, tool: ForcedTool, tags: Tags) -> str:
     return f"{begin} {fields} {end}"
 
 
+def _muse(lark: Lark, tool: ForcedTool) -> str:
+    """to=f<|message|><atem:function_calls>..., a message to the function."""
+    return f"{lark.muse_head(tool.name)} {_in_tags(lark, tool, ATEM)}"
+
+
 def _glm(lark: Lark, tool: ForcedTool) -> str:
     """<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>, with or without line breaks between."""
     newline = lark.define("newline", r'"\n"?')
@@ -305,6 +313,8 @@ _NOTATIONS: Mapping[str | None, _Notation] = {
     "xml": _Notation(partial(_in_tags, tags=XML), "\n"),
     "minimax": _Notation(partial(_in_tags, tags=MINIMAX), "\n"),
     "dsml": _Notation(partial(_in_tags, tags=DSML), "\n"),
+    "dsml4": _Notation(partial(_in_tags, tags=DSML_4), "\n"),
+    "muse": _Notation(_muse, MUSE_END),
     "seed": _Notation(partial(_in_tags, tags=SEED), "\n"),
     "harmony": _Notation(_harmony),
     "mistral": _Notation(_mistral),

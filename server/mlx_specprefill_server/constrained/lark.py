@@ -11,6 +11,7 @@ from mlx_specprefill import InvalidRequestError, grammar_error
 
 from ..big_json import dumps
 from ..errors import refusal
+from ..notations import MUSE_MESSAGE, MUSE_START
 from ..schemas import mapping_of
 from .enforceable import EnforceableSchema, Schema
 
@@ -132,18 +133,29 @@ class Lark:
 
     def free_text(self, end: str) -> str:
         """Return any text up to and including the literal `end`."""
-        if end in self.special:
-            return self.rule("text", f"{self.define('ANY', '/(?s:.)*/')} {self.literal(end)}")
+        before, marked = self._at_token(end)
+        if marked:
+            return self.rule("text", f"{self.rule('ANY', f'/(?s:.)*/ {_quote(before)}')} {self.literal(marked)}")
         return self.rule("text", "/(?s:.)*/", f"[suffix={_quote(end)}]")
 
     def limited_text(self, patterns: Sequence[str], end: str) -> str:
         """Return text that matches all regular expressions as a whole, up to and including the literal `end`."""
         all_of = " & ".join(map(terminal, patterns))
-        if end in self.special:
-            return self.rule("text", f"{self.rule('TEXT', all_of)} {self.literal(end)}")
+        before, marked = self._at_token(end)
+        if marked:
+            return self.rule("text", f"{self.rule('TEXT', f'({all_of}) {_quote(before)}')} {self.literal(marked)}")
         holds_end = terminal(f"(?s:.)*{escaped(end.strip())}(?s:.)*")
         body = f"({all_of} & ~{holds_end}) {_quote(end)}"
         return self.rule("text", self.rule("TEXT", body), "[lazy]")
+
+    def _at_token(self, text: str) -> tuple[str, str]:
+        """Return the text before the first special token, and the rest. No text can hold a token."""
+        found = self._markers.search(text) if self._markers else None
+        return (text[: found.start()], text[found.start() :]) if found else (text, "")
+
+    def muse_head(self, recipient: str) -> str:
+        """Return the header of one of Muse's messages. The prompt holds the beginning of the first one."""
+        return f"({self.literal(MUSE_START)})? {self.literal(f' to={recipient}{MUSE_MESSAGE}')}"
 
     def analysis(self) -> str:
         """Return the rule of the reasoning that harmony's models may write before they answer or call."""

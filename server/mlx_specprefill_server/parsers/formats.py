@@ -9,6 +9,7 @@ from typing import Any
 from mlx_specprefill import ReasoningBudget
 
 from ..notations import (
+    ATEM,
     CALL,
     COMMAND,
     DEEPSEEK,
@@ -19,6 +20,9 @@ from ..notations import (
     LFM2,
     MINIMAX,
     MISTRAL_TAG,
+    MUSE_END,
+    MUSE_MESSAGE,
+    MUSE_START,
     SEED,
     XML,
 )
@@ -41,10 +45,12 @@ THINK_TAGS: Mapping[str, tuple[str, str]] = {
     "gemma": ("<|channel>thought", "<channel|>"),
     "seed": ("<seed:think>", "</seed:think>"),
     "command": ("<|START_THINKING|>", "<|END_THINKING|>"),
+    "muse": (f"to=self{MUSE_MESSAGE}", MUSE_END),
 }
 # Marks around answers that say nothing.
 AROUND: Mapping[str | None, tuple[str, ...]] = {
     "command": ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+    "muse": (MUSE_START, *(f"to={name}{MUSE_MESSAGE}" for name in ("user", "commentary"))),
 }
 ANSWER_TAGS = (  # Hunyuan's, ERNIE's, Apriel's
     ("<answer>", "</answer>"),
@@ -60,9 +66,11 @@ MARKS: Sequence[tuple[ToolParser, tuple[str, ...]]] = (
     ("xml", ("<tool_call>", "<function=")),
     ("minimax", (MINIMAX.call,)),
     ("seed", (SEED.call,)),
+    ("muse", (ATEM.call,)),
     ("kimi", (KIMI.section,)),
-    ("deepseek", (DEEPSEEK.section,)),
+    ("dsml4", ("｜DSML｜", "tool_calls>")),
     ("dsml", ("｜DSML｜",)),
+    ("deepseek", (DEEPSEEK.section,)),
     ("command", (COMMAND,)),
     ("granite", (GRANITE,)),
     ("mistral", (MISTRAL_TAG,)),
@@ -136,9 +144,12 @@ class Format:
             return Parser(HarmonyText(known, opened_header(prompt)))
         openers, bare = self._readers(list(tools), known) if known else ({}, None)
         begun = not prompt.rstrip().endswith(self.think[0]) if self.think else False
-        again = self.think in (THINK_TAGS["gemma"], THINK_TAGS["command"])  # tokens of their own, and second thoughts
+        # tokens of their own, and second thoughts
+        again = self.think in (THINK_TAGS[name] for name in ("gemma", "command", "muse"))
         thinking = self.is_reasoning_open(prompt)
         around = AROUND.get(self.tools, self.around)
+        if self.tools == "muse":
+            around = (*around, *(f"to={name}{MUSE_MESSAGE}" for name in known.parameters))
         return Parser(TaggedText(known, self.think, thinking, openers, bare, begun=begun, again=again, around=around))
 
     def _readers(self, tools: list[Any], known: Tools) -> tuple[dict[str, CallReader], Bare | None]:
@@ -183,12 +194,17 @@ def _budget_marks(tokenizer: Any, calls: ToolParser | None, think: tuple[str, st
 
     if calls == "harmony":  # its models then continue in another channel
         return ids(REASONING_HEAD), ids(REASONING_END), ids(REASONING_END + ANSWER_HEAD)
+    if calls == "muse":  # the mark stands behind a space, and the next message follows
+        head, end = THINK_TAGS["muse"]
+        return ids(f" {head}"), ids(end), ids(f"{end}{MUSE_START}")
     return None if think is None else (ids(think[0]), ids(think[1]), ids(think[1]))
 
 
 def _tools(tokenizer: Any, template: str) -> ToolParser | None:
+    """Return the format by the marks in the template, or in the vocabulary if Python code stands for a template."""
+    text = template or (" ".join(tokenizer.get_added_vocab()) if tokenizer.has_chat_template else "")
     for name, marks in MARKS:
-        if all(mark in template for mark in marks):
+        if all(mark in text for mark in marks):
             return name
     return _native(tokenizer)
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import cache
 
 from ..notations import (
+    ATEM,
     CALL,
     COMMAND,
     DEEPSEEK,
@@ -45,15 +46,15 @@ from .marked_calls import marked_reader
 from .tag_calls import read_functions, read_glm_body, tag_reader
 from .tagged import Bare
 
+EITHER_DSML = {tags.call: tag_reader(tags) for tags in (DSML, DSML_4)}
 READERS: Mapping[ToolParser, Mapping[str, CallReader]] = {
     "mistral": {MISTRAL_TAG: read_mistral_tag},
     "gemma": {mark[0]: gemma_reader(*mark) for mark in (GEMMA_4, FUNCTION_GEMMA)},
     "minimax": {MINIMAX.call: tag_reader(MINIMAX)},
+    "muse": {ATEM.call: tag_reader(ATEM)},
     "seed": {SEED.call: tag_reader(SEED)},
-    "dsml": {
-        DSML.call: tag_reader(DSML),
-        DSML_4[0]: tag_reader(DSML._replace(call=DSML_4[0], end_call=DSML_4[1])),
-    },
+    "dsml": EITHER_DSML,
+    "dsml4": EITHER_DSML,
     "kimi": dict.fromkeys((KIMI.section, KIMI.call), marked_reader(KIMI)),
     # the distillations fall back to Qwen's notation
     "deepseek": dict.fromkeys((DEEPSEEK.section, DEEPSEEK.call), marked_reader(DEEPSEEK))

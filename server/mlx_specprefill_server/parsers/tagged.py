@@ -90,6 +90,7 @@ class TaggedText:
             elif mark in self._around:
                 cursor.take(len(mark))
                 self._trim = not self._said
+                self._held = self._held if self._said else None
             elif self.thinking or self._code or mark in self._bare:
                 cursor.mark()
                 yield from self._sketch(cursor, cursor.offset, mark)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mlx_lm.chat_templates import deepseek_v32
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import (
     function_gemma,
@@ -16,6 +17,7 @@ from mlx_lm.tool_parsers import (
     longcat,
     minimax_m2,
     mistral,
+    muse_spark,
     pythonic,
     qwen3_coder,
 )
@@ -36,11 +38,15 @@ MINIMAX = (
     '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Paris</parameter>\n</invoke>\n'
     "</minimax:tool_call>"
 )
+MUSE = (
+    ' to=get_weather<|message|><atem:function_calls>\n<atem:invoke name="get_weather">\n'
+    '<atem:parameter name="city">Paris</atem:parameter>\n</atem:invoke>\n</atem:function_calls>'
+)
 GEMMA = '<|tool_call>call:get_weather{city:<|"|>Paris<|"|>}<tool_call|>'
 OLD_GEMMA = "<start_function_call>call:get_weather{city:<escape>Paris<escape>}<end_function_call>"
 MISTRAL = '[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}'
 TO_WEATHER = "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
-SEED = XML.replace("tool_call>", "seed:tool_call>")
+SEED = XML.replace("tool_call>", "seed:tool_call>").replace("\nParis\n", "Paris")
 DEEPSEEK = (
     f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{PARIS}<｜tool▁call▁end｜>"
     "<｜tool▁calls▁end｜>"
@@ -238,7 +244,7 @@ GOOD: list[tuple[ToolParser | None, str, list[tuple[str, str]], str, str]] = [
     ("minimax", MINIMAX.replace("<invoke", '<invoke name="now"/>\n<invoke', 1), [("now", "{}"), WEATHER], "cc", ""),
     ("kimi", KIMI, [WEATHER], "c", ""),
     ("kimi", KIMI.removeprefix("<|tool_calls_section_begin|>"), [WEATHER], "c", ""),
-    ("dsml", DSML.replace("function_calls>", "tool_calls>"), [WEATHER], "c", ""),  # DeepSeek V4
+    ("dsml4", DSML.replace("function_calls>", "tool_calls>"), [WEATHER], "c", ""),
     ("command", "<|START_TEXT|>Hello.<|END_TEXT|>", [], "t", "Hello."),
     (None, CALL, [WEATHER], "c", ""),
     (None, f"[{LLAMA}, {LLAMA}]", [WEATHER] * 2, "cc", ""),
@@ -665,9 +671,11 @@ def test_what_mlx_lm_cannot_read_comes_back_as_text(body: str) -> None:
         ("<start_function_call>call:{{ x }}", "gemma"),
         ("<|start|>assistant<|channel|>commentary<|message|>", "harmony"),
         ("<seed:tool_call>\n<function={{ x }}>", "seed"),
+        ("<|start|>assistant to={{ x }}<|message|><atem:function_calls>", "muse"),
         ("<|tool_calls_section_begin|>{{ x }}", "kimi"),
         ("<think><｜tool▁calls▁begin｜>{{ x }}", "deepseek"),
-        ("<｜DSML｜function_calls>{{ x }}", "dsml"),
+        ("{% set mark = '｜DSML｜' %}{{ '<' + mark + 'function_calls>' }}", "dsml"),
+        ("{% set mark = '｜DSML｜' %}{{ '<' + mark + 'tool_calls>' }}", "dsml4"),
         ("<|START_ACTION|>{{ x }}<|END_ACTION|>", "command"),
         ("write <|tool_call|> and a list", "granite"),
         ("{{ messages }}", None),
@@ -676,6 +684,12 @@ def test_what_mlx_lm_cannot_read_comes_back_as_text(body: str) -> None:
 )
 def test_the_format_is_told_by_the_template(template: str | None, expected: str | None) -> None:
     assert detect(byte_tokenizer(template)).tools == expected
+
+
+def test_the_format_of_a_template_in_python_is_told_by_the_vocabulary() -> None:
+    """DeepSeek V3.2 has the tokens of the notation before its own, too."""
+    bare = byte_tokenizer(None, specials=("<｜tool▁calls▁begin｜>", "｜DSML｜"))._tokenizer
+    assert detect(TokenizerWrapper(bare, chat_template=deepseek_v32.apply_chat_template)).tools == "dsml"
 
 
 def test_formats_can_be_set_by_hand() -> None:
@@ -694,6 +708,7 @@ def test_formats_can_be_set_by_hand() -> None:
         (function_gemma, "gemma"),
         (mistral, "mistral"),
         (qwen3_coder, "hermes"),
+        (muse_spark, "muse"),
     ],
 )
 def test_formats_that_mlx_lm_has_chosen_are_read_by_the_own_parser_if_there_is_one(module: Any, expected: str) -> None:

@@ -22,6 +22,7 @@ from .test_formats import (
     LLAMA,
     MINIMAX,
     MISTRAL,
+    MUSE,
     PARIS,
     PYTHON,
     SEED,
@@ -35,6 +36,7 @@ CLOSED = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
 BEGUN = OPENED + "Two and two"
 
 
+NEXT = "<|eom|><|start|>assistant"
 BARE = GEMMA.removeprefix("<|tool_call>").removesuffix("<tool_call|>")
 APRIEL = "present your reasoning, then the final response after the marker [BEGIN FINAL RESPONSE]"
 NOW = '<tool_call>{"name": "now"}</tool_call>'
@@ -53,6 +55,8 @@ SKETCHED = [
     ("kimi", KIMI, THINK),
     (None, STEP, THINK),
 ]
+TO_SELF = f" to=self<|message|>Hm.{NEXT}"
+TO_USER = " to=user<|message|>"
 
 
 def shown(out: Read) -> tuple[Any, ...]:
@@ -148,6 +152,21 @@ def test_a_call_in_harmonys_channel_of_reasoning_is_meant_if_only_calls_follow()
             out = read("harmony", text, cuts)
             assert (out.calls, out.broken) == (calls, []), text
             assert ("But no." in out.reasoning) is ("But no." in text)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (f"{TO_USER}Hello.", ("", "Hello.", [], "t")),
+        (f"{TO_SELF}{TO_USER}Hello.", ("Hm.", "Hello.", [], "rt")),
+        (f"{TO_SELF}{MUSE}{NEXT}{MUSE}", ("Hm.", "", [WEATHER] * 2, "rcc")),
+        (f"{TO_USER}I ask.{NEXT}{MUSE}", ("", "I ask.", [WEATHER], "tc")),
+        (f"{TO_USER}I ask.{NEXT}{TO_SELF}{MUSE}", ("Hm.", "I ask.", [WEATHER], "trc")),
+    ],
+)
+def test_muses_messages_are_divided_by_their_recipients(text: str, expected: Any) -> None:
+    for cuts in ([], range(1, len(text)), *([cut] for cut in range(1, len(text)))):
+        assert shown(read("muse", text, cuts, think=("to=self<|message|>", "<|eom|>"))) == expected
 
 
 def test_reasoning_between_marks_of_other_families() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from mlx_specprefill import ReasoningBudget
@@ -184,7 +185,8 @@ def detect(tokenizer: Any, tools: ToolParser | None = None, reasoning: Reasoning
     ends = ANSWER_ENDS if calls == "harmony" else ()
     known = tokenizer.get_added_vocab()
     known_ends = frozenset(known[end] for end in ends if end in known)
-    around = tuple(tag for pair in ANSWER_TAGS if all(tag in template for tag in pair) for tag in pair)
+    pairs = (pair for pair in ANSWER_TAGS if all(tag in template for tag in pair))
+    around = (*chain.from_iterable(pairs), *getattr(tokenizer, "structural_markers", ()))  # mlx-lm's of Kimi K3
     return Format(calls, think, think_end, known_ends, _budget_marks(tokenizer, calls, think), tokenizer, around)
 
 

@@ -14,6 +14,7 @@ from mlx_lm.tool_parsers import (
     glm47,
     json_tools,
     kimi_k2,
+    kimi_k3,
     longcat,
     minimax_m2,
     mistral,
@@ -643,6 +644,23 @@ def test_other_formats_are_read_whole_by_mlx_lm() -> None:
     out = native(f"I ask.\n{call}{call}")
     assert [(name, json.loads(arguments)) for name, arguments in out.calls] == [("get_weather", {"city": "Paris"})] * 2
     assert out.text == "I ask."
+
+
+def test_the_marks_that_mlx_lm_knows_around_answers_are_left_out() -> None:
+    """Kimi K3 puts tags around its answer and its whole message."""
+    marks = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
+    tags = {"tool_call_start": kimi_k3.tool_call_start, "tool_call_end": kimi_k3.tool_call_end}
+    fast = byte_tokenizer(specials=marks)._tokenizer
+    fmt = detect(TokenizerWrapper(fast, tool_parser=kimi_k3.parse_tool_call, **tags))
+    said = "Hm.<close>think<sep><open>response<sep>I ask.<close>response<sep>"
+    asked = '<open>call tool="now" index="1"<sep><close>call<sep>'
+    text = f"{said}<open>tools<sep>{asked}<close>tools<sep><close>message<sep>"
+    text = text.replace("<open>", marks[0]).replace("<close>", marks[1]).replace("<sep>", marks[2])
+    for size in (1, len(text)):
+        parser = fmt.parser(TOOLS, "<|open|>think<|sep|>")
+        deltas = [delta for at in range(0, len(text), size) for delta in parser.push(text[at : at + size])]
+        out = collected(deltas + parser.finish(complete=True))
+        assert (out.reasoning, out.text, out.calls) == ("Hm.", "I ask.", [("now", "{}")])
 
 
 def test_other_formats_are_also_read_in_the_notation_of_forced_calls() -> None:

@@ -39,12 +39,17 @@ class ReasoningDelta:
     start: int = 0
 
 
+def new_call_id(written: str = "") -> str:
+    """Return an id that no other call has. It ends in what the model has written as the id, at most 9 characters."""
+    return f"call_{uuid4().hex[: 24 - len(written)]}{written}"
+
+
 @dataclass(frozen=True, slots=True)
 class CallStart:
     """The start of a tool call. Calls never overlap: the deltas up to CallEnd or CallBroken belong to this one."""
 
     name: str
-    id: str = field(default_factory=lambda: f"call_{uuid4().hex[:24]}")
+    id: str = field(default_factory=new_call_id)
 
 
 @dataclass(frozen=True, slots=True)

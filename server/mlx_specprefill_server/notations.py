@@ -9,6 +9,7 @@ from .call_marks import Marks, Tags
 
 NAME = re.compile(r"[\w.:/-]{1,256}")  # of a tool
 
+SHORT_ID = re.compile("[A-Za-z0-9]{9}")  # Mistral's, of a call
 MISTRAL_TAG, MISTRAL_ARGUMENTS, MISTRAL_CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 HARMONY = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>")  # before a header, in it, and behind it
 # Muse's: before a message's header, in the header, and behind the message

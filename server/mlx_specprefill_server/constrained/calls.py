@@ -29,10 +29,12 @@ from ..notations import (
     LFM2,
     MINIMAX,
     MISTRAL_ARGUMENTS,
+    MISTRAL_CALL_ID,
     MISTRAL_TAG,
     MUSE_END,
     NAME,
     SEED,
+    SHORT_ID,
     VALUE,
     XML,
 )
@@ -215,8 +217,9 @@ def _hermes(lark: Lark, tool: ForcedTool) -> str:
 def _mistral(lark: Lark, tool: ForcedTool) -> str:
     """[TOOL_CALLS]f[ARGS]{...} with newer tokenizers, else one of [TOOL_CALLS] [{"name": "f", "arguments": {...}}]."""
     if MISTRAL_ARGUMENTS in lark.special:
-        head = lark.literal(f"{MISTRAL_TAG}{tool.name}{MISTRAL_ARGUMENTS}")
-        return f"{head} {_arguments(lark, tool)}"
+        given = f"({lark.literal(MISTRAL_CALL_ID)} {lark.define('ID', f'/{SHORT_ID.pattern}/')})?"
+        head = f"{lark.literal(f'{MISTRAL_TAG}{tool.name}')} {given if MISTRAL_CALL_ID in lark.special else ''}"
+        return f"{head} {lark.literal(MISTRAL_ARGUMENTS)} {_arguments(lark, tool)}"
     head = lark.literal(f'{{"name": "{tool.name}", "arguments": ')
     return f'{head} {_arguments(lark, tool)} "}}"'
 

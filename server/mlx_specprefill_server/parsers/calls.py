@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 
-from ..deltas import CallDelta, CallEnd, CallStart, ContentDelta
+from ..deltas import CallDelta, CallEnd, CallStart, ContentDelta, new_call_id
 from .base import Cursor, MalformedError, Reading, Tools, peek, skip, spaces
 
 LONGEST_NAME = 256
@@ -15,13 +15,13 @@ FENCE = "```"
 CallReader = Callable[[Cursor, Tools], Reading[None]]
 
 
-def call(name: str, arguments: Reading[None]) -> Reading[None]:
+def call(name: str, arguments: Reading[None], written_id: str = "") -> Reading[None]:
     """Read one call around its arguments. It opens when their text begins."""
     texts: list[str] = []
     for delta in arguments:
         if delta is not None:
             if not texts:
-                yield CallStart(name)
+                yield CallStart(name, new_call_id(written_id))
             texts.append(text_of(delta))
         yield delta
     yield CallEnd("".join(texts))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ..deltas import CallDelta, CallEnd
-from ..notations import END_CALL, GEMMA_4, MISTRAL_ARGUMENTS, MISTRAL_CALL_ID, MISTRAL_TAG, NAME
+from ..notations import END_CALL, GEMMA_4, MISTRAL_ARGUMENTS, MISTRAL_CALL_ID, MISTRAL_TAG, NAME, SHORT_ID
 from .base import Cursor, MalformedError, Reading, Tools, ahead, past_spaces, peek, skip, spaces, starts_with
 from .calls import FENCE, CallReader, call, capture, emit, expect, fence, until
 from .json_text import JsonReader
@@ -189,11 +189,10 @@ def read_mistral_tag(cursor: Cursor, tools: Tools) -> Reading[None]:
         return
     while True:
         name = tools.name((yield from until(cursor, "[{", never=' "<\n')))
-        if (yield from skip(cursor, MISTRAL_CALL_ID)):
-            yield from until(cursor, "[{")
+        given = (yield from until(cursor, "[{")) if (yield from skip(cursor, MISTRAL_CALL_ID)) else ""
         yield from skip(cursor, MISTRAL_ARGUMENTS)
         yield from spaces(cursor)
-        yield from call(name, JsonReader(cursor).object())
+        yield from call(name, JsonReader(cursor).object(), given if SHORT_ID.fullmatch(given) else "")
         yield from spaces(cursor)
         if not NAME.match((yield from peek(cursor, 1))):
             return

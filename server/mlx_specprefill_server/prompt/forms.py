@@ -15,12 +15,13 @@ from hashlib import blake2b
 from itertools import groupby
 from typing import Any, Literal
 
+from ..notations import SHORT_ID
 from .conversation import Message, no_result
 
 Notation = Literal["python", "list", "tags", "json"]
 
 ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
-SHORT_ID = re.compile("[A-Za-z0-9]{9}")
+OWN_ID = re.compile(f"call_[0-9a-f]{{15}}({SHORT_ID.pattern})")  # of this server; its end may be the model's
 NAMING_ID = re.compile(r"functions\..+:[0-9]+")
 PLAIN = {"role", "content", "name"}  # members of messages that can be joined
 
@@ -196,7 +197,8 @@ def _id(form: Form, given: str, name: str, in_message: int, in_conversation: int
     if form.ids == "own":
         return given
     if form.ids == "short":
-        return given if SHORT_ID.fullmatch(given) else _digest(given)
+        own = OWN_ID.fullmatch(given)
+        return own[1] if own else given if SHORT_ID.fullmatch(given) else _digest(given)
     if NAMING_ID.fullmatch(given):
         return given
     return f"functions.{name}:{in_conversation if form.ids == 'naming' else in_message}"

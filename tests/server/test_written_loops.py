@@ -48,6 +48,7 @@ DSML = Notation(
 )
 NOTATIONS = {
     "hermes": Notation('\n<tool_call>\n{"name": "NAME", "arguments": JSON}\n</tool_call>'),
+    "hermes in a line": Notation('\n<tool_call>{"name": "NAME", "arguments": JSON}</tool_call>'),
     "xml": Notation(
         "\n<tool_call>\n<function=NAME>\n", "<parameter=KEY>\nVALUE\n</parameter>\n", "</function>\n</tool_call>"
     ),

@@ -208,9 +208,9 @@ def _several(lark: Lark, calls: Sequence[str], parallel: bool, between: str = ""
 
 
 def _hermes(lark: Lark, tool: ForcedTool) -> str:
-    r"""<tool_call>\n{"name": "f", "arguments": {...}}\n</tool_call>"""
-    begin = lark.literal(f'<tool_call>\n{{"name": "{tool.name}", "arguments": ')
-    end = lark.literal("}\n</tool_call>")
+    """<tool_call>{"name": "f", "arguments": {...}}</tool_call>, with or without line breaks between."""
+    newline, head = _newline(lark), lark.literal(f'{{"name": "{tool.name}", "arguments": ')
+    begin, end = f"{lark.literal(CALL)} {newline} {head}", f'"}}" {newline} {lark.literal(END_CALL)}'
     return f"{begin} {_arguments(lark, tool)} {end}"
 
 
@@ -261,6 +261,10 @@ def _number(lark: Lark) -> str:
     return lark.define("NUMBER", "/[0-9]{1,2}/")
 
 
+def _newline(lark: Lark) -> str:
+    return lark.define("newline", r'"\n"?')
+
+
 # --- notations without JSON's quotes ---------------------------------------------------------------------------------
 
 
@@ -282,7 +286,7 @@ def _muse(lark: Lark, tool: ForcedTool) -> str:
 
 def _glm(lark: Lark, tool: ForcedTool) -> str:
     """<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>, with or without line breaks between."""
-    newline = lark.define("newline", r'"\n"?')
+    newline = _newline(lark)
 
     def begin(name: str) -> str:
         return f"{newline} {lark.literal(f'{KEY}{name}{END_KEY}')} {newline} {lark.literal(VALUE)}"

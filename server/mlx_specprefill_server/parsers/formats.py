@@ -146,7 +146,7 @@ class Format:
         openers, bare = self._readers(list(tools), known) if known else ({}, None)
         begun = not prompt.rstrip().endswith(self.think[0]) if self.think else False
         # tokens of their own, and second thoughts
-        again = self.think in (THINK_TAGS[name] for name in ("gemma", "command", "muse"))
+        again = self.think in (THINK_TAGS["gemma"], THINK_TAGS["command"], THINK_TAGS["muse"])
         thinking = self.is_reasoning_open(prompt)
         around = AROUND.get(self.tools, self.around)
         if self.tools == "muse":

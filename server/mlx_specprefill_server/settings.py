@@ -55,7 +55,7 @@ ToolParser = Literal[
     "lfm2",
     "native",
 ]
-ReasoningParser = Literal["think", "mistral", "gemma", "seed", "command", "apriel", "muse", "native"]
+ReasoningParser = Literal["think", "mistral", "gemma", "seed", "command", "apriel", "minimax", "muse", "native"]
 
 
 Size = Annotated[int, BeforeValidator(setting_values.size), Field(ge=0)]

@@ -46,6 +46,7 @@ THINK_TAGS: Mapping[str, tuple[str, str]] = {
     "gemma": ("<|channel>thought", "<channel|>"),
     "seed": ("<seed:think>", "</seed:think>"),
     "command": ("<|START_THINKING|>", "<|END_THINKING|>"),
+    "minimax": ("<mm:think>", "</mm:think>"),
     "muse": (f"to=self{MUSE_MESSAGE}", MUSE_END),
 }
 # Marks around answers that say nothing.

@@ -268,6 +268,17 @@ def test_the_tags_come_from_the_vocabulary() -> None:
     assert fmt.reasoning_end(CLOSED) == fmt.reasoning_end("") == ()
 
 
+@pytest.mark.parametrize(
+    "tags",
+    [
+        ("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|channel>thought", "<channel|>"),
+        ("<seed:think>", "</seed:think>"), ("<mm:think>", "</mm:think>"), ("to=self<|message|>", "<|eom|>"),
+    ],
+)  # fmt: skip
+def test_the_tags_come_from_the_template_where_the_vocabulary_has_none(tags: tuple[str, str]) -> None:
+    assert detect(byte_tokenizer("{}{{{{ thought }}}}{}".format(*tags), specials=())).think == tags
+
+
 @pytest.mark.parametrize("header", ["", "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"])
 def test_harmony_goes_on_where_the_prompt_ends(header: str) -> None:
     prompt = f"<|start|>user<|message|>Hi<|end|><|start|>assistant{header}"

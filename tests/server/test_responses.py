@@ -291,6 +291,12 @@ def test_logprobs(client: TestClient) -> None:
     assert len(in_deltas) == 5
 
 
+@pytest.mark.parametrize("content", ["gAAAAAB", "text:%", "text:/w==", None])
+def test_reasoning_that_another_server_has_sealed_is_left_out(client: TestClient, content: str | None) -> None:
+    reasoning = {"type": "reasoning", "summary": [], "encrypted_content": content}
+    assert ask(client, input=[{"role": "user", "content": "Hi"}, reasoning])["status"] == "completed"
+
+
 def test_the_prompt(client: TestClient, engine: FakeEngine) -> None:
     ask(
         client,

@@ -85,14 +85,16 @@ def test_messages(live: Any, engine: FakeEngine, streamed: bool) -> None:
     assert last.usage.output_tokens == len(engine.tokens(LAST))
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-def test_responses(live: Any, engine: FakeEngine, streamed: bool) -> None:
+@pytest.mark.parametrize(("streamed", "kept"), [(False, "content"), (True, "content"), (True, "encrypted_content")])
+def test_responses(live: Any, engine: FakeEngine, streamed: bool, kept: str) -> None:
+    """Some clients keep only the form of reasoning that they can't read."""
     base, _ = live()
     items: Any = [{"role": "user", "content": "Read a and b."}]
     fields: Any = {
         "model": "m",
         "input": items,
         "store": False,
+        "include": [f"reasoning.{kept}"] if kept == "encrypted_content" else [],
         "tools": [
             {"type": "web_search"},
             {"type": "function", "name": "read", "parameters": PARAMETERS, "strict": False},
@@ -111,7 +113,9 @@ def test_responses(live: Any, engine: FakeEngine, streamed: bool) -> None:
         assert first.output[0].content[0].text.strip() == "I read both."
         assert first.output_text.strip() == "Reading."
         assert first.usage.output_tokens_details.reasoning_tokens > 0
+        assert first.output[0].encrypted_content is None or kept == "encrypted_content"
         items += [item.model_dump(exclude_none=True) for item in first.output]
+        items[1] = {"type": "reasoning", "summary": [], kept: items[1].get(kept)}
         for item in first.output[2:]:
             path = json.loads(item.arguments)["path"]
             items.append({"type": "function_call_output", "call_id": item.call_id, "output": path[0].upper()})

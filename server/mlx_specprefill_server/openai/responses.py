@@ -38,7 +38,7 @@ from ..service import Service
 from ..serving import count_tokens, serve
 from .custom_tools import InputText, Tools, whole_input
 from .protocol import logprob_entry
-from .responses_protocol import TOOL_SEARCH, ResponsesRequest, refuse
+from .responses_protocol import SEALED, TOOL_SEARCH, ResponsesRequest, refuse, sealed
 
 Event = dict[str, Any]
 LogprobsOf = Callable[[Sequence[TokenEvent]], list[dict[str, Any]]]  # tokens as the wire's logprobs
@@ -66,12 +66,17 @@ BodyDep = Annotated[ResponsesRequest, Depends(body_of(ResponsesRequest, refuse))
 
 
 class ItemWriter:
-    """A writer of one answer. At most one item is open at a time: a message, reasoning or a call."""
+    """A writer of one answer. At most one item is open at a time: a message, reasoning or a call.
 
-    def __init__(self, logprobs_of: LogprobsOf, tools: Tools) -> None:
+    Args:
+        seals: reasoning also comes as `encrypted_content`.
+    """
+
+    def __init__(self, logprobs_of: LogprobsOf, tools: Tools, seals: bool = False) -> None:
         self.items: list[dict[str, Any]] = []  # closed items
         self._index = 0  # the index of the open item, or of the next one
         self._logprobs_of = logprobs_of
+        self._seals = seals
         self._tools = tools
         self._origins = {name: origin for origin, name in tools.shown.items()}
         self._input = InputText()
@@ -118,6 +123,8 @@ class ItemWriter:
         elif item["type"] != SEARCH_OUTPUT:
             part = _part(item["type"], text, self._logprobs)
             item["content"] = [part]
+            if self._seals and item["type"] == "reasoning":
+                item["encrypted_content"] = sealed(text)
             logprobs = {"logprobs": self._logprobs} if item["type"] == "message" else {}
             yield self._about(f"{EVENTS[item['type']]}.done", text=text, **logprobs)
             yield self._about("response.content_part.done", part=part)
@@ -213,7 +220,7 @@ class ResponsesAnswer:
         self._body = body
         self._progress = ProgressReporter(body.return_progress)
         self._vocabulary = service.vocabulary
-        self._writer = ItemWriter(self._logprobs_of, body.functions)
+        self._writer = ItemWriter(self._logprobs_of, body.functions, SEALED in body.include)
         self._report = Report(generation)
         self._numbers = numbers()
         self._response = _fields(service, body)

@@ -5,6 +5,7 @@ Refusals name the place in the request. Items that only the provider's own tools
 
 from __future__ import annotations
 
+from base64 import b64decode, b64encode
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -36,7 +37,8 @@ from .protocol import ConversationFields
 
 TOOL_SEARCH = "tool_search"  # a type of tools, and the name under which the model calls it
 TOOL_TYPES = ("function", "custom", TOOL_SEARCH)
-LOGPROBS = "message.output_text.logprobs"
+LOGPROBS, SEALED = "message.output_text.logprobs", "reasoning.encrypted_content"
+SEAL = "text:"  # begins reasoning in base64
 STATELESS = "this server keeps no responses or conversations; send the whole conversation as input"
 
 ROLES = ("user", "assistant", "system", "developer")
@@ -183,12 +185,28 @@ class _Builder:
         return self.messages[-1]
 
 
+def sealed(text: str) -> str:
+    """Return reasoning as `encrypted_content`, which some clients send back instead of the text. It is no secret."""
+    return SEAL + b64encode(text.encode()).decode()
+
+
+def _unsealed(content: Any) -> str:
+    """Return the text that was sealed, "" for what another server has made."""
+    if not isinstance(content, str) or not content.startswith(SEAL):
+        return ""
+    try:
+        return b64decode(content.removeprefix(SEAL), validate=True).decode()
+    except ValueError:
+        return ""
+
+
 def _item(builder: _Builder, item: Mapping[str, Any], where: str) -> None:
     match item.get("type", "message"):
         case "message":
             _message(builder, item, where)
         case "reasoning":
-            text = text_of(item.get("content"), f"{where}.content") or text_of(item.get("summary"), f"{where}.summary")
+            text = text_of(item.get("content"), f"{where}.content") or _unsealed(item.get("encrypted_content"))
+            text = text or text_of(item.get("summary"), f"{where}.summary")
             builder.say(text, "reasoning_content")
         case "function_call":
             builder.call(item, where, item.get("arguments"))

@@ -228,5 +228,9 @@ def reasoning_tags(tokenizer: Any) -> tuple[str, str] | None:
     if tokenizer.has_thinking:
         return str(tokenizer.think_start), str(tokenizer.think_end)
     known = tokenizer.get_added_vocab()
-    said = (tags for tags in THINK_TAGS.values() if tags[1] in template or all(tag in known for tag in tags))
+    said = (
+        tags
+        for tags in THINK_TAGS.values()
+        if (tags[1] in template and (tags[1] != MUSE_END or tags[0] in template)) or all(tag in known for tag in tags)
+    )  # Muse's end is that of any message, as in Llama 4's templates
     return next(said, THINK_TAGS["think"] if LFM2 in known else None)

@@ -279,6 +279,11 @@ def test_the_tags_come_from_the_template_where_the_vocabulary_has_none(tags: tup
     assert detect(byte_tokenizer("{}{{{{ thought }}}}{}".format(*tags), specials=())).think == tags
 
 
+def test_the_end_of_any_message_is_no_tag_of_reasoning() -> None:
+    """Llama 4 ends messages as Muse does."""
+    assert detect(byte_tokenizer("{{ text }}<|eom|>", specials=())).think is None
+
+
 @pytest.mark.parametrize("header", ["", "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"])
 def test_harmony_goes_on_where_the_prompt_ends(header: str) -> None:
     prompt = f"<|start|>user<|message|>Hi<|end|><|start|>assistant{header}"

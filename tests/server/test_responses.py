@@ -293,7 +293,7 @@ def test_logprobs(client: TestClient) -> None:
 
 @pytest.mark.parametrize("content", ["gAAAAAB", "text:%", "text:/w==", None])
 def test_reasoning_that_another_server_has_sealed_is_left_out(client: TestClient, content: str | None) -> None:
-    reasoning = {"type": "reasoning", "summary": [], "encrypted_content": content}
+    reasoning: Any = {"type": "reasoning", "summary": [], "encrypted_content": content}
     assert ask(client, input=[{"role": "user", "content": "Hi"}, reasoning])["status"] == "completed"
 
 

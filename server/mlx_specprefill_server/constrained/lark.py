@@ -135,7 +135,8 @@ class Lark:
         """Return any text up to and including the literal `end`."""
         before, marked = self._at_token(end)
         if marked:
-            return self.rule("text", f"{self.rule('ANY', terminal(f'(?s:.)*{escaped(before)}'))} {self.literal(marked)}")
+            text = self.rule("ANY", terminal(f"(?s:.)*{escaped(before)}"))
+            return self.rule("text", f"{text} {self.literal(marked)}")
         return self.rule("text", "/(?s:.)*/", f"[suffix={_quote(end)}]")
 
     def limited_text(self, patterns: Sequence[str], end: str) -> str:

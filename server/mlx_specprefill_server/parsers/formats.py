@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -49,6 +49,7 @@ THINK_TAGS: Mapping[str, tuple[str, str]] = {
     "minimax": ("<mm:think>", "</mm:think>"),
     "muse": (f"to=self{MUSE_MESSAGE}", MUSE_END),
 }
+SEVERAL = [THINK_TAGS[name] for name in ("gemma", "command", "muse")]  # tokens of their own, and second thoughts
 # Marks around answers that say nothing.
 AROUND: Mapping[str | None, tuple[str, ...]] = {
     "command": ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
@@ -146,12 +147,9 @@ class Format:
             return Parser(HarmonyText(known, opened_header(prompt)))
         openers, bare = self._readers(list(tools), known) if known else ({}, None)
         begun = not prompt.rstrip().endswith(self.think[0]) if self.think else False
-        # tokens of their own, and second thoughts
-        again = self.think in (THINK_TAGS["gemma"], THINK_TAGS["command"], THINK_TAGS["muse"])
+        again = self.think in SEVERAL
         thinking = self.is_reasoning_open(prompt)
-        around = AROUND.get(self.tools, self.around)
-        if self.tools == "muse":
-            around = (*around, *(f"to={name}{MUSE_MESSAGE}" for name in known.parameters))
+        around = (*AROUND.get(self.tools, self.around), *(_heads(known) if self.tools == "muse" else ()))
         return Parser(TaggedText(known, self.think, thinking, openers, bare, begun=begun, again=again, around=around))
 
     def _readers(self, tools: list[Any], known: Tools) -> tuple[dict[str, CallReader], Bare | None]:
@@ -165,6 +163,11 @@ class Format:
         lists = (f"[{name}(" for name in known.parameters)
         bare = BARE._replace(anywhere=(*BARE.anywhere, *lists))
         return {CALL: read_tool_call, XML.function: read_functions, **other_readers()}, bare
+
+
+def _heads(tools: Tools) -> Iterator[str]:
+    """Return the ends of the headers of Muse's messages to these tools."""
+    return (f"to={name}{MUSE_MESSAGE}" for name in tools.parameters)
 
 
 def plain_text() -> Parser:

@@ -209,9 +209,10 @@ def _several(lark: Lark, calls: Sequence[str], parallel: bool, between: str = ""
 
 def _hermes(lark: Lark, tool: ForcedTool) -> str:
     """<tool_call>{"name": "f", "arguments": {...}}</tool_call>, with or without line breaks between."""
-    newline, head = _newline(lark), lark.literal(f'{{"name": "{tool.name}", "arguments": ')
-    begin, end = f"{lark.literal(CALL)} {newline} {head}", f'"}}" {newline} {lark.literal(END_CALL)}'
-    return f"{begin} {_arguments(lark, tool)} {end}"
+    head = f'{{"name": "{tool.name}", "arguments": '
+    begin = " | ".join(lark.literal(f"{CALL}{line}{head}") for line in ("\n", ""))
+    end = " | ".join(lark.literal(f"}}{line}{END_CALL}") for line in ("\n", ""))
+    return f"({begin}) {_arguments(lark, tool)} ({end})"
 
 
 def _mistral(lark: Lark, tool: ForcedTool) -> str:
@@ -261,10 +262,6 @@ def _number(lark: Lark) -> str:
     return lark.define("NUMBER", "/[0-9]{1,2}/")
 
 
-def _newline(lark: Lark) -> str:
-    return lark.define("newline", r'"\n"?')
-
-
 # --- notations without JSON's quotes ---------------------------------------------------------------------------------
 
 
@@ -286,7 +283,7 @@ def _muse(lark: Lark, tool: ForcedTool) -> str:
 
 def _glm(lark: Lark, tool: ForcedTool) -> str:
     """<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>, with or without line breaks between."""
-    newline = _newline(lark)
+    newline = lark.define("newline", r'"\n"?')
 
     def begin(name: str) -> str:
         return f"{newline} {lark.literal(f'{KEY}{name}{END_KEY}')} {newline} {lark.literal(VALUE)}"

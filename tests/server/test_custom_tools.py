@@ -508,7 +508,7 @@ OPENED = {
     TAGS: "I edit it.\n<tool_call>\n<function=apply_patch>\n<par",
 }
 CALLED = {
-    HERMES: re.compile(r'"arguments": ?\{"input": ?"(.*)"\}\}\n</tool_call>', re.DOTALL),
+    HERMES: re.compile(r'"arguments": ?\{"input": ?"(.*)"\}\}\n?</tool_call>', re.DOTALL),
     TAGS: re.compile(r"<parameter=input>\n(.*?)\n</parameter>\n</function>\n</tool_call>", re.DOTALL),
 }
 SAMPLES = 50

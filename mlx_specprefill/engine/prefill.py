@@ -40,7 +40,6 @@ from .scoring import DraftContextError, Extension, PromptScorer, Scoring
 
 log = logging.getLogger(__name__)
 Model = Callable[..., mx.array]
-Chosen = Generator[Progress, None, tuple[Indices, Indices]]
 PrefillSteps = Generator[Progress | PromptLogprobs, None, mx.array]
 _LEAST_RECALL = 256  # tokens that may always be recalled
 _LEAST_CHECKPOINT = 128  # tokens of a dense beginning that is worth a forward end
@@ -128,7 +127,9 @@ class Prefiller:
                 if scoring is not None:
                     scores = self._note_scores(active, (yield from scoring))
             if active.way != "full":
-                recalled, new = yield from self._select(active, text, scores)
+                recalled, new = self._select(active, text, scores)
+                if active.prefix.miss is not None:
+                    recalled, new = yield from self._keep_around(active, recalled, new)
                 yield Progress("select", recalled.size + new.size, prompt.size)
                 yield from self._begin_drafting(active, scores)
                 scores = None  # frees the draft's cache, unless it is kept: the target needs the memory
@@ -215,7 +216,9 @@ class Prefiller:
             read = yield from self.scorer.follow(request, edit, rotations)
             active.choice = replace(active.choice, draft_read=read)
 
-    def _keep_around(self, active: ActiveRequest, recalled: Indices, new: Indices) -> Chosen:
+    def _keep_around(
+        self, active: ActiveRequest, recalled: Indices, new: Indices
+    ) -> Generator[Progress, None, tuple[Indices, Indices]]:
         """Go on from a dense cached prompt that this one changes, if that pays, with what was chosen read anew.
 
         Return what is then to be read, as `_select` does.
@@ -292,8 +295,9 @@ class Prefiller:
         """Return the steps of the draft. None, and the prompt is read in full, if it is too long, or nobody asks."""
         active.plan = self.scorer.ask(active.request, active.plan, text)
         if active.way == "sparse" and self.config.policy.threshold is None:
-            active.decide(unless_nobody_asks(active.plan, active.request))
-            if active.way == "full":
+            plan = unless_nobody_asks(active.plan, active.request)
+            if plan.mode == "full":
+                active.decide(plan)
                 return None
         active.stage, hidden = "draft", None
         if self.pair.stages is not None and _is_staged(active.plan):
@@ -314,7 +318,7 @@ class Prefiller:
             active.cache = model.join(scores.cache, model.split(active.cache)[1])
         return scores
 
-    def _select(self, active: ActiveRequest, text: PromptText, scores: Scores | None) -> Chosen:
+    def _select(self, active: ActiveRequest, text: PromptText, scores: Scores | None) -> tuple[Indices, Indices]:
         """Return the prompt indices of dropped tokens to recall, and of new tokens to read. Both ascend."""
         plan, L, M = active.plan, active.prefix.length, len(active.request.prompt)
         active.stage = "select"
@@ -327,7 +331,7 @@ class Prefiller:
             first = L - L % selection_by(plan.rule, self.config.selection).chunk_size
             selection = self.select(text, scores, plan, first)
             new = selection.kept[selection.kept >= L - first] + np.int32(first)
-        return (recalled, new) if active.prefix.miss is None else (yield from self._keep_around(active, recalled, new))
+        return recalled, new
 
     def _select_recalled(self, held: Indices, L: int, plan: PrefillPlan, scores: Scores, text: PromptText) -> Indices:
         """Return the dropped tokens among the first L that the question needs: their scores stand out."""

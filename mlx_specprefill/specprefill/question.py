@@ -111,13 +111,12 @@ def possible_questions(
     longest = config.question_rows[1]
     said = {span: _lines(span, text, longest) for span in spans if span.kind in ("user", "system")}
     systems = [span for span in said if span.kind == "system"]
-    ends = [line for span in systems for line in said[span] if line.start >= span.content_end - _SYSTEM]
     heads = [line for span in (*users, *systems) for line in said[span] if line.start < span.content_start + _HEAD]
-    ends += heads
+    ends = [line for span in systems for line in said[span] if line.start >= span.content_end - _SYSTEM] + heads
     marked = _marked(ends, said)
-    newest, end = users[0].content_start, users[0].content_end  # of the last line, which is asked in any case
-    begun = [line for line in marked if line in heads and line.start >= newest]
-    if [line.end for line in marked if line.weight == _QUESTION_WEIGHT or line in begun] == [end]:
+    begun, end = range(users[0].content_start, users[0].content_start + _HEAD), users[0].content_end
+    # The last line is asked in any case.
+    if [line.end for line in marked if line.weight == _QUESTION_WEIGHT or line.start in begun] == [end]:
         return ()
     apart = [line for span in users for line in _apart(span, said[span], text, longest)] or ends
     placed = {*apart, *ends, *(line for line in marked if line.start >= end - _HEAD)}
@@ -196,8 +195,8 @@ def _lines(span: PromptSpan, text: PromptText, longest: int) -> list[Ask]:
         if last - first >= _LEAST:
             asks = not marks.isdisjoint(range(last - _MARK_AT, last))
             weight = _QUESTION_WEIGHT if asks else _ORDER_WEIGHT if _is_order(first, last, text) else 1.0
-            is_begun = not asks and (weight > 1 or first < span.content_start + _HEAD)
-            start = first if is_begun else max(first, last - longest)
+            from_end = asks or (weight == 1 and first >= span.content_start + _HEAD)
+            start = max(first, last - longest) if from_end else first
             found.append(Ask(start, min(last, start + longest), weight))
     return found
 

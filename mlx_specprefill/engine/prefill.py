@@ -223,13 +223,13 @@ class Prefiller:
 
         Return what is then to be read, as `_select` does.
         """
-        request, plan, edit, hit = active.request, active.plan, None, None
-        if active.way == "sparse" and active.staging is None and self._may_reuse(active):
-            edit = self.edits.find(request, None, new)
+        request, plan = active.request, active.plan
+        may = active.way == "sparse" and active.staging is None and self._may_reuse(active)
+        edit = self.edits.find(request, None, new) if may else None
         if edit is None or common_length(edit.cached, request.prompt) < active.prefix.length:
             return recalled, new
-        if self._pays(edit, plan, self._predict_edit(request, edit, plan.predicted)):
-            hit = yield from self.edits.restore(request, edit, None)
+        pays = self._pays(edit, plan, self._predict_edit(request, edit, plan.predicted))
+        hit = (yield from self.edits.restore(request, edit, None)) if pays else None
         if hit is None:
             return recalled, new
         active.go_on_from(hit, edit.unread, replace(plan, reason=Reason("reused", edit.words)))

@@ -186,9 +186,8 @@ def detect(tokenizer: Any, tools: ToolParser | None = None, reasoning: Reasoning
     think = reasoning_tags(tokenizer) if reasoning in (None, "native") else THINK_TAGS[reasoning]
     think_end = tuple(tokenizer.encode(think[1], add_special_tokens=False)) if think else ()
     calls = _native(tokenizer) if tools == "native" else tools or _tools(tokenizer, template)
-    ends = ANSWER_ENDS if calls == "harmony" else ()
     known = tokenizer.get_added_vocab()
-    known_ends = frozenset(known[end] for end in ends if end in known)
+    known_ends = frozenset(known[end] for end in ANSWER_ENDS if calls == "harmony" and end in known)
     pairs = (pair for pair in ANSWER_TAGS if all(tag in template for tag in pair))
     around = (*chain.from_iterable(pairs), *getattr(tokenizer, "structural_markers", ()))  # mlx-lm's of Kimi K3
     return Format(calls, think, think_end, known_ends, _budget_marks(tokenizer, calls, think), tokenizer, around)

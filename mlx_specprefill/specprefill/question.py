@@ -105,12 +105,12 @@ def possible_questions(
         spans: of the prompt's messages; none for a raw completion, which is treated as one user message. People begin a
             message with what they want, but not a text that is to be continued.
     """
-    head, spans = (_HEAD, spans) if spans else (0, [PromptSpan("user", 0, 0, prompt_len, prompt_len)])
+    head, longest = _HEAD if spans else 0, config.question_rows[1]
+    spans = spans or [PromptSpan("user", 0, 0, prompt_len, prompt_len)]
     users = [span for span in spans if span.kind == "user"][-_USERS:][::-1]
     if not users:
         return ()
-    longest = config.question_rows[1]
-    said = {span: _lines(span, text, longest, head) for span in spans if span.kind in ("user", "system")}
+    said = {span: [*_lines(span, text, longest, head)] for span in spans if span.kind in ("user", "system")}
     systems = [span for span in said if span.kind == "system"]
     heads = [line for span in (*users, *systems) for line in said[span] if line.start < span.content_start + _HEAD]
     ends = [line for span in systems for line in said[span] if line.start >= span.content_end - _SYSTEM] + heads
@@ -186,20 +186,18 @@ def _paragraphs(span: PromptSpan, text: PromptText) -> Iterator[tuple[int, int]]
         yield begin, span.content_end
 
 
-def _lines(span: PromptSpan, text: PromptText, longest: int, head: int) -> list[Ask]:
-    """Return a message's lines and sentences that can ask, in reading order. Of longer ones the end counts; of an order,
+def _lines(span: PromptSpan, text: PromptText, longest: int, head: int) -> Iterator[Ask]:
+    """Yield a message's lines and sentences that can ask, in reading order. Of longer ones the end counts; of an order,
     and of what begins in a message's head of so many tokens, the beginning.
     """
     marks = set(text.marks[(text.marks >= span.content_start) & (text.marks < span.content_end)].tolist())
-    found = []
     for first, last in _units(span, text):
         if last - first >= _LEAST:
             asks = not marks.isdisjoint(range(last - _MARK_AT, last))
             weight = _QUESTION_WEIGHT if asks else _ORDER_WEIGHT if _is_order(first, last, text) else 1.0
             from_end = asks or (weight == 1 and first >= span.content_start + head)
             start = max(first, last - longest) if from_end else first
-            found.append(Ask(start, min(last, start + longest), weight))
-    return found
+            yield Ask(start, min(last, start + longest), weight)
 
 
 def _is_order(first: int, last: int, text: PromptText) -> bool:

@@ -110,12 +110,13 @@ def possible_questions(
     users = [span for span in spans if span.kind == "user"][-_USERS:][::-1]
     if not users:
         return ()
-    said = {span: [*_lines(span, text, longest, head)] for span in spans if span.kind in ("user", "system")}
+    begun, end = range(users[0].content_start, users[0].content_start + head), users[0].content_end
+    said = {span: [*_lines(span, text, longest, begun)] for span in spans if span.kind in ("user", "system")}
     systems = [span for span in said if span.kind == "system"]
-    heads = [line for span in (*users, *systems) for line in said[span] if line.start < span.content_start + _HEAD]
-    ends = [line for span in systems for line in said[span] if line.start >= span.content_end - _SYSTEM] + heads
+    ends = [line for span in systems for line in said[span] if line.start >= span.content_end - _SYSTEM]
+    ends += [line for line in said[users[0]] if line.start in begun]
+    ends += [line for span in (*users, *systems) for line in said[span] if line.end <= span.content_start + _HEAD]
     marked = _marked(ends, said)
-    begun, end = range(users[0].content_start, users[0].content_start + _HEAD), users[0].content_end
     # The last line is asked in any case.
     if [line.end for line in marked if line.weight == _QUESTION_WEIGHT or line.start in begun] == [end]:
         return ()
@@ -186,16 +187,16 @@ def _paragraphs(span: PromptSpan, text: PromptText) -> Iterator[tuple[int, int]]
         yield begin, span.content_end
 
 
-def _lines(span: PromptSpan, text: PromptText, longest: int, head: int) -> Iterator[Ask]:
+def _lines(span: PromptSpan, text: PromptText, longest: int, begun: range) -> Iterator[Ask]:
     """Yield a message's lines and sentences that can ask, in reading order. Of longer ones the end counts; of an order,
-    and of what begins in a message's head of so many tokens, the beginning.
+    and of what begins at one of these tokens, the beginning.
     """
     marks = set(text.marks[(text.marks >= span.content_start) & (text.marks < span.content_end)].tolist())
     for first, last in _units(span, text):
         if last - first >= _LEAST:
             asks = not marks.isdisjoint(range(last - _MARK_AT, last))
             weight = _QUESTION_WEIGHT if asks else _ORDER_WEIGHT if _is_order(first, last, text) else 1.0
-            from_end = asks or (weight == 1 and first >= span.content_start + head)
+            from_end = asks or (weight == 1 and first not in begun)
             start = max(first, last - longest) if from_end else first
             yield Ask(start, min(last, start + longest), weight)
 

@@ -1,4 +1,4 @@
-"""Behind a replaced passage all is read anew: an answer is that of an empty cache which reads what the report names."""
+"""Without reuse all is read anew behind a replaced passage: as by an empty cache which reads what the report names."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ def test_nothing_that_was_read_with_the_old_one_is_seen(family: str, kv_bits: in
     for values, length in (((2, 2), VALUE), ((2, 1), VALUE), ((1, 2), VALUE + 2)):
         old, new = texts(1, 1, length=length), texts(*values)
         changed = common_length(np.array(new), np.array(old))
-        with Engine(pair, replace(CONFIG, kv_bits=kv_bits, prefill_step=512)) as engine:
+        policy = replace(CONFIG.policy, reuse=False)
+        with Engine(pair, replace(CONFIG, policy=policy, kv_bits=kv_bits, prefill_step=512)) as engine:
             ask(engine, old, IN_FULL if cached == "dense" else SpecPrefillOptions())
             for options in (SpecPrefillOptions(return_spans=True), IN_FULL):
                 answer, report = ask(engine, new, options)

@@ -110,6 +110,7 @@ def possible_questions(
     users = [span for span in spans if span.kind == "user"][-_USERS:][::-1]
     if not users:
         return ()
+    # The head of the newest message, and its end: the last line is asked in any case.
     begun, end = range(users[0].content_start, users[0].content_start + head), users[0].content_end
     said = {span: [*_lines(span, text, longest, begun)] for span in spans if span.kind in ("user", "system")}
     systems = [span for span in said if span.kind == "system"]
@@ -117,7 +118,6 @@ def possible_questions(
     ends += [line for line in said[users[0]] if line.start in begun]
     ends += [line for span in (*users, *systems) for line in said[span] if line.end <= span.content_start + _HEAD]
     marked = _marked(ends, said)
-    # The last line is asked in any case.
     if [line.end for line in marked if line.weight == _QUESTION_WEIGHT or line.start in begun] == [end]:
         return ()
     apart = [line for span in users for line in _apart(span, said[span], text, longest)] or ends

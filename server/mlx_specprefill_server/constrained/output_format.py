@@ -14,6 +14,7 @@ from ..nesting import loads
 from .lark import LARGEST
 
 OUTPUT_FIELDS = ("response_format", "structured_outputs", "json_schema", "grammar")
+_STRUCTURED = ("json", "json_object", "regex", "choice", "grammar")  # in structured_outputs
 Kind = Literal["json_object", "json_schema", "regex", "grammar", "choice"]
 
 _MOST_CHOICES = 10_000
@@ -44,22 +45,31 @@ def parse_response_format(body: Mapping[str, Any]) -> OutputFormat | None:
     Raises:
         InvalidRequestError: names the field; also when two fields ask for something.
     """
-    requested = {name: _read(name, body[name]) for name in OUTPUT_FIELDS if body.get(name) not in (None, "", {}, [])}
+    requested = {
+        name: _read(name, body[name], name) for name in OUTPUT_FIELDS if body.get(name) not in (None, "", {}, [])
+    }
     formats = {name: output for name, output in requested.items() if output is not None}
     if len(formats) > 1:
         raise refusal(list(formats)[1], f"can't be combined with {next(iter(formats))}")
     return next(iter(formats.values()), None)
 
 
-def _read(name: str, value: Any) -> OutputFormat | None:
+def _read(name: str, value: Any, field: str) -> OutputFormat | None:
+    """Read a form by its name in OUTPUT_FIELDS or in `structured_outputs`."""
     match name:
         case "response_format":
-            return response_format(value, name)
+            return response_format(value, field)
         case "structured_outputs":
-            return _structured_outputs(value, name)
-        case "json_schema":
-            return _json_or_text(value, name)
-    return _grammar(value, name)
+            return _structured_outputs(value, field)
+        case "json" | "json_schema":
+            return _json_or_text(value, field)
+        case "json_object":
+            return OutputFormat("json_object", field=field)
+        case "regex":
+            return _regex(value, field)
+        case "choice":
+            return _choice(value, field)
+    return _grammar(value, field)
 
 
 def response_format(value: Any, field: str) -> OutputFormat | None:
@@ -140,16 +150,6 @@ def _structured_outputs(value: Any, field: str) -> OutputFormat | None:
     if len(given) != 1:
         raise refusal(field, "must have exactly one of json, json_object, regex, choice, grammar")
     ((name, form),) = given.items()
-    where = f"{field}.{name}"
-    match name:
-        case "json":
-            return _json_or_text(form, where)
-        case "json_object":
-            return OutputFormat("json_object", field=where)
-        case "regex":
-            return _regex(form, where)
-        case "choice":
-            return _choice(form, where)
-        case "grammar":
-            return _grammar(form, where)
-    raise refusal(where, "not supported; use json, json_object, regex, choice or grammar")
+    if name not in _STRUCTURED:
+        raise refusal(f"{field}.{name}", "not supported; use json, json_object, regex, choice or grammar")
+    return _read(name, form, f"{field}.{name}")

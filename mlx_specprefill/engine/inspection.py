@@ -16,7 +16,6 @@ from ..events import Progress, PromptLogprobs
 from ..prefill_report import Mode, Prediction, PrefillReport
 from ..request import GenerationRequest, concat_tokens
 from ..sampling import LOGITS_ROWS, log_softmax
-from ..specprefill.plan import unless_nobody_asks
 from ..specprefill.selector import kept_spans
 from .active_request import ActiveRequest
 from .prefill import Prefiller
@@ -69,8 +68,6 @@ def inspect_prompt(prefiller: Prefiller, request: GenerationRequest) -> Generato
     yield Progress("queued", 0, len(request.prompt))
     text = prefiller.text.read(request.prompt)
     plan = prefiller.scorer.ask(request, prefiller.plan(request, 0), text)
-    if prefiller.config.policy.threshold is None:
-        plan = unless_nobody_asks(plan, request)
     scores = yield from prefiller.scorer.scores(request, plan, text)
     selection = prefiller.select(text, scores, plan)
     size, M = selection.chunk_size, len(request.prompt)

@@ -26,7 +26,8 @@ from ..loading import ModelPair
 from ..prefill_report import Prediction, Reason, ReasonCode
 from ..request import GenerationRequest
 from ..sampling import LOGITS_ROWS, log_softmax, top_logprobs
-from ..specprefill.plan import PrefillPlan, pays, plan_prefill, unless_nobody_asks
+from ..specprefill.plan import PrefillPlan, pays, plan_prefill
+from ..specprefill.question import is_asked
 from ..specprefill.scorer import Scores
 from ..specprefill.selector import Selection, missing_of, select_tokens, selection_by, strongest
 from ..specprefill.sparse_prefill import TAIL, HiddenStates, UpperLayersModel, feed, forward_ends, recalling
@@ -93,6 +94,7 @@ class Prefiller:
             cached_tokens=cached,
             predict=partial(self.predict, len(request.prompt), cached or 0, read=read) if pair.has_draft else None,
             gains_are_known=self.config.calibration_file is not None and self._costs.are_measured,
+            is_asked=lambda plan: is_asked(self.scorer.ask(request, plan, self.text.read(request.prompt)).asks),
         )
 
     def predict(self, tokens: int, cached: int, kept: int, read: int | None = None) -> Prediction:
@@ -292,13 +294,8 @@ class Prefiller:
         return self.pair.has_draft and (_is_staged(active.plan) or may_recall)
 
     def _begin_scoring(self, active: ActiveRequest, text: PromptText) -> Scoring | None:
-        """Return the steps of the draft. None, and the prompt is read in full, if it is too long, or nobody asks."""
+        """Return the steps of the draft. None, and the prompt is read in full, if it is too long."""
         active.plan = self.scorer.ask(active.request, active.plan, text)
-        if active.way == "sparse" and self.config.policy.threshold is None:
-            plan = unless_nobody_asks(active.plan, active.request)
-            if plan.mode == "full":
-                active.decide(plan)
-                return None
         active.stage, hidden = "draft", None
         if self.pair.stages is not None and _is_staged(active.plan):
             prefix = active.prefix

@@ -15,7 +15,7 @@ from ..cache.prefix.selection_key import SelectionKey
 from ..config import EngineConfig, RuleName, Scope, SelectionConfig, SpecPrefillPolicy
 from ..prefill_report import Mode, Prediction, Reason, ReasonCode
 from ..request import GenerationRequest, PromptSpan
-from .question import Ask, is_asked
+from .question import Ask
 from .selector import selection_by
 
 USER_WHOLE, USER_HEAD, USER_TAIL = (2048, 8), (128, 64), (512, 16)  # (most tokens, divisor of the prompt length)
@@ -65,6 +65,7 @@ def plan_prefill(
     cached_tokens: int | None = 0,
     predict: Callable[[int], Prediction] | None = None,
     gains_are_known: bool = False,
+    is_asked: Callable[[PrefillPlan], bool] | None = None,
 ) -> PrefillPlan:
     """Decide from the request, the server's policy and the pair's abilities.
 
@@ -76,6 +77,7 @@ def plan_prefill(
             The plan is then sparse if it could become so: all that is forced may be cached.
         predict: returns the times of both prefills if the target sees that many tokens of the rest; None: not known.
         gains_are_known: the prediction is by costs that were measured on this machine.
+        is_asked: returns whether a line of the prompt is known to ask for a part of it; None: taken for granted.
     """
     M = len(request.prompt)
     options, policy = request.specprefill, config.policy
@@ -106,39 +108,30 @@ def plan_prefill(
         plan = _by_policy(plan, config, rest.size, gains_are_known)
     if plan.mode == "sparse":
         plan = _check_drops_enough(plan, config, rest)
-    if plan.selection_key is None or options.enabled or request.about_everything is None:
+    if plan.selection_key is None or options.enabled:
         return plan
-    return _read_everything(plan, request.about_everything)
-
-
-def unless_nobody_asks(plan: PrefillPlan, request: GenerationRequest) -> PrefillPlan:
-    """Return the plan, as a full prefill where the request leaves it open and pastes a text without a question.
-
-    What people then want of a text, in words that are not known, mostly takes all of it: to translate it, to go on with
-    it, to find what is wrong. An agent's conversation goes on without questions.
-
-    Args:
-        plan: with the lines that may ask.
-    """
-    options = request.specprefill
-    is_open = plan.mode == "sparse" and options.enabled is None and options.keep_pct is None
-    if is_open and _is_pasted(request.spans) and not is_asked(plan.asks):
-        return plan.as_full("no-question", "no line is known to ask for a part of the text")
-    return plan
+    if (words := request.about_everything) is not None:
+        return _read_everything(plan, "everything", f'the question is about the whole prompt ("{words}")')
+    is_open = policy.threshold is None and options.keep_pct is None
+    if plan.mode == "full" or is_asked is None or not is_open or not _is_pasted(request.spans) or is_asked(plan):
+        return plan
+    return _read_everything(plan, "no-question", "no line is known to ask for a part of the text")
 
 
 def _is_pasted(spans: Sequence[PromptSpan]) -> bool:
-    """Return whether the user's message, before which there is no answer, holds most of the prompt."""
+    """Return whether the user's message, before which there is no answer, holds most of the prompt.
+
+    Without a question, and in words that are not known, people mostly want all of such a text: to translate it, to go
+    on with it, to find what is wrong. An agent's conversation goes on without questions.
+    """
     if not spans or spans[-1].kind != "user" or any(span.kind in ("assistant", "tool") for span in spans):
         return False
     return 2 * (spans[-1].content_end - spans[-1].content_start) > spans[-1].end
 
 
-def _read_everything(plan: PrefillPlan, words: str) -> PrefillPlan:
-    """Read in full, behind a dense prefix at most: the words of the question ask for everything."""
-    if plan.mode == "sparse":
-        plan = plan.as_full("everything", f'the question is about the whole prompt ("{words}")')
-    return replace(plan, selection_key=None)
+def _read_everything(plan: PrefillPlan, code: ReasonCode, words: str) -> PrefillPlan:
+    """Read in full, behind a dense prefix at most."""
+    return replace(plan.as_full(code, words) if plan.mode == "sparse" else plan, selection_key=None)
 
 
 def _by_policy(plan: PrefillPlan, config: EngineConfig, uncached: int, gains_are_known: bool) -> PrefillPlan:

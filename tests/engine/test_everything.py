@@ -141,6 +141,19 @@ def test_a_question_or_an_order_anywhere_asks_for_a_part(deciding: Engine, said:
     assert asked(deciding, said.format(*[TEXT] * said.count("{}"))).mode == "sparse"
 
 
+@pytest.mark.parametrize("said", [said for said in WHOLE if said.startswith("{}")])
+def test_a_text_that_a_question_has_thinned_is_read_anew(deciding: Engine, said: str) -> None:
+    thinned = asked(deciding, f"{TEXT}\n\n{ONE}")
+    assert thinned.mode == "sparse"
+    found = asked(deciding, said.format(TEXT))
+    assert (found.mode, found.reason, found.kept_tokens) == ("full", NOBODY, found.prompt_tokens)
+
+
+def test_a_text_that_nobody_asks_about_has_the_memory_of_a_full_prefill(deciding: Engine) -> None:
+    whole = deciding.check(request(deciding, [{"role": "user", "content": WHOLE[0].format(TEXT)}]))
+    assert (whole.mode, whole.selection_key) == ("full", None)
+
+
 def test_who_wants_it_and_agents_need_no_question(deciding: Engine, engine: Engine) -> None:
     message = WHOLE[0].format(TEXT)
     assert asked(deciding, message, enabled=True).mode == "sparse"

@@ -94,8 +94,12 @@ class Prefiller:
             cached_tokens=cached,
             predict=partial(self.predict, len(request.prompt), cached or 0, read=read) if pair.has_draft else None,
             gains_are_known=self.config.calibration_file is not None and self._costs.are_measured,
-            is_asked=lambda plan: is_asked(self.scorer.ask(request, plan, self.text.read(request.prompt)).asks),
+            is_asked=partial(self._is_asked, request),
         )
+
+    def _is_asked(self, request: GenerationRequest, plan: PrefillPlan) -> bool:
+        text = self.text.read(request.prompt)
+        return is_asked(self.scorer.ask(request, plan, text).asks, text)
 
     def predict(self, tokens: int, cached: int, kept: int, read: int | None = None) -> Prediction:
         """Return the times of both prefills of a prompt if the target sees `kept` of its uncached tokens.

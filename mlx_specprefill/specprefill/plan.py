@@ -110,21 +110,31 @@ def plan_prefill(
         plan = _check_drops_enough(plan, config, rest)
     if plan.selection_key is None or options.enabled:
         return plan
+    return _unless_all_counts(plan, request, policy, is_asked)
+
+
+def _unless_all_counts(
+    plan: PrefillPlan,
+    request: GenerationRequest,
+    policy: SpecPrefillPolicy,
+    is_asked: Callable[[PrefillPlan], bool] | None,
+) -> PrefillPlan:
+    """Return the plan, or a full prefill where all of the prompt is asked for, or no part of a pasted text."""
     if (words := request.about_everything) is not None:
         return _read_everything(plan, "everything", f'the question is about the whole prompt ("{words}")')
-    is_open = policy.threshold is None and options.keep_pct is None
+    is_open = policy.threshold is None and request.specprefill.keep_pct is None
     if plan.mode == "full" or is_asked is None or not is_open or not _is_pasted(request.spans) or is_asked(plan):
         return plan
     return _read_everything(plan, "no-question", "no line is known to ask for a part of the text")
 
 
 def _is_pasted(spans: Sequence[PromptSpan]) -> bool:
-    """Return whether the user's message, before which there is no answer, holds most of the prompt.
+    """Return whether the newest message is the user's, holds most of the prompt, and no tool has been called.
 
     Without a question, and in words that are not known, people mostly want all of such a text: to translate it, to go
     on with it, to find what is wrong. An agent's conversation goes on without questions.
     """
-    if not spans or spans[-1].kind != "user" or any(span.kind in ("assistant", "tool") for span in spans):
+    if not spans or spans[-1].kind != "user" or any(span.kind == "tool" for span in spans):
         return False
     return 2 * (spans[-1].content_end - spans[-1].content_start) > spans[-1].end
 

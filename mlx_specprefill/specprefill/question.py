@@ -29,14 +29,18 @@ _PARAGRAPH = 144  # most tokens of one that may ask: an order with its rules
 _LEAST = 3  # tokens of a line that can ask
 _MARK_AT = 3  # last tokens of a question, among which its mark is
 _QUESTION_WEIGHT, _ORDER_WEIGHT, _APART_WEIGHT = 3.0, 2.9, 2.0  # of a question, an order, in a short paragraph
+_BEFORE_ORDER = r"\s*(?:(?:question|task|frage|please|bitte|now,?)\W+)*"
+_WORK = r"""check|compare|complete|create|fix|make|provide|read|rewrite|summari[sz]e|translate|write
+    |fasse|prüfe|schreibe?|übersetze?"""  # what is to be done with a text mostly takes all of it
 _ORDER = re.compile(
-    r"""\s*(?:(?:question|task|frage|please|bitte|now,?)\W+)*
-    (?:answer|check|compare|complete|create|describe|determine|explain|extract|find|fix|give|highlight|identify|list|look|make
-    |name|provide|quote|read|rewrite|say|show|state|summari[sz]e|tell|translate|write
+    rf"""{_BEFORE_ORDER}
+    (?:{_WORK}
+    |answer|describe|determine|explain|extract|find|give|highlight|identify|list|look|name|quote|say|show|state|tell
     |how|what|when(?=\ (?:did|do|does|is|was|were|will)\b)|where|which|who|whom|whose|why
-    |beantworte|erkläre?|fasse|finde|gib|nenne|prüfe|sag|schreibe?|übersetze?|zeige?)\ \w""",
+    |beantworte|erkläre?|finde|gib|nenne|sag|zeige?)\ \w""",
     re.VERBOSE,
 )
+_WORK_ORDER = re.compile(rf"{_BEFORE_ORDER}(?:{_WORK})\ \w", re.VERBOSE)
 _ORDER_BEGIN = 12  # tokens in which an order shows
 _FRAME = re.compile(r"</?[\w-]+[^<>]*>|```.*")  # a tag or a fence, which ends a paragraph as a blank line does
 
@@ -132,9 +136,15 @@ def possible_questions(
     return tuple(Ask(*line[:2], weights.get(line, 1.0), line in placed or line in marked) for line in sorted(chosen))
 
 
-def is_asked(asks: Sequence[Ask]) -> bool:
-    """Return whether a question or an order is known among what `possible_questions` returned, or in the last line."""
-    return not asks or any(ask.weight >= _ORDER_WEIGHT for ask in asks)
+def is_asked(asks: Sequence[Ask], text: PromptText) -> bool:
+    """Return whether a part of the text is asked for: by a question, or an order other than to work on a text.
+
+    Args:
+        asks: as `possible_questions` returns them; none where the last line is a question.
+    """
+    known = [ask for ask in asks if ask.weight >= _ORDER_WEIGHT]
+    parts = [ask for ask in known if not _begins(_WORK_ORDER, ask.start, ask.end, text)]
+    return not asks or bool(parts)
 
 
 def _marked(ends: Sequence[Ask], said: Mapping[PromptSpan, Sequence[Ask]]) -> list[Ask]:
@@ -203,8 +213,12 @@ def _lines(span: PromptSpan, text: PromptText, longest: int, begun: range) -> It
 
 def _is_order(first: int, last: int, text: PromptText) -> bool:
     """Return whether a line begins as an order. An indented one is code, or a comment in it."""
-    begin = "".join(text.pieces[first : min(last, first + _ORDER_BEGIN)]).lower()
-    return _ORDER.match(begin) is not None and not _is_indented(first, text)
+    return _begins(_ORDER, first, last, text) and not _is_indented(first, text)
+
+
+def _begins(words: re.Pattern[str], first: int, last: int, text: PromptText) -> bool:
+    begin = "".join(text.pieces[first : min(last, first + _ORDER_BEGIN)])
+    return words.match(begin.lower()) is not None
 
 
 def _is_indented(start: int, text: PromptText) -> bool:

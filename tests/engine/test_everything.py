@@ -117,7 +117,13 @@ def deciding(pair: ModelPair) -> Iterator[Engine]:
 
 
 NOBODY = "no line is known to ask for a part of the text"
-WHOLE = "Перепиши понятнее: {}", "{}\n修改代码", "Needs another ending.\n\n{}", "{}\n\nmore humor please"
+WHOLE = (
+    "Перепиши понятнее: {}",
+    "{}\n修改代码",
+    "Needs another ending.\n\n{}",
+    "{}\n\nmore humor please",
+    "You are a poet.\n\n# Steps\n\n- Read the text slowly.\n- Write ten verses.\n- Make them rhyme.\n\n{}",
+)
 PART = (
     f"{{}}\n\n{ONE}",
     f"{ONE}\n{{}}",
@@ -134,6 +140,21 @@ def test_a_pasted_text_without_a_question_is_read_in_full(deciding: Engine, said
     assert (found.mode, found.reason, found.draft_tokens) == ("full", NOBODY, 0)
     assert deciding.inspect(request(deciding, [{"role": "user", "content": message}])).reason == NOBODY
     assert deciding.prefiller.fallbacks.total() == 0
+
+
+@pytest.mark.parametrize("said", WHOLE)
+def test_so_is_one_behind_a_system_message_or_an_answer_that_says_what_to_do_with_it(
+    deciding: Engine, said: str
+) -> None:
+    standing = said.format("")
+    system = [{"role": "system", "content": standing}, {"role": "user", "content": TEXT}]
+    _, last = generated(deciding.generate(request(deciding, system)))
+    assert isinstance(last, Finished)
+    assert last.report.reason == NOBODY
+    turns = [{"role": "user", "content": standing}, {"role": "assistant", "content": "Please send it."}]
+    assert deciding.check(request(deciding, [*turns, {"role": "user", "content": TEXT}])).reason.words == NOBODY
+    tools = [*turns, {"role": "tool", "content": "Found."}, {"role": "user", "content": TEXT}]
+    assert deciding.check(request(deciding, tools)).mode == "sparse"
 
 
 @pytest.mark.parametrize("said", PART)

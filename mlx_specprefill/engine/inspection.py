@@ -67,7 +67,8 @@ def inspect_prompt(prefiller: Prefiller, request: GenerationRequest) -> Generato
     """
     yield Progress("queued", 0, len(request.prompt))
     text = prefiller.text.read(request.prompt)
-    plan = prefiller.scorer.ask(request, prefiller.plan(request, 0), text)
+    plan = prefiller.plan_by_text(request, prefiller.plan(request, 0))
+    plan = prefiller.scorer.ask(request, plan, text)
     scores = yield from prefiller.scorer.scores(request, plan, text)
     selection = prefiller.select(text, scores, plan)
     size, M = selection.chunk_size, len(request.prompt)

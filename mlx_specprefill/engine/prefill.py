@@ -26,7 +26,7 @@ from ..loading import ModelPair
 from ..prefill_report import Prediction, Reason, ReasonCode
 from ..request import GenerationRequest
 from ..sampling import LOGITS_ROWS, log_softmax, top_logprobs
-from ..specprefill.plan import PrefillPlan, pays, plan_prefill
+from ..specprefill.plan import PrefillPlan, pays, plan_prefill, unless_nobody_asks
 from ..specprefill.question import is_asked
 from ..specprefill.scorer import Scores
 from ..specprefill.selector import Selection, missing_of, select_tokens, selection_by, strongest
@@ -94,12 +94,16 @@ class Prefiller:
             cached_tokens=cached,
             predict=partial(self.predict, len(request.prompt), cached or 0, read=read) if pair.has_draft else None,
             gains_are_known=self.config.calibration_file is not None and self._costs.are_measured,
-            is_asked=partial(self._is_asked, request),
         )
 
-    def _is_asked(self, request: GenerationRequest, plan: PrefillPlan) -> bool:
-        text = self.text.read(request.prompt)
-        return is_asked(self.scorer.ask(request, plan, text).asks, text)
+    def plan_by_text(self, request: GenerationRequest, plan: PrefillPlan) -> PrefillPlan:
+        """Return the plan, as a full prefill where nobody asks for a part of a pasted text, whose lines it reads."""
+
+        def asks() -> bool:
+            text = self.text.read(request.prompt)
+            return is_asked(self.scorer.ask(request, plan, text).asks, text)
+
+        return unless_nobody_asks(plan, request, self.config.policy, asks)
 
     def predict(self, tokens: int, cached: int, kept: int, read: int | None = None) -> Prediction:
         """Return the times of both prefills of a prompt if the target sees `kept` of its uncached tokens.
@@ -120,6 +124,8 @@ class Prefiller:
         prompt = active.request.prompt
         yield Progress("queued", 0, prompt.size)
         try:
+            if active.request.specprefill.enabled is None:
+                active.plan = self.plan_by_text(active.request, active.plan)
             yield from self.resume(active)
             reason = self._decide(active)
             if active.prefix.miss is not None:  # else no cached prompt has much of the rest

@@ -65,7 +65,6 @@ def plan_prefill(
     cached_tokens: int | None = 0,
     predict: Callable[[int], Prediction] | None = None,
     gains_are_known: bool = False,
-    is_asked: Callable[[PrefillPlan], bool] | None = None,
 ) -> PrefillPlan:
     """Decide from the request, the server's policy and the pair's abilities.
 
@@ -77,7 +76,6 @@ def plan_prefill(
             The plan is then sparse if it could become so: all that is forced may be cached.
         predict: returns the times of both prefills if the target sees that many tokens of the rest; None: not known.
         gains_are_known: the prediction is by costs that were measured on this machine.
-        is_asked: returns whether a line of the prompt is known to ask for a part of it; None: taken for granted.
     """
     M = len(request.prompt)
     options, policy = request.specprefill, config.policy
@@ -108,22 +106,22 @@ def plan_prefill(
         plan = _by_policy(plan, config, rest.size, gains_are_known)
     if plan.mode == "sparse":
         plan = _check_drops_enough(plan, config, rest)
-    if plan.selection_key is None or options.enabled:
+    if plan.selection_key is None or options.enabled or (words := request.about_everything) is None:
         return plan
-    return _unless_all_counts(plan, request, policy, is_asked)
+    return _read_everything(plan, "everything", f'the question is about the whole prompt ("{words}")')
 
 
-def _unless_all_counts(
-    plan: PrefillPlan,
-    request: GenerationRequest,
-    policy: SpecPrefillPolicy,
-    is_asked: Callable[[PrefillPlan], bool] | None,
+def unless_nobody_asks(
+    plan: PrefillPlan, request: GenerationRequest, policy: SpecPrefillPolicy, is_asked: Callable[[], bool]
 ) -> PrefillPlan:
-    """Return the plan, or a full prefill where all of the prompt is asked for, or no part of a pasted text."""
-    if (words := request.about_everything) is not None:
-        return _read_everything(plan, "everything", f'the question is about the whole prompt ("{words}")')
-    is_open = policy.threshold is None and request.specprefill.keep_pct is None
-    if plan.mode == "full" or is_asked is None or not is_open or not _is_pasted(request.spans) or is_asked(plan):
+    """Return the plan, as a full prefill where the server may choose and nobody asks for a part of a pasted text.
+
+    Args:
+        is_asked: returns whether a line of the prompt is known to ask for a part of it.
+    """
+    options = request.specprefill
+    is_open = policy.threshold is None and options.enabled is None and options.keep_pct is None
+    if plan.mode == "full" or not is_open or not _is_pasted(request.spans) or is_asked():
         return plan
     return _read_everything(plan, "no-question", "no line is known to ask for a part of the text")
 

@@ -147,14 +147,12 @@ def test_so_is_one_behind_a_system_message_or_an_answer_that_says_what_to_do_wit
     deciding: Engine, said: str
 ) -> None:
     standing = said.format("")
-    system = [{"role": "system", "content": standing}, {"role": "user", "content": TEXT}]
-    _, last = generated(deciding.generate(request(deciding, system)))
-    assert isinstance(last, Finished)
-    assert last.report.reason == NOBODY
-    turns = [{"role": "user", "content": standing}, {"role": "assistant", "content": "Please send it."}]
-    assert deciding.check(request(deciding, [*turns, {"role": "user", "content": TEXT}])).reason.words == NOBODY
-    tools = [*turns, {"role": "tool", "content": "Found."}, {"role": "user", "content": TEXT}]
-    assert deciding.check(request(deciding, tools)).mode == "sparse"
+    text = {"role": "user", "content": TEXT}
+    system = [{"role": "system", "content": standing}, text]
+    turns = [{"role": "user", "content": standing}, {"role": "assistant", "content": "Please send it."}, text]
+    tools = [*turns[:-1], {"role": "tool", "content": "Found."}, text]
+    plans = [deciding.inspect(request(deciding, messages)) for messages in (system, turns, tools)]
+    assert [(plan.mode, plan.reason == NOBODY) for plan in plans] == [("full", True), ("full", True), ("sparse", False)]
 
 
 @pytest.mark.parametrize("said", PART)
@@ -168,11 +166,6 @@ def test_a_text_that_a_question_has_thinned_is_read_anew(deciding: Engine, said:
     assert thinned.mode == "sparse"
     found = asked(deciding, said.format(TEXT))
     assert (found.mode, found.reason, found.kept_tokens) == ("full", NOBODY, found.prompt_tokens)
-
-
-def test_a_text_that_nobody_asks_about_has_the_memory_of_a_full_prefill(deciding: Engine) -> None:
-    whole = deciding.check(request(deciding, [{"role": "user", "content": WHOLE[0].format(TEXT)}]))
-    assert (whole.mode, whole.selection_key) == ("full", None)
 
 
 def test_who_wants_it_and_agents_need_no_question(deciding: Engine, engine: Engine) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from mlx_specprefill import PromptSpan
 from mlx_specprefill_server.prompt.conversation import conversation
 from mlx_specprefill_server.prompt.prompt import Prompt, PromptBuilder
+from mlx_specprefill_server.prompt.spans import CharSpan, to_tokens
 
 from . import templates
 from .fakes import CHATML, byte_tokenizer
@@ -70,6 +71,14 @@ def test_chatml() -> None:
         ("user", "<|im_start|>user\n ", "user", "\n<|im_end|>\n"),
     ]
     assert cut("chatml", prompt, prompt.spans[-1].end, len(prompt.tokens)) == "<|im_start|>assistant\n"
+
+
+def test_a_token_across_the_end_of_a_content_belongs_to_it() -> None:
+    """As a question mark does that a tokenizer joins with the line break behind it."""
+    span = CharSpan("user", 0, 6, 10, 17)  # "<user>", "Why?", "\n<end>"
+    assert to_tokens([span], [(0, 6), (6, 9), (9, 11), (11, 17)]) == (PromptSpan("user", 0, 1, 3, 4),)
+    assert to_tokens([span], [(0, 6), (6, 10), (10, 11), (11, 17)]) == (PromptSpan("user", 0, 1, 2, 4),)
+    assert to_tokens([span], [(0, 6), (6, 9), (9, 19)]) == (PromptSpan("user", 0, 1, 2, 2),)  # a border of messages
 
 
 def test_llama_3_strips_contents() -> None:

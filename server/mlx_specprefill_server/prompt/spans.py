@@ -10,7 +10,7 @@ The marks also tell which texts and calls the template leaves out.
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, count, pairwise
@@ -111,14 +111,16 @@ def left_out(messages: Sequence[Message], text: str, marked: Marked) -> Iterator
 
 
 def to_tokens(spans: Sequence[CharSpan], offsets: Sequence[tuple[int, int]]) -> tuple[PromptSpan, ...]:
-    """Return character spans as token spans. A token across a border belongs to the span after it."""
-    token_ends = list(accumulate((end for _, end in offsets), max))
+    """Return character spans as token spans. A token across a border belongs to the span after it.
+
+    One across the end of a content belongs to the content: tokenizers join a mark with the line breaks behind it.
+    """
+    token_starts, token_ends = ([*accumulate((offset[side] for offset in offsets), max)] for side in (0, 1))
     out = []
     for span in spans:
-        start, content_start, content_end, end = (
-            bisect_right(token_ends, at) for at in (span.start, span.content_start, span.content_end, span.end)
-        )
+        start, content_start, end = (bisect_right(token_ends, at) for at in (span.start, span.content_start, span.end))
         if start < end:
+            content_end = min(bisect_left(token_starts, span.content_end), end)
             out.append(PromptSpan(span.kind, start, content_start, content_end, end))
     return tuple(out)
 

@@ -28,7 +28,8 @@ _PART = 12  # of the prompt's tokens one may be fed again
 _PARAGRAPH = 144  # most tokens of one that may ask: an order with its rules
 _LEAST = 3  # tokens of a line that can ask
 _MARK_AT = 3  # last tokens of a question, among which its mark is
-_QUESTION_WEIGHT, _ORDER_WEIGHT, _APART_WEIGHT = 3.0, 2.9, 2.0  # of a question, an order, in a short paragraph
+_QUESTION_WEIGHT, _APART_WEIGHT = 3.0, 2.0  # of a question, of a line in a short paragraph
+_LABEL_WEIGHT, _ORDER_WEIGHT = 2.95, 2.9  # of what is labelled as a question, which stands among an app's orders
 _BEFORE_ORDER = r"\s*(?:(?:question|task|frage|please|bitte|now,?)\W+)*"
 _WORK = r"""check|compare|complete|create|fix|make|provide|read|rewrite|summari[sz]e|translate|write
     |fasse|prüfe|schreibe?|übersetze?"""  # what is to be done with a text mostly takes all of it
@@ -41,7 +42,8 @@ _ORDER = re.compile(
     re.VERBOSE,
 )
 _WORK_ORDER = re.compile(rf"{_BEFORE_ORDER}(?:{_WORK})\ \w", re.VERBOSE)
-_ORDER_BEGIN = 12  # tokens in which an order shows
+_LABEL = re.compile(r"[\s#*]*(?:[\w']+ ){0,3}(?:question|query|frage)(?: is(?: as follows)?)?[ *]*:\W*\w")  # of apps
+_BEGIN = 12  # tokens in which an order shows, or a label
 _FRAME = re.compile(r"</?[\w-]+[^<>]*>|```.*")  # a tag or a fence, which ends a paragraph as a blank line does
 
 
@@ -143,7 +145,7 @@ def is_asked(asks: Sequence[Ask], text: PromptText) -> bool:
         asks: as `possible_questions` returns them; none where the last line is a question.
     """
     known = [ask for ask in asks if ask.weight >= _ORDER_WEIGHT]
-    parts = [ask for ask in known if not _begins(_WORK_ORDER, ask.start, ask.end, text)]
+    parts = [ask for ask in known if not _WORK_ORDER.match(_begin(ask.start, ask.end, text))]
     return not asks or bool(parts)
 
 
@@ -205,20 +207,21 @@ def _lines(span: PromptSpan, text: PromptText, longest: int, begun: range) -> It
     for first, last in _units(span, text):
         if last - first >= _LEAST:
             asks = not marks.isdisjoint(range(last - _MARK_AT, last))
-            weight = _QUESTION_WEIGHT if asks else _ORDER_WEIGHT if _is_order(first, last, text) else 1.0
+            weight = _QUESTION_WEIGHT if asks else _weight_by_begin(first, last, text)
             from_end = asks or (weight == 1 and first not in begun)
             start = max(first, last - longest) if from_end else first
             yield Ask(start, min(last, start + longest), weight)
 
 
-def _is_order(first: int, last: int, text: PromptText) -> bool:
-    """Return whether a line begins as an order. An indented one is code, or a comment in it."""
-    return _begins(_ORDER, first, last, text) and not _is_indented(first, text)
+def _weight_by_begin(first: int, last: int, text: PromptText) -> float:
+    """Return a line's weight by its first words. An indented one is code, or a comment in it."""
+    begin = _begin(first, last, text)
+    known = _LABEL_WEIGHT if _LABEL.match(begin) else _ORDER_WEIGHT if _ORDER.match(begin) else 1.0
+    return 1.0 if known > 1 and _is_indented(first, text) else known
 
 
-def _begins(words: re.Pattern[str], first: int, last: int, text: PromptText) -> bool:
-    begin = "".join(text.pieces[first : min(last, first + _ORDER_BEGIN)])
-    return words.match(begin.lower()) is not None
+def _begin(first: int, last: int, text: PromptText) -> str:
+    return "".join(text.pieces[first : min(last, first + _BEGIN)]).lower()
 
 
 def _is_indented(start: int, text: PromptText) -> bool:

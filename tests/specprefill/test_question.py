@@ -175,12 +175,41 @@ NO_ORDERS = (
     "list = [port for port in ports]",
     "Listed are the ports of Norway.",
     "    Give the port.",
+    "    query: Port | None = None",
+    "The question of ports: none is open.",
 )
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_an_order_asks_where_people_do(order: str) -> None:
     assert by_text(f"{order}\n{ASKING}")[order] > 2
+
+
+# Apps wrap texts in rules, and put what their user typed behind a label.
+MANNERS = (
+    "You are a pilot's aide. Write an answer that the pilot can read aloud. Give the names of all ports that matter. "
+    "Where the text lacks the answer, say that it is not there. Write as a harbour office writes, in full sentences."
+)
+LABELLED = (
+    "Question: ports closed in winter",
+    "QUERY: ports closed in winter",
+    "## Pilot's question: ports closed in winter",
+    "The first query is as follows: ports closed in winter",
+    "Frage: Häfen im Winter geschlossen",
+)
+WRAPPED = {
+    "in front of the text": "{manners}\n\n{line}\n=====\n{document}\n=====\nAnswer:",
+    "in front of rules": "Read this.\n\n{document}\n\n----\n\n{line}\n\n{manners}\n\nAnswer (200 words):",
+    "between rules": "{manners}\n{document}\n{line}\n{manners}\n{manners}",
+}
+
+
+@pytest.mark.parametrize("line", LABELLED)
+@pytest.mark.parametrize("around", WRAPPED)
+@pytest.mark.parametrize("document", [ASKING, DOCUMENT])
+def test_what_is_labelled_as_a_question_asks(line: str, around: str, document: str) -> None:
+    text = WRAPPED[around].format(line=line, manners=MANNERS, document=document)
+    assert by_text(text).get(line, 0) > 2
 
 
 def test_a_question_near_the_end_asks_beside_those_of_the_document() -> None:

@@ -44,6 +44,7 @@ _ORDER = re.compile(
 _WORK_ORDER = re.compile(rf"{_BEFORE_ORDER}(?:{_WORK})\ \w", re.VERBOSE)
 _LABEL = re.compile(r"[\s#*]*(?:[\w']+ ){0,3}(?:question|query|frage)(?: is(?: as follows)?)?[ *]*:\W*\w")  # of apps
 _BEGIN = 12  # tokens in which an order shows, or a label
+_INDENT, _TEMPLATE = re.compile(r"\s\s|\t"), re.compile(r"(?:\s\s|\t)\s*[A-Z]")
 _FRAME = re.compile(r"</?[\w-]+[^<>]*>|```.*")  # a tag or a fence, which ends a paragraph as a blank line does
 
 
@@ -192,7 +193,7 @@ def _paragraphs(span: PromptSpan, text: PromptText) -> Iterator[tuple[int, int]]
                 begin = None
             if begin is None and not frame:
                 begin, indented = first, False
-            indented = indented or _is_indented(first, text)
+            indented = indented or _is_indented(first, span, text)
             breaks = 0
         breaks += said[len(said.rstrip()) :].count("\n")
     if begin is not None and not indented:
@@ -207,28 +208,33 @@ def _lines(span: PromptSpan, text: PromptText, longest: int, begun: range) -> It
     for first, last in _units(span, text):
         if last - first >= _LEAST:
             asks = not marks.isdisjoint(range(last - _MARK_AT, last))
-            weight = _QUESTION_WEIGHT if asks else _weight_by_begin(first, last, text)
+            weight = _QUESTION_WEIGHT if asks else _weight_by_begin(first, last, span, text)
             from_end = asks or (weight == 1 and first not in begun)
             start = max(first, last - longest) if from_end else first
             yield Ask(start, min(last, start + longest), weight)
 
 
-def _weight_by_begin(first: int, last: int, text: PromptText) -> float:
+def _weight_by_begin(first: int, last: int, span: PromptSpan, text: PromptText) -> float:
     """Return a line's weight by its first words. An indented one is code, or a comment in it."""
     begin = _begin(first, last, text)
     known = _LABEL_WEIGHT if _LABEL.match(begin) else _ORDER_WEIGHT if _ORDER.match(begin) else 1.0
-    return 1.0 if known > 1 and _is_indented(first, text) else known
+    return 1.0 if known > 1 and _is_indented(first, span, text) else known
 
 
 def _begin(first: int, last: int, text: PromptText) -> str:
     return "".join(text.pieces[first : min(last, first + _BEGIN)]).lower()
 
 
-def _is_indented(start: int, text: PromptText) -> bool:
-    """Return whether a line begins with two blanks or a tab. A line break's token may have them."""
-    blanks = "".join(text.pieces[max(start - 1, 0) : start]).rpartition("\n")[2]
-    begin = blanks + "".join(text.pieces[start : start + 2])
-    return begin[:2].isspace() or begin[:1] == "\t"
+def _is_indented(start: int, span: PromptSpan, text: PromptText) -> bool:
+    """Return whether a line begins with two blanks or a tab. A line break's token may have them.
+
+    In a message that begins so, and with a capital letter, none counts: an app's template is indented whole.
+    """
+    line, first = (
+        "".join(text.pieces[max(at - 1, 0) : at]).rpartition("\n")[2] + "".join(text.pieces[at : at + _BEGIN])
+        for at in (start, span.content_start)
+    )
+    return _INDENT.match(line) is not None and _TEMPLATE.match(first) is None
 
 
 def _units(span: PromptSpan, text: PromptText) -> Iterator[tuple[int, int]]:

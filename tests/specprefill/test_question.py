@@ -232,6 +232,14 @@ def test_an_indented_paragraph_is_no_order() -> None:
     assert {line for line, weight in found.items() if weight > 1} == {"We need the class of ship 7."}
 
 
+@pytest.mark.parametrize("line", [ORDER, "We need the ports of winter.", *LABELLED])
+@pytest.mark.parametrize("blank", ["    ", "\t"])
+def test_a_template_that_is_indented_whole_asks_as_another(line: str, blank: str) -> None:
+    """As a text between quotes within code is. Code begins with no capital letter."""
+    text = f"Use what follows.\n\n{DOCUMENT}\n\n{line}\n\nBe brief.\n".replace("\n\n", f"\n\n{blank}")
+    assert by_text(f"{blank}{text}")[line] == by_text(text.replace(blank, ""))[line] >= 2
+
+
 NEED = "I'd like you to name the ports that are closed in winter."
 DETAILED = (
     f"{NEED} The readers are pilots of a small port. At most three sentences are wanted, with no headings in between. "

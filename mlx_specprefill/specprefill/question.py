@@ -146,8 +146,8 @@ def is_asked(asks: Sequence[Ask], text: PromptText) -> bool:
         asks: as `possible_questions` returns them; none where the last line is a question.
     """
     known = [ask for ask in asks if ask.weight >= _ORDER_WEIGHT]
-    parts = [ask for ask in known if not _WORK_ORDER.match(_begin(ask.start, ask.end, text))]
-    return not asks or bool(parts)
+    begins = ("".join(text.pieces[ask.start : ask.end]).lower() for ask in known)
+    return not asks or not all(map(_WORK_ORDER.match, begins))
 
 
 def _marked(ends: Sequence[Ask], said: Mapping[PromptSpan, Sequence[Ask]]) -> list[Ask]:
@@ -216,13 +216,9 @@ def _lines(span: PromptSpan, text: PromptText, longest: int, begun: range) -> It
 
 def _weight_by_begin(first: int, last: int, span: PromptSpan, text: PromptText) -> float:
     """Return a line's weight by its first words. An indented one is code, or a comment in it."""
-    begin = _begin(first, last, text)
+    begin = "".join(text.pieces[first : min(last, first + _BEGIN)]).lower()
     known = _LABEL_WEIGHT if _LABEL.match(begin) else _ORDER_WEIGHT if _ORDER.match(begin) else 1.0
     return 1.0 if known > 1 and _is_indented(first, span, text) else known
-
-
-def _begin(first: int, last: int, text: PromptText) -> str:
-    return "".join(text.pieces[first : min(last, first + _BEGIN)]).lower()
 
 
 def _is_indented(start: int, span: PromptSpan, text: PromptText) -> bool:

@@ -20,6 +20,7 @@ from .selector import selection_by
 
 USER_WHOLE, USER_HEAD, USER_TAIL = (2048, 8), (128, 64), (512, 16)  # (most tokens, divisor of the prompt length)
 EARLIER_WHOLE = (256, 16)  # of the messages before the last: a question about its document, an offer that it takes
+OWN_WHOLE, OWN_SHARE = 64, 16  # most tokens of one of the model's own earlier messages, divisor for all of these
 TOOL_HEAD, TOOL_TAIL = 64, 128  # of a tool result after the last user message
 SYSTEM_WHOLE, SYSTEM_ENDS = 512, 256  # tokens: a shorter system text is kept in full, of a longer one both ends
 
@@ -261,7 +262,8 @@ def _last_turn(spans: Sequence[PromptSpan], prompt_len: int) -> Iterator[ForcedR
     """Yield the last user message (or the last message, without a user), and the messages after it.
 
     The newest of these is kept in full, up to the limit of a user message. Agents call tools many times for one user
-    message: of older messages the ends are kept. The user message before and the answer in between are kept if short.
+    message: of older messages the ends are kept. The user message before and the answer in between are kept if short,
+    and what the model said and called before.
     """
     users = [i for i, span in enumerate(spans) if span.kind == "user"]
     newest = users[-1] if users else len(spans) - 1
@@ -270,6 +272,7 @@ def _last_turn(spans: Sequence[PromptSpan], prompt_len: int) -> Iterator[ForcedR
         for index in {before, newest - 1}:
             if spans[index].kind != "tool":
                 yield from _ends(spans[index], prompt_len, (0, 1), (0, 1), "message before the last", whole)
+        yield from _own(spans[:newest], prompt_len // OWN_SHARE)
     yield from _ends(spans[newest], prompt_len, USER_HEAD, USER_TAIL, "last user message")
     whole = _share(prompt_len, USER_WHOLE)
     for span in reversed(spans[newest + 1 :]):
@@ -278,6 +281,17 @@ def _last_turn(spans: Sequence[PromptSpan], prompt_len: int) -> Iterator[ForcedR
         else:
             yield from _ends(span, prompt_len, USER_HEAD, USER_TAIL, "after the last user message", whole)
         whole = max(0, whole - (span.content_end - span.content_start))
+
+
+def _own(spans: Sequence[PromptSpan], most: int) -> Iterator[ForcedRange]:
+    """Yield the model's own short messages, the newest first, up to `most` tokens: they name what it works on."""
+    for span in reversed(spans):
+        size = span.content_end - span.content_start
+        if span.kind == "assistant" and size <= OWN_WHOLE:
+            most -= size
+            if most < 0:
+                return
+            yield ForcedRange(span.content_start, span.content_end, "own words")
 
 
 def _ends(

@@ -196,3 +196,21 @@ def test_of_many_tool_results_only_the_newest_are_kept_whole():
         assert mask[span.content_end - 128 : span.content_end].all()
         assert not mask[span.content_start + 64 : span.content_end - 128].any()
     assert all(mask[span.start : span.end].all() for span in spans if span.kind == "assistant")
+
+
+def own_words(*lengths):
+    """Return of which of the model's messages all is kept; user and model by turns, contents of so many tokens."""
+    spans = []
+    for i, length in enumerate(lengths):
+        spans.append(message(("user", "assistant")[i % 2], spans[-1].end if spans else 0, length))
+    M = spans[-1].end + 3
+    mask = kept(spans, M)
+    return [bool(mask[span.content_start : span.content_end].all()) for span in spans[1::2]], M
+
+
+def test_what_the_model_said_and_called_is_kept_if_short():
+    """A sixteenth of the prompt, the newest first: behind a new question an agent still knows its paths."""
+    assert own_words(300, 60, 2000, 65, 2000, 60, 1000, 300, 20)[0] == [True, False, True, False]
+    whole, M = own_words(30, *[50, 300] * 20, 50, 20)
+    most = M // 16 // 50
+    assert whole == [False] * (21 - most) + [True] * most

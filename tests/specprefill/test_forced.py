@@ -200,7 +200,7 @@ def test_of_many_tool_results_only_the_newest_are_kept_whole():
 
 def own_words(*lengths):
     """Return of which of the model's messages all is kept; user and model by turns, contents of so many tokens."""
-    spans = []
+    spans = list[PromptSpan]()
     for i, length in enumerate(lengths):
         spans.append(message(("user", "assistant")[i % 2], spans[-1].end if spans else 0, length))
     M = spans[-1].end + 3

@@ -145,9 +145,8 @@ def is_asked(asks: Sequence[Ask], text: PromptText) -> bool:
     Args:
         asks: as `possible_questions` returns them; none where the last line is a question.
     """
-    known = [ask for ask in asks if ask.weight >= _ORDER_WEIGHT]
-    begins = ("".join(text.pieces[ask.start : ask.end]).lower() for ask in known)
-    return not asks or not all(map(_WORK_ORDER.match, begins))
+    known = ("".join(text.pieces[ask.start : ask.end]).lower() for ask in asks if ask.weight >= _ORDER_WEIGHT)
+    return not asks or not all(map(_WORK_ORDER.match, known))
 
 
 def _marked(ends: Sequence[Ask], said: Mapping[PromptSpan, Sequence[Ask]]) -> list[Ask]:
@@ -226,11 +225,14 @@ def _is_indented(start: int, span: PromptSpan, text: PromptText) -> bool:
 
     In a message that begins so, and with a capital letter, none counts: an app's template is indented whole.
     """
-    line, first = (
-        "".join(text.pieces[max(at - 1, 0) : at]).rpartition("\n")[2] + "".join(text.pieces[at : at + _BEGIN])
-        for at in (start, span.content_start)
-    )
-    return _INDENT.match(line) is not None and _TEMPLATE.match(first) is None
+    if _INDENT.match(_line_begin(start, text)) is None:
+        return False
+    return _TEMPLATE.match(_line_begin(span.content_start, text)) is None
+
+
+def _line_begin(start: int, text: PromptText) -> str:
+    blanks = "".join(text.pieces[max(start - 1, 0) : start]).rpartition("\n")[2]
+    return blanks + "".join(text.pieces[start : start + _BEGIN])
 
 
 def _units(span: PromptSpan, text: PromptText) -> Iterator[tuple[int, int]]:

@@ -138,12 +138,17 @@ class HiddenStates:
         return mx.concatenate(chosen, axis=1) if chosen else self._parts[0][1][:, :0]
 
     def between(self, start: int, end: int) -> tuple[int, mx.array] | None:
-        """Return the stored states of [start, end), with the index of the first; None if there are none."""
+        """Return stored states of [start, end) without a gap, with the index of the first; None if there are none."""
         inside = [part for part in _below(end, self._parts) if part[0] + part[1].shape[1] > start]
         if not inside:
             return None
-        first = max(start, inside[0][0])
-        states = [states[:, max(0, first - begin) :] for begin, states in inside]
+        first = behind = max(start, inside[0][0])
+        states = []
+        for begin, part in inside:
+            if begin > behind:  # an answer: other states would be taken for those of its tokens
+                break
+            states.append(part[:, behind - begin :])
+            behind = begin + part.shape[1]
         return first, mx.contiguous(mx.concatenate(states, axis=1))
 
     def clear(self) -> None:

@@ -114,7 +114,6 @@ class SpecPrefillPolicy:
     densify: bool = True  # after a sparse turn, make its prompt dense in idle time
     on_battery: bool = False  # also while the machine runs on battery
     reuse: bool = True  # keep what follows an edit of a cached prompt
-    verify_busy: bool = False  # of the sparse answers to be verified, one in twenty even if the machine is never idle
     # The text that competes: "user" for users, tools and earlier turns, "all" also for a long system text except its
     # ends.
     scope: Scope = "user"

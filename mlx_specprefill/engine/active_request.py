@@ -101,12 +101,10 @@ class Decoded:
     """The answer so far.
 
     Attributes:
-        sparse_logprobs: of each token, if the answer will be verified.
         shift: positions minus slots that the cache can't carry itself.
     """
 
     tokens: list[int] = field(default_factory=list)
-    sparse_logprobs: list[float] = field(default_factory=list)
     shift: int = 0
 
 
@@ -228,17 +226,9 @@ class ActiveRequest:
         """Return whether a verdict on the answer is wanted: the prompt was read in part."""
         return self.request.specprefill.verify and self.is_sparse
 
-    @property
-    def logprobs(self) -> int | None:
-        """Return how many alternatives per token to report, None for no log-probabilities at all."""
-        reported = self.request.logprobs
-        return 0 if reported is None and self.is_to_verify else reported
-
     def record(self, event: TokenEvent) -> None:
         self.times.note_token()
         self.decoded.tokens.append(event.token)
-        if event.logprob is not None and self.is_to_verify:
-            self.decoded.sparse_logprobs.append(event.logprob)
 
     def report_given_up(self, done: Mapping[str, int]) -> PrefillReport:
         """Return the report of a request that ended before its first token: with the tokens that the target holds.

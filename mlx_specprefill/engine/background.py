@@ -23,9 +23,6 @@ from .verify import Guide, Quantize, verify
 
 log = logging.getLogger(__name__)
 _LIMIT = 8  # turns
-_EVERY = 20  # answers to be verified of which one need not wait for idle time, if the policy says so
-_OVERTAKEN = "later turns came before there was time to read the prompt in full"
-_FORGOTTEN = "the prompt was deleted before it was read in full"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,7 +33,6 @@ class IdleTurn:
         request: the answered one; `answer`: the tokens that came back.
         handle: of the request; says whether the conversation is expected to go on.
         selection_key: by which its sparse prefix is found.
-        sparse_logprobs: of the answer's tokens, if it is to be verified.
         dense: the target saw it in part, and is to read the rest.
         drafts: the draft is to read it first.
     """
@@ -45,7 +41,6 @@ class IdleTurn:
     answer: tuple[int, ...]
     handle: RequestHandle
     selection_key: SelectionKey | None = None
-    sparse_logprobs: tuple[float, ...] = ()
     dense: bool = True
     drafts: bool = False
 
@@ -55,7 +50,7 @@ class IdleTurn:
 
     @property
     def is_to_verify(self) -> bool:
-        return bool(self.sparse_logprobs)
+        return self.dense and bool(self.answer) and self.request.specprefill.verify
 
     def follows(self, other: IdleTurn) -> bool:
         """Return whether this is the same turn, or a later one of the same conversation."""
@@ -143,8 +138,6 @@ class BackgroundPrefill:
         self.count = self.tokens = 0
         pair, policy = prefiller.pair, prefiller.config.policy
         self._densifies = policy.densify
-        self._samples = policy.verify_busy
-        self._to_verify = 0  # answers so far
         # On several ranks, one alone may have the draft.
         self._drafts = pair.draft is not None and policy.densify and policy.enabled and pair.ranks is None
 
@@ -159,24 +152,20 @@ class BackgroundPrefill:
         """Return whether the draft reads now, or has been interrupted."""
         return self._now is not None and self._now[0].drafts
 
-    def follow(self, active: ActiveRequest, handle: RequestHandle) -> IdleTurn | None:
-        """Queue a turn that was answered, if something is left to read. Return the turn if it is not for idle time."""
+    def follow(self, active: ActiveRequest, handle: RequestHandle) -> None:
+        """Queue a turn that was answered, if something is left to read."""
         request = active.request
         dense = self._densifies and active.is_sparse and (active.is_to_verify or self._has_room(active))
         drafts = self._drafts and (request.pin_system_prefix or request.specprefill.enabled is not False)
         if not (dense or drafts):
-            return None
-        known = tuple(active.decoded.sparse_logprobs) if dense else ()
-        turn = IdleTurn(request, tuple(active.decoded.tokens), handle, active.plan.selection_key, known, dense, drafts)
+            return
+        turn = IdleTurn(request, tuple(active.decoded.tokens), handle, active.plan.selection_key, dense, drafts)
         if self._is_forgotten(turn):
-            self._give_up(turn, _FORGOTTEN)
-            return None
-        if self._draw(turn):
-            return replace(turn, drafts=False)
+            self._give_up(turn)
+            return
         for old in self.turns.add(turn):
             if self._now is None or self._now[0] is not old:
-                old.tell(Verdict(_OVERTAKEN))
-        return None
+                old.tell(Verdict())
 
     def _has_room(self, active: ActiveRequest) -> bool:
         """Return whether the dense prefix of a turn can be kept beside what the turn left: else the next turn would
@@ -186,16 +175,6 @@ class BackgroundPrefill:
         states = 1 + len(self._prefiller.checkpoints(replace(request, prompt=tokens)))
         session = sum(record.nbytes for record in self._prefiller.caches.session(tokens, request.label))
         return self._memory.has_room_for_prefix(tokens.size, states, session)
-
-    def _draw(self, turn: IdleTurn) -> bool:
-        """Count a turn. Return whether its answer is verified in line with requests, not in idle time."""
-        self._to_verify += turn.is_to_verify
-        return self._samples and turn.is_to_verify and self._to_verify % _EVERY == 0
-
-    def make_job(self, turn: IdleTurn, uid: int, background: bool = False) -> Job:
-        """Return the job of a turn. In the background, no request waits for it."""
-        need, on_end = self._memory.need_idle(len(turn.tokens), not turn.drafts), partial(self._finish, turn)
-        return Job(uid, self._steps(turn), need, on_end=on_end, background=background, rereads=turn.request)
 
     def _is_expecting(self, turn: IdleTurn) -> bool:
         return turn.handle.expecting
@@ -207,16 +186,16 @@ class BackgroundPrefill:
         """Give up the turns of prompts that are not to be kept any more."""
         for turn in self.turns.all():
             if self._is_forgotten(turn):
-                self._give_up(turn, _FORGOTTEN)
+                self._give_up(turn)
 
     def close(self) -> None:
         """Report that the turns in the queue will not be verified."""
         while (turn := self.turns.first()) is not None:
-            self._give_up(turn, "the server stopped")
+            self._give_up(turn)
 
-    def _give_up(self, turn: IdleTurn, reason: str) -> None:
+    def _give_up(self, turn: IdleTurn) -> None:
         self.turns.discard(turn)
-        turn.tell(Verdict(reason))
+        turn.tell(Verdict())
 
     def job(self, uid: int) -> Job | None:
         """Return the job of the first turn, None while another runs. The other is cancelled if outranked."""
@@ -228,10 +207,11 @@ class BackgroundPrefill:
             if self._is_expecting(turn) and not self._is_expecting(now):
                 self._now[1].cancel()  # its finished steps stay in the cache, and its turn in the queue
             return None
-        job = self.make_job(turn, uid, background=True)
+        need, on_end = self._memory.need_idle(len(turn.tokens), not turn.drafts), partial(self._finish, turn)
+        job = Job(uid, self._steps(turn), need, on_end=on_end, background=True, rereads=turn.request)
         if not self._memory.reserve_free(uid, job.need):
             log.info("no memory to read %d tokens in idle time", len(turn.tokens))
-            self._give_up(turn, "there was no memory to read the prompt in full")
+            self._give_up(turn)
             return None
         self._now = turn, job.handle
         return job
@@ -240,7 +220,7 @@ class BackgroundPrefill:
         """Read what is left of the turn. Return the verdict if one is wanted."""
         request = replace(turn.request, specprefill=SpecPrefillOptions(), prompt_logprobs=None)
         if not turn.drafts and turn.is_to_verify:
-            parts = turn.selection_key, turn.answer, turn.sparse_logprobs, self._guide, self._quantize
+            parts = turn.selection_key, turn.answer, self._guide, self._quantize
             return (yield from verify(self._prefiller, request, *parts))
         text = replace(request, prompt=turn.tokens)
         if turn.drafts:
@@ -254,7 +234,7 @@ class BackgroundPrefill:
             self._now = None
         if isinstance(result, RequestCancelled) or (turn.drafts and turn.dense):
             if turn not in self.turns:
-                turn.tell(Verdict(_FORGOTTEN if self._is_forgotten(turn) else _OVERTAKEN))
+                turn.tell(Verdict())
             elif not isinstance(result, RequestCancelled):
                 self.turns.replace(turn, replace(turn, drafts=False))
             return
@@ -263,5 +243,4 @@ class BackgroundPrefill:
             self.tokens += len(turn.tokens)
             self.count += 1
         self.turns.discard(turn)
-        failed = f"full reading failed: {type(result).__name__}"
-        turn.tell(result if isinstance(result, Verdict) else Verdict(failed))
+        turn.tell(result if isinstance(result, Verdict) else Verdict())

@@ -17,7 +17,6 @@ from ..config import EngineConfig
 from ..errors import DeviceError, EngineClosedError, RequestCancelled
 from ..events import Event, Finished, FinishReason, TokenEvent
 from ..request import concat_tokens
-from .active_request import ActiveRequest
 from .background import BackgroundPrefill
 from .battery import Battery
 from .caches import EngineCaches, Erasure
@@ -26,7 +25,7 @@ from .costs import CostModel
 from .device_errors import DeviceErrors
 from .failures import log_failure, strip_traceback
 from .inbox import Call, Inbox
-from .job import AnswerJob, Job, RequestHandle
+from .job import AnswerJob, Job
 from .memory import ANSWER_TOKENS, Memory
 from .meter import Meter
 from .rows import Rows
@@ -394,15 +393,7 @@ class EngineCore:
             active.keep(self._caches, concat_tokens(active.request.prompt, tokens), cache)
         self._end(job, Finished(reason, len(active.decoded.tokens), active.report()))
         if self._caches.enabled:
-            self._follow(active, job.handle)
-
-    def _follow(self, active: ActiveRequest, handle: RequestHandle) -> None:
-        """Queue what is left to read. Some turns are read in line with requests, without waiting for idle time."""
-        turn = self._densifier.follow(active, handle)
-        if turn is not None:
-            uid = self._next_uid()
-            self.jobs[uid] = self._densifier.make_job(turn, uid)
-            self._scheduler.add(uid)
+            self._densifier.follow(active, job.handle)
 
     def _cancel(self, job: Job) -> None:
         if job.uid in self._decoding:

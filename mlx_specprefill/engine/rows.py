@@ -115,7 +115,7 @@ class Rows:
             proposer,
             TokenSampler(request.sampling, V, processors, active.grammar, stops),
             request.max_tokens,
-            logprobs=active.logprobs,
+            logprobs=active.request.logprobs,
             shift=active.decoded.shift,
         )
         active.cache = []  # the row owns it now
@@ -131,7 +131,7 @@ class Rows:
                 logits=logits,
                 sampler=make_sampler(request.sampling, self._pair.vocab_size),
                 processors=processors_of(request),
-                logprobs=active.logprobs,
+                logprobs=active.request.logprobs,
                 shift=active.decoded.shift,
                 grammar=active.grammar,
                 generated=tuple(active.decoded.tokens),

@@ -32,7 +32,6 @@ def verify(
     request: GenerationRequest,
     selection_key: SelectionKey | None,
     answer: tuple[int, ...],
-    sparse: tuple[float, ...],
     guide: Guide,
     quantize: Quantize,
 ) -> Generator[Progress | PromptLogprobs, None, Verdict]:
@@ -42,7 +41,7 @@ def verify(
 
     Args:
         request: the answered one; `selection_key`: that of the turn.
-        answer: its tokens; `sparse`: their log-probabilities under sparse reading.
+        answer: its tokens.
         guide: makes the request's grammar; `quantize`: `Rows.quantize`.
     """
     active, logits = yield from densify(prefiller, request, selection_key)
@@ -57,7 +56,7 @@ def verify(
         yield Progress("prefill", start + len(part), len(answer))
     if cache is active.cache:
         prefiller.caches.keep_target(concat_tokens(request.prompt, answer), cache, request)
-    return comparison.verdict(sparse)
+    return comparison.verdict()
 
 
 class _Comparison:
@@ -80,32 +79,32 @@ class _Comparison:
         if not tokens.size:
             return
         raw = logits[: tokens.size].astype(mx.float32)
-        scores = raw - mx.logsumexp(raw, axis=-1, keepdims=True)
         wanted, counted = self._process(raw), mx.ones(tokens.shape, mx.bool_)
         allowed = self._grammar_masks(tokens, raw.shape[-1])
         if allowed is not None:
             free, wanted = mx.argmax(wanted, axis=-1), self._process(mx.where(allowed, raw, -mx.inf))
             counted = mx.logical_and(free == mx.argmax(wanted, axis=-1), allowed.sum(axis=-1) > 1)
-        own = mx.argmax(wanted, axis=-1).astype(mx.int32)
-        agrees = self._reaches(wanted, tokens, _rounding(raw, logits.dtype))
-        self._parts.append((agrees, counted, own, _of(scores, tokens), _of(scores, own)))
+        agrees, tells = self._reaches(wanted, tokens, _rounding(raw, logits.dtype))
+        self._parts.append((agrees, mx.logical_and(counted, tells)))
         mx.eval(self._parts[-1])
         self._done += tokens.size
 
-    def _reaches(self, wanted: mx.array, tokens: mx.array, rounding: mx.array) -> mx.array:
-        """Return whether each token is the choice, or could be drawn, if logits may be off by `rounding` (R, 1)."""
+    def _reaches(self, wanted: mx.array, tokens: mx.array, rounding: mx.array) -> tuple[mx.array, mx.array]:
+        """Return for each token if it is the choice, or could be drawn, where logits may be off by `rounding` (R, 1);
+        and if other tokens are not, or could not.
+        """
         reached = _of(wanted, tokens)[:, None]
         if self._filtered is None:
-            return (wanted <= reached + rounding).all(axis=-1)
+            return (wanted <= reached + rounding).all(axis=-1), mx.ones(tokens.shape, mx.bool_)
         lowered = mx.where(wanted > reached, wanted - rounding, wanted)
-        return _of(self._filtered(lowered), tokens) > -mx.inf
+        drawn = self._filtered(lowered) > -mx.inf
+        return _of(drawn, tokens), drawn.sum(axis=-1) < (wanted > -mx.inf).sum(axis=-1)
 
-    def verdict(self, sparse: tuple[float, ...]) -> Verdict:
-        agrees, counted, own, full, own_full = (
+    def verdict(self) -> Verdict:
+        agrees, counted = (
             np.concatenate([np.array(part) for part in column]) for column in zip(*self._parts, strict=True)
         )
-        tokens, known = np.array(self._answer), np.array(sparse, dtype=np.float32)
-        return Verdict("", self._filtered is not None, tokens, agrees, counted, own, full, own_full, known)
+        return Verdict(agrees, counted)
 
     def _process(self, raw: mx.array) -> mx.array:
         """Apply the request's penalties and biases to each row, behind the tokens before it."""

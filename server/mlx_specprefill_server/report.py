@@ -63,11 +63,11 @@ class Report:
 
     def specprefill(self) -> dict[str, Any]:
         """Return the report of the prefill, which clients get next to `usage`."""
-        report, previous = _merge(self._reports()).to_dict(), self._generation.previous
+        report = _merge(self._reports()).to_dict()
         tools, tokens = self._generation.deferred
         if tools:
             report["deferred"] = {"tools": tools, "tokens": tokens}
-        return report if previous is None else report | {"previous": previous}
+        return report
 
     def prefill_fields(self) -> dict[str, Any]:
         """Return the report and, if there are some, the warnings, as fields of a response."""

@@ -18,7 +18,7 @@ from .auth import Identity
 from .constrained.answer_grammar import free_constraint
 from .fields import SamplingFields
 from .generation.generation import AnswerResult, AnswerSpec, Generation
-from .generation.reader import Mark, Vocabulary
+from .generation.reader import Vocabulary
 from .monitoring.answers import RunningRequest, recent_answer
 from .monitoring.metrics import Metrics
 from .monitoring.verdicts import AnswerVerdict
@@ -139,9 +139,8 @@ class Service:
         """
         self.state.refuse_when_stopping()
         specs = [replace(spec, request=_labelled(spec.request, identity, cache_salt)) for spec in specs]
-        previous = self.state.verdicts.previous(identity.name, specs[0].request) if self.engine.verifies else None
         observer = AnswerObserver(self, [spec.request for spec in specs for _ in range(copies)], identity)
-        generation = Generation(self.engine, specs, copies, self.state.calls(), observer, warnings, previous)
+        generation = Generation(self.engine, specs, copies, self.state.calls(), observer, warnings)
         self.state.add(generation, observer.line)
         return generation
 
@@ -200,19 +199,18 @@ class AnswerObserver:
         if self._trace is not None:
             self._trace.add_answer(result)
 
-    def on_verdict(self, index: int, verdict: Verdict, marks: Sequence[Mark]) -> None:
-        """Take the verdict on answer `index` and the places of its calls."""
-        service, state = self._service, self._service.state
-        self._verdict(index).tell(verdict, marks, service.vocabulary.decode)
-        state.verdicts.count(self._identity, verdict.word)
-        service.metrics.record_verdict(verdict.word)
+    def on_verdict(self, index: int, verdict: Verdict) -> None:
+        """Take the verdict on answer `index`."""
+        self._verdict(index).tell(verdict.word)
+        self._service.state.verdicts.count(self._identity, verdict.word)
+        self._service.metrics.record_verdict(verdict.word)
 
     def _verdict(self, index: int) -> AnswerVerdict:
         """Return the verdict on an answer. The answer is listed when this is first asked."""
         if index not in self._verdicts:
-            model, request = self._service.model_id, self._requests[index]
-            self._verdicts[index] = AnswerVerdict(self._request_id, index, model, request)
-            self._service.state.verdicts.add(self._identity, self._verdicts[index], request.made)
+            made = self._requests[index].made
+            self._verdicts[index] = AnswerVerdict(self._request_id, index, self._service.model_id)
+            self._service.state.verdicts.add(self._identity, self._verdicts[index], made)
         return self._verdicts[index]
 
 

@@ -35,7 +35,7 @@ _REMEMBERED_BYTES = 8 << 30  # bytes of disk space for the common beginnings of 
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
-Densify = Literal["on", "off", "auto", "busy"]
+Densify = Literal["on", "off", "auto"]
 ToolParser = Literal[
     "hermes",
     "xml",
@@ -206,8 +206,7 @@ class Settings(BaseSettings):
     )
     densify: Densify = Field(
         default="auto",
-        description="Prefill sparse prompts in full in idle time. auto: not on battery. busy: as on, and one answer "
-        "in twenty is compared without waiting for idle time.",
+        description="Prefill sparse prompts in full in idle time. auto: not on battery.",
     )
     reuse: bool = Field(
         default=True,
@@ -267,8 +266,7 @@ class Settings(BaseSettings):
                 keep_pct=self.specprefill_keep_pct,
                 reuse=self.reuse,
                 densify=self.densify != "off",
-                on_battery=self.densify in ("on", "busy"),
-                verify_busy=self.densify == "busy",
+                on_battery=self.densify == "on",
                 scope=self.specprefill_scope,
             ),
             speculation=SpeculationConfig(strategy=self.speculative),

@@ -42,7 +42,6 @@ _FIRST = 7_000  # seed; no other test of this process may hold these prompts
 SAMPLE = 24  # tokens that occur nowhere by chance
 POLICY = SpecPrefillPolicy(threshold=60, keep_pct=Fraction(1, 5))
 CONFIG = EngineConfig(policy=POLICY, prefill_step=64, prefix_cache_bytes=64 << 20)
-FORGOTTEN = "the prompt was deleted before it was read in full"
 
 
 @pytest.fixture
@@ -196,7 +195,7 @@ def test_what_runs_goes_on_and_leaves_nothing(
         assert cancelled or held.last.reason == "length"
         if sparse and not cancelled:
             assert eventually(lambda: bool(held.verdicts))
-            assert [verdict.why_unknown for verdict in held.verdicts] == [FORGOTTEN]
+            assert [verdict.word for verdict in held.verdicts] == ["unknown"]
         answered(engine, asked(1, BOB))
         assert eventually(lambda: not engine.densifier.turns and engine.stats().densified == 1)
         assert engine.cached("ann") == ()
@@ -236,7 +235,7 @@ def test_idle_work_stops_in_the_middle_and_its_verdict_is_told_once(
         asking.join(60)
         assert not engine.loop.jobs
         assert not engine.densifier.turns
-        assert [verdict.why_unknown for verdict in verdicts] == [FORGOTTEN]
+        assert [verdict.word for verdict in verdicts] == ["unknown"]
         assert engine.cached() == ()
         assert memory_with(0) == []
 

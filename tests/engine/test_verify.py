@@ -32,9 +32,9 @@ from mlx_specprefill import (
     Verdict,
     load_pair,
 )
-from mlx_specprefill.engine import background, loop
+from mlx_specprefill.engine import loop
 from tests.support.tiny import VOCAB, on_own_layers, random_prompt, tiny_pair
-from tests.support.verdict_oracle import FullReading, read_in_full
+from tests.support.verdict_oracle import read_in_full
 from tests.support.waiting import eventually
 
 MODELS = Path(__file__).resolve().parents[2] / "models"
@@ -42,16 +42,15 @@ FAMILIES = ("demo", "demo-qwen3_5", "demo-nemotron_h", "demo-gpt_oss")
 STAGED = {"demo": 2, "demo-nemotron_h": 6, "demo-gpt_oss": 2}  # layers that score; no fewer than all see all in qwen3_5
 NAMES = ("Anna", "Bernd", "Clara", "David", "Emma", "Felix", "Greta", "Hugo")
 TOP_K = 20
-SAMPLED = SamplingParams(temperature=1.0, top_k=TOP_K, seed=5)
 ASKED = SpecPrefillOptions(enabled=True, verify=True)
 LENGTH = 12
 GROUP = 6  # answers at once; of more than eight turns that wait for idle time, the oldest go
-ROUNDING = 2e-3  # of log-probabilities in float32
+ROUNDING = 4e-3  # of log-probabilities in float32, and of their differences
 
 
-def config(kv_bits: int | None = None, verify_busy: bool = False, **changes: object) -> EngineConfig:
-    policy = SpecPrefillPolicy(threshold=100, keep_pct=Fraction(1, 5), verify_busy=verify_busy)
-    return EngineConfig(policy=policy, prefill_step=128, prefix_cache_bytes=256 << 20, kv_bits=kv_bits, **changes)
+def config(kv_bits: int | None = None) -> EngineConfig:
+    policy = SpecPrefillPolicy(threshold=100, keep_pct=Fraction(1, 5))
+    return EngineConfig(policy=policy, prefill_step=128, prefix_cache_bytes=256 << 20, kv_bits=kv_bits)
 
 
 @dataclass
@@ -60,7 +59,6 @@ class Answer:
 
     request: GenerationRequest
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[float | None] = field(default_factory=list)
     verdicts: list[Verdict] = field(default_factory=list)
     end: Finished | Failed | None = None
     ended: threading.Event = field(default_factory=threading.Event)
@@ -69,7 +67,6 @@ class Answer:
     def saw(self, event: Event) -> None:
         if isinstance(event, TokenEvent):
             self.tokens.append(event.token)
-            self.logprobs.append(event.logprob)
         if isinstance(event, Finished | Failed):
             self.end = event
             self.ended.set()
@@ -112,39 +109,23 @@ def requests(pair: ModelPair, count: int, first: int = 0) -> list[GenerationRequ
     """Prompts with an answer that may get lost; every other one is sampled."""
     made = []
     for seed in range(first, first + count):
-        sampling = dataclasses.replace(SAMPLED, seed=seed) if seed % 2 else SamplingParams()
+        sampling = SamplingParams(temperature=1.0, top_k=TOP_K, seed=seed) if seed % 2 else SamplingParams()
         prompt = pair.tokenizer.encode(text(seed))
-        made.append(GenerationRequest(prompt, LENGTH, sampling, ASKED, logprobs=1))
+        made.append(GenerationRequest(prompt, LENGTH, sampling, ASKED))
     return made
 
 
 def check(answer: Answer, pair: ModelPair, kv_bits: int | None) -> None:
     """Hold the verdict to the truth."""
     truth = read_in_full(pair.target, answer.request.prompt.tolist(), answer.tokens, kv_bits)
-    verdict = answer.verdict
-    tolerance = ROUNDING if kv_bits is None else 0.05
-    np.testing.assert_allclose(verdict.full, truth.of_answer, atol=tolerance)
-    np.testing.assert_allclose(verdict.sparse, answer.logprobs, atol=ROUNDING)
-    if truth.margin > 2 * tolerance:
-        assert verdict.own.tolist() == truth.own
-    assert verdict.counted.all()
-    if verdict.is_sampled:
-        check_sampled(verdict, truth, answer)
+    agrees = answer.verdict.agrees.tolist()
+    if answer.request.sampling.temperature > 0:
+        assert agrees == truth.reach(TOP_K)
     else:
-        same = [own == token for own, token in zip(verdict.own, answer.tokens, strict=True)]
-        assert verdict.agrees.tolist() == same
-        assert verdict.word == ("same" if all(same) else "differs")
-        assert verdict.first == (None if all(same) else same.index(False))
-
-
-def check_sampled(verdict: Verdict, truth: FullReading, answer: Answer) -> None:
-    reach = truth.reach(TOP_K)
-    assert verdict.agrees.tolist() == reach
-    ratios = np.array(truth.of_answer) - np.array(answer.logprobs, dtype=np.float64)
-    half = 1.96 * ratios.std(ddof=1) / math.sqrt(ratios.size)
-    np.testing.assert_allclose(verdict.interval, (ratios.mean() - half, ratios.mean() + half), atol=0.06)
-    assert verdict.word in ("same", "differs")
-    assert all(reach) or verdict.word == "differs"
+        close = ROUNDING if kv_bits is None else 0.1  # nearer to the choice either is right
+        assert [agrees[i] if 0 < behind < close else behind == 0 for i, behind in enumerate(truth.behind)] == agrees
+    assert answer.verdict.counted.all()
+    assert answer.verdict.word == ("same" if all(agrees) else "differs")
 
 
 @contextmanager
@@ -219,7 +200,7 @@ def test_two_hundred_verdicts_equal_a_dense_rerun(family: str, kv_bits: int | No
 
 def tiny_request(length: int = 400, seed: int = 0, **changes: object) -> GenerationRequest:
     prompt = random_prompt(length, seed)
-    return dataclasses.replace(GenerationRequest(prompt, LENGTH, specprefill=ASKED, logprobs=1), **changes)
+    return dataclasses.replace(GenerationRequest(prompt, LENGTH, specprefill=ASKED), **changes)
 
 
 def test_one_forward_more_than_making_the_prompt_dense(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +214,7 @@ def test_one_forward_more_than_making_the_prompt_dense(monkeypatch: pytest.Monke
                 read.append(tokens.shape[1])  # type: ignore[attr-defined]
             return call(model, tokens, *args, **kwargs)
 
-        answer = begin(engine, tiny_request(1200, specprefill=ASKED))
+        answer = begin(engine, tiny_request(1200))
         assert answer.ended.wait(60)
         monkeypatch.setattr(type(pair.target), "__call__", counting)
         assert eventually(lambda: bool(answer.verdicts))
@@ -256,7 +237,6 @@ def test_penalties_and_biases_are_full_reading_s_own_too() -> None:
         biased[7] += 3.0
         own.append(int(biased.argmax()))
         before[token] += 1
-    assert answer.verdict.own.tolist() == own
     assert answer.verdict.agrees.tolist() == [a == b for a, b in zip(own, answer.tokens, strict=True)]
 
 
@@ -275,7 +255,6 @@ def test_what_a_grammar_decided_is_left_out() -> None:
     assert pair.tokenizer.decode(answer.tokens)[6] == "X"
     assert all(favourites[i].isdigit() for i, counts in enumerate(counted) if counts), favourites
     assert 0 < sum(counted) < len(answer.tokens)
-    assert answer.verdict.own[-1] == answer.tokens[-1]
     assert not counted[-1]  # nothing but the end was allowed behind X
 
 
@@ -288,28 +267,25 @@ def test_a_turn_that_is_overtaken_is_unknown() -> None:
         later = ask(engine, dataclasses.replace(first, prompt=longer))
         assert eventually(lambda: bool(earlier.verdicts))
         assert (earlier.verdict.word, later.verdicts) == ("unknown", [])
-        assert "later turns" in earlier.verdict.why_unknown
-    assert later.verdict.why_unknown == "the server stopped"
-
-
-@pytest.mark.extended
-def test_one_answer_in_twenty_is_verified_on_a_machine_that_is_never_idle() -> None:
-    pair = tiny_pair()
-    with Engine(pair, config(verify_busy=True)) as engine, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "_QUIET_S", math.inf)
-        ask(engine, tiny_request(seed=99, specprefill=SpecPrefillOptions(enabled=True)))  # does not count
-        answers = [ask(engine, tiny_request(seed=seed)) for seed in range(21)]
-        assert eventually(lambda: sum(len(answer.verdicts) for answer in answers) == 1 + 20 - background._LIMIT)
-        compared = [i for i, answer in enumerate(answers) if answer.verdicts and answer.verdict.word != "unknown"]
-        assert compared == [19]
-        assert eventually(lambda: engine.stats().memory.reserved == 0)
+    assert later.verdict.word == "unknown"  # the engine was closed
 
 
 def test_nothing_is_verified_that_was_not_asked_for_or_read_in_full() -> None:
     pair = tiny_pair()
     with verified(pair) as engine:
-        silent = ask(engine, tiny_request(specprefill=SpecPrefillOptions(enabled=True), logprobs=None))
+        silent = ask(engine, tiny_request(specprefill=SpecPrefillOptions(enabled=True)))
         full = ask(engine, tiny_request(seed=1, specprefill=SpecPrefillOptions(enabled=False, verify=True)))
         assert eventually(lambda: not engine.densifier.turns)
     assert silent.verdicts == full.verdicts == []
-    assert silent.logprobs == [None] * LENGTH
+
+
+def test_an_answer_that_could_be_any_is_unknown() -> None:
+    """Without filters every token can be drawn, whatever was read. With one there is a verdict."""
+    with verified(tiny_pair()) as engine:
+        kinds = [SamplingParams(temperature=1.0, seed=1, top_k=most) for most in (0, TOP_K)]
+        free, filtered = verdicts_on(
+            engine, [tiny_request(seed=seed, sampling=kind) for seed, kind in enumerate(kinds)]
+        )
+    assert free.verdict.agrees.all()
+    assert free.verdict.word == "unknown"
+    assert filtered.verdict.word in ("same", "differs")

@@ -35,7 +35,6 @@ class Given:
     prompts = (range(REPORT.prompt_tokens),)
     copies = 1
     warnings = ()
-    previous = None
     deferred = (0, 0)
 
     def __init__(self, deltas: Sequence[AnswerDelta]) -> None:

@@ -112,7 +112,7 @@ class FakeEngine:
         self.alive = True
         self.verifies = False
         self.is_measured = False
-        self.verdict = Verdict("no memory")  # on every answer
+        self.verdict = Verdict()  # on every answer
         self.room: int | None = None  # tokens, where memory has room for fewer than the model could read
         self.kept = [CacheEntry(f"{i:032x}", "target", 100 * i, 1000 * i, i, 1.7e9) for i in (1, 2)]
         self.inspected: Inspection | Exception | threading.Event | None = None  # None: every other chunk is kept

@@ -31,19 +31,14 @@ class FullReading:
         return [int(row.argmax()) for row in self.logprobs]
 
     @property
-    def of_answer(self) -> list[float]:
-        return [float(row[token]) for row, token in zip(self.logprobs, self.answer, strict=True)]
+    def behind(self) -> list[float]:
+        """Return by how much each token is less likely than the choice of full reading."""
+        return [float(row.max() - row[token]) for row, token in zip(self.logprobs, self.answer, strict=True)]
 
     def reach(self, top_k: int) -> list[bool]:
         """Return whether each token is among the likeliest `top_k`."""
         rows = zip(self.logprobs, self.answer, strict=True)
         return [bool((row > row[token]).sum() < top_k) for row, token in rows]
-
-    @property
-    def margin(self) -> float:
-        """Return the smallest lead of a favourite: below the noise of rounding, no verdict is right or wrong."""
-        best = np.sort(self.logprobs, axis=-1)[:, -2:]
-        return float((best[:, 1] - best[:, 0]).min())
 
 
 def read_in_full(

@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from mlx_specprefill import (
     Engine,
@@ -32,7 +32,7 @@ from mlx_specprefill import (
 
 from ..deltas import AnswerDelta, AnswerDone, Idle
 from .event_loop import KeepAliveTimer, ThreadsafeCalls
-from .reader import AnswerReader, Mark
+from .reader import AnswerReader
 
 logger = logging.getLogger(__name__)
 
@@ -94,8 +94,8 @@ class Observer(Protocol):
     def on_end(self, result: AnswerResult) -> None:
         """Take an answer's result, before its end is streamed."""
 
-    def on_verdict(self, index: int, verdict: Verdict, marks: Sequence[Mark]) -> None:
-        """Take the verdict on answer `index` and the places of its calls."""
+    def on_verdict(self, index: int, verdict: Verdict) -> None:
+        """Take the verdict on answer `index`."""
 
 
 class Answers(Protocol):
@@ -109,7 +109,6 @@ class Answers(Protocol):
 
     copies: int
     warnings: Sequence[str]
-    previous: Mapping[str, Any] | None
 
     def stream(self) -> AsyncIterator[tuple[int, AnswerDelta]]:
         """Yield every answer's deltas with its number. Each ends with one AnswerDone."""
@@ -134,7 +133,6 @@ class Generation:
     Attributes:
         prompts: token ids of each answer's prompt.
         warnings: sentences about parts of the request that are not followed.
-        previous: the verdict on the conversation's last answer, for the report of the response.
         deferred: the number of tools that the prompt leaves out until they are loaded, and that of their tokens.
     """
 
@@ -144,7 +142,6 @@ class Generation:
     _calls: ThreadsafeCalls
     _observer: Observer
     warnings: Sequence[str]
-    previous: Mapping[str, Any] | None
     deferred: tuple[int, int] = (0, 0)
     _buffer: int = field(default_factory=lambda: STREAM_BUFFER)
     _closed: bool = False
@@ -259,7 +256,7 @@ class Generation:
         reader = self._readers[index]
         if reader.over:
             verdict = verdict.of_first(reader.completion_tokens)
-        self._observer.on_verdict(index, verdict, reader.marks)
+        self._observer.on_verdict(index, verdict)
 
     def _deliver(self, item: tuple[int, Event]) -> None:
         self._observer.on_event(item[1])

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -38,8 +38,6 @@ UNFINISHED_BYTES = 3  # bytes of an unfinished character, at most; a decoder sho
 UNSEEN = "{} was called, a deferred tool that nothing has loaded: the model has not seen its schema"
 
 Decode = Callable[[Sequence[int]], str]
-
-CallPart = CallStart | CallDelta | CallEnd | CallBroken
 
 
 class IncrementalDetokenizer:
@@ -220,14 +218,6 @@ class Vocabulary:
         return self._tokenizer.convert_ids_to_tokens([token])[0] or ""
 
 
-class Mark(NamedTuple):
-    """A part of a tool call, and the answer's tokens [start, end) that wrote it."""
-
-    start: int
-    end: int
-    delta: CallPart
-
-
 @dataclass(eq=False)
 class AnswerReader:
     """A reader of one answer. Stop strings end its visible text; without `parallel`, so does the first call.
@@ -244,7 +234,6 @@ class AnswerReader:
 
     Attributes:
         completion_tokens: number of tokens, up to the one that completed a stop string.
-        marks: of the calls, in order.
     """
 
     detokenizer: IncrementalDetokenizer
@@ -260,14 +249,12 @@ class AnswerReader:
     unseen: frozenset[str] = frozenset()
     loops: LoopGuard | None = None
     completion_tokens: int = field(default=0, init=False)
-    marks: list[Mark] = field(default_factory=list, init=False)
     _warnings: dict[str, None] = field(default_factory=dict, init=False)
     _new_ids: list[int] = field(default_factory=list, init=False)
     _calls: int = field(default=0, init=False)  # number of calls that are not broken
     _call: str = field(default="", init=False)  # the name of the tool that is being called
     _reasoning_tokens: int = field(default=0, init=False)
     _cut: bool = field(default=False, init=False)  # the request wants no more of the answer
-    _marked: int = field(default=0, init=False)  # tokens up to the last delta
 
     def __post_init__(self) -> None:
         self._distinct = _DistinctCalls() if self.forced else None
@@ -284,7 +271,7 @@ class AnswerReader:
         if self._tokens is not None:
             self._tokens.add(event)
             self._new_ids.append(event.token)
-        deltas = self._mark(self._read(self._in_turn(self.detokenizer.push(event.token))))
+        deltas = self._read(self._in_turn(self.detokenizer.push(event.token)))
         if self.loops is not None and self.loops.push(event.token, self._call):
             self._warnings[self.loops.found] = None
         return deltas
@@ -305,13 +292,6 @@ class AnswerReader:
             self._tokens.decoded += len(text)
         return text if self._turn is None else self._turn.push(text)
 
-    def _mark(self, deltas: list[ContentDelta]) -> list[ContentDelta]:
-        """Note the places of calls."""
-        if deltas:
-            start, self._marked = self._marked, self.completion_tokens
-            self.marks += [Mark(start, self._marked, delta) for delta in deltas if isinstance(delta, CallPart)]
-        return deltas
-
     def finish(self, event: Finished | Failed, report: PrefillReport) -> list[AnswerDelta]:
         """Return the rest of the answer and its end."""
         text = self._in_turn(self.detokenizer.finish()) + ("" if self._turn is None else self._turn.finish())
@@ -320,7 +300,7 @@ class AnswerReader:
         if self.parser.thinking and not self._cut:
             self._reasoning_tokens = self.completion_tokens
         if not self._cut:
-            deltas += self._mark(self._limit(self.parser.finish(ended)))
+            deltas += self._limit(self.parser.finish(ended))
         deltas += self._release(self.stop.finish())
         if self.every_token and self._tokens is not None and not self._cut and (tokens := self._tokens.rest()):
             deltas.append(TextDelta("", tokens, places=(0,) * len(tokens)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,7 +38,6 @@ class SearchingGeneration:
         self._closed = False
         self._searches = self._tokens = self._reasoning_tokens = 0
         self.warnings: Sequence[str] = first.warnings
-        self.previous: Mapping[str, Any] | None = first.previous
 
     @property
     def deferred(self) -> tuple[int, int]:

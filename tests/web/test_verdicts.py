@@ -1,4 +1,4 @@
-"""The verdict of full reading on a selective answer: the line below it, the place in it, the way on from there."""
+"""The verdict of full reading on a selective answer: the line below it, and the counts in the server view."""
 
 from __future__ import annotations
 
@@ -6,20 +6,16 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
-from selenium.webdriver.remote.webelement import WebElement
 
-from mlx_specprefill import GenerationRequest
+from mlx_specprefill import Verdict
 
 from ..server.fakes import FakeEngine
 from .conftest import Page
-from .test_documents import heard
 from .test_page import complaints
 
-ANSWER = "It *is* 4.5 m. 🌊 So it is."
-BEGUN = "It *is* 4.5 m. 🌊 So "
-FULL = "it was. And more."
-# What the server says of the last question's answer: `known`, one after the other, each with this request's name.
+# What the server says of the last question's answer: the words of `known`, each with this request's name.
 STUB = """
 const serve = window.fetch;
 window.known = [];
@@ -29,11 +25,15 @@ window.fetch = async (path, options) => {
   if (request_id) sessionStorage.setItem("request_id", request_id);
   if (!path.startsWith("/v1/specprefill/verdicts")) return serve(path, options);
   looks += 1;
-  return Response.json({ data: known.map((one) => ({ request_id: sessionStorage.getItem("request_id"), ...one })) });
+  const asked = sessionStorage.getItem("request_id");
+  return Response.json({ data: known.map((verdict) => ({ request_id: asked, verdict })) });
 };
 """
-SAME = {"verdict": "same", "sampled": False, "first": None}
-DIFFERS = {"verdict": "differs", "sampled": False, "first": {"token_index": 4, "text_offset": len(BEGUN)}}
+LINES = {
+    "same": "Read in full afterwards: the answer is the same.",
+    "differs": "Read in full afterwards: the answer differs.",
+    "unknown": "Not compared with full reading.",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -44,19 +44,13 @@ def verdicts(page: Page) -> Iterator[None]:
     page.driver.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", made)
 
 
-def answered(page: Page, live: Any, engine: FakeEngine, *known: dict[str, Any]) -> WebElement:
-    """Ask a question that is read selectively, and return its turn."""
-
-    def script(request: GenerationRequest) -> Any:
-        prompt = engine.pair.tokenizer.decode(request.prompt.tolist())
-        return engine.tokens(FULL if prompt.endswith(BEGUN) else ANSWER)
-
-    engine.script = script
+def answered(page: Page, live: Any, *known: str) -> None:
+    """Ask a question that is read selectively."""
     base, _ = live()
     page.open(base)
     page.run("window.known = arguments[0]", list(known))
     page.set("#mode", "sparse")
-    return page.ask("How long?")
+    page.ask("How long?")
 
 
 def verdict(page: Page) -> str:
@@ -64,49 +58,27 @@ def verdict(page: Page) -> str:
     return page.find(".verdict").text
 
 
-def test_an_answer_that_is_the_same_says_so(page: Page, live: Any, engine: FakeEngine) -> None:
-    turn = answered(page, live, engine, SAME)
-    assert verdict(page) == "Read in full afterwards: the answer is the same."
-    assert turn.find_elements("css selector", ".verdict button, .answer mark") == []
-    page.reload()
-    assert verdict(page) == "Read in full afterwards: the answer is the same."
-
-
-def test_the_place_is_marked_and_full_reading_goes_on_from_there(page: Page, live: Any, engine: FakeEngine) -> None:
-    turn = answered(page, live, engine, DIFFERS)
-    said = "Read in full afterwards: from ▸ on, the answer differs. Full reading goes on: it was. Go on from there"
-    assert verdict(page) == said
-    assert turn.find_element("css selector", ".answer").text == "It is 4.5 m. 🌊 So ▸it is."
-    asked = engine.requests[-1]
-    assert (asked.specprefill.enabled, asked.sampling.temperature, asked.max_tokens) == (False, 0, 24)
+@pytest.mark.parametrize("word", LINES)
+def test_a_verdict_is_waited_for_told_and_kept(word: str, page: Page, live: Any) -> None:
+    answered(page, live, "pending")
+    page.until(lambda: page.run("return looks") > 0)
+    assert page.all(".verdict") == []
+    page.run("window.known = [arguments[0]]", word)
+    assert verdict(page) == LINES[word]
     assert complaints(page) == []
-    page.shoot("verdict")
-    turn.find_element("css selector", ".verdict button").click()
-    page.until(lambda: turn.find_element("css selector", ".answer").text == "It is 4.5 m. 🌊 So it was. And more.")
-    page.until(lambda: not page.find("#stop").is_displayed())
-    assert heard(engine).endswith(BEGUN)
-    last = [request for request in engine.requests if request.max_tokens > 1][-1]
-    assert last.specprefill.enabled is False
-    assert page.all(".verdict") == []
-    assert page.all(".turn") == [turn]
+    page.reload()
+    assert verdict(page) == LINES[word]
 
 
-def test_a_verdict_is_waited_for_and_its_reason_is_told(page: Page, live: Any, engine: FakeEngine) -> None:
-    answered(page, live, engine, {"verdict": "pending"})
-    assert page.all(".verdict") == []
-    page.run("window.known = arguments[0]", [{"verdict": "unknown", "reason": "its cache was evicted"}])
-    assert verdict(page) == "Not compared with full reading: its cache was evicted."
-
-
-def test_a_server_that_knows_no_verdict_is_asked_once(page: Page, live: Any, engine: FakeEngine) -> None:
-    answered(page, live, engine)
+def test_a_server_that_knows_no_verdict_is_asked_once(page: Page, live: Any) -> None:
+    answered(page, live)
     page.until(lambda: page.run("return looks") == 1)
     time.sleep(1.5)
     assert page.run("return looks") == 1
     assert page.all(".verdict") == []
 
 
-def test_an_answer_that_was_read_in_full_has_no_verdict(page: Page, live: Any, engine: FakeEngine) -> None:
+def test_an_answer_that_was_read_in_full_has_no_verdict(page: Page, live: Any) -> None:
     base, _ = live()
     page.open(base)
     page.drop("A text.")
@@ -115,14 +87,13 @@ def test_an_answer_that_was_read_in_full_has_no_verdict(page: Page, live: Any, e
     assert page.run("return looks") == 0
 
 
-def test_the_server_view_counts_the_last_verdicts(page: Page, live: Any, engine: FakeEngine) -> None:
-    known = [SAME] * 47 + [DIFFERS] * 2 + [{"verdict": "pending"}, {"verdict": "unknown", "reason": "x"}]
-    answered(page, live, engine, *known)
+def test_the_server_view_counts_the_verdicts(page: Page, live: Any, engine: FakeEngine) -> None:
+    engine.verifies, engine.verdict = True, Verdict(np.ones(1, np.bool_), np.ones(1, np.bool_))
+    answered(page, live)
     page.find("nav a[href='#server']").click()
     page.until(lambda: page.find("#verdicts").is_displayed())
-    assert page.find("#verdict-count").text == "Of the last 49 selective answers, 47 were the same after full reading."
-    assert len(page.all("#verdict-strip .same")) == 47
-    assert len(page.all("#verdict-strip .differs")) == 2
+    said = "Selective answers after full reading: 1 the same, 0 different, 0 unknown."
+    assert page.find("#verdicts").text == said
     page.look("dark", "narrow")
     assert page.fits()
     assert complaints(page) == []

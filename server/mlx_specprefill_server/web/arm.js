@@ -3,7 +3,6 @@
 import { events } from "./api.js";
 import { count, element, newId, percent, seconds } from "./format.js";
 import { render } from "./markdown.js";
-import { agreed, withSign } from "./verdict.js";
 import { isPartial, missOf, wordsOf } from "./words.js";
 
 export const TITLES = { auto: "Selective reading", sparse: "Selective reading", full: "Full reading" };
@@ -141,9 +140,7 @@ export class Arm {
   }
 
   show() {
-    const { text, verdict } = this.record;
-    const begun = verdict?.verdict === "differs" ? agreed(this.record, verdict) : null;
-    this.answer.replaceChildren(...(begun === null ? render(text) : withSign(text, begun, render)));
+    this.answer.replaceChildren(...render(this.record.text));
     this.thought.textContent = this.record.thought;
     this.thinking.hidden = !this.record.thought;
   }

@@ -8,7 +8,7 @@ import { isSample, SAMPLE, sampleText } from "./sample.js";
 import { Settings } from "./settings.js";
 import * as store from "./store.js";
 import { endAs, isAnsweredElsewhere, isRunning, messagesOf, newTurn, Turn } from "./turn.js";
-import { agreed, GOES_ON, goingOn, nextWords, verdictOn } from "./verdict.js";
+import { verdictOn } from "./verdict.js";
 import { isPartial } from "./words.js";
 
 const SAVE_MS = 500; // after the last change
@@ -226,7 +226,7 @@ export class Chat {
   #turn(record) {
     const bare = ![...this.conversation.turns, record].some(({ documents }) => documents.length);
     return new Turn(record, { map: (turn) => this.showMap(turn), again: (turn) => this.#again(turn),
-      edit: (turn) => this.#edit(turn), goOn: (turn) => this.#goOn(turn) }, bare);
+      edit: (turn) => this.#edit(turn) }, bare);
   }
 
   /** The text of the newest answer of which it is known what was read. */
@@ -401,13 +401,7 @@ export class Chat {
     if (find("edit-dialog").returnValue === "use" && question) await this.#again(this.editing, question);
   }
 
-  /** The answer up to where full reading would have gone on otherwise, then full reading's. */
-  async #goOn(turn) {
-    const [one] = turn.record.arms;
-    await this.#again(turn, turn.record.question, [{ ...newArm("full"), text: agreed(one, one.verdict) }]);
-  }
-
-  async #again(turn, question = turn.record.question, arms = this.#newArms({ ...turn.record, question })) {
+  async #again(turn, question = turn.record.question) {
     if (this.running) {
       this.tell("Stop the answer that is coming first.");
       return;
@@ -415,7 +409,7 @@ export class Chat {
     const index = this.turns.indexOf(turn);
     for (const later of this.turns.splice(index + 1)) later.element.remove();
     this.conversation.gone.push(...this.conversation.turns.splice(index + 1).map(({ id }) => id));
-    turn.reset(question, arms);
+    turn.reset(question, this.#newArms({ ...turn.record, question }));
     await this.#run((signal) => this.#answer(turn, signal));
   }
 
@@ -425,14 +419,13 @@ export class Chat {
     const messages = this.#messages(record);
     const [one, other] = turn.arms;
     const most = isSample(record) ? SAMPLE.length : Infinity;
-    const { mode, text: begun } = record.arms[0];
+    const { mode } = record.arms[0];
     this.answering = record;
     const beat = setInterval(() => this.#keepAlive(record), BEAT_MS);
     try {
       other?.lane.note("waits for the end of the first answer");
       if (!turn.plain) one.progressed = (text) => this.map.clear(`On its way: ${text}`);
-      const options = { ...this.settings.answering(mode, most), ...(begun && GOES_ON) };
-      await one.run([...messages, ...goingOn(begun)], options, signal);
+      await one.run(messages, this.settings.answering(mode, most), signal);
       if (!turn.plain) await this.#explain(turn, messages, signal);
       // Apart from the rest of the cache: neither arm may find what the other one has read.
       if (other) await other.run(messages, { ...this.settings.answering("full", most), cache_salt: `compare ${id}` }, signal);
@@ -469,9 +462,6 @@ export class Chat {
     if (!shown()) return;
     one.verdict = verdict;
     if (!verdict) return;
-    const begun = agreed(one, verdict);
-    if (begun !== null && !this.running) verdict.words = await nextWords(this.#messages(turn.record), begun).catch(() => "");
-    if (!shown()) return;
     turn.tellVerdict();
     this.touched.add(turn.record);
     this.#changed();

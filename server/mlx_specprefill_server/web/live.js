@@ -5,7 +5,6 @@ import { ago, bytes, count, element, find, seconds } from "./format.js";
 import { explain, word } from "./glossary.js";
 import { Plot } from "./plots.js";
 import { Timeline } from "./timeline.js";
-import { lastVerdicts } from "./verdict.js";
 
 const CACHE_EVERY_MS = 3000;
 const CONSUMERS = [
@@ -75,7 +74,6 @@ export class LivePanel {
     try {
       const signal = this.looking?.signal;
       renderCache((await json("/v1/specprefill/cache", { signal })).data, (id) => this.#drop(id));
-      renderVerdicts(await lastVerdicts(signal));
     } catch (error) {
       if (error.status === 401) this.#refused(error);
       else if (error.name !== "AbortError") find("live-state").textContent = error.message;
@@ -105,6 +103,7 @@ function render(stats) {
   renderMemory(stats.memory);
   const rows = stats.recent.map((answer) => row("recent", recentCells(answer, stats.time)));
   find("recent").replaceChildren(...(rows.length ? rows : [empty("recent", "No answer yet.")]));
+  renderVerdicts(stats.verdicts);
 }
 
 function renderNow(stats) {
@@ -192,12 +191,9 @@ function cacheRow(entry, drop) {
   return line;
 }
 
-/** A strip of the last selective answers, the newest first, and what it says. */
-function renderVerdicts(words) {
-  const same = words.filter((word) => word === "same").length;
-  find("verdicts").hidden = !words.length;
-  find("verdict-strip").replaceChildren(...words.map((word) => element("span", { className: word })));
-  find("verdict-count").textContent = `Of the last ${count(words.length)} selective answers, ${count(same)} were the same after full reading.`;
+function renderVerdicts({ same, differs, unknown }) {
+  find("verdicts").hidden = !(same + differs + unknown);
+  find("verdicts").textContent = `Selective answers after full reading: ${count(same)} the same, ${count(differs)} different, ${count(unknown)} unknown.`;
 }
 
 function recentCells({ ended, finish, completion_tokens: tokens, specprefill: report }, now) {

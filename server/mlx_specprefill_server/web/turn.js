@@ -47,7 +47,7 @@ export function endAs(state, { arms }) {
 }
 
 export class Turn {
-  /** `actions`: what the buttons do: map, again, edit, goOn, each with the turn; `bare`: the conversation has no document. */
+  /** `actions`: what the buttons do: map, again, edit, each with the turn; `bare`: the conversation has no document. */
   constructor(record, actions, bare) {
     this.record = record;
     this.bare = bare;
@@ -88,8 +88,7 @@ export class Turn {
   /** What full reading thinks of the answer, once that is known. */
   tellVerdict() {
     const [one] = this.record.arms;
-    this.verdict.replaceChildren(...(one.verdict ? [verdictLine(one, one.verdict, () => this.actions.goOn(this))] : []));
-    if (one.verdict) this.arms[0].show();
+    this.verdict.replaceChildren(...(one.verdict ? [verdictLine(one.verdict)] : []));
   }
 
   /** To be answered once more. */

@@ -21,7 +21,6 @@ from tokenizers import AddedToken
 
 from mlx_specprefill import Constraint
 from mlx_specprefill.constraints import Grammars
-from mlx_specprefill_server.constrained.flat_lark import FlatteningError, flatten
 from mlx_specprefill_server.notations import DEEPSEEK, GEMMA_4, HARMONY, KIMI
 from mlx_specprefill_server.openai.custom_tools import InputText, input_pattern
 from mlx_specprefill_server.prompt.deferred import HEADER
@@ -106,79 +105,28 @@ def ask(client: TestClient, status: int = 200, **body: Any) -> Any:
 
 # --- grammars ---------------------------------------------------------------------------------------------------------
 
-SUMS = """
-start: expr
-expr: term (SP ADD SP term)* -> add
-    | term
-term: factor (SP MUL SP factor)* -> mul
-    | factor
-factor: INT
-SP: " "
-ADD: "+"
-MUL: "*"
-%import common.INT
-"""
-NESTED = """
-// a list in brackets
-start: item
-?item: "(" [item ("," item)*] ")" | NAME
-NAME: "a".."c"~1..2 | /X/i
-%ignore /[ ]+/
-"""
+START = "start: begin_patch hunk+ end_patch"
+SEVERAL = 'start: begin_patch environment_id? hunk+ end_patch\nenvironment_id: "*** Environment ID: " filename LF'
 
-CALCULATOR = """
-?start: sum
-?sum: product | sum "+" product -> add | sum "-" product -> sub
-?product: atom | product "*" atom -> mul
-?atom: INT -> number | "-" atom -> neg | NAME -> var | "(" sum ")"
-NAME: /[a-z]/
-%import common.INT
-%ignore " "
-"""
+
+@pytest.mark.parametrize("written", [PATCH, "# a comment\n" + PATCH.strip().replace("\n", "  \r\n ")])
+@pytest.mark.parametrize("several", [False, True], ids=["one environment", "several"])
+def test_the_grammar_of_codex_is_known_by_its_text(written: str, several: bool) -> None:
+    grammar = written.replace(START, SEVERAL) if several else written
+    pattern = input_pattern(form(type="grammar", syntax="lark", definition=grammar), "tools[0]") or ""
+    assert all(re.fullmatch(pattern, text) for text in (GOOD, GOOD.strip(), GOOD.replace("@@ def f():", "@@")))
+    assert not any(re.fullmatch(pattern, text) for text in (GOOD.replace("+", "x"), GOOD[5:], ""))
+    named = GOOD.replace("Patch\n", "Patch\n*** Environment ID: e\n", 1)
+    assert bool(re.fullmatch(pattern, named)) is several
 
 
 @pytest.mark.parametrize(
-    ("grammar", "texts", "others"),
-    [
-        (PATCH, [GOOD, GOOD.strip(), GOOD.replace("@@ def f():", "@@")], [GOOD.replace("+", "x"), GOOD[5:], ""]),
-        (SUMS, ["1", "4 + 4 * 3"], ["4 +", "4+4", "x"]),
-        (NESTED, ["ab", "( a,( x ),() )", "((bc))"], ["abc", "(a", "a b", "(,a)"]),
-        ('start: "a" (b | "c")+ [b]\nb: "\\n" "."', ["a\n.", "acc\n."], ["a", "a.."]),
-        (CALCULATOR, ["1", "-(3*4) - 1+2*--x", "1+2+3-4-5-6-7-8-9", "((1))"], ["1 +", "*1", "(1", ""]),
-        ('start: e\ne: e ("and" | "or") e | "not" e | e "!" | "x"', ["notnotx!!andxornotx"], ["xx", "and", "xnot"]),
-        (
-            "start: CNAME SIGNED_FLOAT\n%import common (CNAME, SIGNED_FLOAT, WS)\n%ignore WS",
-            ["x -.5", "x1.e3"],
-            ["x 5"],
-        ),
-    ],
+    "grammar", ['start: a\na: b b\nb: a a|a a|a a|a a|a|"x"', PATCH.replace("hunk+", "hunk*"), "begin: /a/", ""]
 )
-def test_a_flat_grammar_matches_the_same_texts(grammar: str, texts: list[str], others: list[str]) -> None:
-    pattern = re.compile(flatten(grammar))
-    assert [text for text in texts if not pattern.fullmatch(text)] == []
-    assert [text for text in others if pattern.fullmatch(text)] == []
-
-
-@pytest.mark.parametrize(
-    ("grammar", "why"),
-    [
-        ("begin: /a/", "no rule `start`"),
-        ("start: other", "no rule `other`"),
-        ("start: start", "contain themselves"),
-        ('start: ("a"', "not closed"),
-        ("%import other.THING\nstart: THING", "can't be imported"),
-        ("start: §", "not understood"),
-        ("start: /a/x", "flags"),
-        ("start: " + "/" + "a" * 40_000 + "/", "too large"),
-    ],
-)
-def test_other_grammars_are_named_and_not_enforced(
-    client: TestClient, engine: FakeEngine, grammar: str, why: str
-) -> None:
-    with pytest.raises(FlatteningError, match=why):
-        flatten(grammar)
-    body = ask(client, tools=[{**APPLY, "format": {**APPLY["format"], "definition": grammar}}])
-    assert any("apply_patch" in warning and why in warning for warning in body["warnings"])
+def test_other_lark_grammars_are_named_and_not_even_read(client: TestClient, engine: FakeEngine, grammar: str) -> None:
+    body = ask(client, tools=[form(type="grammar", syntax="lark", definition=grammar)])
+    (warning,) = body["warnings"]
+    assert warning.startswith("tools[0].format: the grammar of apply_patch is not enforced: of lark only")
     assert engine.requests[0].constraint is None
 
 

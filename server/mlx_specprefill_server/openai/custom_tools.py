@@ -6,10 +6,8 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
-from ..constrained.flat_lark import FlatteningError, flatten
 from ..errors import refusal, require
 from ..prompt.conversation import SearchKind, function_of, objects, unknown_tool
 from ..prompt.deferred import deferral_of
@@ -23,7 +21,39 @@ _BEGIN = re.compile(rf'\s*\{{\s*"{INPUT}"\s*:\s*"')
 _PAIR = r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4}"  # of two escapes, one character
 _PARTS = re.compile(rf'(?:[^"\\]|{_PAIR}|\\u(?![dD][89abAB])[0-9a-fA-F]{{4}}|\\[^u])+')
 _ANCHOR = re.compile(r"(?<!\\)((?:\\\\)*)\$$")  # at the end, where no backslash makes it a sign
-_flatten = lru_cache(64)(flatten)  # agents send the same grammars with every request
+# Codex's, codex-rs/core/src/tools/handlers/apply_patch.lark, without comments and empty lines, and its expression.
+_PATCH = r"""
+start: begin_patch hunk+ end_patch
+begin_patch: "*** Begin Patch" LF
+end_patch: "*** End Patch" LF?
+hunk: add_hunk | delete_hunk | update_hunk
+add_hunk: "*** Add File: " filename LF add_line+
+delete_hunk: "*** Delete File: " filename LF
+update_hunk: "*** Update File: " filename LF change_move? change?
+filename: /(.+)/
+add_line: "+" /(.*)/ LF -> line
+change_move: "*** Move to: " filename LF
+change: (change_context | change_line)+ eof_line?
+change_context: ("@@" | "@@ " /(.+)/) LF
+change_line: ("+" | "-" | " ") /(.*)/ LF
+eof_line: "*** End of File" LF
+%import common.LF
+""".strip()
+_CHANGE = r"(?:(?:@@(?: .+)?|[-+ ].*)\n)+(?:\*\*\* End of File\n)?"
+_HUNKS = (
+    r"(?:\*\*\* Add File: .+\n(?:\+.*\n)+|\*\*\* Delete File: .+\n"
+    rf"|\*\*\* Update File: .+\n(?:\*\*\* Move to: .+\n)?(?:{_CHANGE})?)+"
+)
+_BEGIN_PATCH, _END_PATCH = r"\*\*\* Begin Patch\n", r"\*\*\* End Patch\n?"
+_ENVIRONMENT = "hunk+ end_patch", 'environment_id? hunk+ end_patch\nenvironment_id: "*** Environment ID: " filename LF'
+_KNOWN = {  # Codex adds a rule where a turn has several environments
+    _PATCH: f"^{_BEGIN_PATCH}{_HUNKS}{_END_PATCH}$",
+    _PATCH.replace(*_ENVIRONMENT): rf"^{_BEGIN_PATCH}(?:\*\*\* Environment ID: .+\n)?{_HUNKS}{_END_PATCH}$",
+}
+
+
+class UnenforcedError(Exception):
+    """A grammar that is not enforced; the text says why."""
 
 
 def custom_function(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -36,7 +66,7 @@ def input_pattern(tool: Mapping[str, Any], where: str) -> str | None:
 
     Raises:
         InvalidRequestError: the format is no object, or its grammar no text.
-        FlatteningError: the grammar can't be followed.
+        UnenforcedError: the grammar is neither a regular expression nor Codex's.
     """
     form = tool.get("format")
     require(form is None or isinstance(form, dict), f"{where}.format", "must be an object")
@@ -44,24 +74,28 @@ def input_pattern(tool: Mapping[str, Any], where: str) -> str | None:
     if form is None or kind == "text":
         return None
     if kind != "grammar":
-        raise FlatteningError(f"its type {kind!r:.40} is neither text nor grammar")
+        raise UnenforcedError(f"its type {kind!r:.40} is neither text nor grammar")
     grammar: Any = form.get("definition", form.get("grammar"))
     require(isinstance(grammar, str), f"{where}.format.definition", "must be a string")
     match form.get("syntax"):
         case "lark":
-            return f"^{_flatten(grammar)}$"
+            lines = [line.strip() for line in grammar.splitlines()]
+            pattern = _KNOWN.get("\n".join(line for line in lines if line and not line.startswith(("#", "//"))))
+            if pattern is None:
+                raise UnenforcedError("of lark only that of Codex's apply_patch is known; use the syntax regex")
+            return pattern
         case "regex":
             whole = _ANCHOR.sub(r"\1", grammar.removeprefix("^"))
             return f"^(?:{whole})$"
-    raise FlatteningError(f"its syntax {form.get('syntax')!r:.40} is neither lark nor regex")
+    raise UnenforcedError(f"its syntax {form.get('syntax')!r:.40} is neither lark nor regex")
 
 
 def input_patterns(custom: Mapping[str, Source], left_out: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield the regular expression of each custom tool's input. Add a sentence for each that can't be followed."""
+    """Yield the regular expression of each custom tool's input. Add a sentence for each that is not enforced."""
     for name, (where, tool) in custom.items():
         try:
             pattern = input_pattern(tool, where)
-        except FlatteningError as error:
+        except UnenforcedError as error:
             left_out.append(f"{where}.format: the grammar of {name} is not enforced: {error}")
         else:
             if pattern is not None:

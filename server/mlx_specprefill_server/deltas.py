@@ -75,21 +75,6 @@ class CallBroken:
 
 
 @dataclass(frozen=True, slots=True)
-class ToolsFound:
-    """The result of a search for tools that was answered here. It follows the call's CallEnd.
-
-    Attributes:
-        call_id: of the call.
-        names: of the tools that are loaded now.
-        error: Anthropic's code for the reason why the search failed.
-    """
-
-    call_id: str
-    names: tuple[str, ...]
-    error: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Idle:
     """A pause without anything to show: time for a keep-alive. It belongs to no particular answer."""
 
@@ -114,4 +99,4 @@ class AnswerDone:
 
 
 ContentDelta = TextDelta | ReasoningDelta | CallStart | CallDelta | CallEnd | CallBroken
-AnswerDelta = ContentDelta | ToolsFound | Progress | PromptLogprobs | Idle | AnswerDone
+AnswerDelta = ContentDelta | Progress | PromptLogprobs | Idle | AnswerDone

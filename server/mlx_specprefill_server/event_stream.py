@@ -10,7 +10,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from .big_json import dumps
-from .generation.generation import Answers
+from .generation.generation import Generation
 
 EVENT_STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 DONE = b"data: [DONE]\n\n"
@@ -46,7 +46,7 @@ class EventStream(StreamingResponse):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[bytes], generation: Answers) -> None:
+    def __init__(self, events: AsyncIterator[bytes], generation: Generation) -> None:
         super().__init__(events, headers=EVENT_STREAM_HEADERS)
         self._generation = generation
 

@@ -11,7 +11,7 @@ from mlx_specprefill import EngineError, PrefillReport, Progress, SpecPrefillErr
 
 from .deltas import AnswerDone
 from .errors import ApiError, api_error
-from .generation.generation import Answers
+from .generation.generation import Generation
 
 PROGRESS_S = 2.0  # seconds of prefill between two reports of a stream
 
@@ -19,7 +19,7 @@ PROGRESS_S = 2.0  # seconds of prefill between two reports of a stream
 class Report:
     """The ends of all answers of one response."""
 
-    def __init__(self, generation: Answers) -> None:
+    def __init__(self, generation: Generation) -> None:
         self._generation = generation
         self._ends: dict[int, AnswerDone] = {}
 

@@ -15,14 +15,13 @@ from mlx_specprefill import Constraint, ContextLengthError, GenerationRequest, R
 from .auth import Identity
 from .constrained.answer_grammar import constraint_of
 from .constrained.calls import forced_format, with_patterns
-from .constrained.tool_choice import NamedTool, ToolChoice, resolve_tool_choice
+from .constrained.tool_choice import ToolChoice, resolve_tool_choice
 from .errors import JsonResponse, refusal
 from .event_stream import EventStream
 from .fields import AnswerFields, ChatFields, SamplingFields
-from .generation.generation import Answers, AnswerSpec, Generation
+from .generation.generation import AnswerSpec, Generation
 from .generation.loops import LoopGuard
 from .generation.reader import AnswerReader, IncrementalDetokenizer, StopMatcher
-from .generation.searching import SearchingGeneration
 from .parsers.base import Parser
 from .prompt.conversation import Conversation
 from .prompt.deferred import tool_name
@@ -45,14 +44,14 @@ class Answer(Protocol):
 
 
 async def serve(
-    request: Request, service: Service, identity: Identity, body: B, dialect: Callable[[Service, B, Answers], Answer]
+    request: Request, service: Service, identity: Identity, body: B, dialect: Callable[[Service, B, Generation], Answer]
 ) -> Response:
     """Answer a conversation in a dialect."""
     generation = await while_connected(request, start_answers(service, body, identity))
     return await respond(request, generation, dialect(service, body, generation), streamed=body.stream)
 
 
-async def respond(request: Request, generation: Answers, answer: Answer, *, streamed: bool) -> Response:
+async def respond(request: Request, generation: Generation, answer: Answer, *, streamed: bool) -> Response:
     """Return a stream of the answers, or all of them when they are done. Close the generation in any case."""
     if streamed:
         return EventStream(answer.stream(), generation)
@@ -62,7 +61,7 @@ async def respond(request: Request, generation: Answers, answer: Answer, *, stre
         generation.close()
 
 
-async def start_answers(service: Service, body: ChatFields, identity: Identity) -> Answers:
+async def start_answers(service: Service, body: ChatFields, identity: Identity) -> Generation:
     """Render the conversation and start its answers. The caller must close the generation.
 
     Raises:
@@ -74,26 +73,6 @@ async def start_answers(service: Service, body: ChatFields, identity: Identity) 
         conversation, choice = resolve_tool_choice(conversation, choice)
         tools = service.tool_orders.sort(conversation.tools, identity.cache_label(body.cache_salt))
         conversation = replace(conversation, tools=tools)
-    generation = await _answer(service, body, identity, conversation, choice)
-    if not conversation.searches or choice == "none":
-        return generation
-    again: ToolChoice = "auto" if isinstance(choice, NamedTool) and choice.name in conversation.searches else choice
-
-    def go_on(longer: Conversation, spent: int) -> Coroutine[Any, Any, Generation]:
-        return _answer(service, body, identity, longer, again, spent)
-
-    return SearchingGeneration(generation, conversation, go_on)
-
-
-async def _answer(
-    service: Service,
-    body: ChatFields,
-    identity: Identity,
-    conversation: Conversation,
-    choice: ToolChoice,
-    spent: int = 0,
-) -> Generation:
-    """Start the answers to a conversation, of which `spent` tokens were generated before; raises as start_answers."""
     output, tools = body.output(), conversation.callable_tools
     params = await sampling_params(service, body)
     prompt = await service.prompts.chat(conversation)
@@ -132,7 +111,6 @@ async def _answer(
         reasoning=None if budget is None else service.format.budget(budget, prompt.ending),
         parallel=body.parallel(),
         forced=forced,
-        spent=spent,
         unseen=frozenset(map(tool_name, conversation.waiting)),
         guarded=free and (body.loop_guard or service.settings.loop_guard) == "on",
         in_grammar=() if constraint is None else conversation.inputs,
@@ -193,7 +171,6 @@ def make_spec(
     prompt_logprobs: int | None = None,
     constraint: Constraint | None = None,
     reasoning: ReasoningBudget | None = None,
-    spent: int = 0,
     guarded: bool = False,
     in_grammar: Iterable[str] = (),
     **choices: Any,
@@ -205,13 +182,12 @@ def make_spec(
         guarded: an answer that repeats itself is ended.
         in_grammar: tools whose calls may repeat themselves, since they follow a grammar.
         choices: `parallel`, `forced`, `every_token` and `unseen` of AnswerReader.
-        spent: tokens of the answer that were generated before.
 
     Raises:
         InvalidRequestError: the prompt has no tokens.
         ContextLengthError: the prompt leaves no room for an answer.
     """
-    room = max_tokens_within(len(prompt.tokens), _left(body.limit(), spent), service.context_length, field)
+    room = max_tokens_within(len(prompt.tokens), body.limit(), service.context_length, field)
     # `ignore_eos` has no effect with a grammar, which ends by itself
     ignored = body.ignore_eos and constraint is None
     ends = frozenset() if ignored else service.vocabulary.stop_ids | service.format.ends
@@ -257,11 +233,6 @@ def _reader(
         loops=loops,
         **choices,
     )
-
-
-def _left(limit: int | None, spent: int) -> int | None:
-    """Return what is left of a limit, at least one token if it was as much."""
-    return None if limit is None else max(limit - spent, min(limit, 1))
 
 
 def max_tokens_within(prompt_tokens: int, limit: int | None, context_length: int, field: str) -> int:

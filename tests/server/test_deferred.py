@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from anthropic.types import Message
 from starlette.testclient import TestClient
 
 from mlx_specprefill_server.prompt.conversation import conversation
 from mlx_specprefill_server.prompt.deferred import HEADER
 from mlx_specprefill_server.prompt.forms import tools_in
 from mlx_specprefill_server.prompt.prompt import PromptBuilder
-from mlx_specprefill_server.tool_search import SearchError, search
 
 from .calling import called, engine_that_sees_all, prompts
-from .canned_answers import named_events
 from .conftest import client_of
 from .fakes import FakeEngine, FakePair, byte_tokenizer
 from .form_templates import FORMS
 from .test_forms import LEARNT
-from .test_messages import accumulated
 
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
-SEARCH = "tool_search_tool_bm25"
 CITY = {"type": "object", "properties": {"city": {"type": "string", "description": "A town."}}, "required": ["city"]}
 WEATHER = {"name": "get_weather", "description": "Tells the weather.", "input_schema": CITY}
 STOCKS = {"name": "get_stock", "description": "Tells a price.", "input_schema": {"type": "object"}}
@@ -57,11 +52,6 @@ def ask(client: TestClient, path: str = MESSAGES, status: int = 200, **body: Any
     answer = client.post(path, json={"max_tokens": 500, **body})
     assert answer.status_code == status, answer.text
     return answer.json()
-
-
-def says_in_turn(engine: FakeEngine, texts: Sequence[str]) -> None:
-    answers = iter(texts)
-    engine.script = lambda request: engine.tokens(next(answers, "Done."))
 
 
 # --- left out, and loaded ---------------------------------------------------------------------------------------------
@@ -181,98 +171,29 @@ def test_no_choice_of_tools_leaves_the_history_as_it_was(client: TestClient, eng
     assert "Tells the weather." in prompts(engine)[0]
 
 
-# --- the server's own search ------------------------------------------------------------------------------------------
-
-SEARCHED = [{"type": f"{SEARCH}_20251119", "name": SEARCH}, *LATER[1:]]
+# --- what the server does not do --------------------------------------------------------------------------------------
 
 
-def test_a_search_is_answered_and_the_model_goes_on(client: TestClient, engine: FakeEngine) -> None:
-    says_in_turn(engine, ["I look." + called(SEARCH, query="weather"), called("get_weather", city="Rome")])
-    body = ask(client, messages=[ASKED], tools=SEARCHED)
-    Message.model_validate(body, strict=True)
-    text, search, found, call = body["content"]
-    assert text == {"type": "text", "text": "I look."}
-    assert search == {"type": "server_tool_use", "id": search["id"], "name": SEARCH, "input": {"query": "weather"}}
-    result = {
-        "type": "tool_search_tool_search_result",
-        "tool_references": [{"type": "tool_reference", "tool_name": "get_weather"}],
-    }
-    assert found == {"type": "tool_search_tool_result", "tool_use_id": search["id"], "content": result}
-    assert (call["type"], call["name"], body["stop_reason"]) == ("tool_use", "get_weather", "tool_use")
-    assert "warnings" not in body
-    first, second = prompts(engine)
-    assert "get_weather" not in first
-    assert second.startswith(first + "I look.")
-    # the history of the next request makes the same prompt
-    ask(client, messages=[ASKED, {"role": "assistant", "content": body["content"][:3]}], tools=SEARCHED)
-    assert prompts(engine)[2] == second
-    assert body["usage"]["output_tokens"] > len(called("get_weather", city="Rome"))
-    assert body["specprefill"]["deferred"]["tools"] == 1  # the other one
-
-
-def test_a_search_may_have_a_name_of_its_own(client: TestClient, engine: FakeEngine) -> None:
-    tools = [{"type": SEARCH, "name": "look_up"}, *LATER[1:]]
-    says_in_turn(engine, [called("look_up", query="price"), "It is 5."])
-    body = ask(client, messages=[ASKED], tools=tools)
-    ask(client, messages=[ASKED, {"role": "assistant", "content": body["content"][:2]}], tools=tools)
-    assert prompts(engine)[2] == prompts(engine)[1]
-
-
-def test_searches_side_by_side_are_read_back_as_they_were(client: TestClient, engine: FakeEngine) -> None:
-    says_in_turn(engine, [called(SEARCH, query="weather") + called(SEARCH, query="price"), called("clock")])
-    tools = [*SEARCHED, CLOCK]
-    body = ask(client, messages=[ASKED], tools=tools)
-    *found, call = body["content"]
-    kinds = [block["type"] for block in found]
-    assert kinds == ["server_tool_use", "server_tool_use", "tool_search_tool_result", "tool_search_tool_result"]
-    assert [block["tool_use_id"] for block in found[2:]] == [block["id"] for block in found[:2]]
-    assert call["type"] == "tool_use"
-    ask(client, messages=[ASKED, {"role": "assistant", "content": found}], tools=tools)
-    assert prompts(engine)[2] == prompts(engine)[1]
-
-
-def test_a_streamed_search(client: TestClient, engine: FakeEngine) -> None:
-    says_in_turn(engine, [called(SEARCH, query="price"), "It is 5."])
-    answer = client.post(MESSAGES, json={"max_tokens": 500, "stream": True, "messages": [ASKED], "tools": SEARCHED})
-    message = accumulated(named_events(answer.text))
-    assert [block.type for block in message.content] == ["server_tool_use", "tool_search_tool_result", "text"]
-    assert message.content[0].input == {"query": "price"}
-    assert message.stop_reason == "end_turn"
-
-
-def test_a_call_beside_a_search_is_left_to_the_client(client: TestClient, engine: FakeEngine) -> None:
-    engine.says(called("clock") + called(SEARCH, query="weather"))
-    body = ask(client, messages=[ASKED], tools=[*SEARCHED, CLOCK])
-    assert [block["type"] for block in body["content"]] == ["tool_use", "server_tool_use", "tool_search_tool_result"]
-    assert body["stop_reason"] == "tool_use"
-    assert len(engine.requests) == 1
-    ours = {"type": "tool_result", "tool_use_id": body["content"][0]["id"], "content": "noon"}
-    history = [ASKED, {"role": "assistant", "content": body["content"]}, {"role": "user", "content": [ours]}]
-    ask(client, messages=history, tools=[*SEARCHED, CLOCK])
-    assert prompts(engine)[1].index("noon") < prompts(engine)[1].index(HEADER)
-
-
-def test_searches_without_end_end(client: TestClient, engine: FakeEngine) -> None:
-    engine.says(called(SEARCH, query="nothing of the kind"))
-    body = ask(client, messages=[ASKED], tools=SEARCHED, max_tokens=4000)
-    assert len(engine.requests) == 9
-    assert body["stop_reason"] == "end_turn"
-
-
-def test_the_limit_of_tokens_is_that_of_all_parts(client: TestClient, engine: FakeEngine) -> None:
-    search = called(SEARCH, query="weather")
-    says_in_turn(engine, [search, "x" * 400])
-    body = ask(client, messages=[ASKED], tools=SEARCHED, max_tokens=len(search) + 1 + 20)
-    assert (body["stop_reason"], body["content"][-1]["text"]) == ("max_tokens", "x" * 20)
+@pytest.mark.parametrize("kind", ["tool_search_tool_bm25", "tool_search_tool_regex_20251119"])
+@pytest.mark.parametrize("path", [MESSAGES, f"{MESSAGES}/count_tokens"])
+def test_a_search_by_the_server_is_refused_with_a_way_out(
+    client: TestClient, engine: FakeEngine, path: str, kind: str
+) -> None:
+    body = ask(client, path, 400, messages=[ASKED], tools=[*LATER, {"type": kind, "name": "search"}])
+    message = body["error"]["message"]
+    assert message.startswith("tools[3].type: ")
+    assert "let the client search" in message
+    assert "without defer_loading" in message
+    assert not engine.requests
 
 
 def test_what_is_left_out_is_named(client: TestClient) -> None:
-    provided = [{"type": "web_search_20250305", "name": "web_search"}, {"type": "tool_search_tool_new", "name": "x"}]
+    provided = [{"type": "web_search_20250305", "name": "web_search"}]
     told = {"role": "user", "content": [{"type": "tool_reference", "tool_name": "clock"}]}
-    body = ask(client, messages=[ASKED, told], tools=[*SEARCHED, *provided])
+    body = ask(client, messages=[ASKED, told], tools=[*LATER, *provided])
     for place, kind, warning in zip(
-        ["tools[3]", "tools[4]", "messages[1].content[0]"],
-        ["web_search_20250305", "tool_search_tool_new", "tool_reference"],
+        ["tools[3]", "messages[1].content[0]"],
+        ["web_search_20250305", "tool_reference"],
         body["warnings"],
         strict=True,
     ):
@@ -288,44 +209,6 @@ def functions(*tools: dict[str, Any]) -> list[dict[str, Any]]:
         }
         for t in tools
     ]
-
-
-@pytest.mark.parametrize(
-    ("kind", "query", "found"),
-    [
-        ("bm25", "the weather", ["get_weather"]),
-        ("bm25", "town", ["get_weather"]),
-        ("bm25", "getStock", ["get_stock", "get_weather"]),
-        ("bm25", "zebra", []),
-        ("regex", "^get_", ["get_weather", "get_stock"]),
-        ("regex", "(?i)PRICE", ["get_stock"]),
-        ("regex", "A town", ["get_weather"]),
-        ("regex", "(", "invalid_tool_input"),
-        ("regex", "x" * 201, "invalid_tool_input"),
-        ("bm25", 5, "invalid_tool_input"),
-    ],
-)
-def test_what_a_search_finds(kind: Any, query: Any, found: Any) -> None:
-    if isinstance(found, list):
-        assert search(kind, {"query": query}, functions(WEATHER, STOCKS)) == found
-        return
-    with pytest.raises(SearchError, match=found):
-        search(kind, {"query": query}, functions(WEATHER, STOCKS))
-
-
-@pytest.mark.parametrize(
-    ("query", "description"),
-    [("server", "Starts an HTTPServer."), ("天气", "查询天气。"), ("날씨", "날씨 정보"), ("मौसम", "मौसम बताता है")],
-)
-def test_words_of_all_scripts_are_found(query: str, description: str) -> None:
-    tools = functions(STOCKS, {**WEATHER, "name": "x", "description": description})
-    assert search("bm25", {"query": query}, tools) == ["x"]
-
-
-def test_a_pattern_of_exponential_time_is_given_up() -> None:
-    tool = {**WEATHER, "description": "a" * 5000 + "!"}
-    with pytest.raises(SearchError, match="execution_time_exceeded"):
-        search("regex", {"query": "(a|a)*(a|aa)+$"}, functions(tool))
 
 
 # --- chat completions -------------------------------------------------------------------------------------------------

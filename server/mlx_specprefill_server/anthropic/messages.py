@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Container, Iterator
+from collections.abc import AsyncIterator, Iterator
 from time import monotonic
 from typing import Annotated, Any
 from uuid import uuid4
@@ -24,17 +24,16 @@ from ..deltas import (
     Idle,
     ReasoningDelta,
     TextDelta,
-    ToolsFound,
 )
 from ..errors import JsonResponse, anthropic_body
 from ..event_stream import named_event
-from ..generation.generation import Answers
+from ..generation.generation import Generation
 from ..models.dependencies import ModelDep
 from ..report import ProgressReporter, Report
 from ..request_body import body_of
 from ..service import Service
 from ..serving import count_tokens, serve
-from .protocol import SEARCH_RESULT, CountRequest, MessagesRequest, refuse, search_tools, server_id
+from .protocol import CountRequest, MessagesRequest, refuse
 
 Event = dict[str, Any]
 
@@ -48,7 +47,6 @@ DELTAS = {
     "text": ("text_delta", "text"),
     "thinking": ("thinking_delta", "thinking"),
     "tool_use": ("input_json_delta", "partial_json"),
-    "server_tool_use": ("input_json_delta", "partial_json"),
 }
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -70,22 +68,10 @@ def stop_of(end: AnswerDone, torn: bool = False) -> dict[str, Any]:
     return {"stop_reason": STOP_REASONS[end.finish_reason], "stop_sequence": None}
 
 
-def _found(delta: ToolsFound) -> dict[str, Any]:
-    if delta.error is not None:
-        return {"type": "tool_search_tool_result_error", "error_code": delta.error}
-    references = [{"type": "tool_reference", "tool_name": name} for name in delta.names]
-    return {"type": "tool_search_tool_search_result", "tool_references": references}
-
-
 class BlockWriter:
-    """A writer of one answer. At most one block is open at a time: text, thinking or a tool call.
+    """A writer of one answer. At most one block is open at a time: text, thinking or a tool call."""
 
-    Args:
-        searches: the names of tools whose calls this server answers.
-    """
-
-    def __init__(self, searches: Container[str] = ()) -> None:
-        self._searches = searches
+    def __init__(self) -> None:
         self.blocks: list[dict[str, Any]] = []  # closed blocks, in the form of a whole message
         self._index = 0  # the index of the open block, or of the next one
         self._open: dict[str, Any] | None = None
@@ -103,10 +89,7 @@ class BlockWriter:
                 yield self._delta(delta.text)
             case CallStart():
                 yield from self.close()
-                block = {"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}}
-                if delta.name in self._searches:
-                    block |= {"type": "server_tool_use", "id": server_id(delta.id)}
-                yield self._start(block)
+                yield self._start({"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}})
             case CallDelta():
                 yield self._delta(delta.text)
             case CallEnd():
@@ -115,11 +98,6 @@ class BlockWriter:
                 yield from self.close()
                 self.blocks.pop()
                 self.broken = True
-            case ToolsFound():
-                yield self._start(
-                    {"type": SEARCH_RESULT, "tool_use_id": server_id(delta.call_id), "content": _found(delta)}
-                )
-                yield from self.close()
 
     def stir(self, thinks: bool) -> Iterator[Event]:
         """Return an empty delta, in a new block if none is open. Clients count it as content."""
@@ -139,9 +117,9 @@ class BlockWriter:
         if block["type"] == "thinking":
             block["signature"] = SIGNATURE
             yield self._delta_event({"type": "signature_delta", "signature": SIGNATURE})
-        if block["type"] in ("tool_use", "server_tool_use"):
+        if block["type"] == "tool_use":
             block["input"] = orjson.Fragment(arguments)  # numbers keep their digits
-        elif block["type"] != SEARCH_RESULT:
+        else:
             block[block["type"]] = text
         yield {"type": "content_block_stop", "index": self._index}
         self.blocks.append(block)
@@ -191,11 +169,11 @@ async def count(
 class MessageAnswer:
     """One answer as a whole message or as a stream."""
 
-    def __init__(self, service: Service, body: MessagesRequest, generation: Answers) -> None:
+    def __init__(self, service: Service, body: MessagesRequest, generation: Generation) -> None:
         self._generation = generation
         self._progress = ProgressReporter(body.return_progress)
         self._thinks = service.format.think is not None
-        self._writer = BlockWriter(search_tools(body.tools))
+        self._writer = BlockWriter()
         self._report = Report(generation)
         self._head = {
             "id": f"msg_{uuid4().hex}",

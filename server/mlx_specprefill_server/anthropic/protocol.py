@@ -5,9 +5,7 @@ Refusals name the place in the request. Blocks that only the provider's servers 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import starmap
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -22,7 +20,6 @@ from ..prompt.conversation import (
     Conversation,
     Ending,
     Message,
-    SearchKind,
     conversation,
     function_of,
     image_paths,
@@ -31,21 +28,20 @@ from ..prompt.conversation import (
     omission_note,
     parts_of,
     references_in,
-    search_message,
     string_of,
     unknown_tool,
 )
-from ..prompt.deferred import LOADS, deferral_of
-from ..tool_search import search_tool
+from ..prompt.deferred import deferral_of
 
 LEFT_OUT = {
     "redacted_thinking", "server_tool_use", "mcp_tool_use", "container_upload", "tool_reference", "browser_state",
 }  # fmt: skip
-SEARCHES: Mapping[str, SearchKind] = {"tool_search_tool_regex": "regex", "tool_search_tool_bm25": "bm25"}
-SEARCH_TYPE = re.compile(rf"({'|'.join(SEARCHES)})(_\d+)?")  # of a tool, with a date or without
+SEARCH = "tool_search_tool_"  # begins the types of tools with which Anthropic's server searches
+NO_SEARCH = (
+    "this server does not search for tools: let the client search, with a tool of its own whose results hold "
+    "tool_reference blocks (ENABLE_TOOL_SEARCH has Claude Code do so), or send the tools without defer_loading"
+)
 OWN = (None, "custom")  # types of the client's own tools
-CALL_ID, SERVER_ID = "call_", "srvtoolu_"
-SEARCH_RESULT = "tool_search_tool_result"
 
 Blocks = list[tuple[str, dict[str, Any]]]  # each with its path
 
@@ -86,15 +82,13 @@ class CountRequest(ThinkingFields):
 
     def conversation(self) -> Conversation:
         messages = inline_system_messages(chat_messages(self.system, self.messages))
-        searches = search_tools(self.tools)
         return conversation(
             messages,
-            [*function_tools(self.tools), *starmap(search_tool, searches.items())],
+            function_tools(self.tools),
             self.thinking_kwargs(self.output_config.effort),
             _ending(messages),
             images=tuple(image_paths(self.messages, "messages")),
             left_out=(*_unknown_tools(self.tools), *_foreign(self.messages), *self._other_formats()),
-            searches=searches,
             any_tool_loads=True,
         )
 
@@ -155,10 +149,11 @@ def _foreign(messages: Sequence[Any]) -> Iterator[str]:
 
 
 def _unknown_tools(tools: Sequence[Any]) -> Iterator[str]:
-    """Yield a sentence for each tool that runs on the provider's servers."""
+    """Yield a sentence for each tool that runs on the provider's servers. Refuse their search for deferred tools."""
     for where, tool in objects(tools, "tools"):
         kind = tool.get("type")
-        if kind not in OWN and not (isinstance(kind, str) and SEARCH_TYPE.fullmatch(kind)):
+        require(not (isinstance(kind, str) and kind.startswith(SEARCH)), f"{where}.type", NO_SEARCH)
+        if kind not in OWN:
             yield unknown_tool(where, kind)
 
 
@@ -187,37 +182,13 @@ def function_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
     ]
 
 
-def search_tools(tools: Sequence[Any]) -> dict[str, SearchKind]:
-    """Return the searches for deferred tools that the client asks for, by the names under which the model calls them.
-
-    Raises:
-        InvalidRequestError: one of them has no name.
-    """
-    out: dict[str, SearchKind] = {}
-    for where, tool in objects(tools, "tools"):
-        kind = tool.get("type")
-        if isinstance(kind, str) and (match := SEARCH_TYPE.fullmatch(kind)):
-            out[string_of(tool, "name", where)] = SEARCHES[match[1]]
-    return out
-
-
-def server_id(call_id: str) -> str:
-    """Return the id of a call of ours as the id of a tool that the server runs."""
-    return f"{SERVER_ID}{call_id.removeprefix(CALL_ID)}"
-
-
-def _own_id(given: str) -> str:
-    """Return the id that the call had when the answer went on: templates may show it."""
-    return f"{CALL_ID}{given.removeprefix(SERVER_ID)}" if given.startswith(SERVER_ID) else given
-
-
 def _message(message: dict[str, Any], where: str) -> Iterator[Message]:
     content = message.get("content")
     match message.get("role"):
         case "user":
             yield from _user(_blocks(content, f"{where}.content"))
         case "assistant":
-            yield from _assistant(_blocks(content, f"{where}.content"))
+            yield _assistant(_blocks(content, f"{where}.content"))
         case "system":
             yield {"role": "system", "content": _join_texts(content, f"{where}.content")}
         case _:
@@ -262,62 +233,20 @@ def _tool_result(block: dict[str, Any], where: str) -> Message:
     return {"role": "tool", "tool_call_id": call, "content": text, **loads}
 
 
-def _assistant(blocks: Blocks) -> Iterator[Message]:
-    """Yield the assistant's messages: behind each search that was answered within the turn, its result.
-
-    A result stands behind all calls of its message, those that the client answers included.
-    """
-    said, results = _Said(), list[Message]()
-    searches = [block.get("tool_use_id") for _, block in blocks if block["type"] == SEARCH_RESULT]
+def _assistant(blocks: Blocks) -> Message:
+    texts, thoughts, calls = list[str](), list[str](), list[dict[str, Any]]()
     for where, block in blocks:
-        if block["type"] == SEARCH_RESULT:
-            results.append(_search_result(block, where))
-            continue
-        if results and len(results) == len(said.calls):
-            yield from (said.message(), *results)
-            said, results = _Said(), []
-        if block["type"] == "server_tool_use" and block.get("id") in searches:
-            call = _tool_use(block, where)
-            said.calls.append(call | {"id": _own_id(call["id"])})
-        else:
-            said.add(block, where)
-    yield from (said.message(), *results)
-
-
-class _Said:
-    """The texts, thoughts and calls of one message of the assistant."""
-
-    def __init__(self) -> None:
-        self.calls: list[dict[str, Any]] = []
-        self._texts: list[str] = []
-        self._thoughts: list[str] = []
-
-    def add(self, block: dict[str, Any], where: str) -> None:
         match block["type"]:
             case "thinking":
-                self._thoughts.append(string_of(block, "thinking", where))
+                thoughts.append(string_of(block, "thinking", where))
             case "tool_use":
-                self.calls.append(_tool_use(block, where))
+                calls.append(_tool_use(block, where))
             case _:
-                self._texts += _texts(block, where)
-
-    def message(self) -> Message:
-        message: Message = {"role": "assistant", "content": "\n".join(self._texts)}
-        if any(self._thoughts):
-            message["reasoning_content"] = "\n".join(filter(None, self._thoughts))
-        return message | ({"tool_calls": self.calls} if self.calls else {})
-
-
-def _search_result(block: dict[str, Any], where: str) -> Message:
-    """Return the result of a search that a server has answered: references, or the code of an error."""
-    content: Any = block.get("content")
-    require(isinstance(content, dict), f"{where}.content", "must be an object")
-    found, code = content.get("tool_references"), content.get("error_code")
-    require(found is None or isinstance(found, list), f"{where}.content.tool_references", "must be an array")
-    loads = references_in(found or (), f"{where}.content.tool_references").get(LOADS, ())
-    return search_message(
-        _own_id(string_of(block, "tool_use_id", where)), code if isinstance(code, str) else None, loads
-    )
+                texts += _texts(block, where)
+    message: Message = {"role": "assistant", "content": "\n".join(texts)}
+    if any(thoughts):
+        message["reasoning_content"] = "\n".join(filter(None, thoughts))
+    return message | ({"tool_calls": calls} if calls else {})
 
 
 def _tool_use(block: dict[str, Any], where: str) -> dict[str, Any]:

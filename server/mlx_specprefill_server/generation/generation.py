@@ -98,28 +98,6 @@ class Observer(Protocol):
         """Take the verdict on answer `index`."""
 
 
-class Answers(Protocol):
-    """The answers to one HTTP request, for those who write them to the wire. Attributes as in Generation."""
-
-    @property
-    def prompts(self) -> Sequence[TokenIds]: ...
-
-    @property
-    def deferred(self) -> tuple[int, int]: ...
-
-    copies: int
-    warnings: Sequence[str]
-
-    def stream(self) -> AsyncIterator[tuple[int, AnswerDelta]]:
-        """Yield every answer's deltas with its number. Each ends with one AnswerDone."""
-
-    def take_ids(self, index: int) -> list[int]:
-        """Return the token ids of answer `index` since the last call."""
-
-    def close(self) -> None:
-        """Stop all running answers."""
-
-
 @dataclass(eq=False)
 class Generation:
     """The answers to one HTTP request. Its owner must `close` it in every case.

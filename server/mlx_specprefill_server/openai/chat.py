@@ -21,7 +21,7 @@ from ..deltas import AnswerDelta, AnswerDone, CallBroken, CallDelta, CallEnd, Ca
 from ..errors import JsonResponse, refusal
 from ..event_stream import DONE, KEEP_ALIVE, data_event
 from ..fields import MaxTokens, Refused, Whole, first_limit, refuse_fields, refuse_sampling
-from ..generation.generation import Answers
+from ..generation.generation import Generation
 from ..generation.reader import Vocabulary
 from ..models.dependencies import ModelDep
 from ..prompt.conversation import Conversation, conversation, ending_of
@@ -114,7 +114,7 @@ async def count(request: Request, body: BodyDep, service: ModelDep) -> Response:
 class ChatAnswer:
     """The answers to one request, as a whole or as a stream."""
 
-    def __init__(self, service: Service, body: ChatRequest, generation: Answers) -> None:
+    def __init__(self, service: Service, body: ChatRequest, generation: Generation) -> None:
         self._generation = generation
         self._body = body
         self._vocabulary = service.vocabulary if body.logprobs else None

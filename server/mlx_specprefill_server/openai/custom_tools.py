@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import refusal, require
-from ..prompt.conversation import SearchKind, function_of, objects, unknown_tool
+from ..prompt.conversation import function_of, objects, unknown_tool
 from ..prompt.deferred import deferral_of
 
 Source = tuple[str, dict[str, Any]]  # a tool as it was sent, behind its path
@@ -111,8 +111,7 @@ class Tools:
         inputs: the regular expressions of such texts, by name.
         left_out: sentences about tools and grammars that are not in them.
         shown: the name of each function from a namespace or without one, by both.
-        searches: as in Conversation.
-        client_search: the client answers calls of its search for deferred tools.
+        has_search: the client searches for deferred tools.
     """
 
     functions: tuple[Any, ...]
@@ -120,8 +119,7 @@ class Tools:
     inputs: Mapping[str, str] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
     shown: Mapping[Origin, str] = field(default_factory=dict)
-    searches: Mapping[str, SearchKind] = field(default_factory=dict)
-    client_search: bool = False
+    has_search: bool = False
 
 
 def chat_tools(tools: Sequence[Any]) -> Tools:

@@ -25,13 +25,11 @@ from ..deltas import (
     Idle,
     ReasoningDelta,
     TextDelta,
-    ToolsFound,
 )
 from ..errors import JsonResponse, api_error
 from ..event_stream import named_event
-from ..generation.generation import Answers
+from ..generation.generation import Generation
 from ..models.dependencies import ModelDep
-from ..prompt.deferred import FLAG, tool_name
 from ..report import ProgressReporter, Report
 from ..request_body import body_of
 from ..service import Service
@@ -43,14 +41,13 @@ from .responses_protocol import SEALED, TOOL_SEARCH, ResponsesRequest, refuse, s
 Event = dict[str, Any]
 LogprobsOf = Callable[[Sequence[TokenEvent]], list[dict[str, Any]]]  # tokens as the wire's logprobs
 
-CUSTOM, SEARCH_CALL, SEARCH_OUTPUT = "custom_tool_call", "tool_search_call", "tool_search_output"
+CUSTOM, SEARCH_CALL = "custom_tool_call", "tool_search_call"
 PREFIXES = {
     "message": "msg",
     "reasoning": "rs",
     "function_call": "fc",
     CUSTOM: "ctc",
     SEARCH_CALL: "tsc",
-    SEARCH_OUTPUT: "tso",
 }
 EVENTS = {
     "message": "response.output_text",
@@ -104,8 +101,6 @@ class ItemWriter:
                 yield from self.close()
             case CallBroken():
                 yield from self.close("incomplete")
-            case ToolsFound():
-                yield from self._found(delta)
 
     def close(self, status: str = "completed") -> Iterator[Event]:
         """Return the events that end the open item, if there is one."""
@@ -120,7 +115,7 @@ class ItemWriter:
             item[member] = text
             name = {"name": item["name"]} if member == "arguments" else {}
             yield self._about(f"{EVENTS[item['type']]}.done", **name, **{member: text})
-        elif item["type"] != SEARCH_OUTPUT:
+        else:
             part = _part(item["type"], text, self._logprobs)
             item["content"] = [part]
             if self._seals and item["type"] == "reasoning":
@@ -134,9 +129,8 @@ class ItemWriter:
         self._open, self._text, self._logprobs = None, [], []
 
     def _start_call(self, call: CallStart) -> Iterator[Event]:
-        if call.name == TOOL_SEARCH and (self._tools.searches or self._tools.client_search):
-            execution = "client" if self._tools.client_search else "server"
-            yield from self._start(SEARCH_CALL, {"call_id": call.id, "execution": execution, "arguments": {}})
+        if call.name == TOOL_SEARCH and self._tools.has_search:
+            yield from self._start(SEARCH_CALL, {"call_id": call.id, "execution": "client", "arguments": {}})
             return
         kind = CUSTOM if call.name in self._tools.custom else "function_call"
         namespace, name = self._origins.get(call.name, (None, call.name))
@@ -154,12 +148,6 @@ class ItemWriter:
                     yield self._delta(read)
             case _:
                 yield self._delta(text)
-
-    def _found(self, found: ToolsFound) -> Iterator[Event]:
-        known = {tool_name(tool): tool for tool in self._tools.functions}
-        tools = [{"type": "function", "strict": False, FLAG: True, **known[name]["function"]} for name in found.names]
-        yield from self._start(SEARCH_OUTPUT, {"call_id": found.call_id, "execution": "server", "tools": tools})
-        yield from self.close()
 
     def _is_open(self, kind: str) -> bool:
         return self._open is not None and self._open["type"] == kind
@@ -215,7 +203,7 @@ async def count(request: Request, body: BodyDep, service: ModelDep) -> Response:
 class ResponsesAnswer:
     """One answer as a whole response or as a stream."""
 
-    def __init__(self, service: Service, body: ResponsesRequest, generation: Answers) -> None:
+    def __init__(self, service: Service, body: ResponsesRequest, generation: Generation) -> None:
         self._generation = generation
         self._body = body
         self._progress = ProgressReporter(body.return_progress)

@@ -19,24 +19,21 @@ from ..fields import Body, MaxTokens, Texts, Whole, first_limit, refuse_document
 from ..prompt.conversation import (
     Conversation,
     Message,
-    SearchKind,
     conversation,
     function_of,
     image_paths,
     inline_system_messages,
     objects,
-    search_message,
     string_of,
     text_of,
     unknown_tool,
 )
 from ..prompt.deferred import FLAG, LOADS, Reference, deferral_of
-from ..tool_search import search_tool
 from .custom_tools import Origin, Source, Tools, custom_function, input_patterns
 from .protocol import ConversationFields
 
 TOOL_SEARCH = "tool_search"  # a type of tools, and the name under which the model calls it
-TOOL_TYPES = ("function", "custom", TOOL_SEARCH)
+NOTHING_FOUND = "No tool was found."
 LOGPROBS, SEALED = "message.output_text.logprobs", "reasoning.encrypted_content"
 SEAL = "text:"  # begins reasoning in base64
 STATELESS = "this server keeps no responses or conversations; send the whole conversation as input"
@@ -88,7 +85,6 @@ class ResponsesRequest(ConversationFields):
             field="input",
             images=images,
             left_out=(*tools.left_out, *read.left_out.values()),
-            searches=tools.searches,
         )
         return replace(made, inputs=tools.inputs) if tools.inputs else made
 
@@ -154,7 +150,6 @@ class _Builder:
         self.messages: list[Message] = []
         self.left_out: dict[str, str] = {}
         self._shown = shown
-        self.last_search = ""  # the id of a call
 
     def add(self, message: Message) -> None:
         self.messages.append(message)
@@ -215,12 +210,12 @@ def _item(builder: _Builder, item: Mapping[str, Any], where: str) -> None:
         case "function_call_output" | "custom_tool_call_output":
             text = text_of(item.get("output"), f"{where}.output", of_a_tool=True)
             builder.add({"role": "tool", "tool_call_id": string_of(item, "call_id", where), "content": text})
-        case "tool_search_call":
-            builder.last_search = _search_id(item, f"search_{len(builder.messages)}")
-            builder.add_call(builder.last_search, TOOL_SEARCH, item.get("arguments"))
-        case "tool_search_output":
-            found = search_message(_search_id(item, builder.last_search), loads=builder.loads(item, where))
-            builder.add(found)
+        case "tool_search_call" if _of_client(item):
+            builder.add_call(item["call_id"], TOOL_SEARCH, item.get("arguments"))
+        case "tool_search_output" if _of_client(item):
+            loads = builder.loads(item, where)
+            found = {LOADS: tuple(loads), "content": ""} if loads else {"content": NOTHING_FOUND}
+            builder.add({"role": "tool", "tool_call_id": item["call_id"], **found})
         case "additional_tools":
             builder.add({"role": "user", "content": "", LOADS: tuple(builder.loads(item, where))})
         case kind:
@@ -239,10 +234,9 @@ def _message(builder: _Builder, item: Mapping[str, Any], where: str) -> None:
         builder.add({"role": role, "content": text})
 
 
-def _search_id(item: Mapping[str, Any], otherwise: str) -> str:
-    """Return the id of a search's call. Searches by a server have none."""
-    given = item.get("call_id")
-    return given if isinstance(given, str) else otherwise
+def _of_client(item: Mapping[str, Any]) -> bool:
+    """Return whether a search's item is of a client's. Those of a server's have no call's id."""
+    return isinstance(item.get("call_id"), str)
 
 
 def _tools_of(item: Mapping[str, Any], where: str) -> list[Source]:
@@ -277,12 +271,11 @@ def function_tools(tools: Sequence[Any], items: Sequence[Any] = ()) -> Tools:
                 custom[name] = source
     left_out = list(_left_out([*given, *brought]))
     inputs = dict(input_patterns(custom, left_out))
-    search, is_clients = _search(given)
+    search = next((source for source in given if _is_search(source[1])), None)
     if search is not None:
-        functions.setdefault(TOOL_SEARCH, search)
-    searches: dict[str, SearchKind] = {} if search is None or is_clients else {TOOL_SEARCH: "bm25"}
-    found = tuple(functions.values())
-    return Tools(found, frozenset(custom), inputs, tuple(left_out), shown, searches, is_clients)
+        named = function_of({**search[1], "name": TOOL_SEARCH}, search[0], "parameters")
+        functions.setdefault(TOOL_SEARCH, {"type": "function", "function": named})
+    return Tools(tuple(functions.values()), frozenset(custom), inputs, tuple(left_out), shown, search is not None)
 
 
 def _shown_name(origin: Origin, taken: Container[str]) -> str | None:
@@ -300,19 +293,13 @@ def _left_out(tools: Sequence[Source]) -> Iterator[str]:
         kind = tool.get("type", "function")
         if kind == "namespace":
             yield from _left_out(_tools_of(tool, where))
-        elif kind not in TOOL_TYPES:
+        elif kind not in ("function", "custom") and not _is_search(tool):
             yield unknown_tool(where, kind)
 
 
-def _search(tools: Sequence[Source]) -> tuple[dict[str, Any] | None, bool]:
-    """Return the function that searches for deferred tools, if there is one, and whether the client answers it."""
-    for where, tool in tools:
-        if tool.get("type") == TOOL_SEARCH:
-            if tool.get("execution") == "client" or tool.get("parameters"):
-                named = {**tool, "name": TOOL_SEARCH}
-                return {"type": "function", "function": function_of(named, where, "parameters")}, True
-            return search_tool(TOOL_SEARCH, "bm25"), False
-    return None, False
+def _is_search(tool: Mapping[str, Any]) -> bool:
+    """Return whether the client searches for deferred tools with this one."""
+    return tool.get("type") == TOOL_SEARCH and bool(tool.get("execution") == "client" or tool.get("parameters"))
 
 
 def _functions(tools: Sequence[Source]) -> Iterator[tuple[dict[str, Any], Origin, Source]]:

@@ -7,7 +7,7 @@ Agents send a second system message, null content, arguments as a JSON string, r
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import groupby, takewhile
 from typing import Any, Literal
 
@@ -16,11 +16,10 @@ import orjson
 from ..big_json import loads
 from ..errors import refusal, require
 from ..nesting import is_too_deep
-from .deferred import FLAG, LOADS, Deferral, Reference, deferral_of, divide, is_deferred, load, without_flag
+from .deferred import FLAG, LOADS, Deferral, Reference, deferral_of, divide, is_deferred, without_flag
 
 Message = dict[str, Any]  # in the form of templates: role, content (str), and the role's other fields
 Ending = Literal["answer", "continue", "none"]
-SearchKind = Literal["regex", "bm25"]
 
 SYSTEM = ("system", "developer")
 ROLES = {"system", "developer", "user", "assistant", "tool", "function"}
@@ -30,7 +29,6 @@ TEXT_PARTS = {
 }  # fmt: skip
 IMAGES = {"image", "image_url", "input_image"}
 NO_RESULT = "[no result]"
-NOTHING_FOUND = "No tool was found."
 REFERENCE = "tool_reference"  # the part of a result that loads a deferred tool
 # apply_chat_template's own arguments, which a request must not set
 RESERVED_KWARGS = {
@@ -50,7 +48,6 @@ class Conversation:
     Attributes:
         tools: those that stand in front of the messages.
         loaded, waiting: the deferred tools that messages show, and those that they don't.
-        searches: the names of tools that search for deferred ones and are answered here, with their kinds of search.
         inputs: regular expressions that the only argument of a tool, `input`, has to match, by the tool's name.
         ending: "answer": the prompt opens the assistant's answer; "continue": it stops within the last message, which
             the answer continues; "none": it ends after the last message.
@@ -62,7 +59,6 @@ class Conversation:
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    searches: Mapping[str, SearchKind] = field(default_factory=dict)
     inputs: Mapping[str, str] = field(default_factory=dict)
     ending: Ending = "answer"
     field: str = "messages"
@@ -76,17 +72,6 @@ class Conversation:
         """Return the tools that the prompt shows."""
         return (*self.tools, *self.loaded)
 
-    def extended(self, messages: Sequence[Message]) -> Conversation:
-        """Return the conversation with further canonical messages, whose References load tools."""
-        parts = load(messages, self.tools, self.loaded, self.waiting)
-        return replace(
-            self,
-            messages=(*self.messages, *parts.messages),
-            loaded=parts.loaded,
-            waiting=parts.waiting,
-            ending="answer",
-        )
-
 
 def conversation(
     messages: Sequence[Any],
@@ -96,14 +81,12 @@ def conversation(
     field: str = "messages",
     images: Sequence[str] | None = None,
     left_out: Sequence[str] = (),
-    searches: Mapping[str, SearchKind] | None = None,
     any_tool_loads: bool = False,
 ) -> Conversation:
     """Check and normalise OpenAI's chat messages.
 
     Args:
         images: of a dialect whose messages were translated; None: those in `messages`.
-        searches: as in Conversation.
         any_tool_loads: as in `divide`.
 
     Raises:
@@ -123,7 +106,6 @@ def conversation(
         left_out=tuple(left_out),
         loaded=parts.loaded,
         waiting=parts.waiting,
-        searches=searches or {},
     )
 
 
@@ -209,12 +191,6 @@ def references_in(parts: Sequence[Any], where: str) -> dict[str, tuple[Reference
         Reference(string_of(part, "tool_name", f"{where}[{i}]"), f"{where}[{i}].tool_name") for i, part in given
     )
     return {LOADS: found} if found else {}
-
-
-def search_message(call_id: str, error: str | None = None, loads: Sequence[Reference] = ()) -> Message:
-    """Return the result of a search for tools. `error` says why it found none."""
-    text = f"Error: {error}" if error else "" if loads else NOTHING_FOUND
-    return {"role": "tool", "tool_call_id": call_id, "content": text, **({LOADS: tuple(loads)} if loads else {})}
 
 
 def omission_note(kind: str) -> str:

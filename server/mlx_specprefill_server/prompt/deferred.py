@@ -87,26 +87,18 @@ def divide(tools: Sequence[Tool], messages: Sequence[Message], any_tool: bool) -
     brings = any_tool and not all(map(is_deferred, tools))
     defers = refers or brings or any(brings_tools(tool) for tool in tools if not is_deferred(tool))
     later = {tool_name(tool): defers and is_deferred(tool) for tool in reversed(tools)}
-    front = [tool for tool in tools if not later[tool_name(tool)]]
-    rest = [tool for tool in tools if later[tool_name(tool)]]
-    return load(messages, _plain(front), (), _plain(rest))
+    front = _plain([tool for tool in tools if not later[tool_name(tool)]])
+    rest = _plain([tool for tool in tools if later[tool_name(tool)]])
+    seen: dict[str, Tool] = {}
+    known = {tool_name(tool): tool for tool in reversed((*front, *rest))}
+    names = {tool_name(tool) for tool in front}
+    out = tuple(_resolved(message, known, names, seen) if LOADS in message else message for message in messages)
+    return Deferral(front, tuple(seen.values()), tuple(tool for tool in rest if tool_name(tool) not in seen), out)
 
 
 def brings_tools(tool: Tool) -> bool:
     """Return whether a tool's name says that it finds others."""
     return SEARCHES.match(tool_name(tool)) is not None
-
-
-def load(
-    messages: Sequence[Message], front: Sequence[Tool], loaded: Sequence[Tool], waiting: Sequence[Tool]
-) -> Deferral:
-    """Divide the tools where messages follow; their References load what is waiting. Raises as `divide`."""
-    seen = {tool_name(tool): tool for tool in loaded}
-    known = {tool_name(tool): tool for tool in reversed((*front, *loaded, *waiting))}
-    names = {tool_name(tool) for tool in front}
-    out = tuple(_resolved(message, known, names, seen) if LOADS in message else message for message in messages)
-    left = tuple(tool for tool in waiting if tool_name(tool) not in seen)
-    return Deferral(tuple(front), tuple(seen.values()), left, out)
 
 
 def _plain(tools: Sequence[Tool]) -> tuple[Tool, ...]:

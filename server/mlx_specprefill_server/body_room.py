@@ -1,4 +1,7 @@
-"""The memory of the large bodies of all requests: images stay until their request ends, also in the queue."""
+"""The memory of the large bodies of all requests: images stay until their request ends, also in the queue.
+
+What is remembered of tools counts, too.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +30,10 @@ class BodyPlace:
     def grow(self, size: int) -> None:
         """Take room for a body that has `size` bytes now; refuse it by an ApiError (503) where there is none."""
         if size > FREE:
-            self._take(size - FREE - self.own)
+            self.take(size - FREE - self.own)
 
-    def _take(self, more: int) -> None:
+    def take(self, more: int) -> None:
+        """Take room for `more` bytes, or give back less than 0; refuse as `grow`."""
         if self.room.taken + more > LIMIT:
             message = f"The bodies of other requests take the {LIMIT} bytes that are meant for them. Try again."
             raise ApiError(503, message, code="engine_unavailable", headers={"Retry-After": RETRY_AFTER_S})

@@ -25,7 +25,7 @@ from .monitoring.verdicts import AnswerVerdict
 from .pairs import short_name
 from .parsers.formats import detect
 from .prompt.prompt import PromptBuilder
-from .prompt.stable import ToolOrders
+from .prompt.stable import ToolMemory
 from .server_state import ServerState
 from .settings import Settings
 
@@ -57,7 +57,7 @@ class Service:
         self.prompts = PromptBuilder(
             engine.pair.tokenizer, engine.window, settings.allow_special_tokens, settings.images == "refuse"
         )
-        self.tool_orders = ToolOrders()
+        self.tools = ToolMemory(self.state.bodies)
         self.sampling = _default_sampling(engine.pair.sampling, settings)
         self.metrics = metrics or Metrics(engine, self.model_id)
         self.format = detect(engine.pair.tokenizer, settings.tool_parser, settings.reasoning_parser)

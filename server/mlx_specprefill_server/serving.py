@@ -68,14 +68,15 @@ async def start_answers(service: Service, body: ChatFields, identity: Identity) 
         InvalidRequestError, ContextLengthError: no answer has been started.
         EngineClosedError: the engine takes no more requests.
     """
-    conversation, choice = body.conversation(), body.choice()
+    conversation, choice, label = body.conversation(), body.choice(), identity.cache_label(body.cache_salt)
     if conversation.tools or choice != "auto":
         conversation, choice = resolve_tool_choice(conversation, choice)
-        tools = service.tool_orders.sort(conversation.tools, identity.cache_label(body.cache_salt))
-        conversation = replace(conversation, tools=tools)
+        conversation = replace(conversation, tools=service.tools.sort(conversation.tools, label))
     output, tools = body.output(), conversation.callable_tools
     params = await sampling_params(service, body)
     prompt = await service.prompts.chat(conversation)
+    waiting = conversation.waiting
+    hidden = await service.tools.tokens(waiting, label, service.prompts.count_tools) if waiting else 0
     forced = choice not in ("auto", "none")
     warnings = [*service.other_name(body.model), *prompt.left_out]
     if tools and not (forced or service.prompts.takes_tools):
@@ -105,20 +106,20 @@ async def start_answers(service: Service, body: ChatFields, identity: Identity) 
         body,
         params,
         prompt,
-        partial(service.format.parser, (*tools, *conversation.waiting), prompt.ending),
+        partial(service.format.parser, (*tools, *waiting), prompt.ending),
         field=conversation.field,
         constraint=constraint,
         reasoning=None if budget is None else service.format.budget(budget, prompt.ending),
         parallel=body.parallel(),
         forced=forced,
-        unseen=frozenset(map(tool_name, conversation.waiting)),
+        unseen=frozenset(map(tool_name, waiting)),
         guarded=free and (body.loop_guard or service.settings.loop_guard) == "on",
         in_grammar=() if constraint is None else conversation.inputs,
     )
     generation = service.submit([spec], identity, body.cache_salt, warnings, body.answers())
-    if prompt.deferred[0]:
-        generation.deferred = prompt.deferred
-        service.metrics.record_deferred(*prompt.deferred)
+    if waiting:
+        generation.deferred = len(waiting), hidden
+        service.metrics.record_deferred(*generation.deferred)
     return generation
 
 

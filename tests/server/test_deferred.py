@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from types import FunctionType, ModuleType
 from typing import Any
+from uuid import uuid4
 
 import pytest
 from starlette.testclient import TestClient
 
+from mlx_specprefill import CacheLabel
+from mlx_specprefill_server import body_room
+from mlx_specprefill_server.body_room import BodyRoom
+from mlx_specprefill_server.models.models import Models
+from mlx_specprefill_server.prompt import stable
 from mlx_specprefill_server.prompt.conversation import conversation
 from mlx_specprefill_server.prompt.deferred import HEADER
 from mlx_specprefill_server.prompt.forms import tools_in
 from mlx_specprefill_server.prompt.prompt import PromptBuilder
+from mlx_specprefill_server.prompt.stable import ToolMemory
 
 from .calling import called, engine_that_sees_all, prompts
 from .conftest import client_of
@@ -121,6 +130,94 @@ def test_the_report_and_the_metrics_count_what_is_left_out(client: TestClient, e
     assert "deferred" not in whole["specprefill"]
     metrics = client.get("/metrics").text
     assert f'specprefill_deferred_tokens_total{{model_name="demo/target"}} {float(left_out["tokens"])}' in metrics
+
+
+# --- what is remembered ----------------------------------------------------------------------------------------------
+
+
+def texts_below(*roots: Any) -> Iterator[str]:
+    """All texts that these objects hold, through however many others."""
+    seen, found = set[int](), list(roots)
+    while found:
+        one = found.pop()
+        if id(one) in seen or isinstance(one, type | ModuleType | FunctionType):
+            continue
+        seen.add(id(one))
+        found += gc.get_referents(one)
+        if isinstance(one, str | bytes):
+            yield one if isinstance(one, str) else one.decode("utf-8", "replace")
+
+
+def models_of(client: TestClient) -> Models:
+    app: Any = client.app
+    models: Models = app.state.models
+    return models
+
+
+def test_nothing_remembers_the_text_of_a_tool_that_waits(client: TestClient, engine: FakeEngine) -> None:
+    secret = uuid4().hex
+    assert ask(client, messages=[ASKED], tools=[*LATER, deferred({**CLOCK, "name": secret})])["specprefill"]["deferred"]
+    service = models_of(client).in_memory(None)
+    assert not any(secret in text for text in texts_below(service.prompts, service.tools))
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["counts", "orders"])
+def test_what_is_remembered_of_tools_is_bounded_and_counts_beside_bodies(
+    monkeypatch: pytest.MonkeyPatch, several: bool
+) -> None:
+    monkeypatch.setattr(stable, "LIMIT", 5000)
+    memory, counted = ToolMemory(room := BodyRoom()), list[str]()
+
+    async def count(tools: Sequence[Any]) -> int:
+        counted.append(tools[0]["name"])
+        return 7
+
+    def remember(name: int, number: int = 10) -> None:
+        tools = [{"name": f"{name}", "number": i} for i in range(number)]
+        if several:
+            assert memory.sort(tools[::-1], CacheLabel()) == memory.sort(tools, CacheLabel())
+        else:
+            assert asyncio.run(memory.tokens(tools, CacheLabel(), count)) == 7
+
+    for name in range(50):
+        remember(name)
+        assert 1000 < room.taken <= 5000
+    remember(49)
+    remember(0)
+    assert several or counted == [*map(str, range(50)), "0"]
+    monkeypatch.setattr(body_room, "LIMIT", taken := room.taken)
+    monkeypatch.setattr(stable, "LIMIT", 50_000)
+    asyncio.run(memory.tokens([{"name": "no room"}], CacheLabel(), count))
+    assert room.taken == taken
+    memory.forget(None)
+    assert room.taken == 0
+
+
+def test_nothing_is_remembered_of_what_is_counted_while_all_is_forgotten() -> None:
+    memory = ToolMemory(room := BodyRoom())
+
+    async def count(tools: Sequence[Any]) -> int:
+        memory.forget(None)
+        return 7
+
+    assert asyncio.run(memory.tokens([{}], CacheLabel(), count)) == 7
+    assert room.taken == 0
+
+
+def test_what_is_remembered_of_tools_is_forgotten_with_the_cache_by_its_owner(engine: FakeEngine) -> None:
+    client = client_of(engine, api_keys=("anna", "bert"))
+    room = models_of(client).state.bodies
+    left = []
+    for key in ("anna", "bert"):
+        client.headers["authorization"] = f"Bearer {key}"
+        ask(client, messages=[ASKED], tools=LATER)
+        left.append(room.taken)
+    for _ in range(2):
+        assert client.delete("/v1/specprefill/cache").status_code == 200
+        assert room.taken == left[0] == left[1] / 2
+    client.headers["authorization"] = "Bearer anna"
+    assert client.delete("/v1/specprefill/cache").status_code == 200
+    assert room.taken == 0
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------

@@ -111,11 +111,17 @@ def test_models_are_loaded_and_unloaded_by_name(server: Callable[..., TestClient
         assert (reply.status_code, reply.json()["state"]) == (200, "loaded")
         assert client.post("/v1/models/org/b/load").json()["state"] == "loaded"
         assert host.loaded == ["org/b"]
+        tools = [{"type": "function", "function": {"name": "f"}}]
+        client.post("/v1/chat/completions", json={"messages": HI, "model": "org/b", "tools": tools}).raise_for_status()
+        app: Any = client.app
+        room = app.state.models.state.bodies
+        assert room.taken > 0  # what is remembered of tools
         host.engines["org/b"]._waiting = 1
         refused = client.post("/v1/models/org/b/unload")
         assert (refused.status_code, refused.json()["error"]["code"]) == (409, "model_in_use")
         host.engines["org/b"]._waiting = 0
         assert client.post("/v1/models/org/b/unload").json()["state"] == "unloaded"
+        assert room.taken == 0
         assert client.post("/v1/models/org/b/unload").json()["state"] == "unloaded"
         pinned = client.post("/v1/models/c/unload")
         assert (pinned.status_code, pinned.json()["error"]["code"]) == (409, "model_pinned")

@@ -195,7 +195,7 @@ class Models:
         async with self._lock:  # none comes or goes meanwhile
             for entry in entries:
                 if (service := entry.service) is not None:
-                    service.tool_orders.forget(owner)
+                    service.tools.forget(owner)
                     await asyncio.to_thread(service.engine.drop_cached, None, owner)
                 elif (folder := self._the_host.folder(entry)) is not None:
                     await asyncio.to_thread(_forget_files, folder, owner)
@@ -277,6 +277,7 @@ class Models:
         entry.state = "unloading"
         entry.metrics.engine = None
         service.prompts.workers.close()
+        service.tools.forget(None)
         await asyncio.to_thread(_close, weakref.ref(service.engine))
         del service
         await asyncio.to_thread(self._the_host.release)

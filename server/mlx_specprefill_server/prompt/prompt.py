@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -21,10 +21,9 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from mlx_specprefill import ContextLengthError, InvalidRequestError, PromptSpan, TokenIds, as_token_ids
 
-from ..big_json import dumps, loads
 from ..errors import refusal
 from .conversation import Conversation, Message
-from .deferred import LOADS, with_schemas
+from .deferred import LOADS, Tool, with_schemas
 from .forms import Form, messages_in, tools_in
 from .probe import Show, ask, notation_of
 from .question import about_everything
@@ -41,7 +40,6 @@ SLACK = 2  # times the context; pieces may have a few more tokens than the whole
 ENDS = 48  # tokens at each end of a prompt of ids in which its question is sought
 ENDING = 256  # characters; more than a template writes to open an answer, for templates without a marker
 
-TOOLS_COUNTED = 4096  # deferred tools whose tokens are remembered
 MOST_NAMED = 8  # parts that warnings name
 IMAGE_LEFT_OUT = "{}: an image was left out: this model reads text only"
 WRITTEN = "the model's chat template shows no tool calls: those of the conversation are written as text"
@@ -60,7 +58,6 @@ class Prompt:
         ending: what the text has of the assistant's turn that the answer goes on with.
         left_out: sentences about text that is not in it.
         about_everything: the words of its question that ask for the whole text.
-        deferred: the number of tools that wait to be loaded, and that of their schemas' tokens.
     """
 
     tokens: TokenIds
@@ -68,7 +65,6 @@ class Prompt:
     ending: str = ""
     left_out: tuple[str, ...] = ()
     about_everything: str | None = None
-    deferred: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -126,7 +122,6 @@ class PromptBuilder:
         show = partial(_show, tokenizer)
         self.forms = _forms(tokenizer, show)
         self._tools = ToolWriter(show, self.forms.get(True, Form()))
-        self._tool_tokens = lru_cache(TOOLS_COUNTED)(self._count_tool)
 
     @property
     def takes_tools(self) -> bool:
@@ -169,6 +164,10 @@ class PromptBuilder:
         """
         return await self.workers.run(partial(self._tokens, text, special, field))
 
+    async def count_tools(self, tools: Sequence[Tool]) -> int:
+        """Return the tokens of tools, each as the template writes it."""
+        return await self.workers.run(lambda: sum(self._count(self._tools.write(tool)) for tool in tools))
+
     def check_length(self, text: str, field: str) -> None:
         """Refuse a text that can't fit before all of it is tokenized. The context bounds the work, whatever the text.
 
@@ -206,16 +205,10 @@ class PromptBuilder:
         sentences = (*fitted.left_out, *missing)
         questions = [message["content"] for message in conversation.messages if message["role"] == "user"]
         words = about_everything(questions[-1]) if questions else None
-        waiting = conversation.waiting
-        deferred = (len(waiting), sum(self._tool_tokens(dumps(tool)) for tool in waiting)) if waiting else (0, 0)
         if offsets is None:
-            return Prompt(as_token_ids(tokens), (), ending, sentences, words, deferred)
+            return Prompt(as_token_ids(tokens), (), ending, sentences, words)
         spans = locate(fitted.messages, fitted.rendered, marked, self._ends, bool(conversation.tools))
-        return Prompt(as_token_ids(tokens), to_tokens(spans, offsets), ending, sentences, words, deferred)
-
-    def _count_tool(self, tool: bytes) -> int:
-        """Return the tokens of a tool as JSON, as the template writes it."""
-        return self._count(self._tools.write(loads(tool)))
+        return Prompt(as_token_ids(tokens), to_tokens(spans, offsets), ending, sentences, words)
 
     def _fit(self, conversation: Conversation) -> _Fitted:
         """Return the conversation in the form that the template takes, without volatile lines."""

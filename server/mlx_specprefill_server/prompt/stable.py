@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
@@ -15,9 +16,17 @@ from typing import Any
 from mlx_specprefill import CacheLabel
 
 from ..big_json import dumps
+from ..body_room import BodyPlace, BodyRoom
+from ..errors import ApiError
 from .conversation import Conversation
+from .deferred import Tool
 
-_MOST = 256  # sets of tools
+Count = Callable[[Sequence[Tool]], Awaitable[int]]
+Key = tuple[CacheLabel, bytes]
+
+LIMIT = 1 << 20  # bytes that are remembered of one model's tools
+_DIGEST = 16  # bytes
+_ENTRY = 1 << 10  # bytes that an entry takes besides its digests
 
 # Lines of system messages that say nothing to a model, by agent, as recorded from it.
 VOLATILE_LINES: Mapping[str, re.Pattern[str]] = {
@@ -40,25 +49,64 @@ def remove_volatile_lines(conversation: Conversation) -> tuple[Conversation, tup
     return replace(conversation, messages=(*system, *conversation.messages[1:])), tuple(left_out)
 
 
-class ToolOrders:
-    """The order in which each set of tools was first sent under a label. Used on the event loop."""
+class ToolMemory:
+    """What is remembered of tools under a label: the order in which each set was first sent, and how many tokens the
+    deferred ones of a request have. It holds digests only. Used on the event loop.
 
-    def __init__(self) -> None:
-        self._orders: OrderedDict[Any, tuple[bytes, ...]] = OrderedDict()  # by label and digests, least recent first
+    Args:
+        room: in which it counts, beside the bodies of requests. Where there is none, nothing more is remembered.
+    """
 
-    def sort(self, tools: Sequence[Mapping[str, Any]], label: CacheLabel) -> tuple[Mapping[str, Any], ...]:
+    def __init__(self, room: BodyRoom) -> None:
+        self._place = BodyPlace(room)
+        self._times = 0  # that something was forgotten
+        self._kept: OrderedDict[Key, tuple[Any, int]] = OrderedDict()  # with sizes in bytes, least recent first
+
+    def sort(self, tools: Sequence[Tool], label: CacheLabel) -> tuple[Tool, ...]:
         """Sort tools as in an earlier request with the same ones. Their order means nothing to a model."""
-        named = {blake2b(dumps(tool), digest_size=16).digest(): tool for tool in tools}
+        named = {_digest(dumps(tool)): tool for tool in tools}
         if len(named) < len(tools):
             return tuple(tools)
-        key = label, frozenset(named)
-        order = self._orders.setdefault(key, tuple(named))
-        self._orders.move_to_end(key)
-        if len(self._orders) > _MOST:
-            self._orders.popitem(last=False)
-        return tuple(named[digest] for digest in order)
+        key = label, _digest(b"".join(sorted(named)))
+        if (order := self._recall(key)) is None:
+            self._keep(key, order := b"".join(named), len(order))
+        return tuple(named[order[i : i + _DIGEST]] for i in range(0, len(order), _DIGEST))
+
+    async def tokens(self, tools: Sequence[Tool], label: CacheLabel, count: Count) -> int:
+        """Return the tokens of deferred tools, which `count` counts where that is not remembered."""
+        key = label, _digest(dumps(list(tools)))
+        if (tokens := self._recall(key)) is None:
+            before = self._times
+            tokens = await count(tools)
+            if self._times == before:
+                self._keep(key, tokens, 0)
+        return int(tokens)
 
     def forget(self, owner: str | None) -> None:
-        """Drop the orders of one owner's labels, or all."""
-        for key in [key for key in self._orders if owner in (None, key[0].owner)]:
-            del self._orders[key]
+        """Drop what is under one owner's labels, or all. What is being counted is not kept."""
+        self._times += 1
+        for key in [key for key in self._kept if owner in (None, key[0].owner)]:
+            self._drop(key)
+
+    def _recall(self, key: Key) -> Any:
+        if key not in self._kept:
+            return None
+        self._kept.move_to_end(key)
+        return self._kept[key][0]
+
+    def _keep(self, key: Key, value: Any, size: int) -> None:
+        size += _ENTRY
+        if key in self._kept or size > LIMIT:
+            return
+        while self._place.own + size > LIMIT:
+            self._drop(next(iter(self._kept)))
+        with suppress(ApiError):
+            self._place.take(size)
+            self._kept[key] = value, size
+
+    def _drop(self, key: Key) -> None:
+        self._place.take(-self._kept.pop(key)[1])
+
+
+def _digest(text: bytes) -> bytes:
+    return blake2b(text, digest_size=_DIGEST).digest()

@@ -112,8 +112,9 @@ def _slots_of(held: Positions, pieces: Sequence[Piece]) -> tuple[list[tuple[Posi
     """Return the slots of pieces with one shift, with that, and the positions of all at their new places."""
     taken, runs, order = list[tuple[Positions, int]](), Runs(), np.argsort(held).astype(np.int32)
     for shift, group in groupby(pieces, lambda piece: piece.new - piece.old):
-        ends = [np.searchsorted(held, (old, old + size), sorter=order) for old, _, size in group]
-        slots = np.concatenate([order[start:end] for start, end in ends])
+        ends = [(old, np.searchsorted(held, (old, old + size), sorter=order)) for old, _, size in group]
+        # The front stays in the order of feeding: it shows which tokens were read before a gap was filled.
+        slots = np.concatenate([order[start:end] if old else np.sort(order[start:end]) for old, (start, end) in ends])
         if slots.size:
             taken.append((slots, shift))
             runs.extend(held[slots] + np.int32(shift))

@@ -29,6 +29,7 @@ from mlx_specprefill.prefill_report import Prediction
 from mlx_specprefill.request import SpanKind
 from tests.engine.test_edited_prompt import CONFIG, IN_FULL, INSERTED, LONGER, OLD, PLACE, POLICY, SEAM, TAIL
 from tests.engine.test_sessions import Meter, wants
+from tests.support.dense import assert_is_full_reading
 from tests.support.tiny import on_own_layers, random_prompt, tiny_pair
 from tests.support.waiting import eventually
 
@@ -125,6 +126,25 @@ def test_a_question_recalls_what_was_dropped_behind_the_edit(edit_asks: bool, mo
     assert report.recalled_tokens > 0
     assert now <= kept(report)
     assert report.kept_tokens < len(prompt)
+
+
+@pytest.mark.parametrize("edit_asks", [True, False])
+def test_a_gap_that_is_filled_in_front_of_an_edit_leaves_no_dense_prefix(
+    edit_asks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind the gap, tokens were read without it. It is filled with the edit, or the turn before."""
+    place, gap = 700, range(96, 384)
+    wants(monkeypatch, 1, *range(12, 60))
+    with running(tiny_pair(), replace(CONFIG, policy=replace(POLICY, keep_pct=Fraction(13, 20)))) as engine:
+        assert not kept(read(engine, OLD)) & set(gap)
+        wants(monkeypatch, *(index // 32 for index in gap))
+        prompt = OLD if edit_asks else (*OLD, *random_prompt(TAIL, 9))
+        if not edit_asks:
+            assert read(engine, prompt, ASKS).recalled_tokens >= len(gap)
+        report = read(engine, inserted(place, prompt=prompt), ASKS)
+        assert report.mode == "reuse"
+        assert set(gap) <= kept(report)
+        assert_is_full_reading(engine, request_of(inserted(place, prompt=prompt)))
 
 
 def test_a_new_question_chooses_anew_where_most_was_dropped(engine: Engine) -> None:

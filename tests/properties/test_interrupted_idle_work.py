@@ -33,9 +33,8 @@ from mlx_specprefill.adapters.heads import DraftHeads, Head
 from mlx_specprefill.adapters.retrieval_heads import RetrievalHeads
 from mlx_specprefill.engine import loop
 from mlx_specprefill.engine.job import Job
+from tests.support.dense import assert_is_full_reading
 from tests.support.oracle import on_the_cpu_unfused
-from tests.support.precision import assert_close
-from tests.support.steps import finish
 from tests.support.tiny import (
     CONFIGS,
     FAMILIES,
@@ -105,21 +104,6 @@ def spans_of(ends: list[int]) -> tuple[PromptSpan, ...]:
     kinds = ["system", *("user" if number % 2 else "assistant" for number in range(1, len(ends)))]
     starts = [0, *ends[:-1]]
     return tuple(PromptSpan(kind, start, start, end, end) for kind, start, end in zip(kinds, starts, ends, strict=True))
-
-
-def assert_is_full_reading(engine: Engine, request: GenerationRequest) -> int:
-    """Behind what the exact cache holds of a prompt, the target answers as behind the whole one. Return its length."""
-
-    def behind() -> tuple[int, Any, Any]:
-        hit = finish(engine.caches.target_prefix(request.prompt, request.label, again=True))
-        start, cache = (0, None) if hit is None else (hit.length, hit.cache)
-        tokens = mx.array(request.prompt)[None]
-        found, whole = engine.pair.target(tokens[:, start:], cache=cache)[0], engine.pair.target(tokens)[0, start:]
-        return start, *(np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True)) for logits in (found, whole))
-
-    start, found, whole = engine._inbox.call(behind)
-    assert_close(found, whole, atol=1e-4)
-    return start
 
 
 class Session:

@@ -175,7 +175,7 @@ class GenerationRequest:
 
     Attributes:
         prompt: M >= 1 token ids, int32 (M,); any sequence of ints is converted.
-        max_tokens: tokens to generate, >= 0 (0 only makes sense with `prompt_logprobs`).
+        max_tokens: tokens to generate; 0: the prompt is read and kept for later requests.
         stop_token_ids: ids that end the answer (not emitted as text; the event still carries them).
         logprobs: None, or how many alternatives per generated token (0..20) to report.
         prompt_logprobs: None, or as `logprobs` for the prompt's own tokens (echo); forces a full prefill.
@@ -186,7 +186,6 @@ class GenerationRequest:
         reasoning: None, or the budget of reasoning tokens.
         min_tokens: number of tokens before stop ids may be generated, unless the constraint leaves nothing else.
         label: cached prefixes and sessions are shared with requests of the same label.
-        pin_system_prefix: pin the system prefix in the cache at once, as if a second request had used it.
         made: when it came, by the monotonic clock. What came before `Engine.drop_cached` leaves nothing in the caches.
     """
 
@@ -203,7 +202,6 @@ class GenerationRequest:
     reasoning: ReasoningBudget | None = None
     min_tokens: int = 0
     label: CacheLabel = SHARED
-    pin_system_prefix: bool = False
     made: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:

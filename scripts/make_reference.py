@@ -53,7 +53,7 @@ that it is called from, bash, zsh or fish; `--show-completion` prints it.
 | exit status | |
 |---|---|
 | 0 | done |
-| 1 | a request failed on the way; the reason is on standard error |
+| 1 | it failed on the way, or `doctor` found a fault; the reason is on standard error |
 | 2 | something in the call has to change: an option, a variable, a file, a model, a port; one line says what |
 | 130, 143 | ended by Ctrl-C, by SIGTERM: the way in which a server ends |
 """

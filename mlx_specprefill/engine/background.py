@@ -83,12 +83,8 @@ class BackgroundQueue:
         return turn in self._turns
 
     def add(self, turn: IdleTurn) -> list[IdleTurn]:
-        """Add the newest turn, which replaces earlier turns of its conversation and pins what they were to pin. Return
-        the turns that have to go.
-        """
+        """Add the newest turn, which replaces earlier turns of its conversation. Return the turns that have to go."""
         gone = [old for old in self._turns if turn.follows(old)]
-        if any(old.request.pin_system_prefix for old in gone):
-            turn = replace(turn, request=replace(turn.request, pin_system_prefix=True))
         self._turns = [turn, *(old for old in self._turns if old not in gone)]
         if len(self._turns) > _LIMIT:
             gone.append(sorted(self._turns, key=self._order)[-1])
@@ -156,7 +152,7 @@ class BackgroundPrefill:
         """Queue a turn that was answered, if something is left to read."""
         request = active.request
         dense = self._densifies and active.is_sparse and (active.is_to_verify or self._has_room(active))
-        drafts = self._drafts and (request.pin_system_prefix or request.specprefill.enabled is not False)
+        drafts = self._drafts and request.specprefill.enabled is not False
         if not (dense or drafts):
             return
         turn = IdleTurn(request, tuple(active.decoded.tokens), handle, active.plan.selection_key, dense, drafts)

@@ -362,7 +362,6 @@ class EngineCaches:
             arrays,
             label=request.label,
             system_prefix_len=min(request.system_prefix_len, len(tokens)),
-            pin_system_prefix=request.pin_system_prefix,
             state=state,
             selection_key=self._full_key(selection_key),
             hidden=hidden.between if hidden else None,

@@ -461,8 +461,8 @@ def check_request(request: GenerationRequest, pair: ModelPair) -> None:
     M = len(request.prompt)
     if M == 0:
         raise InvalidRequestError("the prompt is empty", field="prompt")
-    if request.max_tokens < 0 or (request.max_tokens == 0 and request.prompt_logprobs is None):
-        raise InvalidRequestError("max_tokens must be at least 1", field="max_tokens")
+    if request.max_tokens < 0:
+        raise InvalidRequestError("max_tokens must be at least 0", field="max_tokens")
     if M + request.max_tokens > pair.context_length:
         raise ContextLengthError(M, request.max_tokens, pair.context_length)
     if request.prompt.min() < 0 or request.prompt.max() >= pair.readable_vocab:

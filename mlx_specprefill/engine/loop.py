@@ -352,7 +352,8 @@ class EngineCore:
         """Begin to decode. The first token goes out at once."""
         active = job.active
         if active.request.max_tokens == 0:
-            self._end(job, Finished("length", 0, active.report()))
+            active.store()
+            self._end_answered(job, Finished("length", 0, active.report()))
             return
         active.stage = "decode"
         self._scheduler.to_decode(job.uid)
@@ -391,9 +392,12 @@ class EngineCore:
         self._memory.settle(job, cache)  # so that there is more room for what is kept
         if active.decoded.shift == 0 and self._config.kv_bits is None:
             active.keep(self._caches, concat_tokens(active.request.prompt, tokens), cache)
-        self._end(job, Finished(reason, len(active.decoded.tokens), active.report()))
+        self._end_answered(job, Finished(reason, len(active.decoded.tokens), active.report()))
+
+    def _end_answered(self, job: AnswerJob, event: Finished) -> None:
+        self._end(job, event)
         if self._caches.enabled:
-            self._densifier.follow(active, job.handle)
+            self._densifier.follow(job.active, job.handle)
 
     def _cancel(self, job: Job) -> None:
         if job.uid in self._decoding:

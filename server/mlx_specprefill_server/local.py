@@ -26,7 +26,6 @@ from mlx_specprefill import (
     FinishReason,
     GenerationRequest,
     PrefillReport,
-    Progress,
     SamplingParams,
     SpecPrefillOptions,
     TokenEvent,
@@ -122,7 +121,6 @@ def stream_text(
     engine: Engine,
     request: GenerationRequest,
     on_text: Callable[[str], None],
-    on_progress: Callable[[Progress], None] = lambda event: None,
 ) -> tuple[str, Finished | Failed]:
     """Run a request, pass its text on piece by piece, and return the text and the last event.
 
@@ -139,8 +137,6 @@ def stream_text(
 
     for event in engine.generate(request):
         match event:
-            case Progress():
-                on_progress(event)
             case TokenEvent() if event.token not in request.stop_token_ids:
                 show(turn.push(text.push(event.token)))
             case Finished() | Failed():

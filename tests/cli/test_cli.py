@@ -54,54 +54,6 @@ def test_the_version() -> None:
     assert run("--version").stdout == f"mlx-specprefill {__version__}\n"
 
 
-class TestGenerate:
-    def test_answer_on_stdout_report_on_stderr(self, models: list[str], prompt_file: str) -> None:
-        done = run("generate", "--raw", "--prompt-file", prompt_file, "--mode", "sparse", "--max-tokens", "5", *models)
-        assert done.exit_code == 0, done.output
-        assert 1 <= len(done.stdout.split()) <= 5
-        assert all(word.startswith("w") or word == "<unk>" for word in done.stdout.split())
-        for stage in ("queue", "draft", "select", "prefill", "TTFT", "decode"):
-            assert stage in done.stderr
-        assert "mode sparse (requested)" in done.stderr
-
-    def test_modes(self, models: list[str], prompt_file: str) -> None:
-        arguments = ["generate", "--raw", "--prompt-file", prompt_file, "--max-tokens", "1", *models]
-        full = run(*arguments, "--mode", "full")
-        auto = run(*arguments)
-        assert "mode full (turned off by the request)" in full.stderr
-        assert "400 of 400 prompt tokens (100.0%)" in full.stderr
-        assert "400 prompt tokens, at least 1024 are kept" in auto.stderr
-
-    def test_the_target_as_its_own_draft(self, models: list[str], prompt_file: str) -> None:
-        arguments = ["generate", "--raw", "--prompt-file", prompt_file, "--max-tokens", "1", "--mode", "sparse"]
-        done = run(*arguments, *models[:2], "--draft", "self")
-        assert done.exit_code == 0, done.output
-        assert "mode sparse (requested)" in done.stderr  # by the paper's rule: this command calibrates nothing
-
-    def test_heads_that_are_not_there(self, models: list[str], prompt_file: str, tmp_path: Path) -> None:
-        pairs = tmp_path / "pairs.toml"
-        pairs.write_text(f'[a]\ntarget = "{models[1]}"\ndraft = "self"\ndraft_heads = "no/such.safetensors"\n')
-        wrong = run("generate", "--raw", "--prompt-file", prompt_file, "--pairs-file", str(pairs), "--pair", "a")
-        assert (wrong.exit_code, wrong.stderr.count("error: no/such.safetensors: ")) == (2, 1)
-
-    @pytest.mark.parametrize("gone", ["--forced", "--chunk-size", "--draft-layers", "--draft-heads", "--max-loss"])
-    def test_what_is_for_programs_is_no_option(self, gone: str, models: list[str], prompt_file: str) -> None:
-        wrong = run("generate", "--prompt-file", prompt_file, *models, gone, "1")
-        assert (wrong.exit_code, f"No such option: {gone}" in wrong.stderr) == (2, True)
-
-    def test_keep_share_reaches_the_engine(self, models: list[str], prompt_file: str) -> None:
-        arguments = ["generate", "--raw", "--prompt-file", prompt_file, "--max-tokens", "1", "--mode", "sparse"]
-        few, many = (run(*arguments, "--keep-pct", share, *models).stderr for share in ("0.2", "0.5"))
-        kept = [int(found[1]) for text in (few, many) if (found := re.search(r"(\d+) of 400", text))]
-        assert kept[1] - kept[0] >= 100  # 15 of 50 chunks, less what is kept anyway
-
-    def test_standard_input(self, models: list[str]) -> None:
-        arguments = ["generate", "--raw", "--prompt-file", "-", "--max-tokens", "1", *models]
-        done = CliRunner().invoke(cli.app, arguments, input=PROMPT)
-        assert done.exit_code == 0
-        assert "400 prompt tokens" in " ".join(done.stderr.split())
-
-
 class TestInspect:
     def test_kept_chunks_with_scores_and_flags(self, models: list[str], prompt_file: str) -> None:
         done = run("inspect", "--raw", "--prompt-file", prompt_file, *models)
@@ -110,6 +62,22 @@ class TestInspect:
         assert "forced" in done.stdout
         assert "dropped" not in done.stdout
         assert "of 400 tokens kept" in done.stdout
+
+    def test_standard_input_and_a_share_to_keep(self, models: list[str]) -> None:
+        kept = []
+        for share in ("0.2", "0.5"):
+            arguments = ["inspect", "--raw", "--prompt-file", "-", "--keep-pct", share, *models]
+            done = CliRunner().invoke(cli.app, arguments, input=PROMPT)
+            found = re.search(r"(\d+) of 400 tokens kept", done.stdout)
+            assert found is not None, done.output
+            kept.append(int(found[1]))
+        assert kept[1] - kept[0] >= 100  # 15 of 50 chunks, less what is kept anyway
+
+    def test_heads_that_are_not_there(self, models: list[str], prompt_file: str, tmp_path: Path) -> None:
+        pairs = tmp_path / "pairs.toml"
+        pairs.write_text(f'[a]\ntarget = "{models[1]}"\ndraft = "self"\ndraft_heads = "no/such.safetensors"\n')
+        wrong = run("inspect", "--raw", "--prompt-file", prompt_file, "--pairs-file", str(pairs), "--pair", "a")
+        assert (wrong.exit_code, wrong.stderr.count("error: no/such.safetensors: ")) == (2, 1)
 
     def test_all_lists_the_dropped_ones_too(self, models: list[str], prompt_file: str) -> None:
         done = run("inspect", "--raw", "--prompt-file", prompt_file, "--all", "--keep-pct", "0.1", *models)
@@ -318,10 +286,9 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("arguments", "words"),
         [
-            (["generate", "--prompt-file", "{missing}"], "No such file"),
             (["inspect", "--prompt-file", "{missing}"], "No such file"),
-            (["generate", "--prompt-file", "{prompt}", "--keep-pct", "0"], "--keep-pct must be a number in (0, 1]"),
-            (["generate", "--prompt-file", "{prompt}", "--keep-pct", "much"], "--keep-pct must be a number in (0, 1]"),
+            (["inspect", "--prompt-file", "{prompt}", "--keep-pct", "0"], "--keep-pct must be a number in (0, 1]"),
+            (["inspect", "--prompt-file", "{prompt}", "--keep-pct", "much"], "--keep-pct must be a number in (0, 1]"),
             (["serve", "--pair", "nonsense"], "no pair 'nonsense': there are: smollm2, "),
             (["serve", "--pair", "smolm2"], "no pair 'smolm2': did you mean smollm2?"),
             (["serve", "--pairs-file", "{missing}", "--pair", "mine"], "can't read"),
@@ -350,20 +317,20 @@ class TestRefusals:
 
     def test_a_pair_that_does_not_match(self, models: list[str], prompt_file: str, tmp_path: Path) -> None:
         other = tiny.save_checkpoint(tmp_path / "other", "llama", words=90, vocab_size=90)
-        done = run("generate", "--raw", "--prompt-file", prompt_file, "--target", models[1], "--draft", str(other))
+        done = run("inspect", "--raw", "--prompt-file", prompt_file, "--target", models[1], "--draft", str(other))
         assert done.exit_code == 2
         assert "different vocabularies" in done.stderr
         assert "Traceback" not in done.output
 
     def test_a_model_without_a_chat_template(self, models: list[str], prompt_file: str) -> None:
-        done = run("generate", "--prompt-file", prompt_file, *models)
+        done = run("inspect", "--prompt-file", prompt_file, *models)
         assert done.exit_code == 2
         assert "chat template" in done.stderr
 
     def test_a_prompt_that_is_too_long(self, models: list[str], tmp_path: Path) -> None:
         path = tmp_path / "long.txt"
         path.write_text("w5 " * 5000)
-        done = run("generate", "--raw", "--prompt-file", str(path), *models)
+        done = run("inspect", "--raw", "--prompt-file", str(path), *models)
         assert done.exit_code == 2
         assert "maximum context length is 4096" in done.stderr
 
@@ -371,17 +338,6 @@ class TestRefusals:
         done = run("inspect", "--raw", "--prompt-file", prompt_file, *models[:2])
         assert done.exit_code == 2
         assert "no draft model is loaded" in done.stderr
-
-    def test_an_engine_failure_is_exit_code_1(
-        self, models: list[str], prompt_file: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def broken(*_: object, **__: object) -> None:
-            raise RuntimeError("out of memory")
-
-        monkeypatch.setattr("mlx_specprefill.engine.prefill.feed", broken)
-        done = run("generate", "--raw", "--prompt-file", prompt_file, *models)
-        assert done.exit_code == 1
-        assert "error: out of memory" in done.stderr
 
 
 def test_the_blas_notice_is_shown_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -397,4 +353,4 @@ def test_main_is_the_console_command(monkeypatch: pytest.MonkeyPatch, capsys: py
     with pytest.raises(SystemExit) as exit_info:
         cli.main()
     assert exit_info.value.code == 0
-    assert {"serve", "generate", "inspect"} <= set(capsys.readouterr().out.split())
+    assert {"serve", "inspect"} <= set(capsys.readouterr().out.split())

@@ -154,7 +154,7 @@ class TestLoadingWhatIsNotHere:
     def test_a_command_says_in_one_line_what_the_hub_has_not(self, hub: Hub, tmp_path: Path) -> None:
         prompt = tmp_path / "prompt"
         prompt.write_text("Hi")
-        asked = ["generate", "--prompt-file", str(prompt), "--target", "org/nothing"]
+        asked = ["inspect", "--prompt-file", str(prompt), "--target", "org/nothing"]
         done = CliRunner(env={"COLUMNS": "200"}).invoke(cli.app, asked)
         assert done.exit_code == 2, done.output
         assert f"error: {hub.url} has no model org/nothing" in done.stderr

@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import json
 import os
+import plistlib
 import re
 import shlex
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from configparser import ConfigParser
 from contextlib import redirect_stdout, suppress
 from functools import cache
 from io import StringIO
@@ -26,6 +28,7 @@ from typer.core import TyperGroup
 from typer.testing import CliRunner
 
 from mlx_specprefill_server.cli import app
+from mlx_specprefill_server.settings import Settings
 from tests.support.serving import Server
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +36,22 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 PAGES += sorted(path for folder in ("guides", "clients", "machines") for path in (ROOT / "docs" / folder).glob("*.md"))
 ADDRESS = "http://127.0.0.1:8000"
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-READ_AS = {"json": json.loads, "toml": tomllib.loads}
+
+
+def unit(text: str) -> ConfigParser:
+    """Return a unit of systemd, whose names have capitals."""
+    parser = ConfigParser(interpolation=None)
+    parser.optionxform = str  # type: ignore[assignment,method-assign]
+    parser.read_string(text)
+    return parser
+
+
+READ_AS: dict[str, Callable[[str], Any]] = {
+    "json": json.loads,
+    "toml": tomllib.loads,
+    "xml": lambda text: plistlib.loads(text.encode()),
+    "ini": unit,
+}
 ON_THE_MACHINE = ("mlx-specprefill list", "mlx-specprefill recommend")
 RUN_HERE = ("mlx-specprefill connect", "scripts/bench ttft --help", *ON_THE_MACHINE)
 CONFIGURED = {"codex": ".codex/config.toml", "claude": ".claude/settings.json"}
@@ -46,7 +64,7 @@ NOT_RUN = {
     ),
     "tests/packaging/test_replicas.py runs it": ("LISTEN=127.0.0.1:8080 ",),
     "tests/server/test_stable.py runs it": ("mlx-specprefill inspect --misses",),
-    "tests/cli/test_service.py runs it with stand-ins for the system's programs": ("mlx-specprefill service",),
+    "needs launchd or systemd": ("launchctl ", "systemctl "),
     "needs the network": (
         "git clone",
         "git pull",
@@ -62,10 +80,7 @@ NOT_RUN = {
         "mlx-specprefill doctor --compute",
         "scripts/bench ",
     ),
-    "works on what such a run has left": (
-        "tail -n 1 runs/",
-        "mlx-specprefill warm agent.json",
-    ),
+    "works on what such a run has left": ("tail -n 1 runs/",),
     "is part of CI": ("scripts/check", "scripts/test", "scripts/docs", ".ci/run"),
 }
 
@@ -153,8 +168,7 @@ def test_programs_have_the_options_that_they_are_given(words: tuple[str, ...]) -
 
 def known_options(program: str, named: tuple[str, ...], given: set[str]) -> set[str]:
     if program == "mlx-specprefill":
-        passed_on = options_of(("serve",)) if named == ("service", "install") else set()
-        return options_of(named) | passed_on
+        return options_of(named)
     assert os.access(ROOT / program, os.X_OK)
     if program == "scripts/serve":
         return options_of(("serve",))
@@ -220,3 +234,13 @@ def test_programs_do_what_they_say(server: Server, block: Block, capsys: pytest.
 def test_settings_can_be_read(block: Block) -> None:
     """That they are those of `connect` is tested with the reference."""
     assert READ_AS[block.language](block.text)
+
+
+def test_the_services_start_the_server_with_options_that_it_has() -> None:
+    agent, service = (READ_AS[block.language](block.text) for kind in ("xml", "ini") for block in blocks(kind))
+    for program, name, *words in (agent["ProgramArguments"], shlex.split(service["Service"]["ExecStart"])):
+        assert (Path(program).name, name) == ("mlx-specprefill", "serve")
+        assert {word for word in words if word.startswith("-")} <= options_of(("serve",))
+        assert CliRunner().invoke(app, [name, *words, "--help"]).exit_code == 0
+    assert agent["KeepAlive"] == {"SuccessfulExit": False}
+    assert agent["ExitTimeOut"] == int(service["Service"]["TimeoutStopSec"]) > Settings().shutdown_grace_s

@@ -19,8 +19,8 @@ def test_all_that_was_written_lies_in_the_folders_that_the_page_names(tmp_path: 
     (tmp_path / "prompt.txt").write_text("The code of Paris is 4711. What is the code of Paris?")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MLX_SPECPREFILL_")}
     environment |= {"HOME": str(home), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "mlx_specprefill_server", "generate", "--pair", "demo"]
-    command += ["--prompt-file", str(tmp_path / "prompt.txt"), "--max-tokens", "16"]
+    command = [sys.executable, "-m", "mlx_specprefill_server", "inspect", "--pair", "demo"]
+    command += ["--prompt-file", str(tmp_path / "prompt.txt")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=240)
     assert "4711" in done.stdout
     named = {home / ".cache" / "mlx-specprefill", home / ".config" / "mlx-specprefill"}

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import stat
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from typer.testing import CliRunner
 
-from mlx_specprefill_server.cli import app
 from tests.support.serving import Server, start
 from tests.support.waiting import eventually
 
@@ -19,6 +19,8 @@ from .conftest import PAIR, filler
 
 pytestmark = pytest.mark.extended
 
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "agents.md"
+ADDRESS = "http://127.0.0.1:8000"
 SYSTEM = " ".join(filler(700, seed=5))
 
 
@@ -32,15 +34,29 @@ def ask(server: Server, text: str, **more: Any) -> dict[str, Any]:
     return report
 
 
+def warm(server: Server, folder: Path) -> dict[str, Any]:
+    """The answer to the commands of the agents' guide that warm, with a record of one request."""
+    record = folder / "runs" / "agents" / "opencode.jsonl"
+    record.parent.mkdir(parents=True)
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "Hello"}]
+    record.write_text(json.dumps({"body": {"messages": messages, "max_tokens": 32000, "stream": True}}) + "\n")
+    _, commands = re.findall(r"```sh\n(.*?)```", GUIDE.read_text().partition("## Before the first session")[2], re.S)[
+        0
+    ].split("\n", 1)
+    done = subprocess.run(
+        ["sh", "-euc", commands.replace(ADDRESS, server.base)], cwd=folder, capture_output=True, check=True
+    )
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
 def test_a_warmed_system_prompt_serves_the_first_session_and_those_after_a_restart(tmp_path: Path) -> None:
-    file, folder = tmp_path / "agent.json", tmp_path / "prompts"
-    file.write_text(json.dumps({"messages": [{"role": "system", "content": SYSTEM}]}))
+    folder = tmp_path / "prompts"
     with start(tmp_path / "log", *PAIR) as server:
-        done = CliRunner().invoke(app, ["warm", str(file), "--url", server.base])
-        assert done.exit_code == 0, done.output
-        opening = int(done.output.split()[0])
-        assert opening > 700
-        assert ask(server, "What did the baker do?")["cached_tokens"] >= opening - 8
+        warmed = warm(server, tmp_path)
+        assert (warmed["choices"][0]["finish_reason"], warmed["usage"]["completion_tokens"]) == ("length", 0)
+        opening = ask(server, "What did the baker do?")["cached_tokens"]
+        assert opening > warmed["usage"]["prompt_tokens"] - 8 > 700
         ask(server, "Where was the river?", cache_salt="mine")
         ask(server, "Who was it?", cache_salt="mine")
         blocks = opening // 256

@@ -87,17 +87,6 @@ def test_another_label_is_another_conversation() -> None:
     assert drained(turns) == [(1, 2, 3), (1, 2)]
 
 
-def test_a_turn_that_replaces_a_warmed_one_pins_its_system_prefix() -> None:
-    queue = BackgroundQueue(lambda turn: turn.handle.expecting)
-    queue.add(IdleTurn(GenerationRequest((1, 2), 1, pin_system_prefix=True), (0,), RequestHandle()))
-    for one in (turn(7), turn(1, 2, 3)):
-        queue.add(one)
-        first = queue.first()
-        assert first is not None
-        assert (list(first.request.prompt), first.request.pin_system_prefix) in (([7], False), ([1, 2, 3], True))
-    assert len(queue) == 2
-
-
 def test_a_replaced_turn_can_be_discarded() -> None:
     queue, old, new = BackgroundQueue(lambda turn: turn.handle.expecting), turn(1), turn(1, 2)
     queue.add(old)

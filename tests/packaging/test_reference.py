@@ -42,9 +42,8 @@ def test_the_reference_has_every_setting_and_command(reference: ModuleType) -> N
     assert "| `MLX_SPECPREFILL_MEMORY_LIMIT` | `--memory-limit` | none | Memory for weights" in pages["settings.md"]
     assert "| `MLX_SPECPREFILL_PREFIX_DISK_SIZE` | `--prefix-disk-size` | 20GB |" in pages["settings.md"]
     models = ["pull", "list", "recommend"]
-    commands = ["serve", *models, "connect", "generate", "inspect", "bench", "warm", "doctor"]
-    services = [f"service {name}" for name in ("install", "uninstall")]
-    assert re.findall(r"^## ([\w ]+)$", pages["cli.md"], re.MULTILINE) == [*commands, *services, "eval"]
+    commands = ["serve", *models, "connect", "inspect", "bench", "doctor", "eval"]
+    assert re.findall(r"^## ([\w ]+)$", pages["cli.md"], re.MULTILINE) == commands
 
 
 def test_every_decision_is_on_the_index() -> None:

@@ -430,7 +430,7 @@ def said(role: str, *blocks: Any) -> dict[str, Any]:
     ("fields", "field"),
     [
         ({"max_tokens": None}, "max_tokens"),
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": "10"}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"messages": "Hi"}, "messages"),

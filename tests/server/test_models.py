@@ -79,7 +79,6 @@ def test_an_alias_replaces_the_id(engine: FakeEngine) -> None:
         ("/detokenize", {"tokens": [1, 2]}),
         ("/apply-template", {"messages": [{"role": "user", "content": "Hi"}]}),
         ("/v1/specprefill/explain", {"prompt": "Hi " * 99}),
-        ("/v1/specprefill/warm", {"messages": [{"role": "system", "content": "Be brief. " * 99}]}),
     ],
 )
 def test_an_answer_to_another_name_says_whose_it_is(engine: FakeEngine, path: str, body: dict[str, Any]) -> None:

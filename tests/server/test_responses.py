@@ -461,7 +461,7 @@ def said(*parts: Any, role: str = "user") -> dict[str, Any]:
         ({"input": [{"type": "web_search_call"}]}, "input"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"tool_choice": {"type": "function"}}, "tool_choice"),
-        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"max_output_tokens": -2}, "max_output_tokens"),
         ({"top_logprobs": 21}, "top_logprobs"),
         ({"include": "x"}, "include"),
         ({"reasoning": "high"}, "reasoning"),

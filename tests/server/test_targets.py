@@ -15,7 +15,7 @@ TARGETS = (
     "*", "/", "//", "///", "/v1", "/v1/", "/v1//models", "/models/", "/v1/models", "/v1/models/a%2Fb", "/v1/models/%00",
     "/v1/models/%ff%fe", "/v1/models/..%2f..", "/web/..%2fapp.py", "/web/", "/../etc/passwd", "/health?", "/health#x",
     "/v1/specprefill/cache/%2e%2e", "/v1/specprefill/stats?model=%ff", "/v1/specprefill/verdicts/%0d%0a",
-    "/v1/chat/completions", "/v1/specprefill/warm?x=[", "http://localhost/v1/models", "http://other/health",
+    "/v1/chat/completions", "/v1/specprefill/explain?x=[", "http://localhost/v1/models", "http://other/health",
     "localhost:80", "http://[::1", "health", "?", "/" + "a" * 4000, "/%", "/%zz", "/;x=1", "/v1/models?" + "&" * 500,
 )  # fmt: skip
 

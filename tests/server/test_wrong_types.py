@@ -81,11 +81,6 @@ BODIES: dict[str, list[dict[str, Any]]] = {
             "max_tokens": 1,
         }
     ],
-    "/v1/specprefill/warm": [
-        {"messages": MESSAGES, "tools": [TOOL]},
-        {"input": ITEMS, "instructions": "i"},
-        {"system": "s", "messages": BLOCKS[:1], "tools": [CLAUDE_TOOL]},
-    ],
     "/v1/specprefill/explain": [{"messages": MESSAGES[:2], "chat_template_kwargs": {"a": 1}}],
     "/apply-template": [{"messages": MESSAGES, "tools": [TOOL], "chat_template_kwargs": {"a": 1}}],
     "/tokenize": [{"content": "a"}],
@@ -182,13 +177,6 @@ def test_a_tool_without_a_name_is_none(lasting: TestClient) -> None:
     tools = [{"type": "function", "function": {"name": ""}}]
     answer = lasting.post("/v1/chat/completions", json={**CHAT, "tools": tools})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools[0].function.name")
-
-
-@pytest.mark.parametrize("tools", [5, "x", True, {"a": 1}, [5], [{"input_schema": 5}], [None]])
-def test_warming_with_tools_that_are_none(lasting: TestClient, tools: Any) -> None:
-    answer = lasting.post("/v1/specprefill/warm", json={"tools": tools})
-    assert answer.status_code == 400
-    assert "tools" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("levels", [DEEPEST - 5, DEEPEST, DEEPEST + 1, 700, 1020, 5000])

@@ -286,7 +286,6 @@ class PrefixCache:
         cache: Sequence[Any],
         label: CacheLabel = SHARED,
         system_prefix_len: int = 0,
-        pin_system_prefix: bool = False,
         state: Arrays | None = None,
         selection_key: SelectionKey | None = None,
         hidden: HiddenOf | None = None,
@@ -302,7 +301,6 @@ class PrefixCache:
             label: needed to find it.
             system_prefix_len: number of leading tokens that many conversations share. Blocks within them are pinned:
                 once used a second time, they are evicted last, in memory and on disk.
-            pin_system_prefix: this call counts as their second use.
             state: the result of `state` after these tokens, if the cache holds more by now.
             selection_key: says how the tokens were chosen. None: the cache holds all.
             hidden: returns the first layers' hidden states of the tokens [start, end), (1, L, D), and the index of the
@@ -338,7 +336,7 @@ class PrefixCache:
         finally:
             if root.children:
                 self._roots[label] = root
-        self._pin_system_prefix(root, ids[:system_prefix_len], pin_system_prefix)
+        self._pin_system_prefix(root, ids[:system_prefix_len])
         return self.covers(ids, label, selection_key) == ids.size
 
     def state(self, cache: Sequence[Any], staged: bool = False) -> Arrays:
@@ -378,11 +376,11 @@ class PrefixCache:
             if node.state is not None:
                 yield node.state
 
-    def _pin_system_prefix(self, root: Node, system_prefix: TokenIds, at_once: bool) -> None:
+    def _pin_system_prefix(self, root: Node, system_prefix: TokenIds) -> None:
         """Pin the stored blocks within the system prefix."""
         for node in self._last_stored(root, system_prefix).path():
             for record in node.records():
-                self._budget.touch(record, hit=at_once and not record.hits, pin=True)
+                self._budget.touch(record, pin=True)
             self._save(node.records())
 
     def _last_stored(self, root: Node, ids: TokenIds, source: _Source | None = None) -> Node:

@@ -13,7 +13,7 @@ from pydantic import Field
 from ..constrained.output_format import OUTPUT_FIELDS, OutputFormat, response_format
 from ..constrained.tool_choice import NamedTool, ToolChoice
 from ..errors import refusal, require
-from ..fields import Body, ChatFields, Number, StopStrings, ThinkingFields, Whole, refuse_documents, refuse_sampling
+from ..fields import Body, Budget, ChatFields, Number, StopStrings, ThinkingFields, refuse_documents, refuse_sampling
 from ..prompt.conversation import (
     IMAGES,
     REFERENCE,
@@ -107,7 +107,7 @@ class CountRequest(ThinkingFields):
 class MessagesRequest(CountRequest, ChatFields):
     """The body of POST /v1/messages."""
 
-    max_tokens: Annotated[Whole, Field(ge=1)]
+    max_tokens: Budget
     temperature: Annotated[Number, Field(ge=0, le=1)] | None = None
     stop_sequences: StopStrings = ()
 

@@ -21,12 +21,9 @@ COMMANDS = {
     "list": (".listing", "list_models", "Show the models on this machine and the named pairs."),
     "recommend": (".listing", "recommend", "Show the pairs that fit this machine's memory."),
     "connect": (".agents", "connect", "Print or write the configuration that connects an agent."),
-    "generate": (".generate", "generate", "Answer one prompt and show the time of each stage."),
-    "inspect": (".generate", "inspect", "Show which chunks of a prompt the draft would keep."),
+    "inspect": (".inspect", "inspect", "Show which chunks of a prompt the draft would keep."),
     "bench": (".bench", "bench", "Measure the time to the first token, sparse against full."),
-    "warm": (".agents", "warm", "Let a running server read an agent's system prompt now."),
     "doctor": (".doctor", "doctor", "Check this installation and say what to change."),
-    "service": (".service", "app", "Install or remove the server as a service of this user."),
     "eval": ("mlx_specprefill_evals.cli", "app", "Measure the quality of answers, sparse against full."),
 }
 """name -> module, function or group of functions, line of help."""

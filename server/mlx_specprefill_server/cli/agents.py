@@ -1,22 +1,19 @@
-"""The commands `connect` and `warm`: they ask a running server, write an agent's files, and read its prompt before."""
+"""The command `connect`: it asks a running server, and prints or writes an agent's files."""
 
 from __future__ import annotations
 
-import json
 import shlex
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from ..agent_setup import AGENTS, RunningServer, Setup, any_other
 from ..config_files import ConfigurationError, edit, write
-from .common import OptionError, ask_server, one_line_errors, read_text
+from .common import OptionError, ask_server, one_line_errors
 from .options import ApiKey, Url
 
 _STARTED_BY = {"continue": "cn"}  # other agents' commands have their names
 _SMALL_WINDOW = 32_000  # tokens
-_TIMEOUT_S = 3600.0  # seconds; for the longest prompts on the slowest machines
 
 
 def connect(
@@ -89,26 +86,3 @@ def _text(setup: Setup) -> str:
 
 def _exports(setup: Setup) -> str:
     return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in setup.environment.items())
-
-
-def warm(
-    file: Annotated[Path, typer.Argument(help="The agent's request as JSON, in any dialect, or a system prompt.")],
-    url: Url = "http://127.0.0.1:8000",
-    api_key: ApiKey = None,
-) -> None:
-    """Let a running server read a system prompt and tools now, so that the agent's first session starts from them."""
-    with one_line_errors():
-        body = body_of(read_text(file))
-        answer = ask_server(url, "/v1/specprefill/warm", api_key, "cached_tokens", body, _TIMEOUT_S)
-        typer.echo(
-            f"{answer['tokens']} tokens of system prompt and tools are kept; {answer['cached_tokens']} already were."
-        )
-
-
-def body_of(text: str) -> dict[str, Any]:
-    """Return the file's request. Any text that is no request is a system prompt."""
-    try:
-        body = json.loads(text)
-    except ValueError:
-        body = None
-    return body if isinstance(body, dict) else {"messages": [{"role": "system", "content": text}]}

@@ -21,9 +21,7 @@ import mlx_specprefill
 from mlx_specprefill import (
     BLAS,
     SpecPrefillError,
-    SpecPrefillOptions,
     is_repository_id,
-    keep_pct,
     resolve_model_path,
 )
 
@@ -34,6 +32,7 @@ from .options import PairOptions
 
 USAGE_ERROR = 2  # the exit status of errors that the user can fix
 FAILED = 1
+_TIMEOUT_S = 30.0  # seconds; a machine that is reading prompts answers slowly
 _DEFAULT_PAIR, _SUBSTITUTE = "smollm2", "demo"
 
 
@@ -58,24 +57,20 @@ def one_line_errors() -> Iterator[None]:
     raise typer.Exit(USAGE_ERROR)
 
 
-def ask_server(
-    url: str, path: str, key: str | None, field: str, body: Any = None, timeout_s: float = 30.0
-) -> dict[str, Any]:
-    """Return a running server's answer. A `body` is posted.
+def ask_server(url: str, path: str, key: str | None, field: str) -> dict[str, Any]:
+    """Return a running server's answer.
 
     Args:
         url: its address, with or without /v1.
         field: one that the answer has.
-        timeout_s: seconds; a machine that is reading prompts answers slowly.
 
     Raises:
         OptionError: it does not answer, refuses, or is another program.
     """
     address = url.rstrip("/").removesuffix("/v1") + path
-    headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
-    data = None if body is None else json.dumps(body).encode()
+    headers = {"authorization": f"Bearer {key}"} if key else {}
     try:
-        with urllib.request.urlopen(urllib.request.Request(address, data, headers), timeout=timeout_s) as response:
+        with urllib.request.urlopen(urllib.request.Request(address, headers=headers), timeout=_TIMEOUT_S) as response:
             answer = json.load(response)
             if field not in answer:
                 raise KeyError(field)
@@ -174,11 +169,6 @@ def _default_pair() -> Pair:
         raise missing from None
     typer.echo(f"note: {missing}. Taking {_SUBSTITUTE} instead, a toy for tests.", err=True)
     return substitute
-
-
-def options_of(enabled: bool | None, keep: str | None) -> SpecPrefillOptions:
-    """Return one request's options of sparse prefill."""
-    return SpecPrefillOptions(enabled, None if keep is None else keep_pct(keep, "--keep-pct"))
 
 
 def usable_memory(given: str | None = None) -> int | None:

@@ -12,16 +12,11 @@ from typing import Annotated, Any
 
 import typer
 
-from mlx_specprefill import DtypeName, RuleName
+from mlx_specprefill import DtypeName
 
 from ..settings import API_KEY_VARIABLE, LogLevel, description_of, variable
 
 PairsFile = Annotated[Path | None, typer.Option(help="File of your own named pairs for --pair.")]
-
-
-Question = Annotated[str | None, typer.Option(help="Question to append to the file's text, in the same user message.")]
-
-Raw = Annotated[bool, typer.Option("--raw", help="Use the text itself as the prompt, without a chat template.")]
 Url = Annotated[str, typer.Option("--url", help="Address of the running server.")]
 ApiKey = Annotated[
     str | None,
@@ -31,9 +26,6 @@ ApiKey = Annotated[
         help="API key, if the server requires one. Of several, the first is sent.",
     ),
 ]
-Rule = Annotated[RuleName | None, typer.Option(help=description_of("rule"))]
-PrefillStep = Annotated[int | None, typer.Option(help=description_of("prefill_step"))]
-KvBits = Annotated[int | None, typer.Option(help=description_of("kv_bits"))]
 Keep = Annotated[str | None, typer.Option("--keep-pct", help=description_of("specprefill_keep_pct"))]
 Level = Annotated[LogLevel, typer.Option("--log-level")]
 

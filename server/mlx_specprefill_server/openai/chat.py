@@ -87,9 +87,6 @@ def refuse_chat(body: Mapping[str, Any]) -> None:
     refuse_best_of(body)
     refuse_sampling(body)
     refuse_fields(body, REFUSED_IN_CHAT)
-    for name in ("max_tokens", "max_completion_tokens", "n_predict"):
-        if body.get(name) == 0:
-            raise refusal(name, "must be at least 1")
     if body.get("top_logprobs") and not body.get("logprobs"):
         raise refusal("top_logprobs", "needs logprobs to be true")
 

@@ -95,9 +95,6 @@ def refuse_completion(body: Mapping[str, Any]) -> None:
     refuse_best_of(body)
     refuse_sampling(body)
     refuse_documents(body)
-    for name in ("max_tokens", "n_predict"):
-        if body.get(name) == 0 and not body.get("echo"):
-            raise refusal(name, "0 is only possible with echo")
 
 
 @router.post("/v1/completions")
@@ -118,8 +115,6 @@ async def create(
     sampling = await sampling_params(service, body)
     prompts = await while_connected(request, _prompts(service, body))
     scored = body.logprobs if body.echo else None
-    if body.limit() == 0 and scored is None:
-        scored = 0  # an echo without an answer: the engine takes no request for 0 tokens
     specs = [
         make_spec(
             service,

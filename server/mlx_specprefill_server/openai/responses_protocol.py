@@ -111,9 +111,6 @@ def refuse(body: Mapping[str, Any]) -> None:
     refuse_documents(body)
     if body.get("echo"):
         raise refusal("echo", "not supported")
-    for name in ("max_output_tokens", "max_tokens", "n_predict"):
-        if body.get(name) == 0:
-            raise refusal(name, "must be at least 1")
     if body.get("n", 1) != 1:
         raise refusal("n", "a response is one answer")
     for name in ("background", "prompt"):

@@ -1,7 +1,7 @@
-"""Endpoints that render a prompt and generate nothing: /tokenize, /detokenize, /apply-template, explain, warm.
+"""Endpoints that render a prompt and generate nothing: /tokenize, /detokenize, /apply-template, explain.
 
 /tokenize, /detokenize and /apply-template have llama.cpp's shapes and vLLM's. /v1/specprefill/explain returns the kept
-chunks and the reasons. /v1/specprefill/warm reads the common beginning of an agent's sessions ahead of the first one.
+chunks and the reasons.
 """
 
 from __future__ import annotations
@@ -11,34 +11,23 @@ from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
-from pydantic import ConfigDict, Field
+from pydantic import Field
 from starlette.responses import Response
 
 from mlx_specprefill import (
     GenerationRequest,
     InvalidRequestError,
     SparseUnsupportedError,
-    SpecPrefillOptions,
 )
 
-from ..anthropic.protocol import CountRequest
 from ..auth import IdentityDep
-from ..constrained.tool_choice import resolve_tool_choice
-from ..deltas import AnswerDone
 from ..errors import ApiError, JsonResponse, refusal
 from ..explain import explain_chunks, explanation
 from ..fields import Body, SpecPrefillFields, TokenIds
-from ..generation.generation import AnswerSpec, Generation
-from ..generation.reader import AnswerReader, IncrementalDetokenizer
 from ..models.dependencies import ModelDep
-from ..openai.chat import ChatRequest
-from ..openai.responses_protocol import ResponsesRequest
-from ..parsers.formats import plain_text
 from ..prompt.conversation import Conversation, conversation, ending_of
 from ..prompt.prompt import Prompt
-from ..report import Report
-from ..request_body import body_of, validate
-from ..schemas import items_of, mapping_of
+from ..request_body import body_of
 from ..service import Service
 from ..serving import max_tokens_within, prompt_of_ids
 from ..while_connected import while_connected
@@ -46,8 +35,6 @@ from ..while_connected import while_connected
 router = APIRouter()
 
 ONE_OF = ("content", "prompt", "messages")
-
-ASKS = {"role": "user", "content": "."}  # many templates need a user message; the kept tokens end before it
 
 
 class Rendered(Body):
@@ -181,77 +168,3 @@ async def _prompt(service: Service, body: ExplainRequest) -> Prompt:
     if isinstance(body.prompt, str):
         return await service.prompts.raw(body.prompt)
     return prompt_of_ids(service, body.prompt)
-
-
-class WarmRequest(Body):
-    """A request of any dialect with a system prompt or tools. Its question is not read."""
-
-    model_config = ConfigDict(extra="allow")
-
-    model: str | None = None
-    cache_salt: str | None = None
-
-
-@router.post("/v1/specprefill/warm")
-async def warm(
-    request: Request,
-    identity: IdentityDep,
-    body: Annotated[WarmRequest, Depends(body_of(WarmRequest))],
-    service: ModelDep,
-) -> Response:
-    """Read the system prompt and the tools in full and keep them."""
-    if service.settings.prefix_cache_size == 0:
-        raise ApiError(400, "This server keeps no prefixes: its --prefix-cache-size is 0.", code="no_prefix_cache")
-    given = body.model_extra or {}
-    prompt = await while_connected(request, service.prompts.chat(_conversation(given)))
-    opening = _opening(service, prompt)
-    detokenizer = IncrementalDetokenizer(service.vocabulary.decode, opening.prompt)
-    spec = AnswerSpec(opening, lambda: AnswerReader(detokenizer, plain_text()))
-    generation = service.submit([spec], identity, body.cache_salt)
-    try:
-        report = await while_connected(request, _read(generation))
-    finally:
-        generation.close()
-    answer = {"object": "specprefill.warm", "model": service.model_id, "tokens": opening.system_prefix_len}
-    answer |= {"cached_tokens": report.cached_tokens, "specprefill": report.specprefill()}
-    return JsonResponse(answer | service.warnings_of(body.model))
-
-
-def _conversation(body: Mapping[str, Any]) -> Conversation:
-    """Return the conversation. The dialect is told from fields that only one has."""
-    warmed: ResponsesRequest | CountRequest | ChatRequest
-    if "input" in body or "instructions" in body:
-        warmed = validate(ResponsesRequest, {"input": ASKS["content"], **body})
-    elif "system" in body or any("input_schema" in mapping_of(tool) for tool in items_of(body.get("tools"))):
-        warmed = validate(CountRequest, {**body, "messages": body.get("messages") or [ASKS]})
-    else:
-        warmed = validate(ChatRequest, {**body, "messages": _with_a_user(body.get("messages"))})
-    return resolve_tool_choice(warmed.conversation(), warmed.choice())[0]
-
-
-def _with_a_user(messages: Any) -> Any:
-    if messages is None:
-        return [ASKS]
-    speaks = isinstance(messages, list) and any(isinstance(m, dict) and m.get("role") == "user" for m in messages)
-    return [*messages, ASKS] if isinstance(messages, list) and not speaks else messages
-
-
-def _opening(service: Service, prompt: Prompt) -> GenerationRequest:
-    """Return the prompt's beginning and one token more. A prompt must continue after its cached part."""
-    whole = GenerationRequest(prompt.tokens, 1, spans=prompt.spans)
-    if not whole.system_prefix_len:
-        message = "nothing to keep: the prompt begins neither with a system message nor with tools"
-        raise InvalidRequestError(message, field="messages")
-    tokens = prompt.tokens[: whole.system_prefix_len + 1]
-    max_tokens_within(len(tokens), 1, service.context_length, "messages")
-    spans = tuple(span for span in prompt.spans if span.end <= whole.system_prefix_len)
-    return GenerationRequest(tokens, 1, specprefill=SpecPrefillOptions(False), spans=spans, pin_system_prefix=True)
-
-
-async def _read(generation: Generation) -> Report:
-    report = Report(generation)
-    async for _, delta in generation.stream():
-        if isinstance(delta, AnswerDone):
-            report.add(delta)
-    report.raise_error()
-    return report

@@ -43,7 +43,6 @@ class Cached:
         tokens: tuple[int, ...],
         system_prefix_len: int = len(OPENING),
         label: CacheLabel = SHARED,
-        pin_system_prefix: bool = False,
     ) -> int:
         """As a request does: look up, read the rest, store where another may branch off and at the end."""
         hit = self.prefixes.lookup(tokens, len(tokens) - 1, label=label)
@@ -58,7 +57,6 @@ class Cached:
                     cache,
                     label=label,
                     system_prefix_len=system_prefix_len,
-                    pin_system_prefix=pin_system_prefix,
                 )
         return found
 
@@ -88,12 +86,6 @@ def test_a_system_prompt_is_on_disk_once_a_second_request_begins_with_it_and_not
         assert all(tuple(row.tokens) for row in one.tier.rows(one.prefixes._namespace) if "state" not in row.key)
     with Cached(tmp_path, make) as later:
         assert later.ask(conversation(3)) == (len(OPENING) if stateful else 5 * BLOCK)
-
-
-def test_what_is_to_be_remembered_is_on_disk_at_once(tmp_path: Path, make: Any) -> None:
-    with Cached(tmp_path, make) as one:
-        one.ask((*OPENING, 5), pin_system_prefix=True)
-        assert one.on_disk() >= 5
 
 
 def test_requests_with_a_salt_leave_nothing_on_disk_unless_the_folder_is_for_all(tmp_path: Path, make: Any) -> None:

@@ -43,8 +43,6 @@ class Metrics(Collector):
         self.registry = CollectorRegistry()
         self.engine = engine
         self.model = model
-        self._read = self._made = 0  # running sums of tokens and seconds, for llama.cpp's averages
-        self._read_s = self._made_s = 0.0
         self._prompt = self._counter("vllm:prompt_tokens", "Prompt tokens, cached and dropped ones included.")
         self._generated = self._counter("vllm:generation_tokens", "Generated tokens.")
         self._queried = self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
@@ -100,8 +98,6 @@ class Metrics(Collector):
 
     def _count_answer(self, seconds: float, tokens: int) -> None:
         self._generated.inc(tokens)
-        self._made += tokens
-        self._made_s += seconds
         for _ in range(tokens - 1):
             self._gaps.observe(seconds / (tokens - 1))
 
@@ -111,9 +107,6 @@ class Metrics(Collector):
         self._prompt.inc(length)
         self._queried.inc(report.prompt_tokens)
         self._hit.inc(report.cached_tokens)
-        times = report.timings
-        self._read += length - report.cached_tokens
-        self._read_s += (times.draft_ms + times.select_ms + times.prefill_ms) / 1e3
         self._requests.labels(report.mode, report.reason_code).inc()
         self._skipped.inc(length - report.kept_tokens)
         if report.mode == "sparse" and not gone:
@@ -131,19 +124,10 @@ class Metrics(Collector):
         if self.engine is None:
             return
         stats, health = self.engine.stats(), self.engine.health()
-        memory, running = stats.memory, stats.prefilling + stats.decoding
-        yield GaugeMetricFamily("vllm:num_requests_running", "Requests in work.", running)
+        memory = stats.memory
+        yield GaugeMetricFamily("vllm:num_requests_running", "Requests in work.", stats.prefilling + stats.decoding)
         yield GaugeMetricFamily("vllm:num_requests_waiting", "Requests that wait.", stats.waiting)
         yield GaugeMetricFamily("vllm:kv_cache_usage_perc", "Reserved share of KV memory, 0 to 1.", _usage(stats))
-        yield GaugeMetricFamily("llamacpp:requests_processing", "Requests in work.", running)
-        yield GaugeMetricFamily("llamacpp:requests_deferred", "Requests that wait.", stats.waiting)
-        yield CounterMetricFamily("llamacpp:prompt_tokens", "Prompt tokens that were not cached.", self._read)
-        yield CounterMetricFamily("llamacpp:prompt_seconds", "Time of draft, selection and prefill.", self._read_s)
-        yield CounterMetricFamily("llamacpp:tokens_predicted", "Generated tokens.", self._made)
-        yield CounterMetricFamily("llamacpp:tokens_predicted_seconds", "Time of decoding.", self._made_s)
-        rates = _rate(self._read, self._read_s), _rate(self._made, self._made_s)
-        yield GaugeMetricFamily("llamacpp:prompt_tokens_seconds", "Mean prefill tokens/s.", rates[0])
-        yield GaugeMetricFamily("llamacpp:predicted_tokens_seconds", "Mean tokens/s.", rates[1])
         yield GaugeMetricFamily("specprefill_engine_up", "1 while the engine's thread lives.", int(health.alive))
         yield GaugeMetricFamily(
             "specprefill_engine_heartbeat_age_seconds", "Seconds since the engine's last step.", health.heartbeat_age_s
@@ -155,10 +139,7 @@ class Metrics(Collector):
         yield GaugeMetricFamily(
             "specprefill_unaccounted_bytes", "Memory in use beside weights, caches and requests.", unaccounted
         )
-        caches = {"prefix": memory.prefix_cache, "disk": memory.prefix_disk}
-        yield _family(
-            GaugeMetricFamily, "specprefill_cache_bytes", "Memory of prefixes for later requests.", "kind", caches
-        )
+        yield GaugeMetricFamily("specprefill_disk_bytes", "Disk space of prefixes.", memory.prefix_disk)
 
 
 def metrics_text(models: Iterable[Metrics]) -> bytes:
@@ -197,8 +178,6 @@ def _engine_counts(stats: EngineStats) -> Iterator[Metric]:
         "Tokens of sparse prompts prefilled in full in idle time.",
         stats.densified_tokens,
     )
-    yield CounterMetricFamily("specprefill_prefix_hits", "Requests that found a dense prefix.", stats.prefix_hits)
-    yield CounterMetricFamily("specprefill_prefix_misses", "Requests that found no dense prefix.", stats.prefix_misses)
 
 
 def _usage(stats: EngineStats) -> float:
@@ -207,10 +186,6 @@ def _usage(stats: EngineStats) -> float:
         return 0.0
     room = memory.limit - memory.target_weights - memory.draft_weights
     return min(1.0, memory.reserved / room) if room > 0 else 1.0
-
-
-def _rate(count: int, seconds: float) -> float:
-    return count / seconds if seconds else 0.0
 
 
 def _family(kind: Any, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:

@@ -68,7 +68,7 @@ class DeviceErrors:
             self._make_room()
             return (
                 "Cached prompts were dropped and less memory is planned with. Send it again or shorten it; if it fails "
-                "again, close other programs, or start the server with a lower --memory-limit or --prefill-step."
+                "again, close other programs, or start the server with a lower --memory-limit."
             )
         if kind == "timeout":
             return f"Prompts are read {self._halve()} tokens at a time at most from now on. Send it again."

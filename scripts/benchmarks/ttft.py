@@ -11,8 +11,8 @@ lengths:
     rest_of_full    = (TTFT_sparse - T_draft(M) - T_target(kept)) / TTFT_full, what is neither of the two prefills
 
 A draft with calibrated heads runs up to the last of them and does not look ahead; `--rule paper` runs all of it. Where
-the draft is the target's own first layers (`--no-draft`), the prefill is staged: the others go on from what those have
-read, T_target(kept) is the time of these others alone, and
+the draft is the target's own first layers (`--draft self`), the prefill is staged: the others go on from what those
+have read, T_target(kept) is the time of these others alone, and
 
     staged_of_full  = TTFT_sparse / TTFT_full, to compare with `staged_limit` = s / L + kept / M + 0.08
 

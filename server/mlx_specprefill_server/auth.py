@@ -30,7 +30,7 @@ class AuthMiddleware:
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self._app = app
         self._identities = identities_by_key(settings)
-        self._anonymous = Identity(admin=True, shares_cache=settings.share_cache)  # without keys all see everything
+        self._anonymous = Identity(admin=True)  # without keys all see everything
         self._names = {name.lower().strip("[]") for name in settings.allowed_hosts}
         self._names |= {"localhost", settings.host.lower()}
         self._any_host = "*" in self._names
@@ -107,20 +107,17 @@ class Identity:
     Attributes:
         name: a digest of the key; empty on a server with at most one key.
         admin: sees the cached prompts and recent answers of all keys.
-        shares_cache: all keys use its cached prompts.
     """
 
     name: str = ""
     admin: bool = False
-    shares_cache: bool = False
 
     def cache_label(self, cache_salt: str | None) -> CacheLabel:
         """Return the label of a request's cached prompt. `cache_salt` separates requests with the same key."""
-        owner = "" if self.shares_cache else self.name
         if cache_salt is None:
-            return CacheLabel(owner)
-        digest = hashlib.blake2b(cache_salt.encode(), key=owner.encode(), digest_size=16)
-        return CacheLabel(owner, digest.hexdigest())
+            return CacheLabel(self.name)
+        digest = hashlib.blake2b(cache_salt.encode(), key=self.name.encode(), digest_size=16)
+        return CacheLabel(self.name, digest.hexdigest())
 
     @property
     def visible_cache(self) -> str | None:
@@ -139,10 +136,7 @@ def identities_by_key(settings: Settings) -> Mapping[bytes, Identity]:
         {key.get_secret_value().encode() for key in keys} for keys in (settings.admin_keys, settings.api_keys)
     )
     several = len(admins | others) > 1
-    return {
-        key: Identity(_name(key) if several else "", admin=key in admins, shares_cache=settings.share_cache)
-        for key in sorted(admins | others)
-    }
+    return {key: Identity(_name(key) if several else "", admin=key in admins) for key in sorted(admins | others)}
 
 
 def _name(key: bytes) -> str:

@@ -84,8 +84,8 @@ class DeadlineError(ApiError):
 
     def __init__(self, seconds: float) -> None:
         message = (
-            f"The request was not finished within {seconds:g} s, the lower one of the server's limit and the header "
-            "x-request-timeout. Allow more time, or ask for fewer tokens."
+            f"The request was not finished within the {seconds:g} s of its header x-request-timeout. Allow more time, "
+            "or ask for fewer tokens."
         )
         super().__init__(504, message, code="request_timeout")
 

@@ -34,7 +34,6 @@ class RequestLimitMiddleware:
         self._app = app
         self._state = state
         self._limit = settings.max_requests_per_key or math.inf
-        self._timeout = settings.request_timeout_s or math.inf
         self._running: Counter[Identity] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -67,13 +66,13 @@ class RequestLimitMiddleware:
                 "Try again when one of them has ended."
             )
             raise ApiError(429, message, code="too_many_requests", headers=RETRY)
-        seconds = min(self._timeout, _timeout_of(Headers(scope=scope).get(TIMEOUT_HEADER)))
+        seconds = _timeout_of(Headers(scope=scope).get(TIMEOUT_HEADER))
         if seconds < math.inf:
             scope["request_trace"].deadline = asyncio.get_running_loop().time() + seconds, DeadlineError(seconds)
 
 
 def _timeout_of(header: str | None) -> float:
-    """Return the timeout that a request asks for, in seconds. The server's own timeout applies too."""
+    """Return the timeout that a request asks for, in seconds."""
     if header is None:
         return math.inf
     try:

@@ -159,7 +159,7 @@ def open_pair(
     Args:
         name: name of a pair, like "demo" or "smollm2". Give `target` and `draft` instead for folders, GGUF files or
             repository ids.
-        settings: the server's settings by name, like `max_rows=4`. MLX_SPECPREFILL_* variables apply too.
+        settings: the server's settings by name, like `memory_limit="8GB"`. MLX_SPECPREFILL_* variables apply too.
 
     Raises:
         PairsError: there is neither a name nor a target, no such pair, or its models are not on this machine.

@@ -24,6 +24,7 @@ from .sockets import address, listen
 logger = logging.getLogger(__name__)
 
 LOST_STATUS = 1
+GRACE_S = 30.0  # seconds that running requests have to finish after SIGTERM
 TELLING_S = 5.0  # seconds for the last answers, and for /health to report the loss
 ENDING_S = 10  # seconds for connections to close after their answers have ended
 
@@ -51,7 +52,7 @@ class Server(uvicorn.Server):
             super().handle_exit(sig, frame)
             return
         self._captured_signals.append(sig)
-        self._end_at = min(self._end_at, time.monotonic() + self._state.settings.shutdown_grace_s)
+        self._end_at = min(self._end_at, time.monotonic() + GRACE_S)
         self._state.draining = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

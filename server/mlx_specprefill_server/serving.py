@@ -113,7 +113,7 @@ async def start_answers(service: Service, body: ChatFields, identity: Identity) 
         parallel=body.parallel(),
         forced=forced,
         unseen=frozenset(map(tool_name, waiting)),
-        guarded=free and (body.loop_guard or service.settings.loop_guard) == "on",
+        guarded=free and body.loop_guard != "off",
         in_grammar=() if constraint is None else conversation.inputs,
     )
     generation = service.submit([spec], identity, body.cache_salt, warnings, body.answers())

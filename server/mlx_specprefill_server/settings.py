@@ -86,10 +86,6 @@ class Settings(BaseSettings):
     admin_keys: Keys = Field(
         default=(), description="API key that also sees the cached prompts of the other keys; repeat for more."
     )
-    share_cache: bool = Field(
-        default=False,
-        description="All API keys share one prompt cache. A key can then learn from timing what others asked.",
-    )
     allowed_hosts: Texts = Field(default=(), description="Further allowed Host name; repeat for more; *: any.")
     cors_origins: Texts = Field(default=(), description="Let pages of these origins call the server; *: any.")
     max_models: int | None = Field(
@@ -100,12 +96,6 @@ class Settings(BaseSettings):
     strict_model: bool = Field(default=False, description="Answer 404 to requests that name another model.")
     draft_placement: DraftPlacement = Field(
         default="first", description="Place of the draft: on the first machine, or a part of it on each."
-    )
-    shutdown_grace_s: float = Field(
-        default=30.0, ge=0, description="Seconds that running requests have to finish after SIGTERM."
-    )
-    request_timeout_s: float | None = Field(
-        default=None, gt=0, description="Seconds after which a request is cancelled."
     )
     max_requests_per_key: int | None = Field(
         default=None, ge=1, description="Largest number of running requests per API key."
@@ -120,17 +110,6 @@ class Settings(BaseSettings):
     )
     reasoning_parser: ReasoningParser | None = Field(
         default=None, description="Format of its reasoning. Default: detected from its vocabulary and chat template."
-    )
-    allow_special_tokens: bool = Field(
-        default=False, description="Read names of control tokens in messages as these tokens. Default: as text."
-    )
-    loop_guard: Literal["on", "off"] = Field(
-        default="on",
-        description="End an answer that repeats the same words again and again, as if it had reached its limit.",
-    )
-    images: Literal["note", "refuse"] = Field(
-        default="note",
-        description="Images in messages. note: a note in their place and a warning. refuse: an error.",
     )
     temperature: float = Field(
         default=0.0,
@@ -166,19 +145,6 @@ class Settings(BaseSettings):
     speculative: SpeculationName = Field(
         default=ENGINE.speculation.strategy, description="Strategy of speculative decoding."
     )
-    prefill_step: int | None = Field(
-        default=None,
-        ge=1,
-        description="Tokens per prefill chunk. Default: 2048 on a GPU, 128 on a CPU.",
-    )
-    max_rows: int = Field(
-        default=ENGINE.max_rows, ge=1, description="Largest number of requests that run at the same time."
-    )
-    target_itl_ms: float = Field(
-        default=ENGINE.target_itl_ms,
-        gt=0,
-        description="Milliseconds by which a prefill may delay a running answer.",
-    )
     memory_limit: Annotated[int | None, BeforeValidator(setting_values.size)] = Field(
         default=None,
         gt=0,
@@ -201,9 +167,6 @@ class Settings(BaseSettings):
     remember: bool = Field(
         default=True, description="Keep shared system prompts and tools on disk, readable by this user only."
     )
-    keep_repacked: bool = Field(
-        default=True, description="Keep the repacked weights of GGUF files on disk, where a tenth of it stays free."
-    )
     densify: Densify = Field(
         default="auto",
         description="Prefill sparse prompts in full in idle time. auto: not on battery.",
@@ -223,9 +186,8 @@ class Settings(BaseSettings):
 
     @property
     def repacked_folder(self) -> Path | None:
-        """The folder of the repacked weights of GGUF files, if they are kept."""
-        file = self.calibration_file if self.keep_repacked else None
-        return None if file is None else file.parent / "repacked"
+        """The folder of the repacked weights of GGUF files."""
+        return None if self.calibration_file is None else self.calibration_file.parent / "repacked"
 
     @property
     def probes_file(self) -> Path | None:
@@ -258,7 +220,7 @@ class Settings(BaseSettings):
 
     def engine_config(self) -> EngineConfig:
         """Return the engine's part of the settings."""
-        config = EngineConfig(
+        return EngineConfig(
             rule=self.rule,
             policy=SpecPrefillPolicy(
                 enabled=self.specprefill,
@@ -270,8 +232,6 @@ class Settings(BaseSettings):
                 scope=self.specprefill_scope,
             ),
             speculation=SpeculationConfig(strategy=self.speculative),
-            max_rows=self.max_rows,
-            target_itl_ms=self.target_itl_ms,
             memory_limit=self.memory_limit,
             wired_limit=self.wired_limit,
             prefix_cache_bytes=self.prefix_cache_size,
@@ -280,7 +240,6 @@ class Settings(BaseSettings):
             kv_bits=self.kv_bits,
             calibration_file=self.calibration_file,
         )
-        return config if self.prefill_step is None else replace(config, prefill_step=self.prefill_step)
 
 
 def default_text(name: str) -> str:

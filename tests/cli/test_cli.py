@@ -106,14 +106,14 @@ class TestServe:
     def test_options_become_settings(self, models: list[str], served: list[Models]) -> None:
         options = ["--port", "0", "--api-key", "a", "--api-key", "b", "--model-alias", "mine"]
         policy = ["--no-specprefill", "--specprefill-threshold", "99", "--keep-pct", "0.3"]
-        done = run("serve", *options, *policy, "--prefill-step", "64", "--kv-bits", "8", *models)
+        done = run("serve", *options, *policy, "--kv-bits", "8", *models)
         assert done.exit_code == 0, done.output
         service = served_alone(served[0])
         settings, config = service.settings, service.engine.config
         assert settings.port == 0
         assert [key.get_secret_value() for key in settings.api_keys] == ["a", "b"]
         assert settings.model_alias == "mine"
-        assert (config.prefill_step, config.kv_bits) == (64, 8)
+        assert config.kv_bits == 8
         assert (config.policy.enabled, config.policy.threshold) == (False, 99)
         assert str(config.policy.keep_pct) == "3/10"
 
@@ -191,7 +191,7 @@ class TestServe:
 
     def test_memory_options(self, models: list[str], served: list[Models], tmp_path: Path) -> None:
         sizes = ["--memory-limit", "2GB", "--prefix-cache-size", "64MB", "--prefix-disk-size", "1GB"]
-        others = ["--prefix-cache-dir", str(tmp_path), "--max-rows", "3", "--target-itl-ms", "40", "--densify", "off"]
+        others = ["--prefix-cache-dir", str(tmp_path), "--densify", "off"]
         done = run("serve", *sizes, *others, *models)
         assert done.exit_code == 0, done.output
         config = served_alone(served[0]).engine.config
@@ -200,18 +200,8 @@ class TestServe:
             64 << 20,
             1 << 30,
         )
-        assert (config.prefix_cache_dir, config.max_rows, config.target_itl_ms) == (tmp_path, 3, 40)
-        assert not config.policy.densify
-
-    def test_options_of_the_caches(self, models: list[str], served: list[Models], tmp_path: Path) -> None:
-        options = ["--prefix-cache-size", "1.5MB", "--prefix-cache-dir", str(tmp_path), "--prefix-disk-size", "2GB"]
-        others = ["--memory-limit", "3g", "--max-rows", "4", "--target-itl-ms", "50", "--densify", "off"]
-        assert run("serve", *options, *others, *models).exit_code == 0
-        config = served_alone(served[0]).engine.config
-        assert (config.prefix_cache_bytes, config.prefix_disk_bytes) == (3 << 19, 2 << 30)
         assert config.prefix_cache_dir == tmp_path
-        assert (config.memory_limit, config.max_rows, config.target_itl_ms) == (3 << 30, 4, 50.0)
-        assert config.policy.densify is False
+        assert not config.policy.densify
 
     def test_the_pair_file_gives_defaults_that_options_override(
         self, models: list[str], served: list[Models], tmp_path: Path

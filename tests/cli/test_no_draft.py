@@ -16,7 +16,7 @@ from mlx_specprefill import Engine, Finished, GenerationRequest, SpecPrefillOpti
 from mlx_specprefill.adapters.heads import DraftHeads, Head
 from mlx_specprefill.adapters.staged import UpperLayers
 from mlx_specprefill_server import cli
-from mlx_specprefill_server.cli.common import OptionError, choose
+from mlx_specprefill_server.cli.common import choose
 from mlx_specprefill_server.cli.options import PairOptions
 from mlx_specprefill_server.pair_loading import load
 from mlx_specprefill_server.pair_settings import make_settings
@@ -91,14 +91,9 @@ def test_a_pair_keeps_its_draft_unless_it_is_told_not_to(tmp_path: Path) -> None
     file = tmp_path / "pairs.toml"
     file.write_text(f'[mine]\ntarget = "{target}"\ndraft = "{draft}"\n')
     assert choose(PairOptions("mine", file)).draft == draft
-    alone = choose(PairOptions("mine", file, no_draft=True))
+    alone = choose(PairOptions("mine", file, draft="self"))
     assert (alone.draft, alone.target) == ("self", target)
     assert load(alone, "auto").stages is not None
-
-
-def test_a_draft_and_none_exclude_each_other() -> None:
-    with pytest.raises(OptionError, match="--no-draft and --draft other exclude each other"):
-        choose(PairOptions(target="target", draft="other", no_draft=True))
 
 
 @pytest.mark.extended

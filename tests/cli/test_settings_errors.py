@@ -27,7 +27,6 @@ def serve(*options: str, **environment: str) -> Result:
             'MLX_SPECPREFILL_PORT: Input should be a valid integer, unable to parse string as an integer (got "abc")',
         ),
         ("PORT", "70000", 'MLX_SPECPREFILL_PORT: Input should be less than or equal to 65535 (got "70000")'),
-        ("REQUEST_TIMEOUT_S", "0", 'MLX_SPECPREFILL_REQUEST_TIMEOUT_S: Input should be greater than 0 (got "0")'),
         ("RULE", "mine", "MLX_SPECPREFILL_RULE: Input should be 'default' or 'paper' (got \"mine\")"),
         ("MEMORY_LIMIT", "much", "MLX_SPECPREFILL_MEMORY_LIMIT: a size such as 512MB or 2GB is expected, got 'much'"),
     ],
@@ -41,8 +40,7 @@ def test_a_variable_is_named_with_its_value(name: str, value: str, message: str)
     ("options", "message"),
     [
         (["--memory-limit", "much"], "--memory-limit: a size such as 512MB or 2GB is expected, got 'much'"),
-        (["--target-itl-ms", "0"], "--target-itl-ms: Input should be greater than 0 (got 0.0)"),
-        (["--max-rows", "0"], "--max-rows: Input should be greater than or equal to 1 (got 0)"),
+        (["--max-models", "0"], "--max-models: Input should be greater than or equal to 1 (got 0)"),
     ],
 )
 def test_an_option_is_named_as_it_is_spelled(options: list[str], message: str) -> None:

@@ -65,7 +65,7 @@ def chatty(tmp_path_factory: pytest.TempPathFactory, work: Path) -> Iterator[Cal
         def serve(flavour: Flavour) -> Server:
             folder = tmp_path_factory.mktemp(f"chatty-{flavour}")
             model = save_scripted(folder / "model", flavour, scripts_in(work))
-            options = ("--model-alias", "scripted", "--api-key", KEY, "--prefill-step", "64")
+            options = ("--model-alias", "scripted", "--api-key", KEY)
             return servers.enter_context(start(folder / "log", model, None, *options, program=("-c", CHATTY)))
 
         yield serve

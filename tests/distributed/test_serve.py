@@ -60,7 +60,7 @@ def completed(base: str, prompt: str) -> dict[str, Any]:
     [
         ((), ("--draft-placement", "first"), "first", "draft"),
         ((), ("--draft-placement", "sharded"), "sharded", "draft"),
-        (("--no-draft",), (), "sharded", "own first layers"),
+        (("--draft", "self"), (), "sharded", "own first layers"),
     ],
 )
 def test_it_answers_as_one_process_does_and_ends_when_asked(

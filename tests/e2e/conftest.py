@@ -23,7 +23,7 @@ SCRIPTED = ("--model-alias", "scripted", "--specprefill-threshold", "8192")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("server") / "log"
     # a small step, so that "within one step" is a short time on a slow machine too
-    with start(log, *PAIR, "--specprefill-threshold", "512", "--prefill-step", "256") as running:
+    with start(log, *PAIR, "--specprefill-threshold", "512") as running:
         yield running
     assert "Traceback" not in log.read_text()
 

@@ -28,7 +28,7 @@ from typer.core import TyperGroup
 from typer.testing import CliRunner
 
 from mlx_specprefill_server.cli import app
-from mlx_specprefill_server.settings import Settings
+from mlx_specprefill_server.process import GRACE_S
 from tests.support.serving import Server
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +41,7 @@ FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 def unit(text: str) -> ConfigParser:
     """Return a unit of systemd, whose names have capitals."""
     parser = ConfigParser(interpolation=None)
-    parser.optionxform = str  # type: ignore[assignment,method-assign]
+    parser.optionxform = str
     parser.read_string(text)
     return parser
 
@@ -243,4 +243,4 @@ def test_the_services_start_the_server_with_options_that_it_has() -> None:
         assert {word for word in words if word.startswith("-")} <= options_of(("serve",))
         assert CliRunner().invoke(app, [name, *words, "--help"]).exit_code == 0
     assert agent["KeepAlive"] == {"SuccessfulExit": False}
-    assert agent["ExitTimeOut"] == int(service["Service"]["TimeoutStopSec"]) > Settings().shutdown_grace_s
+    assert agent["ExitTimeOut"] == int(service["Service"]["TimeoutStopSec"]) > GRACE_S

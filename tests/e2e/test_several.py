@@ -39,7 +39,7 @@ from tests.support.waiting import eventually
 pytestmark = pytest.mark.extended
 
 FAMILIES = ("llama", "gpt_oss", "nemotron_h")
-GIVEN: dict[str, Any] = {"remember": False, "densify": "off", "prefill_step": 256}
+GIVEN: dict[str, Any] = {"remember": False, "densify": "off"}
 TABLE = """
 [{name}]
 target = "./{name}"
@@ -351,5 +351,5 @@ def test_a_limit_of_bytes_holds_two_models_and_a_long_request_has_the_room_of_on
         await answer(client, long)
         assert there() == {names[2]}
 
-    with several(tmp_path, tmp_path, memory_limit=limit, prefill_step=64) as (models, _):
+    with several(tmp_path, tmp_path, memory_limit=limit) as (models, _):
         served(create_app(models), work)

@@ -235,5 +235,3 @@ def test_a_pair_keeps_its_models_and_list_shows_them(
     [shown] = [line for line in lines if line.startswith(str(file))]
     assert shown.endswith(f"rm {kept}")
     assert "REPACKED WEIGHTS OF" in "\n".join(lines)
-    monkeypatch.setenv("MLX_SPECPREFILL_KEEP_REPACKED", "false")
-    assert "REPACKED" not in CliRunner().invoke(cli.app, ["list"]).stdout

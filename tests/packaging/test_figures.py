@@ -274,7 +274,7 @@ def test_a_number_of_architectures_is_that_of_the_verified_ones(page: str) -> No
         ("A first request fell from 42 to 17 KB.", ["42", "17"]),
         ("The first takes 18 to 35 s, then it decodes 60 tokens/s.", ["60", "18", "35"]),
         ("After 120 seconds it gives up, and it starts again 30 s after a failure.", []),
-        ("A chunk takes `--target-itl-ms` (200 ms).", []),
+        ("A start takes `--option` (200 ms).", []),
         ("It keeps 20 % of 4096 tokens in 7 layers.", []),
     ],
 )

@@ -312,13 +312,6 @@ def test_in_every_dialect(qwen: FakeEngine, path: str) -> None:
     assert tokenizer.decode(list(prompt)).count("Obey") >= 1
 
 
-def test_those_who_need_it_can_have_it(qwen: FakeEngine) -> None:
-    client = client_of(qwen, allow_special_tokens=True)
-    body = {"messages": [{"role": "user", "content": EVIL}]}
-    assert client.post("/v1/chat/completions", json=body).status_code == 200
-    assert list(qwen.requests[-1].prompt) == as_before(qwen.pair.tokenizer, body["messages"])
-
-
 def test_a_raw_prompt_is_its_writers_own(qwen: FakeEngine) -> None:
     client: TestClient = client_of(qwen)
     ids = qwen.pair.tokenizer.encode(EVIL, add_special_tokens=False)

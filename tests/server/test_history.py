@@ -106,14 +106,6 @@ def test_an_image_is_named_in_its_place_and_in_the_warnings(client: TestClient, 
     assert "See\n[image left out: this model reads text only]<|im_end|>" in prompt(engine)
 
 
-@pytest.mark.parametrize("path", DIALECTS)
-def test_images_are_refused_where_the_server_is_told_to(engine: FakeEngine, path: str) -> None:
-    answer = client_of(engine, images="refuse").post(path, json=WITH_IMAGE[path])
-    assert answer.status_code == 400
-    assert "content[1]" in answer.json()["error"]["message"]
-    assert not engine.requests
-
-
 def test_blocks_of_mcp_servers_are_left_out_and_named(client: TestClient, engine: FakeEngine) -> None:
     blocks = [
         {"type": "mcp_tool_use", "id": "m", "name": "f", "server_name": "s", "input": {}},

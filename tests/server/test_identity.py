@@ -66,10 +66,8 @@ def test_a_salt_narrows_further(engine: FakeEngine, path: str) -> None:
 
 
 @EVERYWHERE
-@pytest.mark.parametrize("settings", [{}, {"api_keys": ("key-ann",)}, {"api_keys": KEYS, "share_cache": True}], ids=str)
-def test_without_several_keys_or_with_share_cache_all_share(
-    engine: FakeEngine, path: str, settings: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("settings", [{}, {"api_keys": ("key-ann",)}], ids=str)
+def test_without_several_keys_all_share(engine: FakeEngine, path: str, settings: dict[str, Any]) -> None:
     client = client_of(engine, **settings)
     assert label_of(client, engine, path, "ann") == CacheLabel()
     salted = label_of(client, engine, path, "ann", cache_salt="x")
@@ -187,12 +185,6 @@ def test_guessing_another_keys_prompt_gets_nothing(clean: Engine) -> None:
         ]
     assert cached_tokens(client, "ann", SECRET) == 599
     assert cached_tokens(client, "ann", SECRET, cache_salt="of a user of hers") == 0
-
-
-def test_with_share_cache_the_guess_is_answered(clean: Engine) -> None:
-    client = client_to(clean, api_keys=KEYS, share_cache=True)
-    cached_tokens(client, "ann", SECRET)
-    assert cached_tokens(client, "bob", SECRET) == 599
 
 
 def test_a_key_lists_and_drops_its_own_alone(clean: Engine) -> None:

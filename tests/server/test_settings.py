@@ -55,17 +55,14 @@ def test_sizes_take_units(given: Any, size: int) -> None:
     assert Settings(prefix_cache_size=given).engine_config().prefix_cache_bytes == size
 
 
-def test_memory_and_concurrency_reach_the_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("MLX_SPECPREFILL_MAX_ROWS", "4")
+def test_memory_and_caches_reach_the_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MLX_SPECPREFILL_MEMORY_LIMIT", "2GB")
     monkeypatch.setenv("MLX_SPECPREFILL_WIRED_LIMIT", "on")
     monkeypatch.setenv("MLX_SPECPREFILL_PREFIX_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("MLX_SPECPREFILL_PREFIX_DISK_SIZE", "3GB")
-    monkeypatch.setenv("MLX_SPECPREFILL_TARGET_ITL_MS", "50")
     monkeypatch.setenv("MLX_SPECPREFILL_DENSIFY", "off")
     config = Settings().engine_config()
-    assert (config.max_rows, config.memory_limit, config.target_itl_ms) == (4, 2 << 30, 50)
-    assert config.wired_limit == "on"
+    assert (config.memory_limit, config.wired_limit) == (2 << 30, "on")
     assert (config.prefix_cache_dir, config.prefix_disk_bytes) == (tmp_path, 3 << 30)
     assert not config.policy.densify
     monkeypatch.setenv("MLX_SPECPREFILL_DENSIFY", "on")
@@ -87,10 +84,6 @@ def test_keys_are_not_shown() -> None:
         {"specprefill_keep_pct": "much"},
         {"specprefill_keep_pct": "auto"},
         {"specprefill_threshold": -1},
-        {"prefill_step": 0},
-        {"request_timeout_s": 0},
-        {"max_rows": 0},
-        {"target_itl_ms": 0},
         {"memory_limit": 0},
         {"memory_limit": "lots"},
         {"prefix_cache_size": "2XB"},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 from pathlib import Path
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -23,8 +22,9 @@ DEMO = Path(__file__).resolve().parents[3] / "models" / "demo" / "target"
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pair", default="demo", help="a name in models/pairs.toml, like demo or smollm2")
     parser.add_argument("--target", help="a folder, a GGUF file or a repository instead, with --draft")
-    parser.add_argument("--draft", help="folder or repository id of the draft; self: the target's own layers")
-    parser.add_argument("--no-draft", action="store_true", help="the target's own first layers, also of a pair")
+    parser.add_argument(
+        "--draft", help="folder or repository id of the draft; self: the target's own first layers, also of a pair"
+    )
 
 
 def loaded(options: argparse.Namespace, dtype: DtypeName = "auto", settings: Settings | None = None) -> ModelPair:
@@ -33,7 +33,7 @@ def loaded(options: argparse.Namespace, dtype: DtypeName = "auto", settings: Set
     Raises:
         OptionError, LoadError, PairsError: it is not named fully, or can't be found or read.
     """
-    return load(choose(replace(_named(options), no_draft=options.no_draft)), dtype, settings)
+    return load(choose(_named(options)), dtype, settings)
 
 
 def demo_tokenizer() -> TokenizerWrapper:

@@ -110,15 +110,13 @@ def notes() -> Console:
 def choose(options: PairOptions) -> Pair:
     """Return the pair that the options name. The default is the real model where it is installed, else the bundled one.
 
-    `no_draft` makes the target of a named pair its own draft.
+    A draft of `self` makes the target of a named pair its own draft.
 
     Raises:
         PairsError: no such pair, or an unreadable file.
         OptionError: options that exclude each other, or a file of pairs without a name.
     """
-    draft, no_draft = options.draft, options.no_draft
-    if no_draft and draft not in (None, "self"):
-        raise OptionError(f"--no-draft and --draft {draft} exclude each other")
+    draft = options.draft
     if options.pair is not None and options.target is not None:
         raise OptionError("--pair and --target exclude each other: a pair names its target")
     if options.target is not None:
@@ -128,9 +126,7 @@ def choose(options: PairOptions) -> Pair:
     if options.pair is None and options.pairs_file is not None:
         raise OptionError("--pairs-file needs --pair")
     pair = _default_pair() if options.pair is None else find_pair(options.pair, options.pairs_file)
-    if no_draft and pair.draft != "self":
-        draft = "self"
-    if draft is not None:  # trained heads belong to one draft
+    if draft not in (None, pair.draft):  # trained heads belong to one draft
         return pair.model_copy(update={"draft": draft, "draft_heads": None})
     return pair
 

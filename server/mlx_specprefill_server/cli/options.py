@@ -45,16 +45,10 @@ class PairOptions:
     draft: Annotated[
         str | None,
         typer.Option(
-            help="Draft model: folder, GGUF file or repository id. self: the target's first layers. "
+            help="Draft model: folder, GGUF file or repository id. self: the target's first layers, also of a pair. "
             "Default: self, if the target can be prefilled in stages."
         ),
     ] = None
-    no_draft: Annotated[
-        bool,
-        typer.Option(
-            "--no-draft", help="Score prompts with the target's own first layers, also in a pair with a draft."
-        ),
-    ] = False
     dtype: Annotated[
         DtypeName,
         typer.Option(help="auto: as stored on a GPU, but float16 instead of bfloat16 on M1 and M2; float32 on a CPU."),

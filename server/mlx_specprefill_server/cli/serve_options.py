@@ -24,7 +24,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Models": ("pair", "target", "draft", "config"),
     "Address and access": ("host", "port", "api_keys"),
     "Memory": ("memory_limit",),
-    "Advanced: models": ("pairs_file", "no_draft", "max_models", "dtype", "kv_bits", "model_alias"),
+    "Advanced: models": ("pairs_file", "max_models", "dtype", "kv_bits", "model_alias"),
     "Advanced: sparse prefill": (
         "specprefill",
         "specprefill_scope",
@@ -33,14 +33,14 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "rule",
         "densify",
     ),
-    "Advanced: answers": ("images", "loop_guard", "speculative", "prefill_step", "max_rows", "target_itl_ms"),
+    "Advanced: answers": ("speculative",),
     "Advanced: memory and caches": (
         "prefix_cache_size",
         "prefix_cache_dir",
         "prefix_disk_size",
         "remember",
     ),
-    "Advanced: access": ("admin_keys", "allowed_hosts", "allow_special_tokens"),
+    "Advanced: access": ("admin_keys", "allowed_hosts"),
     "Advanced: several machines": ("hosts", "starting_port", "draft_placement"),
     "Advanced: logs": ("log_level",),
 }

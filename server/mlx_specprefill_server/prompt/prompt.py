@@ -96,8 +96,6 @@ class PromptBuilder:
     Args:
         tokenizer: an mlx_lm TokenizerWrapper.
         context_length: tokens; texts that can't fit are refused before tokenization. None: no limit.
-        allow_special_tokens: names of control tokens in a conversation's content are those tokens, not text.
-        refuse_images: refuse images, for which there are notes otherwise.
 
     Attributes:
         forms: what the chat template takes, by whether the request has tools; none without a template.
@@ -108,8 +106,6 @@ class PromptBuilder:
         self,
         tokenizer: Any,
         context_length: int | None = None,
-        allow_special_tokens: bool = False,
-        refuse_images: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self.workers = Workers(WORKERS if getattr(tokenizer, "is_fast", False) else 1)
@@ -117,8 +113,6 @@ class PromptBuilder:
         self._ends = _turn_ends(tokenizer)
         self._controls = ControlTokens(tokenizer)
         self._encoder = Encoder(tokenizer, self._controls)
-        self._allow_special = allow_special_tokens
-        self._refuse_images = refuse_images
         show = partial(_show, tokenizer)
         self.forms = _forms(tokenizer, show)
         self._tools = ToolWriter(show, self.forms.get(True, Form()))
@@ -212,8 +206,6 @@ class PromptBuilder:
 
     def _fit(self, conversation: Conversation) -> _Fitted:
         """Return the conversation in the form that the template takes, without volatile lines."""
-        if self._refuse_images and conversation.images:
-            raise refusal(conversation.images[0], "this server refuses images (--images refuse)")
         sentences = (*conversation.left_out, *map(IMAGE_LEFT_OUT.format, conversation.images[:MOST_NAMED]))
         if any(LOADS in message for message in conversation.messages):
             messages = (with_schemas(m, self._tools.write) if LOADS in m else m for m in conversation.messages)
@@ -228,10 +220,6 @@ class PromptBuilder:
         form = self.forms[bool(conversation.tools)]
         if form.calls == "written" and any("tool_calls" in message for message in conversation.messages):
             sentences += (WRITTEN,)
-        if self._allow_special:
-            render = partial(_render, self._tokenizer, form, conversation)
-            rendered = render(conversation.messages)
-            return _Fitted(conversation.messages, rendered, render, str, sentences)
         escaped = EscapedConversation(conversation, self._controls)
 
         def read(messages: Sequence[Message]) -> str:
@@ -241,8 +229,6 @@ class PromptBuilder:
         return _Fitted(escaped.conversation.messages, rendered, read, escaped.unescape, sentences)
 
     def _tokenize(self, fitted: _Fitted, field: str) -> Encoded:
-        if self._allow_special:
-            return self._encoder.encode_raw(fitted.text)
         return self._encoder.encode(fitted.text, self._controls.places(fitted.rendered), field)
 
 

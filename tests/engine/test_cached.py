@@ -37,6 +37,7 @@ from tests.support.waiting import eventually
 
 POLICY = SpecPrefillPolicy(threshold=100, keep_pct=Fraction(1, 5), densify=False)
 PROMPT = random_prompt(600)
+KEPT = {("target", 600), ("draft", 600)}
 
 
 @pytest.fixture
@@ -64,6 +65,15 @@ def test_what_is_kept_is_listed_by_kind_and_says_nothing_of_the_tokens(engine: E
     ask(engine, sparse=True)
     assert {entry.kind for entry in engine.cached()} == {"target", "draft", "session"}
     assert len({entry.id for entry in engine.cached()}) == len(engine.cached())
+
+
+def test_a_request_for_no_tokens_is_kept_and_the_draft_reads_it_in_idle_time() -> None:
+    policy = replace(POLICY, threshold=10_000, densify=True, on_battery=True)
+    with Engine(tiny_pair(), EngineConfig(policy=policy, prefix_cache_bytes=64 << 20)) as engine:
+        tokens, last = generated(engine.generate(GenerationRequest(PROMPT, 0)))
+        assert isinstance(last, Finished)
+        assert (tokens, last.reason) == ([], "length")
+        assert eventually(lambda: {(entry.kind, entry.tokens) for entry in engine.cached()} == KEPT)
 
 
 @pytest.mark.parametrize("kind", ["target", "draft", "session"])

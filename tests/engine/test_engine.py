@@ -256,7 +256,6 @@ def test_health_beats_while_idle(engine):
     ("bad", "field"),
     [
         ({"length": 0}, "prompt"),
-        ({"tokens": 0}, "max_tokens"),
         ({"tokens": -1}, "max_tokens"),
         ({"sampling": SamplingParams(temperature=-1)}, "temperature"),
         ({"sampling": SamplingParams(temperature=float("nan"))}, "temperature"),

@@ -377,7 +377,7 @@ def checkpoints(options: argparse.Namespace) -> Iterator[Copies]:
         target, draft = (
             shapes.save_random(options, side, tokenizer, Path(name, side), TEMPLATE) for side in ("target", "draft")
         )
-        yield Copies(target, draft, Path(name), options.start_s)
+        yield Copies(target, draft, Path(name), options.start_s, exact=False)
 
 
 def start(copies: Copies, stack: ExitStack, options: argparse.Namespace) -> list[Arm]:

@@ -35,7 +35,7 @@ from mlx_lm.utils import load
 
 from mlx_specprefill import BLAS, EngineConfig
 
-from .harness import BenchError, servers
+from .harness import BenchError, UnequalWorkError, check_alike, servers
 from .harness.figures import Clock, median_interval, rounded, show, timed
 from .harness.servers import DENSE, SPARSE, Copies, Reply, Server, together
 from .harness.stages import plain_prefill_ms
@@ -46,6 +46,7 @@ QUICK = {"lengths": [1024, 2048], "repeats": 3}
 FIFTH = {**SPARSE, "specprefill_keep_pct": 0.2}
 OURS, OURS_SPARSE = "ours, full", "ours, sparse"
 STREAMS = (1, 4, 8, 32)
+ALIKE = 0.02  # of a prompt: no two are the same text
 GAP_S = 0.005  # between connections: the listening queue of `mlx_lm.server` holds five
 PARTS = ("cold", "streams")
 
@@ -125,12 +126,18 @@ class Bench:
     text: Text
 
     def attempt(self, part: str, work: Callable[[Arm], object]) -> None:
-        """Run a part on every arm in turn. An arm that fails leaves the part, and the reason is kept."""
+        """Run a part on every arm in turn. An arm that fails leaves the part, and the reason is kept.
+
+        Raises:
+            UnequalWorkError: an arm has done other work than the others.
+        """
         for arm in self.arms:
             if part in arm.figures.failures:
                 continue
             try:
                 work(arm)
+            except UnequalWorkError:
+                raise
             except BenchError as error:
                 arm.figures.failures[part] = str(error)[:300]
                 print(f"note: {arm.figures.name} drops out of {part}: {str(error)[:300]}", file=sys.stderr)
@@ -138,15 +145,17 @@ class Bench:
     # --- parts -------------------------------------------------------------------------------------------------------
 
     def cold(self, length: int) -> None:
-        kept = []
+        kept, read = [], {}
 
         def one(arm: Arm) -> None:
             reply = arm.ask(self.text.of(length), 2)
+            read[arm.figures.name] = reply.prompt_tokens - reply.cached_tokens
             arm.figures.add(f"cold {length} ms", 1e3 * reply.first_s)
             if arm.figures.name == OURS_SPARSE:
                 kept.append(int(reply.report["kept_tokens"]))
 
         self.attempt("cold", one)
+        check_alike("prompt tokens", read, ALIKE)
         self.loop.add(f"cold {length} ms", self.bare.generate(self.text.of(length), 2))
         if kept:
             self.loop.add(f"limit {length} ms", self.bare.limit_ms(self.text.of(length), kept[0]))

@@ -7,15 +7,19 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
-from benchmarks import agents, decode, long
+from benchmarks import agents, decode, long, peers
 from benchmarks.agents import FULL, NO_REUSE, OURS, Played, Turn, row
+from benchmarks.harness import UnequalWorkError, check_alike
 from benchmarks.harness.command import FOLDER, benchmark, main, parsed
+from benchmarks.harness.servers import Server
 
 from tests.support.tiny import save_checkpoint
 
@@ -230,3 +234,28 @@ def test_wrong_answers_end_with_status_1_and_a_report(
     monkeypatch.setattr(decode, "run", lambda _: {"benchmark": "decode", "different": 1})
     assert main(["decode"]) == 1
     assert capsys.readouterr().out == '{"benchmark": "decode", "different": 1}\n'
+
+
+@pytest.mark.parametrize(("written", "exact", "fails"), [(8, True, False), (5, True, True), (5, False, False)])
+def test_an_answer_of_another_length_fails_where_lengths_are_compared(written: int, exact: bool, fails: bool) -> None:
+    """Whatever a part does with other errors: `attempt` of peers lets an arm drop out for them."""
+    chunk = {"choices": [{"delta": {"content": "a"}}], "usage": {"completion_tokens": written, "prompt_tokens": 3}}
+    asked: list[dict[str, Any]] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(json.loads(request.content))
+        return httpx.Response(200, text=f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n")
+
+    client = httpx.Client(transport=httpx.MockTransport(answer))
+    server = Server("ours", "http://here", client, 0, Path("log"), exact=exact)
+    bench = peers.Bench([peers.Arm(peers.Figures("ours"), server, {})], Any, peers.Figures("loop"), Any)
+    with pytest.raises(UnequalWorkError, match="5 tokens instead of 8") if fails else nullcontext():
+        bench.attempt("streams", lambda arm: arm.ask("hello", 8))
+    assert asked[0].get("ignore_eos", False) is exact
+    assert not bench.arms[0].figures.failures
+
+
+def test_arms_that_read_another_number_of_tokens_are_not_compared() -> None:
+    check_alike("prompt tokens", {"ours": 1000, "theirs": 1015}, 0.02)
+    with pytest.raises(UnequalWorkError, match="prompt tokens differ"):
+        check_alike("prompt tokens", {"ours": 1000, "theirs": 1030}, 0.02)

@@ -24,7 +24,7 @@ import mlx.core as mx
 
 from mlx_specprefill import BLAS
 
-from . import BenchError
+from . import BenchError, UnequalWorkError
 from .pairs import checkpoints
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -48,7 +48,11 @@ class Reply:
 
 @dataclass
 class Server:
-    """A running server and its clients."""
+    """A running server and its clients.
+
+    Attributes:
+        exact: its answers have the requested length.
+    """
 
     name: str
     base: str
@@ -56,6 +60,7 @@ class Server:
     pid: int
     log: Path
     model: str = "default_model"
+    exact: bool = False
 
     def cpu_s(self) -> float:
         """Return the processor seconds of all threads of the server so far, to a hundredth."""
@@ -74,9 +79,14 @@ class Server:
         return list(dict.fromkeys(lines))[:3]
 
     def ask(self, messages: list[dict[str, Any]], tokens: int, **options: Any) -> Reply:
-        """Request one streamed answer."""
+        """Request one streamed answer.
+
+        Raises:
+            UnequalWorkError: it is shorter or longer than it should be.
+        """
         stream = {"stream": True, "stream_options": {"include_usage": True}, "model": self.model}
         asked = {"messages": messages, "max_tokens": tokens, "temperature": 0, **stream, **options}
+        asked |= {"ignore_eos": True} if self.exact else {}  # a template may name further tokens that end an answer
         reply, begun = Reply(), time.perf_counter()
         with self._reached(), self.client.stream("POST", f"{self.base}/v1/chat/completions", json=asked) as response:
             if response.status_code != 200:
@@ -87,6 +97,8 @@ class Server:
         reply.total_s = time.perf_counter() - begun
         if not reply.completion_tokens:
             raise BenchError(f"{self.name}: an empty answer: {reply}")
+        if self.exact and reply.completion_tokens != tokens:
+            raise UnequalWorkError(f"{self.name} wrote {reply.completion_tokens} tokens instead of {tokens}")
         return reply
 
     def count(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> int:
@@ -177,17 +189,19 @@ def preload() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Copies:
-    """Copies of both models for all servers. Every answer has exactly the requested length.
+    """Copies of both models for all servers.
 
     Attributes:
         folder: where logs go.
         start_s: seconds that a server may take to start.
+        exact: every answer has the requested length.
     """
 
     target: Path
     draft: Path
     folder: Path
     start_s: float
+    exact: bool
 
     def ours(self, *options: str, **more: str) -> AbstractContextManager[Server]:
         models = ("--target", str(self.target), "--draft", str(self.draft), "--dtype", "float32")
@@ -209,7 +223,7 @@ class Copies:
     ) -> AbstractContextManager[Server]:
         """Run any server that takes `--port`. `model` is the name that its clients use."""
         log = self.folder / f"{name.replace(', ', '-')}.log"
-        return running(name, command, log, self.start_s, model, environment)
+        return running(name, command, log, self.start_s, model, environment, self.exact)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -223,12 +237,12 @@ def copies(options: argparse.Namespace, template: str | None = None) -> Iterator
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         copied, copied_draft = (copy_checkpoint(path, folder / path.name, template) for path in (target, draft))
-        yield Copies(copied, copied_draft, folder, options.start_s)
+        yield Copies(copied, copied_draft, folder, options.start_s, exact=template is None)
 
 
 @contextmanager
 def running(
-    name: str, command: list[str], log: Path, start_s: float, model: str, environment: dict[str, str]
+    name: str, command: list[str], log: Path, start_s: float, model: str, environment: dict[str, str], exact: bool
 ) -> Iterator[Server]:
     """Run a server process on a free port until the block ends."""
     with socket.socket() as probe:
@@ -242,7 +256,7 @@ def running(
         httpx.Client(timeout=300, limits=httpx.Limits(max_connections=64)) as client,
     ):
         try:
-            server = Server(name, f"http://127.0.0.1:{port}", client, process.pid, log, model)
+            server = Server(name, f"http://127.0.0.1:{port}", client, process.pid, log, model, exact)
             wait_for(server, process, log, start_s)
             yield server
         finally:

@@ -52,17 +52,7 @@ SHARED = CacheLabel()  # default label of requests
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """OpenAI's sampling fields and those of mlx-lm, llama.cpp and vLLM. temperature 0 is greedy.
-
-    Attributes:
-        typical_p: locally typical sampling keeps the tokens whose surprise is nearest to the entropy, up to this mass.
-        xtc_probability: how often all tokens of at least `xtc_threshold` but the least likely one of them are excluded;
-            never `xtc_special_tokens`.
-        bad_words: token sequences that are not completed.
-        allowed_token_ids: nothing else is generated; None: everything may be.
-        dry_multiplier: weight of the penalty on tokens that lengthen a repetition; 0: off. `sampling.without_repeats`.
-        dry_sequence_breakers: token sequences that no repetition crosses.
-    """
+    """OpenAI's sampling fields and those of mlx-lm, llama.cpp and vLLM. temperature 0 is greedy."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -73,17 +63,6 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
-    typical_p: float = 1.0
-    xtc_probability: float = 0.0
-    xtc_threshold: float = 0.1
-    xtc_special_tokens: tuple[int, ...] = ()
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    allowed_token_ids: frozenset[int] | None = None
-    dry_multiplier: float = 0.0
-    dry_base: float = 1.75
-    dry_allowed_length: int = 2  # tokens
-    dry_penalty_last_n: int = 64  # tokens of prompt and answer that are searched; 0: off, -1: all
-    dry_sequence_breakers: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,11 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc, make_logits_processors
+from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_logits_processors
 
 from .errors import InvalidRequestError
 from .events import Logprob, TokenEvent
-from .repetition import LONGEST_ALLOWED, without_repeats
-from .request import GenerationRequest, SamplingParams, TokenIds
+from .request import GenerationRequest, SamplingParams
 
 Sampler = Callable[[mx.array], mx.array]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
@@ -29,23 +28,11 @@ _RANGES = (
     ("presence_penalty", -2.0, 2.0),
     ("frequency_penalty", -2.0, 2.0),
     ("repetition_penalty", 0.01, 1e6),  # logits times this stay far from float32's limits
-    ("typical_p", 0.0, 1.0),
-    ("xtc_probability", 0.0, 1.0),
-    ("xtc_threshold", 0.0, 1.0),
-    ("dry_multiplier", 0.0, 100.0),
-    ("dry_base", 1.0, 1e6),
-    ("dry_allowed_length", 0, LONGEST_ALLOWED),
-    ("dry_penalty_last_n", -1, math.inf),
 )
 # A smaller share is 0 in float32, and would exclude even the likeliest token.
 _LEAST_SHARE = 1e-9
-_HIGHEST_XTC = 0.5  # two tokens can't both be above it
-_LONGEST_BAD_WORD = 1024  # tokens; every generated token is compared with all of them, at the length of the longest
 # Tokens of a forward whose logits are all read: each row has the size of the vocabulary.
 LOGITS_ROWS = 128
-
-_ANY, _NONE = -1, -2  # no token has these ids
-_NO_TOKENS: TokenIds = np.zeros(0, dtype=np.int32)
 
 
 def check_sampling(params: SamplingParams, vocab_size: int) -> None:
@@ -63,27 +50,6 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
     for token, bias in params.logit_bias.items():
         if not 0 <= token < vocab_size or not math.isfinite(bias):
             raise InvalidRequestError(f"logit_bias for token {token} is out of range", field="logit_bias")
-    _check_ids(params, vocab_size)
-
-
-def _check_ids(params: SamplingParams, vocab_size: int) -> None:
-    if params.allowed_token_ids is not None and not params.allowed_token_ids:
-        raise InvalidRequestError("allowed_token_ids must not be empty", field="allowed_token_ids")
-    for name in ("bad_words", "dry_sequence_breakers"):
-        if not all(getattr(params, name)):
-            raise InvalidRequestError(f"{name} must not have an empty sequence", field=name)
-    if (longest := max(map(len, params.bad_words), default=0)) > _LONGEST_BAD_WORD:
-        message = f"bad_words: a sequence has {longest} tokens, more than {_LONGEST_BAD_WORD}"
-        raise InvalidRequestError(message, field="bad_words")
-    named = {
-        "allowed_token_ids": params.allowed_token_ids or (),
-        "bad_words": [token for word in params.bad_words for token in word],
-        "xtc_special_tokens": params.xtc_special_tokens,
-        "dry_sequence_breakers": [token for breaker in params.dry_sequence_breakers for token in breaker],
-    }
-    for name, tokens in named.items():
-        if not all(0 <= token < vocab_size for token in tokens):
-            raise InvalidRequestError(f"{name}: token ids must be from 0 to {vocab_size - 1}", field=name)
 
 
 def greedy(logits: mx.array) -> mx.array:
@@ -94,7 +60,7 @@ def greedy(logits: mx.array) -> mx.array:
 def make_sampler(params: SamplingParams, vocab_size: int) -> Sampler:
     """Return a function from logits (B, V) to tokens (B,).
 
-    Temperature comes first, then typical-p, top-p, min-p, top-k and XTC.
+    Temperature comes first, then top-p, min-p and top-k.
     """
     if params.temperature == 0:
         return greedy
@@ -132,44 +98,17 @@ def _filters(params: SamplingParams, vocab_size: int) -> list[Sampler]:
     filters: list[Sampler] = []
     if params.top_p == 0:  # only the most likely token
         return [lambda logprobs: apply_top_k(logprobs, 1)]
-    if params.typical_p < 1:
-        filters.append(lambda logprobs: apply_typical_p(logprobs, max(params.typical_p, _LEAST_SHARE)))
     if params.top_p < 1:
         filters.append(lambda logprobs: apply_top_p(logprobs, max(params.top_p, _LEAST_SHARE)))
     if params.min_p > 0:
         filters.append(lambda logprobs: apply_min_p(logprobs, params.min_p))
     if 0 < params.top_k < vocab_size:
         filters.append(lambda logprobs: apply_top_k(logprobs, params.top_k))
-    if params.xtc_probability > 0 and params.xtc_threshold <= _HIGHEST_XTC:
-        filters.append(lambda logprobs: _excluding_top_choices(logprobs, params))
     return filters
 
 
-def apply_typical_p(logprobs: mx.array, typical_p: float) -> mx.array:
-    """Apply locally typical sampling (arXiv 2202.00666) to log-probabilities (B, V). Keeps at least one token."""
-    logprobs = logprobs - mx.logsumexp(logprobs, axis=-1, keepdims=True)
-    probs = mx.exp(logprobs)
-    surprise = mx.where(probs > 0, -logprobs, 0.0)
-    entropy = (probs * surprise).sum(axis=-1, keepdims=True)
-    order = mx.argsort(mx.where(probs > 0, mx.abs(surprise - entropy), mx.inf), axis=-1)
-    nearest = mx.take_along_axis(probs, order, axis=-1)
-    dropped = mx.cumsum(nearest, axis=-1, inclusive=False) >= typical_p
-    return mx.where(mx.put_along_axis(mx.zeros_like(dropped), order, dropped, axis=-1), -mx.inf, logprobs)
-
-
-def _excluding_top_choices(logprobs: mx.array, params: SamplingParams) -> mx.array:
-    """Return XTC's distribution, a mixture: with `xtc_probability` the top choices are left out."""
-    others = apply_xtc(logprobs, 1.0, params.xtc_threshold, list(params.xtc_special_tokens))
-    cut, whole = (part - mx.logsumexp(part, axis=-1, keepdims=True) for part in (others, logprobs))
-    probability = params.xtc_probability
-    return mx.log(probability * mx.exp(cut) + (1.0 - probability) * mx.exp(whole))
-
-
-def logits_processors(params: SamplingParams, prompt: TokenIds = _NO_TOKENS) -> list[LogitsProcessor]:
-    """Return functions of (generated tokens so far, logits (1, V)).
-
-    Penalties count generated text, as OpenAI's. The penalty on repetitions reads the prompt, too, as llama.cpp's.
-    """
+def logits_processors(params: SamplingParams) -> list[LogitsProcessor]:
+    """Return functions of (generated tokens so far, logits (1, V)). Penalties count generated text, as OpenAI's."""
     whole = 1 << 30
     processors: list[LogitsProcessor] = make_logits_processors(
         logit_bias=dict(params.logit_bias) or None,
@@ -180,64 +119,28 @@ def logits_processors(params: SamplingParams, prompt: TokenIds = _NO_TOKENS) -> 
         frequency_penalty=params.frequency_penalty or None,
         frequency_context_size=whole,
     )
-    if params.dry_multiplier:
-        processors.append(without_repeats(params, prompt))
-    if params.allowed_token_ids is not None:
-        processors.append(only(params.allowed_token_ids))
-    if params.bad_words:
-        processors.append(without(params.bad_words))
     return processors
 
 
 def processors_of(request: GenerationRequest) -> list[LogitsProcessor]:
     """Return a request's penalties, biases and least length. A constraint handles `min_tokens` itself."""
-    processors = logits_processors(request.sampling, request.prompt)
+    processors = logits_processors(request.sampling)
     if request.min_tokens and request.constraint is None:
         processors.append(forbid_until(request.stop_token_ids, request.min_tokens))
     return processors
 
 
 def forbid_until(tokens: frozenset[int], until: int) -> LogitsProcessor:
-    """Forbid `tokens` (stop ids) before `until` tokens have been generated."""
+    """Forbid `tokens` (stop ids) before `until` tokens have been generated, unless they are all that is left."""
     ids = mx.array(sorted(tokens), dtype=mx.int32)
 
     def process(history: mx.array, logits: mx.array) -> mx.array:
         if history.size >= until or not ids.size:
             return logits
-        return _forbidden(logits, mx.zeros(logits.shape[-1], mx.bool_).at[ids].maximum(True))
+        cut = mx.where(mx.zeros(logits.shape[-1], mx.bool_).at[ids].maximum(True), -mx.inf, logits)
+        return mx.where((cut > -mx.inf).any(axis=-1, keepdims=True), cut, logits)
 
     return process
-
-
-def only(tokens: frozenset[int]) -> LogitsProcessor:
-    """Forbid all other tokens."""
-    ids = mx.array(sorted(tokens), dtype=mx.int32)
-
-    def process(history: mx.array, logits: mx.array) -> mx.array:
-        return _forbidden(logits, mx.ones(logits.shape[-1], mx.bool_).at[ids].minimum(False))
-
-    return process
-
-
-def without(words: Sequence[tuple[int, ...]]) -> LogitsProcessor:
-    """Forbid the last token of each sequence after the tokens before it."""
-    longest = max(map(len, words)) - 1
-    begun = mx.array([[_ANY] * (longest + 1 - len(word)) + list(word[:-1]) for word in words], dtype=mx.int32)
-    last = mx.array([word[-1] for word in words], dtype=mx.int32)
-
-    def process(history: mx.array, logits: mx.array) -> mx.array:
-        recent = history[max(history.size - longest, 0) :].astype(mx.int32)
-        recent = mx.concatenate([mx.full(longest - recent.size, _NONE, dtype=mx.int32), recent])
-        ends = mx.logical_or(begun == recent, begun == _ANY).all(axis=-1)
-        return _forbidden(logits, mx.zeros(logits.shape[-1], mx.bool_).at[last].maximum(ends))
-
-    return process
-
-
-def _forbidden(logits: mx.array, tokens: mx.array) -> mx.array:
-    """Forbid `tokens` (V,) bool, unless they are all that is left."""
-    cut = mx.where(tokens, -mx.inf, logits)
-    return mx.where((cut > -mx.inf).any(axis=-1, keepdims=True), cut, logits)
 
 
 def top_logprobs(logprobs: mx.array, tokens: Sequence[int], count: int) -> list[tuple[Logprob, tuple[Logprob, ...]]]:

@@ -237,8 +237,8 @@ def _definitions(logits: Floats) -> dict[str, tuple[SamplingParams, Floats]]:
         return only(order[np.cumsum(probs[order]) - probs[order] < mass])
 
     probs = change([], [])
-    order, surprise = np.argsort(-probs), -np.log(probs)
-    best, frequent = int(order[0]), order[: int((probs > 0.1).sum()) - 1]
+    order = np.argsort(-probs)
+    best = int(order[0])
     seen, counts = np.unique(_SEEN, return_counts=True)
     own = logits[seen]
     made: dict[str, tuple[dict[str, Any], Floats]] = {
@@ -246,17 +246,10 @@ def _definitions(logits: Floats) -> dict[str, tuple[SamplingParams, Floats]]:
         "top-p": ({"top_p": 0.7}, first(0.7, order)),
         "top-k": ({"top_k": 5}, only(order[:5])),
         "min-p": ({"min_p": 0.2}, only(probs >= 0.2 * probs[best])),
-        "typical-p": ({"typical_p": 0.6}, first(0.6, np.argsort(np.abs(surprise - probs @ surprise)))),
-        "XTC": (
-            {"xtc_probability": 0.5, "xtc_threshold": 0.1},
-            (probs + only(np.setdiff1d(order, frequent))) / 2,
-        ),
         "repetition penalty": ({"repetition_penalty": 1.5}, change(seen, np.where(own < 0, own * 1.5, own / 1.5))),
         "presence penalty": ({"presence_penalty": 1.5}, change(seen, own - 1.5)),
         "frequency penalty": ({"frequency_penalty": 1.5}, change(seen, own - 1.5 * counts)),
         "logit bias": ({"logit_bias": {4: 5.0}}, change(4, logits[4] + 5)),
-        "bad words": ({"bad_words": ((3, 9, best), (4, 5))}, change(best, -np.inf)),
-        "allowed tokens": ({"allowed_token_ids": frozenset(range(40))}, only(np.arange(40))),
     }
     base = SamplingParams(temperature=_TEMPERATURE, seed=4)
     return {name: (replace(base, **given), defined) for name, (given, defined) in made.items()}

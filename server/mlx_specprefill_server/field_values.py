@@ -1,4 +1,4 @@
-"""Parses single values that pydantic has no type for: shares, texts, stop strings, words, biases of tokens."""
+"""Parses single values that pydantic has no type for: shares, texts, stop strings, biases of tokens."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ from mlx_specprefill import keep_pct
 
 INT64 = 2**63
 MAX_STOPS = 64
-MAX_BAD_WORDS = 256
-MAX_BREAKERS = 64  # each is looked for in every token
-LONGEST_BAD_WORD = 200  # characters; each token of an answer is compared with all of them
 
 
 def whole(value: Any) -> Any:
@@ -45,24 +42,6 @@ def logit_bias(value: Any) -> dict[int, float]:
         if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
             raise ValueError(f"the bias of token {token} must be a number from -100 to 100")
     return {int(token): float(bias) for token, bias in value.items()}
-
-
-def words(value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list | tuple) or not all(isinstance(word, str) and word.strip() for word in value):
-        raise ValueError("must be an array of texts that are not blank")
-    if len(value) > MAX_BAD_WORDS:
-        raise ValueError(f"at most {MAX_BAD_WORDS} are supported")
-    if any(len(word) > LONGEST_BAD_WORD for word in value):
-        raise ValueError(f"each must have at most {LONGEST_BAD_WORD} characters")
-    return tuple(value)
-
-
-def breakers(value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list | tuple) or not value or not all(isinstance(text, str) and text for text in value):
-        raise ValueError("must be a non-empty array of non-empty strings")
-    if len(value) > MAX_BREAKERS:
-        raise ValueError(f"at most {MAX_BREAKERS} are supported")
-    return tuple(value)
 
 
 def stops(value: Any) -> tuple[str, ...]:

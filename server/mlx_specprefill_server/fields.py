@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from fractions import Fraction
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PlainValidator,
+    model_validator,
+)
 
 from mlx_specprefill import (
     RuleName,
@@ -32,7 +40,6 @@ KINDS = {"enabled": True, "adaptive": True, "disabled": False}
 
 UNLIMITED = -1  # tokens, as llama.cpp's clients write "no limit"
 MAX_STOP_IDS = 1024
-DRY_BASE = 1.75  # also in place of values below 1, as llama.cpp has it
 
 Whole = Annotated[int, BeforeValidator(field_values.whole), Field(ge=-field_values.INT64, lt=field_values.INT64)]
 TokenIds = Annotated[list[Whole], Field(fail_fast=True)]
@@ -43,7 +50,7 @@ StopStrings = Annotated[tuple[str, ...], BeforeValidator(field_values.stops, jso
 OneOrMoreStops = Annotated[StopStrings, BeforeValidator(field_values.listed, json_schema_input_type=str | list[str])]
 
 NO_GUIDED = "not supported; use structured_outputs, its name in vLLM today, or response_format"
-NO_FILTER = "not supported; use top_p, top_k, min_p, typical_p or xtc_probability"
+NO_FILTER = "not supported; use top_p, top_k or min_p"
 Refused = Mapping[str, tuple[tuple[Any, ...], str]]  # field: (its neutral values, the reason to refuse others)
 REFUSED: Refused = {
     "mirostat": ((0,), NO_FILTER),  # mirostat_tau and mirostat_eta mean nothing without it
@@ -56,6 +63,14 @@ REFUSED: Refused = {
     "use_beam_search": ((False,), "not supported; use n for several answers"),
     "truncate_prompt_tokens": ((), "not supported: prompts are never cut; send what should be read"),
     "prompt_logprobs": ((), "not supported; /v1/completions gives the prompt's logprobs with echo and logprobs"),
+}
+# field: (its neutral values, the fields that mean nothing without it); the answer is made without them, with a warning
+IGNORED: Mapping[str, tuple[tuple[Any, ...], tuple[str, ...]]] = {
+    "dry_multiplier": ((0,), ("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers")),
+    "xtc_probability": ((0,), ("xtc_threshold",)),
+    "typical_p": ((1,), ()),
+    "bad_words": (([],), ()),
+    "allowed_token_ids": ((), ()),
 }
 
 
@@ -143,13 +158,12 @@ class ThinkingFields(Body):
 class SamplingFields(Body):
     """Fields of sampling and of the tokens that end an answer."""
 
+    _ignored: tuple[str, ...] = ()
+
     temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
     top_p: Annotated[Number, Field(ge=0, le=1)] = 1.0  # 0: the likeliest token alone
     top_k: Annotated[Whole, Field(ge=-1)] = 0  # 0 and -1: off
     min_p: Annotated[Number, Field(ge=0, le=1)] = 0.0
-    typical_p: Annotated[Number, Field(gt=0, le=1)] = 1.0
-    xtc_probability: Annotated[Number, Field(ge=0, le=1)] = 0.0
-    xtc_threshold: Annotated[Number, Field(ge=0, le=1)] = 0.1
     repetition_penalty: Annotated[Number, Field(ge=0.01, le=10)] = 1.0
     repeat_penalty: Annotated[Number, Field(ge=0.01, le=10)] | None = None  # llama.cpp's and Ollama's name for it
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
@@ -157,45 +171,45 @@ class SamplingFields(Body):
     logit_bias: Annotated[
         dict[int, float], BeforeValidator(field_values.logit_bias, json_schema_input_type=dict[str, float])
     ] = Field(default_factory=dict)
-    dry_multiplier: Annotated[Number, Field(ge=0, le=100)] = 0.0  # the other dry_ fields mean nothing without it
-    dry_base: Annotated[Number, Field(le=1e6)] = DRY_BASE
-    dry_allowed_length: Annotated[Whole, Field(ge=0, le=1024)] = 2
-    dry_penalty_last_n: Annotated[Whole, Field(ge=-1)] = 64
-    dry_sequence_breakers: Annotated[
-        tuple[str, ...], BeforeValidator(field_values.breakers, json_schema_input_type=list[str])
-    ] = ("\n", ":", '"', "*")
     seed: Whole | None = None
-    bad_words: Annotated[tuple[str, ...], BeforeValidator(field_values.words, json_schema_input_type=list[str])] = ()
-    allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
     stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOP_IDS)] = Field(default_factory=list)
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     min_tokens: Annotated[Whole, Field(ge=0)] = 0
     n_predict: MaxTokens | None = None  # llama.cpp's name for the limit
 
+    @model_validator(mode="wrap")
+    @classmethod
+    def _note_ignored(cls, body: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
+        fields = validate(body)
+        if isinstance(body, dict):
+            fields._ignored = tuple(_ignored_in(body))
+        return fields
+
+    @property
+    def ignored(self) -> list[str]:
+        """Return the warning about fields without effect, if there are some."""
+        return [f"{', '.join(self._ignored)}: not supported, and without effect here"] if self._ignored else []
+
     def given(self, defaults: Mapping[str, float]) -> dict[str, Any]:
         """Return the fields that the request gives, and the defaults of those that it leaves open."""
         return {**defaults, **{name: getattr(self, name) for name in self.model_fields_set}}
 
     def sampling(self, defaults: Mapping[str, float], vocabulary: Vocabulary) -> SamplingParams:
-        """Return the engine's sampling parameters without the texts in them, which need the tokenizer.
+        """Return the engine's sampling parameters.
 
         Args:
             defaults: of the model, for fields that the request leaves open.
 
         Raises:
-            InvalidRequestError: a token is not in the vocabulary, or a filter has nothing to choose from.
+            InvalidRequestError: a token is not in the vocabulary.
         """
-        for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
-            if any(not 0 <= token < vocabulary.size for token in getattr(self, name) or ()):
+        for name in ("logit_bias", "stop_token_ids"):
+            if any(not 0 <= token < vocabulary.size for token in getattr(self, name)):
                 raise refusal(name, f"token ids must be from 0 to {vocabulary.size - 1}")
         given = self.given(defaults)
-        temperature = given["temperature"]
-        for name, active in (("xtc_probability", self.xtc_probability > 0), ("typical_p", self.typical_p < 1)):
-            if active and temperature == 0:
-                raise refusal(name, "needs a temperature above 0, at which answers are always the likeliest tokens")
         return SamplingParams(
-            temperature=temperature,
+            temperature=given["temperature"],
             top_p=given.get("top_p", self.top_p),
             top_k=min(max(given.get("top_k", self.top_k), 0), vocabulary.size),
             min_p=given.get("min_p", self.min_p),
@@ -204,24 +218,7 @@ class SamplingFields(Body):
             frequency_penalty=self.frequency_penalty,
             logit_bias=self.logit_bias,
             seed=None if self.seed is None or self.seed < 0 else self.seed,
-            typical_p=self.typical_p,
-            xtc_probability=self.xtc_probability,
-            xtc_threshold=self.xtc_threshold,
-            xtc_special_tokens=vocabulary.structural if self.xtc_probability else (),
-            allowed_token_ids=None if self.allowed_token_ids is None else frozenset(self.allowed_token_ids),
-            **self._dry(),
         )
-
-    def _dry(self) -> dict[str, Any]:
-        """Return the fields of the penalty on repetitions but `dry_sequence_breakers`, which need the tokenizer."""
-        if not self.dry_multiplier:
-            return {}
-        return {
-            "dry_multiplier": self.dry_multiplier,
-            "dry_base": self.dry_base if self.dry_base >= 1 else DRY_BASE,
-            "dry_allowed_length": self.dry_allowed_length,
-            "dry_penalty_last_n": self.dry_penalty_last_n,
-        }
 
 
 class AnswerFields(SamplingFields, SpecPrefillFields):
@@ -282,9 +279,19 @@ def first_limit(*limits: int | None) -> int | None:
 def refuse_fields(body: Mapping[str, Any], refused: Refused) -> None:
     """Refuse unsupported fields with values that would change the answer, by an InvalidRequestError."""
     for name, (neutral, why) in refused.items():
-        given = body.get(name)
-        if name in body and not any(type(given) in (type(value), float) and given == value for value in neutral):
+        if _has_effect(body, name, neutral):
             raise refusal(name, why)
+
+
+def _has_effect(body: Mapping[str, Any], name: str, neutral: tuple[Any, ...]) -> bool:
+    given = body.get(name)
+    return name in body and not any(type(given) in (type(value), float) and given == value for value in neutral)
+
+
+def _ignored_in(body: Mapping[str, Any]) -> Iterator[str]:
+    for name, (neutral, others) in IGNORED.items():
+        if body.get(name) is not None and _has_effect(body, name, neutral):
+            yield from (name, *(other for other in others if other in body))
 
 
 def refuse_sampling(body: Mapping[str, Any]) -> None:
@@ -293,9 +300,6 @@ def refuse_sampling(body: Mapping[str, Any]) -> None:
     names = ("repetition_penalty", "repeat_penalty")
     if all(name in body for name in names) and body[names[0]] != body[names[1]]:
         raise refusal(names[1], f"differs from {names[0]}, which means the same")
-    constrained = ("response_format", "structured_outputs", "json_schema", "grammar")
-    if "allowed_token_ids" in body and any(body.get(name) not in (None, {"type": "text"}) for name in constrained):
-        raise refusal("allowed_token_ids", "can't be combined with a format")
 
 
 def refuse_documents(body: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ from .constrained.calls import forced_format, with_patterns
 from .constrained.tool_choice import ToolChoice, resolve_tool_choice
 from .errors import JsonResponse, refusal
 from .event_stream import EventStream
-from .fields import AnswerFields, ChatFields, SamplingFields
+from .fields import AnswerFields, ChatFields
 from .generation.generation import AnswerSpec, Generation
 from .generation.loops import LoopGuard
 from .generation.reader import AnswerReader, IncrementalDetokenizer, StopMatcher
@@ -26,7 +26,6 @@ from .parsers.base import Parser
 from .prompt.conversation import Conversation
 from .prompt.deferred import tool_name
 from .prompt.prompt import Prompt
-from .sequence_breakers import breaker_tokens
 from .service import Service
 from .while_connected import while_connected
 
@@ -73,12 +72,12 @@ async def start_answers(service: Service, body: ChatFields, identity: Identity) 
         conversation, choice = resolve_tool_choice(conversation, choice)
         conversation = replace(conversation, tools=service.tools.sort(conversation.tools, label))
     output, tools = body.output(), conversation.callable_tools
-    params = await sampling_params(service, body)
+    params = body.sampling(service.sampling, service.vocabulary)
     prompt = await service.prompts.chat(conversation)
     waiting = conversation.waiting
     hidden = await service.tools.tokens(waiting, label, service.prompts.count_tools) if waiting else 0
     forced = choice not in ("auto", "none")
-    warnings = [*service.other_name(body.model), *prompt.left_out]
+    warnings = [*service.other_name(body.model), *body.ignored, *prompt.left_out]
     if tools and not (forced or service.prompts.takes_tools):
         warnings.append("the model's chat template has no place for tools: the model is not told of them")
     constraint: Constraint | None = None
@@ -127,19 +126,6 @@ def _thinks(body: ChatFields, conversation: Conversation) -> bool:
     """Return whether the request leaves room for reasoning before a format or a forced call."""
     off = conversation.template_kwargs.get("enable_thinking") is False or body.thinking_budget() == 0
     return conversation.ending == "answer" and not off
-
-
-async def sampling_params(service: Service, fields: SamplingFields) -> SamplingParams:
-    """Return the engine's sampling parameters. A forbidden word is forbidden at the start of a text and inside one."""
-    params = fields.sampling(service.sampling, service.vocabulary)
-    if fields.bad_words:
-        words = [text for word in fields.bad_words for text in (word.lstrip(), f" {word.lstrip()}")]
-        ids = [tuple(await service.prompts.tokens(word, special=False, field="bad_words")) for word in words]
-        params = replace(params, bad_words=tuple(dict.fromkeys(filter(None, ids))))
-    if not params.dry_multiplier:
-        return params
-    breakers = partial(breaker_tokens, service.vocabulary, fields.dry_sequence_breakers)
-    return replace(params, dry_sequence_breakers=await service.prompts.workers.run(breakers))
 
 
 async def count_tokens(request: Request, service: Service, conversation: Conversation, choice: ToolChoice) -> int:

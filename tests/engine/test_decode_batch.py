@@ -342,7 +342,7 @@ SAMPLINGS = (
     SamplingParams(temperature=1.3, seed=2, top_p=0.9, top_k=20, min_p=0.01),
     SamplingParams(presence_penalty=1.5, frequency_penalty=0.5),
     SamplingParams(temperature=0.8, seed=1, repetition_penalty=1.4, logit_bias={5: 3.0}),
-    SamplingParams(dry_multiplier=5.0, dry_allowed_length=1),
+    SamplingParams(frequency_penalty=2.0),
 )
 
 

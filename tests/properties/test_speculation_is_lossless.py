@@ -206,9 +206,7 @@ def test_the_draft_holds_what_precedes_the_next_token() -> None:
 
 # --- sampling --------------------------------------------------------------------------------------------------------
 
-PENALISED = SamplingParams(
-    presence_penalty=1.5, frequency_penalty=0.5, repetition_penalty=1.2, logit_bias={5: 2.0}, dry_multiplier=2.0
-)
+PENALISED = SamplingParams(presence_penalty=1.5, frequency_penalty=0.5, repetition_penalty=1.2, logit_bias={5: 2.0})
 
 
 @pytest.mark.parametrize(("name", "strategy"), [*cases("llama"), ("qwen3_5", "mtp")])

@@ -196,10 +196,6 @@ def unfiltered(logprobs: mx.array, *rest: Any) -> mx.array:
     return logprobs
 
 
-def processes_nothing(*given: Any) -> Callable[..., mx.array]:
-    return lambda history, logits: logits
-
-
 def ignoring_temperature(params: Any, vocab_size: int) -> Any:
     return sampling.filtered_logits(replace(params, temperature=1.0), vocab_size)
 
@@ -210,14 +206,10 @@ BROKEN_SAMPLERS: dict[str, tuple[Any, str, Any]] = {
     "top-p": (sampling, "apply_top_p", unfiltered),
     "top-k": (sampling, "apply_top_k", unfiltered),
     "min-p": (sampling, "apply_min_p", unfiltered),
-    "typical-p": (sampling, "apply_typical_p", unfiltered),
-    "XTC": (sampling, "apply_xtc", unfiltered),
     "repetition penalty": (sampling, "make_logits_processors", lambda **given: []),
     "presence penalty": (sampling, "make_logits_processors", lambda **given: []),
     "frequency penalty": (sampling, "make_logits_processors", lambda **given: []),
     "logit bias": (sampling, "make_logits_processors", lambda **given: []),
-    "bad words": (sampling, "without", processes_nothing),
-    "allowed tokens": (sampling, "only", processes_nothing),
 }
 
 

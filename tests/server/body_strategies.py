@@ -53,13 +53,8 @@ COMMON: dict[str, st.SearchStrategy[Any]] = {
     "response_format": JSON,
     "ignore_eos": JSON,
     "return_progress": JSON,
-    **dict.fromkeys(
-        ("repeat_penalty", "typical_p", "xtc_probability", "dry_multiplier", "dry_base", "mirostat", "n_predict"), JSON
-    ),
-    "dry_sequence_breakers": JSON | st.lists(st.text(max_size=3), max_size=2),
-    "bad_words": JSON | st.lists(st.text(max_size=3), max_size=2),
+    **dict.fromkeys(("repeat_penalty", "typical_p", "dry_multiplier", "bad_words", "mirostat", "n_predict"), JSON),
     "stop_token_ids": JSON | st.lists(st.integers(-1, 300), max_size=2),
-    "allowed_token_ids": JSON | st.lists(st.integers(-1, 300), max_size=2),
     "include_stop_str_in_output": st.booleans() | JSON,
 }
 CHAT = st.fixed_dictionaries(

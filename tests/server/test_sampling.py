@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-from mlx_lm.tokenizer_utils import load as load_tokenizer
 from starlette.testclient import TestClient
 
 from mlx_specprefill import GenerationRequest
-from mlx_specprefill_server.generation.reader import Vocabulary
-from mlx_specprefill_server.sequence_breakers import breaker_tokens
 
 from .conftest import client_of, events
 from .fakes import CHATML, FakeEngine, FakePair, byte_tokenizer, comparable
 
-DEMO = Path(__file__).parents[2] / "models" / "demo" / "target"
 HI = [{"role": "user", "content": "Hi"}]
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": HI},
@@ -58,31 +53,17 @@ def refusal(client: TestClient, path: str, **fields: Any) -> str:
 @EVERYWHERE
 def test_what_the_engine_does_reaches_it(client: TestClient, engine: FakeEngine, path: str) -> None:
     fields = {
-        "temperature": 0.9, "top_p": 0.5, "top_k": 7, "min_p": 0.1, "typical_p": 0.8, "xtc_probability": 0.4,
-        "xtc_threshold": 0.2, "repeat_penalty": 1.3, "presence_penalty": 1, "frequency_penalty": 0.5, "seed": 3,
-        "logit_bias": {"5": 2}, "allowed_token_ids": [65, 66], "min_tokens": 2, "stop_token_ids": [70],
+        "temperature": 0.9, "top_p": 0.5, "top_k": 7, "min_p": 0.1, "repeat_penalty": 1.3, "presence_penalty": 1,
+        "frequency_penalty": 0.5, "seed": 3, "logit_bias": {"5": 2}, "min_tokens": 2, "stop_token_ids": [70],
     }  # fmt: skip
     request = asked(client, engine, path, **fields)
     sampling, end = request.sampling, engine.pair.tokenizer.eos_token_id
-    for name in ("temperature", "top_p", "top_k", "min_p", "typical_p", "xtc_probability", "xtc_threshold", "seed"):
+    for name in ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "seed"):
         assert getattr(sampling, name) == fields[name], name
     assert sampling.repetition_penalty == 1.3
     assert sampling.logit_bias == {5: 2.0}
-    assert sampling.allowed_token_ids == {65, 66}
-    newline = engine.pair.tokenizer.encode("\n", add_special_tokens=False)
-    assert set(sampling.xtc_special_tokens) == {*newline, end}
     assert (request.min_tokens, request.stop_token_ids) == (2, {70, end})
     assert asked(client, engine, path, stop_token_ids=[70], ignore_eos=True).stop_token_ids == {70}
-    assert asked(client, engine, path).sampling.xtc_special_tokens == ()
-
-
-@EVERYWHERE
-def test_bad_words_become_tokens_as_at_the_start_and_within_a_text(
-    client: TestClient, engine: FakeEngine, path: str
-) -> None:
-    sampling = asked(client, engine, path, bad_words=["ab", " ab", "c"]).sampling
-    expected = [tuple(engine.pair.tokenizer.encode(word)) for word in ("ab", " ab", "c", " c")]
-    assert list(sampling.bad_words) == expected
 
 
 @EVERYWHERE
@@ -128,23 +109,17 @@ def test_the_limit_has_many_names(client: TestClient, engine: FakeEngine, path: 
 
 
 NEUTRAL: dict[str, list[Any]] = {
-    "dry_multiplier": [0, 0.0], "mirostat": [0], "top_n_sigma": [-1, 0.0, -1.0], "top_a": [0], "tfs_z": [1, 1.0],
+    "mirostat": [0], "top_n_sigma": [-1, 0.0, -1.0], "top_a": [0], "tfs_z": [1, 1.0],
     "tfs": [1], "dynatemp_range": [0], "use_beam_search": [False], "truncate_prompt_tokens": [None],
-    "prompt_logprobs": [None], "documents": [[], None], "typical_p": [1, 1.0], "xtc_probability": [0],
-    "bad_words": [[]], "stop_token_ids": [[]], "allowed_token_ids": [None], "repeat_penalty": [1, None],
-    "dry_base": [1.75], "dry_allowed_length": [2], "dry_sequence_breakers": [["\n"]], "mirostat_tau": [5.0],
+    "prompt_logprobs": [None], "documents": [[], None], "stop_token_ids": [[]], "repeat_penalty": [1, None],
+    "mirostat_tau": [5.0],
 }  # fmt: skip
 REFUSED: list[tuple[str, Any]] = [
-    ("dry_multiplier", -1), ("dry_base", "x"), ("dry_allowed_length", -1), ("dry_penalty_last_n", -2),
-    ("dry_sequence_breakers", []), ("dry_sequence_breakers", [""]), ("dry_sequence_breakers", '["\\n"]'),
-    ("dry_sequence_breakers", ["x"] * 65),
     ("mirostat", 2), ("mirostat", True), ("top_n_sigma", 1), ("top_a", 0.5), ("tfs_z", 0.9),
     ("tfs", 0.9), ("dynatemp_range", 0.5), ("use_beam_search", True), ("truncate_prompt_tokens", 100),
     ("truncate_prompt_tokens", -1), ("prompt_logprobs", 0), ("prompt_logprobs", 5), ("documents", "x"),
-    ("typical_p", 0), ("typical_p", 1.5), ("typical_p", 0.5), ("xtc_probability", 0.5), ("xtc_threshold", 2),
-    ("bad_words", "x"), ("bad_words", [""]), ("bad_words", [1]), ("bad_words", ["x"] * 257),
     ("stop_token_ids", [-1]), ("stop_token_ids", [10**6]), ("stop_token_ids", ["5"]), ("stop_token_ids", 5),
-    ("stop_token_ids", [0] * 1025), ("allowed_token_ids", []), ("allowed_token_ids", [10**6]), ("min_tokens", -1),
+    ("stop_token_ids", [0] * 1025), ("min_tokens", -1),
     ("repeat_penalty", 0), ("repeat_penalty", 11), ("repetition_penalty", 0), ("presence_penalty", 3),
     ("frequency_penalty", -3), ("include_stop_str_in_output", 1), ("n_predict", "x"), ("temperature", -0.1),
     ("temperature", 2.1), ("temperature", "hot"), ("temperature", True), ("top_p", -0.1), ("top_p", 1.5), ("top_k", -2),
@@ -156,9 +131,9 @@ REFUSED: list[tuple[str, Any]] = [
     ("specprefill_keep_pct", "auto"), ("specprefill_verify", "wait"), ("specprefill_return_spans", 1),
     ("speculative", "fast"), ("speculative", True), ("model", 5), ("stream", "true"),
 ]  # fmt: skip
-# One of each kind: by name, by value, by value beside another field, by the vocabulary, of ours.
+# One of each kind: by name, by value, by the vocabulary, of ours.
 SAMPLES: list[tuple[str, Any]] = [
-    ("mirostat", 2), ("documents", [{"text": "x"}]), ("top_p", 2), ("typical_p", 0.5), ("stop_token_ids", [10**6]),
+    ("mirostat", 2), ("documents", [{"text": "x"}]), ("top_p", 2), ("stop_token_ids", [10**6]),
     ("specprefill_keep_pct", 2),
 ]  # fmt: skip
 
@@ -183,7 +158,6 @@ def names_field(answer: Any, name: str) -> bool:
 
 
 def test_what_is_not_done_is_refused_by_name(client: TestClient, engine: FakeEngine) -> None:
-    """xtc_probability and typical_p: at temperature 0, the default, there is nothing to draw."""
     assert accepted(client, "/v1/chat/completions", REFUSED) == []
     assert not engine.requests
 
@@ -194,40 +168,39 @@ def test_every_dialect_refuses_it(client: TestClient, engine: FakeEngine, path: 
     assert not engine.requests
 
 
-DRY = {"dry_multiplier": 0.8, "dry_base": 1.5, "dry_allowed_length": 3, "dry_penalty_last_n": -1}
+# What is sent, and the fields that the warning names.
+IGNORED: list[tuple[dict[str, Any], str]] = [
+    ({"dry_multiplier": 0.8, "dry_base": 1.75, "dry_sequence_breakers": ["x"]},
+     "dry_multiplier, dry_base, dry_sequence_breakers"),
+    ({"dry_multiplier": "x", "dry_allowed_length": -1, "dry_penalty_last_n": 64},
+     "dry_multiplier, dry_allowed_length, dry_penalty_last_n"),
+    ({"dry_multiplier": 0, "dry_base": 2, "dry_allowed_length": 2, "dry_penalty_last_n": -1}, ""),
+    ({"dry_multiplier": 0.0, "dry_sequence_breakers": ["\n"]}, ""), ({"dry_base": 2}, ""),
+    ({"dry_multiplier": None}, ""),
+    ({"xtc_probability": 0.5, "xtc_threshold": 0.1, "temperature": 0}, "xtc_probability, xtc_threshold"),
+    ({"xtc_probability": 0, "xtc_threshold": 0.1}, ""), ({"xtc_threshold": 0.2}, ""),
+    ({"typical_p": 0.5}, "typical_p"), ({"typical_p": 1}, ""), ({"typical_p": 1.0}, ""),
+    ({"bad_words": ["a"]}, "bad_words"), ({"bad_words": []}, ""), ({"bad_words": None}, ""),
+    ({"allowed_token_ids": [65]}, "allowed_token_ids"),
+    ({"allowed_token_ids": []}, "allowed_token_ids"), ({"allowed_token_ids": None}, ""),
+    ({"bad_words": ["a"], "typical_p": 0.5}, "typical_p, bad_words"),
+]  # fmt: skip
 
 
 @EVERYWHERE
-def test_repetitions_are_penalised_in_every_dialect(client: TestClient, engine: FakeEngine, path: str) -> None:
-    sampling = asked(client, engine, path, **DRY, dry_sequence_breakers=["\n", "ab"]).sampling
-    assert {name: getattr(sampling, name) for name in DRY} == DRY
-    encode = engine.pair.tokenizer.encode
-    assert set(sampling.dry_sequence_breakers) == {tuple(encode(text)) for text in ("\n", "ab")}  # a byte is a token
-    default = asked(client, engine, path, dry_multiplier=1, dry_base=0.5).sampling
-    assert (default.dry_base, default.dry_allowed_length, default.dry_penalty_last_n) == (1.75, 2, 64)
-    assert set(default.dry_sequence_breakers) == {tuple(encode(char)) for char in '\n:"*'}
+@pytest.mark.parametrize(("fields", "named"), IGNORED)
+def test_what_has_no_effect_is_named(
+    client: TestClient, engine: FakeEngine, path: str, fields: dict[str, Any], named: str
+) -> None:
+    warned = [f"{named}: not supported, and without effect here"] if named else None
+    plain = comparable(asked(client, engine, path))
+    assert post(client, path, **fields).json().get("warnings") == warned
+    assert comparable(engine.requests[-1]) == plain
 
 
-def test_a_breaker_is_found_wherever_tokens_cut_it() -> None:
-    vocabulary = Vocabulary(load_tokenizer(DEMO))
-    texts = ("\n", "###")
-    text = "ab\n c: ### d####e\n\n"
-    ids = vocabulary.encode(text)
-    found = breaker_tokens(vocabulary, texts)
-    for token in range(vocabulary.size):
-        whole = any(part in vocabulary.token_text(token) for part in texts)
-        assert ((token,) in found) == whole, vocabulary.token_text(token)
-    begins = {start for start in range(len(ids)) for size in (1, 2, 3) if tuple(ids[start : start + size]) in found}
-    ends = [len(vocabulary.decode(ids[: start + 1])) for start in range(len(ids))]
-    starts = [0, *ends[:-1]]
-    wanted = {
-        next(i for i in range(len(ids)) if starts[i] <= at < ends[i])
-        for part in texts
-        for at in range(len(text))
-        if text.startswith(part, at)
-    }
-    assert begins >= wanted
-    assert all(set("\n#") & set(vocabulary.decode(ids[i : i + 3])) for i in begins)
+@EVERYWHERE
+def test_streams_name_it_too(client: TestClient, path: str) -> None:
+    assert "typical_p: not supported" in post(client, path, typical_p=0.5, stream=True).text
 
 
 @EVERYWHERE
@@ -235,11 +208,6 @@ def test_two_names_for_one_penalty_have_to_agree(client: TestClient, engine: Fak
     same = asked(client, engine, path, repeat_penalty=1.2, repetition_penalty=1.2)
     assert same.sampling.repetition_penalty == 1.2
     assert "repeat_penalty" in refusal(client, path, repeat_penalty=1.2, repetition_penalty=1.3)
-
-
-def test_tokens_can_not_be_named_beside_a_format(client: TestClient) -> None:
-    fields = {"allowed_token_ids": [65], "response_format": {"type": "json_object"}}
-    assert "allowed_token_ids" in refusal(client, "/v1/chat/completions", **fields)
 
 
 def test_echo_is_for_raw_prompts(client: TestClient, engine: FakeEngine) -> None:

@@ -16,7 +16,7 @@ from mlx_specprefill.cache.positioned import Positioned, Runs, leaves, quantize_
 from mlx_specprefill.engine.caches import empty_cache
 from mlx_specprefill.engine.decode_batch import DecodeBatch, DecodeRow, Removed
 from mlx_specprefill.events import TokenEvent
-from mlx_specprefill.request import SamplingParams, as_token_ids
+from mlx_specprefill.request import SamplingParams
 from mlx_specprefill.sampling import logits_processors, make_sampler
 from tests.support.autoregressive import decode
 from tests.support.precision import assert_close
@@ -60,7 +60,7 @@ def prefilled(model: nn.Module, row: Row) -> tuple[list[Any], mx.array]:
 def sampling_of(row: Row, vocab: int) -> dict[str, Any]:
     return {
         "sampler": make_sampler(row.sampling, vocab),
-        "processors": logits_processors(row.sampling, as_token_ids(row.prompt)),
+        "processors": logits_processors(row.sampling),
     }
 
 

@@ -174,12 +174,6 @@ class Vocabulary:
         added: Mapping[str, int] = self._tokenizer.get_added_vocab()
         return added
 
-    @cached_property
-    def structural(self) -> tuple[int, ...]:
-        """The ids without which answers don't end and lines don't break."""
-        lines = self._tokenizer.encode("\n", add_special_tokens=False)
-        return tuple(sorted({*lines[-1:], *self.stop_ids}))
-
     @property
     def stop_ids(self) -> frozenset[int]:
         """The ids that end an answer."""

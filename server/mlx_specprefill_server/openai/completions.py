@@ -34,7 +34,7 @@ from ..prompt.prompt import Prompt
 from ..report import ProgressReporter, Report
 from ..request_body import body_of
 from ..service import Service
-from ..serving import make_spec, prompt_of_ids, respond, sampling_params
+from ..serving import make_spec, prompt_of_ids, respond
 from ..while_connected import while_connected
 from .protocol import LOWEST_LOGPROB, Envelope, GenerationFields, refuse_best_of
 
@@ -107,12 +107,12 @@ async def create(
     """Continue one or several prompts."""
     if len(body.prompt) * body.n > MAX_PROMPTS:
         raise refusal("n", f"at most {MAX_PROMPTS} answers are supported in one request")
-    warnings = service.other_name(body.model)
+    warnings = [*service.other_name(body.model), *body.ignored]
     constraint: Constraint | None = None
     if (output := body.output()) is not None:
         make = partial(constraint_of, output, special=service.vocabulary.special, warnings=warnings)
         constraint = await service.constrain(make)
-    sampling = await sampling_params(service, body)
+    sampling = body.sampling(service.sampling, service.vocabulary)
     prompts = await while_connected(request, _prompts(service, body))
     scored = body.logprobs if body.echo else None
     specs = [

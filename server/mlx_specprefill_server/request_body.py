@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-import orjson
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
@@ -15,13 +14,11 @@ from .big_json import loads
 from .errors import ApiError, refusal
 from .models.dependencies import ModelsDep
 from .models.models import Models
-from .nesting import DEEPEST, is_too_deep
 
 Model = TypeVar("Model", bound=BaseModel)
 
 BODY_LIMIT = 32 << 20  # bytes
 SMALL = 1 << 16  # bytes of a body that can't exceed the limits below
-MOST_PARTS = 64  # members of a gzip body
 MOST_VALUES = 1 << 20  # values in one body; also the tokens of the longest prompt that models read today
 MOST_CONTAINERS = 1 << 16  # arrays and objects in one body: a conversation has a few per message
 MOST_MEMBERS = 1 << 15  # members of all objects in one body; each takes ten times as long to parse as a number
@@ -63,21 +60,16 @@ def decompress(body: bytes | bytearray, encoding: str, limit: int) -> bytes | by
     if encoding not in ("gzip", "x-gzip"):
         message = f"Content-Encoding {encoding!r:.40} is not supported; send the body as it is, or with gzip."
         raise ApiError(415, message, code="unsupported_media_type", headers={"Accept-Encoding": "gzip"})
-    text = bytearray()
-    for _ in range(MOST_PARTS):
-        stream = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
-        try:
-            text += stream.decompress(body, limit + 1 - len(text))
-        except zlib.error as error:
-            raise ApiError(400, f"The body is not valid gzip: {error}", code="invalid_json") from error
-        if len(text) > limit:
-            raise _too_large(limit)
-        if not stream.eof:
-            raise ApiError(400, "The body ends inside its gzip stream.", code="invalid_json")
-        body = stream.unused_data
-        if not body:
-            return text
-    raise ApiError(400, f"The body has more than {MOST_PARTS} gzip members.", code="invalid_json")
+    stream = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
+    try:
+        text = stream.decompress(body, limit + 1)
+    except zlib.error as error:
+        raise ApiError(400, f"The body is not valid gzip: {error}", code="invalid_json") from error
+    if len(text) > limit:
+        raise _too_large(limit)
+    if not stream.eof or stream.unused_data:
+        raise ApiError(400, "The body must be one gzip stream, with nothing behind it.", code="invalid_json")
+    return text
 
 
 def parse_json(raw: bytes | bytearray) -> dict[str, Any]:
@@ -91,12 +83,10 @@ def parse_json(raw: bytes | bytearray) -> dict[str, Any]:
         _refuse_many_values(raw)
     try:
         body = loads(raw)
-    except orjson.JSONDecodeError as error:
+    except ValueError as error:
         raise ApiError(400, f"The body is not valid JSON: {error}", code="invalid_json") from error
     if not isinstance(body, dict):
         raise ApiError(400, "The body must be a JSON object.", code="invalid_json")
-    if is_too_deep(body):
-        raise ApiError(400, f"The body is nested too deeply: more than {DEEPEST} levels.", code="invalid_json")
     check_model_name(body.get("model"))
     return {name: value for name, value in body.items() if value is not None}
 

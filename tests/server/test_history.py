@@ -142,10 +142,8 @@ def test_half_a_surrogate_pair_is_a_replacement_character(client: TestClient, en
         (rb'"\ud83d"', "\ufffd"),
         (rb'"\ude00 \uD83D\uDE00 \ud83d\ud83d\ude00"', "\ufffd \U0001f600 \ufffd\U0001f600"),
         (rb'"\\ud83d \\\ud83d"', "\\ud83d \\\ufffd"),
-        (b"[%d, -%d, 1.5, 18446744073709551615]" % (LONG, LONG), [LONG, -LONG, 1.5, 2**64 - 1]),
-        (b'{"a": %d, "b": "%d"}' % (LONG, LONG), {"a": LONG, "b": str(LONG)}),
-        (b'"text: %d"' % LONG, f"text: {LONG}"),
-        (b"[%d, true]" % 7, [7, True]),
+        (b"[18446744073709551615, -%d]" % LONG, [2**64 - 1, -LONG]),
+        (b'{"text": ": %d", "n": %d}' % (LONG, LONG), {"text": f": {LONG}", "n": LONG}),
     ],
 )
 def test_json_as_clients_write_it(text: bytes, value: Any) -> None:

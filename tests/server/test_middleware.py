@@ -97,9 +97,6 @@ def test_a_last_slash_makes_no_difference(client: TestClient) -> None:
 
 def test_bodies_may_come_compressed(client: TestClient) -> None:
     plain = orjson.dumps(CHAT)
-    halves = gzip.compress(plain[:9]) + gzip.compress(b"") + gzip.compress(plain[9:])  # RFC 1952: a series of members
-    answer = client.post("/v1/chat/completions", content=halves, headers=GZIP)
-    assert answer.status_code == 200, answer.text
     for name in ("gzip", "x-gzip", " GZIP", "identity"):
         body = plain if name == "identity" else gzip.compress(plain)
         answer = client.post("/v1/chat/completions", content=body, headers={"content-encoding": name})
@@ -125,22 +122,13 @@ def test_a_compressed_body_is_held_to_the_limit_before_it_is_unfolded(
     assert client.post("/v1/chat/completions", content=bomb[:9_999], headers=GZIP).status_code == 413
     small = gzip.compress(b" " * 5_000_000)
     assert len(small) < 10_000
-    halves = gzip.compress(b" " * 6_000) * 2
-    for body in (small, halves):
-        assert client.post("/v1/chat/completions", content=body, headers=GZIP).status_code == 413
+    assert client.post("/v1/chat/completions", content=small, headers=GZIP).status_code == 413
 
 
 @pytest.mark.parametrize(
     "body",
-    [
-        b"no gzip",
-        gzip.compress(b"{}")[:-4],
-        gzip.compress(b"{}") + b"more",
-        b"",
-        gzip.compress(b"{}") + gzip.compress(b" ")[:-4],
-        gzip.compress(b"") * 100,
-    ],
-    ids=["not gzip", "cut off", "more behind it", "empty", "second cut off", "too many members"],
+    [b"no gzip", gzip.compress(b"{}")[:-4], gzip.compress(b"{}") + b"more", b"", gzip.compress(b"{}") * 2],
+    ids=["not gzip", "cut off", "more behind it", "empty", "twice"],
 )
 def test_a_broken_compressed_body_is_a_400(client: TestClient, body: bytes) -> None:
     answer = client.post("/v1/chat/completions", content=body, headers=GZIP)

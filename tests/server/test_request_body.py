@@ -17,8 +17,8 @@ from starlette.testclient import TestClient
 from mlx_specprefill import InvalidRequestError
 from mlx_specprefill_server import request_body
 from mlx_specprefill_server.anthropic import messages
+from mlx_specprefill_server.big_json import DEEPEST
 from mlx_specprefill_server.errors import ApiError
-from mlx_specprefill_server.nesting import DEEPEST
 from mlx_specprefill_server.openai import chat, completions, responses
 from mlx_specprefill_server.routes import prompts
 from mlx_specprefill_server.settings import Settings

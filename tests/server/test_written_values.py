@@ -80,6 +80,7 @@ VALUES: list[tuple[Any, str]] = [
     ({"enum": ["a/b\nc", "d"], "minLength": 2}, '"a/b\\nc"'),
     ({"enum": ["on", "off", True]}, "true"),
     ({"type": "integer"}, "1" + "0" * 400),
+    ({"type": "integer"}, "-" + "7" * 5000),
     ({"const": "null"}, '"null"'),
     (TEXT, '"x)], g(y=\'2\')"'),
 ]  # fmt: skip

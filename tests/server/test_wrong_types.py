@@ -11,7 +11,7 @@ import orjson
 import pytest
 from starlette.testclient import TestClient
 
-from mlx_specprefill_server.nesting import DEEPEST
+from mlx_specprefill_server.big_json import DEEPEST
 
 from .conftest import client_of
 from .fakes import FakeEngine

@@ -7,10 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import orjson
-
+from ..big_json import loads
 from ..errors import refusal, require
-from ..nesting import loads
 from .lark import LARGEST
 
 OUTPUT_FIELDS = ("response_format", "structured_outputs", "json_schema", "grammar")
@@ -115,7 +113,7 @@ def _json_or_text(value: Any, field: str) -> OutputFormat:
         require(len(value) <= LARGEST, field, f"must have at most {LARGEST} characters")
         try:
             value = loads(value)
-        except orjson.JSONDecodeError as error:
+        except ValueError as error:
             raise refusal(field, f"is not JSON: {error}") from error
     return _json(value, field)
 

@@ -421,7 +421,7 @@ class _DistinctCalls:
 
     def _complete(self, end: CallEnd) -> list[ContentDelta]:
         held, self._held = self._held, []
-        made = self._name, json.dumps(json.loads(end.arguments), sort_keys=True)
+        made = self._name, json.dumps(json.loads(end.arguments, parse_int="int {}".format), sort_keys=True)
         self.repeated = made in self._made
         self._made.add(made)
         return [] if self.repeated else [*held, end]

@@ -179,5 +179,5 @@ class InputText:
 
 def whole_input(arguments: str) -> str:
     """Return the input of a complete call. Arguments of another form are passed on as they are."""
-    value = json.loads(arguments).get(INPUT)
+    value = json.loads(arguments, parse_int=float).get(INPUT)  # whatever the number, it is no text
     return value if isinstance(value, str) else arguments

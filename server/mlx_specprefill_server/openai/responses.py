@@ -15,6 +15,7 @@ from starlette.responses import Response
 from mlx_specprefill import ContextLengthError, Progress, TokenEvent
 
 from ..auth import IdentityDep
+from ..big_json import integer
 from ..deltas import (
     AnswerDelta,
     AnswerDone,
@@ -109,7 +110,7 @@ class ItemWriter:
         item, text = self._open, "".join(self._text)
         item["status"] = status
         if item["type"] == SEARCH_CALL:
-            item["arguments"] = json.loads(text) if status == "completed" else {}
+            item["arguments"] = json.loads(text, parse_int=integer) if status == "completed" else {}
         elif item["type"] in ARGUMENTS:
             member = ARGUMENTS[item["type"]]
             item[member] = text

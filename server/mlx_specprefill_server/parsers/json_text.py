@@ -18,7 +18,7 @@ from .base import Cursor, MalformedError, Reading, overlap, peek, skip, spaces, 
 from .calls import expect, until
 
 DEEPEST = 400  # readers of JSON have limits, too: Python's lies near 1000
-LONGEST_WORD = 4096  # characters of a number, or of a text without marks, in Gemma's notation
+LONGEST_WORD = 4096  # characters of a text without marks, in Gemma's notation
 CLOSING = {"{": "}", "[": "]"}
 NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
 WORD = re.compile(r"[A-Za-z0-9+.-]*")
@@ -110,7 +110,8 @@ class JsonReader:
         elif (yield from peek(self._cursor, 1)) in QUOTES:
             yield from self._string(live=True, ends_text=ends_text)
         elif self._quote:
-            word = (yield from until(self._cursor, ",}]", "{[<", LONGEST_WORD)).strip()
+            word = yield from self._signs()
+            word = (word + (yield from until(self._cursor, ",}]", "{[<", LONGEST_WORD))).strip()
             number = NUMBER.fullmatch(word)
             yield from self._say(word if number else WORDS.get(word) or orjson.dumps(word).decode())
         else:
@@ -206,19 +207,23 @@ class JsonReader:
 
     def _word(self) -> Reading[None]:
         """Read a number or a literal. Both end where something else begins."""
-        word = ""
-        while True:
-            part = WORD.match(self._cursor.buffer)
-            word += self._cursor.take(part.end() if part else 0)
-            if self._cursor.buffer or self._cursor.ended:
-                break
-            yield None
+        word = yield from self._signs()
         if NUMBER.fullmatch(word):
             yield from self._say(word)
         elif word in WORDS:
             yield from self._say(WORDS[word])
         else:
             raise MalformedError(f"not a value: {word[:20]!r}")
+
+    def _signs(self) -> Reading[str]:
+        """Read the letters, digits and signs at the cursor, however many."""
+        word = ""
+        while True:
+            part = WORD.match(self._cursor.buffer)
+            word += self._cursor.take(part.end() if part else 0)
+            if self._cursor.buffer or self._cursor.ended:
+                return word
+            yield None
 
     def _say(self, text: str) -> Reading[None]:
         text, self._held = self._held + text, ""

@@ -24,7 +24,7 @@ END = ("", ",", ")")  # of a value
 # What follows a quote that ends a string in a list: the end of the call, or the next name; and what may become that.
 GOES_ON = re.compile(r"\s*(?:\)\s*(?:[\],]|<\|)|,\s*\)|(?:,\s*)?[\w.-]+\s*=(?!=))")
 UNDECIDED = re.compile(r"\s*(?:\)\s*<?|,\s*|(?:,\s*)?[\w.-]{1,256}\s*=?)?\Z")
-WORD = re.compile(r"([\w+.-]{0,4096})\s{0,64}")
+WORD = re.compile(r"(-?[0-9]+(?![\w+.-])|[\w+.-]{0,4096})\s{0,64}")
 AMBIGUOUS = re.compile(r",\s*[\w.-]+\s*=")  # in a text without quotes
 METHOD = ".call"  # of Llama 3's own tools
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import orjson
 
+from ..big_json import is_too_deep
 from ..deltas import CallDelta
-from ..nesting import loads
 from ..schemas import TYPES, Place
 from .base import Cursor, MalformedError, Reading, ahead, find_first, past_spaces, peek
 from .calls import text_of
@@ -54,10 +54,10 @@ def _fitting(written: str, place: Place) -> str:
 def _as_json(text: str) -> str:
     """Return text that is JSON, as it is or without a model's slips; "" if it is none."""
     try:
-        loads(text)
+        value = orjson.loads(text)
     except orjson.JSONDecodeError:
         return _mended(text)
-    return text
+    return _mended(text) if is_too_deep(value) else text
 
 
 def _mended(text: str) -> str:

@@ -11,11 +11,8 @@ from dataclasses import dataclass, field
 from itertools import groupby, takewhile
 from typing import Any, Literal
 
-import orjson
-
 from ..big_json import loads
 from ..errors import refusal, require
-from ..nesting import is_too_deep
 from .deferred import FLAG, LOADS, Deferral, Reference, deferral_of, divide, is_deferred, without_flag
 
 Message = dict[str, Any]  # in the form of templates: role, content (str), and the role's other fields
@@ -284,10 +281,9 @@ def _arguments(arguments: Any) -> dict[str, Any]:
     """
     if isinstance(arguments, str) and arguments.strip():
         try:
-            read = loads(arguments)
-        except orjson.JSONDecodeError:
+            arguments = loads(arguments)
+        except ValueError:
             return {"arguments": arguments}
-        arguments = arguments if is_too_deep(read) else read
     if isinstance(arguments, dict):
         return arguments
     return {"arguments": arguments} if arguments else {}

@@ -21,6 +21,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from mlx_specprefill import ContextLengthError, InvalidRequestError, PromptSpan, TokenIds, as_token_ids
 
+from ..big_json import dumps, loads, restored
 from ..errors import refusal
 from .conversation import Conversation, Message
 from .deferred import LOADS, Tool, with_schemas
@@ -265,7 +266,7 @@ def _render(tokenizer: Any, form: Form, conversation: Conversation, messages: Se
     except (*TEMPLATE_ERRORS, TemplateError) as error:
         message = f"The model's chat template refuses this conversation: {error}"
         raise InvalidRequestError(message[:1000], field=conversation.field) from error
-    return str(text)
+    return restored(str(text))
 
 
 def _apply_with_nulls(tokenizer: Any, messages: Sequence[Message], tools: Any, **kwargs: Any) -> str:

@@ -21,7 +21,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from mlx_specprefill import ContextLengthError, InvalidRequestError, PromptSpan, TokenIds, as_token_ids
 
-from ..big_json import dumps, loads, restored
+from ..big_json import restored
 from ..errors import refusal
 from .conversation import Conversation, Message
 from .deferred import LOADS, Tool, with_schemas

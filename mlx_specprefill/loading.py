@@ -16,7 +16,6 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .adapters.depth import FirstLayers, first_layers, full_draft_model, layers_of
 from .adapters.gguf import is_gguf
 from .adapters.heads import DraftHeads, read_heads, shipped_heads
-from .adapters.passed import NONE_PASSED, PassedChecks
 from .adapters.patches import install_patches
 from .adapters.probe import sparse_refusal, staged_model
 from .adapters.registry import adapter_for, architecture_of
@@ -42,7 +41,7 @@ from .reading import (
 )
 from .speculative.proposer import OwnPart
 from .speculative.strategies import load_own_parts
-from .stored import files_state, resolve_model_path
+from .stored import resolve_model_path
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +69,6 @@ class ModelPair:
         ranks: the processes that run the target together, if there are several; `sharding`: how it is spread.
         draft_placement: on which of several ranks the draft is, None on one or without a draft. With "first", the other
             ranks know of it what rank 0 told them, and have none: `draft` and `mapping` are None, `draft_id` is not.
-        passed: what earlier starts know of the target.
         sampling: what the target's generation_config.json states, by the names of SamplingParams.
     """
 
@@ -94,7 +92,6 @@ class ModelPair:
     ranks: Ranks | None = None
     sharding: Sharding | None = None
     draft_placement: DraftPlacement | None = None
-    passed: PassedChecks = NONE_PASSED
     sampling: Mapping[str, float] = field(default_factory=dict)
 
     @cached_property
@@ -178,7 +175,6 @@ def load_pair(
     dtype: DtypeName = "auto",
     loaded: LoadedModels | None = None,
     repacked: Path | None = None,
-    probes: Path | None = None,
     on_progress: OnProgress = lambda done, total: None,
     ranks: Ranks | None = None,
     draft_placement: DraftPlacement = "first",
@@ -194,7 +190,6 @@ def load_pair(
         dtype: "auto" is as stored on a GPU. On a CPU, where halves are slow, it is float32 with GGUF files unpacked.
         loaded: models of other pairs, which this one shares.
         repacked: folder that keeps the packed weights of large GGUF files for later loads; None: none is kept.
-        probes: file that remembers which models passed the probe, which then runs no forwards; None: it always does.
         on_progress: gets the bytes of target or draft that are in memory, and those of the whole; one after the other.
         ranks: from `join_ranks`. Each holds its part of the target; `draft_placement`: of a draft model on them.
 
@@ -203,7 +198,6 @@ def load_pair(
             over so many ranks, or has other files on another one.
         PairMismatchError: the draft has another tokenizer, and the target's text can't be mapped to its tokens.
     """
-    state = None if probes is None or ranks is not None else _state_before(target, dtype, loaded)
     read = _reader(loaded, repacked, two=draft is not None and draft != "self")
     model, tokenizer, config, sharding = _read_target(target, dtype, on_progress, read, ranks)
     draft_from, source = target, _own_layers(ranks, sharding) if draft == "self" else _DraftSource()
@@ -222,7 +216,6 @@ def load_pair(
         ranks=ranks,
         sharding=sharding,
         draft_placement=source.placement,
-        passed=PassedChecks(probes, state, config),
     )
     own_parts = {} if ranks is not None else load_own_parts(model, resolve_model_path(target) or Path(target), dtype)
     pair = replace(pair, sampling=stated_sampling(target), own_parts=own_parts)
@@ -236,17 +229,6 @@ def _with_known_heads(
         return replace(pair, sparse_refusal=_PIPELINE)
     known = broadcast(pair.ranks, "draft's heads", lambda: _calibrated_heads(pair, heads, draft))
     return pair if known is None else with_heads(pair, known, exit_early=exit_early)
-
-
-def _state_before(target: str | Path, dtype: DtypeName, loaded: LoadedModels | None) -> str | None:
-    """Return the state of the files that a target is about to be read from; None if it is not read, or there are none.
-
-    One that changes while it is read, or after that, has another state at the next start.
-    """
-    path = resolve_model_path(target)
-    if path is None or not path.exists() or (loaded is not None and loaded.holds(target, dtype)):
-        return None
-    return files_state(path)
 
 
 def _reader(loaded: LoadedModels | None, repacked: Path | None, two: bool) -> _Reader:
@@ -338,7 +320,7 @@ def _with_heads(pair: ModelPair, heads: DraftHeads, exit_early: bool) -> ModelPa
     if exit_early and heads.depth < runs and adapter_for(architecture_of(whole)).depth_refusal is None:
         draft, draft_id = first_layers(whole, heads.depth), f"{draft_id} ({heads.depth} of {total} layers)"
     refusal = pair.sparse_refusal or heads.refusal
-    staged = pair.staged if draft is pair.draft else _split_target(pair.target, draft, pair.split, pair.passed)
+    staged = pair.staged if draft is pair.draft else _split_target(pair.target, draft, pair.split)
     return replace(pair, draft=draft, draft_id=draft_id, heads=heads, sparse_refusal=refusal, staged=staged)
 
 
@@ -364,14 +346,12 @@ def make_pair(
     ranks: Ranks | None = None,
     sharding: Sharding | None = None,
     draft_placement: DraftPlacement | None = None,
-    passed: PassedChecks = NONE_PASSED,
 ) -> ModelPair:
     """Join loaded models: install their wrappers once, and find out whether this pair can prefill sparsely.
 
     Args:
         draft, draft_heads: as in `load_pair`; `draft_tokenizer`: None: the target's.
         ranks, sharding, draft_placement: as in `ModelPair`, of models that are spread over several processes already.
-        passed: what earlier starts know of the target.
 
     Raises:
         LoadError: the draft's first layers can't score.
@@ -386,7 +366,7 @@ def make_pair(
         draft, draft_id = with_retrieval_heads(draft, draft_id, Path(draft_heads).expanduser())
     mx.eval(target, draft)  # RoPE's frequencies, too: a lazy array can be computed only on the thread that made it
     mapping = None if draft_tokenizer is None else mapping_between(tokenizer, draft_tokenizer, draft_id)
-    refusal = _sparse_refusal(target, target_id, draft, ranks, passed)
+    refusal = _sparse_refusal(target, target_id, draft, ranks)
     pair = ModelPair(
         target=target,
         draft=draft,
@@ -402,20 +382,17 @@ def make_pair(
         target_config=config,
         draft_config=draft_config,
         heads=known_heads(draft) if isinstance(draft, RetrievalDraft) else None,
-        staged=_split_target(target, draft, ranks, passed) if refusal is None else Refused(refusal),
+        staged=_split_target(target, draft, ranks) if refusal is None else Refused(refusal),
         mapping=mapping,
         ranks=ranks,
         sharding=sharding,
         draft_placement=draft_placement,
-        passed=passed,
     )
     return _share_draft_facts(pair, ranks) if draft_placement == "first" and ranks is not None else pair
 
 
-def _sparse_refusal(
-    target: nn.Module, name: str, draft: nn.Module | None, ranks: Ranks | None, passed: PassedChecks
-) -> str | None:
-    refusal = sparse_refusal(target, draft, ranks, passed)
+def _sparse_refusal(target: nn.Module, name: str, draft: nn.Module | None, ranks: Ranks | None) -> str | None:
+    refusal = sparse_refusal(target, draft, ranks)
     if refusal is not None:
         log.warning("%s: full prefill only: %s", name, refusal)
     return refusal
@@ -433,11 +410,9 @@ def _share_draft_facts(pair: ModelPair, ranks: Ranks) -> ModelPair:
     return pair if ranks.leads else replace(pair, **shared)
 
 
-def _split_target(
-    target: nn.Module, draft: nn.Module | None, ranks: Ranks | None, passed: PassedChecks = NONE_PASSED
-) -> StagedModel | Refused:
+def _split_target(target: nn.Module, draft: nn.Module | None, ranks: Ranks | None) -> StagedModel | Refused:
     """Split the target in two parts, on all ranks or on none."""
-    model = staged_model(target, draft, passed)
+    model = staged_model(target, draft)
     refusal = refuse_together(ranks, None if isinstance(model, StagedModel) else model)
     if refusal is not None and isinstance(draft, FirstLayers) and draft.whole is target:
         log.warning("no prefill in stages, the first layers read twice: %s", refusal)

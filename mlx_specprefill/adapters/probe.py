@@ -21,7 +21,6 @@ from ..cache.positioned import Positioned, leaves, make_positioned_cache, place,
 from ..distributed.ranks import Ranks, broadcast, refuse_together
 from ..errors import SparseUnsupportedError
 from .depth import FirstLayers, Observed, layers_of, replace_layers
-from .passed import NONE_PASSED, PassedChecks
 from .registry import adapter_for, architecture_of
 from .relay import Hidden, Relay
 from .staged import StagedModel
@@ -69,12 +68,8 @@ def probe_quantized(model: nn.Module, cache: list[Any], bits: int) -> str | None
     return _refusal(check, "its attention can't read quantised keys and values")
 
 
-def staged_model(target: nn.Module, draft: nn.Module | None, passed: PassedChecks = NONE_PASSED) -> StagedModel | str:
-    """Return the target in two parts, of which the draft is the first, or why it can't be split.
-
-    Args:
-        passed: what earlier starts know of the target.
-    """
+def staged_model(target: nn.Module, draft: nn.Module | None) -> StagedModel | str:
+    """Return the target in two parts, of which the draft is the first, or why it can't be split."""
     if not isinstance(draft, FirstLayers) or draft.whole is not target:
         return "the draft is not the target's own first layers"
     refusal = adapter_for(architecture_of(target)).staged_refusal
@@ -87,7 +82,7 @@ def staged_model(target: nn.Module, draft: nn.Module | None, passed: PassedCheck
         return str(error)
     if not any(isinstance(part, Positioned) for part in leaves(upper)):
         return f"no layer behind the first {draft.count} has attention"
-    return passed.run(f"in parts of {draft.count}", target, lambda: probe_staged(model)) or model
+    return probe_staged(model) or model
 
 
 def probe_staged(model: StagedModel) -> str | None:
@@ -275,21 +270,18 @@ def largest_hidden(model: nn.Module) -> float:
     return largest if math.isfinite(largest) else math.inf
 
 
-def sparse_refusal(
-    target: nn.Module, draft: nn.Module | None, ranks: Ranks | None, passed: PassedChecks = NONE_PASSED
-) -> str | None:
+def sparse_refusal(target: nn.Module, draft: nn.Module | None, ranks: Ranks | None) -> str | None:
     """Return why one rank or another can't prefill sparsely; None if all can.
 
     Args:
         draft: on rank 0; the others may have none.
-        passed: as in `staged_model`.
     """
     of_draft = broadcast(ranks, "draft's refusal", lambda: _of_draft(draft))
     refusal = of_draft or refuse_together(ranks, _of_caches(target, ranks))
     if refusal is not None:
         return refusal
     # Ranks compute the probe together.
-    return refuse_together(ranks, passed.run("positions", target, lambda: probe_sparse(target)))
+    return refuse_together(ranks, probe_sparse(target))
 
 
 def _of_draft(draft: nn.Module | None) -> str | None:

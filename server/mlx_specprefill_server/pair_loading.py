@@ -71,7 +71,6 @@ def load(
             dtype=pair.dtype if dtype == "auto" else dtype,
             loaded=loaded,
             repacked=None if settings is None else settings.repacked_folder,
-            probes=None if settings is None else settings.probes_file,
             on_progress=lambda done, total: progress(done >> 20, total >> 20),
             ranks=ranks,
             draft_placement="first" if settings is None else settings.draft_placement,

@@ -190,11 +190,6 @@ class Settings(BaseSettings):
         return None if self.calibration_file is None else self.calibration_file.parent / "repacked"
 
     @property
-    def probes_file(self) -> Path | None:
-        """The file that remembers which models passed the probe."""
-        return None if self.calibration_file is None else self.calibration_file.with_name("probes.json")
-
-    @property
     def remember_folder(self) -> Path | None:
         """The folder of system prompts and tools, if they are kept. A folder for all prefixes serves for them too."""
         kept = self.remember and self.prefix_cache_dir is None

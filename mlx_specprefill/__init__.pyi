@@ -38,8 +38,6 @@ from .engine.machine import machine as machine
 from .engine.memory import MemoryUse as MemoryUse
 from .engine.mlx_thread import MLXThread as MLXThread
 from .engine.ranked import RankedEngine as RankedEngine
-from .engine.speeds import slower_models as slower_models
-from .engine.speeds import speeds_file as speeds_file
 from .errors import ContextLengthError as ContextLengthError
 from .errors import DeviceError as DeviceError
 from .errors import EngineClosedError as EngineClosedError

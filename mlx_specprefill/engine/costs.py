@@ -34,7 +34,6 @@ from ..loading import ModelPair
 from ..prefill_report import Prediction
 from ..specprefill.sparse_prefill import TAIL
 from .caches import draft_window
-from .speeds import TOKENS, keep_speed, speeds_file
 
 log = logging.getLogger(__name__)
 ForwardKind = Literal["draft", "target", "upper", "select"]
@@ -44,7 +43,7 @@ _HALF_LIFE = 12  # forwards after which an observation counts half, to follow a 
 _LEAST_TOKENS = 8  # shorter forwards are not timed
 _ROUNDS = 12
 _EXACT = 1e-3  # relative error below which observations count alike
-_KNOWN = 12  # forwards after which a cost is relied on: idle work moves it no more, the next version compares itself
+_KNOWN = 12  # forwards after which a cost is relied on: idle work moves it no more
 _RIDGE = 1e-9  # keeps a system solvable if all observations are alike
 _SUBSETS = np.array([s for s in product((0.0, 1.0), repeat=3) if any(s)])  # of the three coefficients, (7, 3)
 # (tokens, depth) of the observations that the prior stands for, and the weight of each beside a new one.
@@ -184,7 +183,6 @@ class CostModel:
 
     def __init__(self, pair: ModelPair, config: EngineConfig) -> None:
         self._file = config.calibration_file
-        self._step = config.prefill_step
         target = prior_cost(pair.target, pair.target_config)
         draft = ForwardCost(0, 0, 0)
         if pair.draft is not None:
@@ -267,9 +265,6 @@ class CostModel:
             replace_text(self._file, json.dumps(stored | {self._key: costs}, indent=1))
         except OSError as error:
             log.warning("the learnt costs could not be kept: %s", error)
-        if self._learnt["target"].count >= _KNOWN:
-            speed = 1e3 * TOKENS / self.cost("target").prefill_ms(TOKENS, 0, self._step)
-            keep_speed(speeds_file(self._file), f"{self._pair.target_id} in {self._pair.dtype} on {_device()}", speed)
 
     @property
     def _key(self) -> str:

@@ -17,7 +17,6 @@ from typer.testing import CliRunner, Result
 
 import mlx_specprefill
 from mlx_specprefill import BlasStatus, Check
-from mlx_specprefill.engine.speeds import keep_speed
 from mlx_specprefill_server import cli
 from mlx_specprefill_server.cli import examination as doctor
 
@@ -69,25 +68,6 @@ def test_a_slow_blas_and_another_version_come_with_the_command_to_run(monkeypatc
     assert "but mlx-lm==0.1.* is needed: " in done.stdout
     assert "- not-there is missing" in done.stdout
     assert "- x" not in done.stdout
-
-
-@pytest.mark.parametrize(("now", "told"), [(79.0, True), (81.0, False)])
-def test_an_update_that_made_a_model_slower(tmp_path: Path, now: float, told: bool) -> None:
-    file = tmp_path / "made" / "speeds.json"
-    file.parent.mkdir()
-    old = {"mlx-specprefill 0.0.1, mlx 0.1, mlx-lm 0.1": 100.0}
-    file.write_text(json.dumps({"big in bfloat16 on gpu": old, "other": {"damaged": None, "list": 1}, "odd": [1]}))
-    keep_speed(file, "big in bfloat16 on gpu", 50.0)
-    keep_speed(file, "big in bfloat16 on gpu", now)
-    keep_speed(file, "big in float16 on gpu", 1.0)  # nothing to compare it with
-    done = run()
-    lines = [line for line in done.stdout.splitlines() if "tokens per second" in line]
-    assert done.exit_code == told
-    if told:
-        assert lines == [
-            "- big in bfloat16 on gpu reads a prompt of 8K tokens at 79 tokens per second; with mlx-specprefill 0.0.1, "
-            "mlx 0.1, mlx-lm 0.1 it was 100: measure again on an idle machine, or install those versions"
-        ]
 
 
 def test_an_address_that_is_taken() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
-from dataclasses import replace
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +12,9 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from mlx_specprefill import Engine, EngineConfig, Finished, GenerationRequest, SpecPrefillPolicy, __version__
+from mlx_specprefill import Engine, EngineConfig, Finished, GenerationRequest, SpecPrefillPolicy
 from mlx_specprefill.adapters.heads import DraftHeads, Head
 from mlx_specprefill.config import DraftWindow
-from mlx_specprefill.engine import speeds
 from mlx_specprefill.engine.costs import CostModel, ForwardCost, LearntCost, prior_cost
 from mlx_specprefill.loading import with_heads
 from tests.support import tiny
@@ -164,30 +161,6 @@ def test_a_kind_that_never_ran_is_as_slow_as_those_that_were_estimated() -> None
     model.observe("target", 100, 0, 3 * prior.ms(100))
     model.observe("select", 6000, 0, 100.0)
     assert model.cost("draft") == expected
-
-
-def test_the_speed_at_8k_is_kept_by_version(tmp_path, monkeypatch):
-    """From a dozen forwards on; the next version is compared with it. The program need not be installed."""
-
-    def installed(name):
-        if name == "mlx-specprefill":
-            raise PackageNotFoundError(name)
-        return __version__
-
-    monkeypatch.setattr(speeds, "version", installed)
-    law, pair = ForwardCost(5, 0.5, 1e-4), tiny.tiny_pair()
-    for release, factor in (("0.1.0", 1.0), ("0.2.0", 1.5), ("0.2.0", 2.0)):
-        monkeypatch.setattr(speeds, "__version__", release)
-        costs = CostModel(pair, replace(config(tmp_path / "costs.json"), prefill_step=512))
-        for number, forward in enumerate(forwards_of(8192, 512)[:15]):
-            assert (tmp_path / "speeds.json").exists() == (release != "0.1.0" or number > 11)
-            costs.observe("target", *forward, factor * law.ms(*forward))
-            costs.store()
-    [slow] = speeds.slower_models(speeds.speeds_file(tmp_path / "costs.json"))
-    whole = 8192e3 / law.prefill_ms(8192, 0, 512)
-    assert (slow.before, slow.now) == pytest.approx((whole, whole / 2), rel=0.2)
-    assert slow.earlier == "mlx-specprefill 0.1.0, mlx 0.1.0, mlx-lm 0.1.0"
-    assert slow.model.startswith("target in float32 on Device(")
 
 
 @pytest.mark.parametrize(

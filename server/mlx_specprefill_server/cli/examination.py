@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 
-from mlx_specprefill import BLAS, Check, check_device, machine, slower_models, speeds_file, sync_ms
+from mlx_specprefill import BLAS, Check, check_device, machine, sync_ms
 
 from .. import __version__
 from ..monitoring.logs import configure_logging
@@ -237,11 +237,6 @@ def _cache() -> Finding:
             f"{folder} can't be written, so that every start measures again: "
             f"make it writable, or set {ENV_PREFIX}CALIBRATION_FILE"
         )
-    finding.problems += [
-        f"{slow.model} reads a prompt of 8K tokens at {slow.now:.0f} tokens per second; with {slow.earlier} it was "
-        f"{slow.before:.0f}: measure again on an idle machine, or install those versions"
-        for slow in slower_models(speeds_file(file))
-    ]
     return finding
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,15 +11,14 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_specprefill import Check, Engine, check_device, loading, sampling, selftest, sync_ms
-from mlx_specprefill.adapters.capture import HeadCapture
+from mlx_specprefill import Check, Engine, check_device, loading, selftest, sync_ms
 from mlx_specprefill.cache.positioned import quantize_kv
 from mlx_specprefill.engine import prefill as engine_prefill
 from mlx_specprefill.engine import rows
-from mlx_specprefill.selftest import FAMILIES, VOCAB, Case, Dtype, sampler_errors, save_checkpoint
+from mlx_specprefill.selftest import FAMILIES, VOCAB, Case, Dtype, save_checkpoint
 from mlx_specprefill.specprefill import sparse_prefill
 from mlx_specprefill.speculative import row as speculative_row
-from mlx_specprefill.speculative import strategies, verification
+from mlx_specprefill.speculative import strategies
 from mlx_specprefill.speculative.strategies import STRATEGIES
 from mlx_specprefill.speculative.verification import Verdict
 
@@ -41,7 +39,7 @@ def test_it_passes_here(names: tuple[str, ...], monkeypatch: Patch) -> None:
     found = list(check_device())
     assert [check for check in found if check.state == "failed"] == []
     tried = {check.model for check in found if check.state == "ok"}
-    assert tried == {"sampler", *names}
+    assert tried == set(names)
     drafted = {f"drafted by {name}" for name in STRATEGIES if name != "mtp" or "qwen3_5" in names}
     assert drafted <= {check.operation for check in found}
     assert all(check.error is not None and check.error <= (check.limit or 0) for check in found if check.state == "ok")
@@ -94,13 +92,6 @@ def keep_two_bits(monkeypatch: Patch) -> None:
     monkeypatch.setattr(rows, "quantize_kv", lambda cache, bits: quantize_kv(cache, 2))
 
 
-def see_too_sharply(monkeypatch: Patch) -> None:
-    observe = HeadCapture.observe
-    monkeypatch.setattr(
-        HeadCapture, "observe", lambda self, q, k, scale, *rest: observe(self, q, k, 1.1 * scale, *rest)
-    )
-
-
 DRAFTED = {f"drafted by {name}" for name in STRATEGIES if name != "mtp"}
 SPARSE = {"sparse prefill", "answers beside each other", *DRAFTED}
 FULL = {"full prefill", "answers beside each other", "full prefill without a draft", "quantised KV cache"}
@@ -113,7 +104,6 @@ FULL = {"full prefill", "answers beside each other", "full prefill without a dra
         (place_nothing, SPARSE | {"staged prefill"}),
         (accept_what_is_wrong, DRAFTED),
         (keep_two_bits, {"quantised KV cache"}),
-        (see_too_sharply, {"attention rows"}),
     ],
 )
 def test_a_broken_operation_fails(
@@ -128,10 +118,10 @@ def test_half_precision_hides_no_wrong_positions(
     dtype: Dtype, folder: Callable[[str], Path], monkeypatch: Patch
 ) -> None:
     place_nothing(monkeypatch)
-    assert failed(operations(folder, dtype=dtype)) >= {"sparse prefill", "staged prefill"}
+    assert failed(operations(folder, dtype=dtype)) >= {"sparse prefill", "answers beside each other"}
 
 
-@pytest.mark.parametrize("name", ["llama", "phi3", "gpt_oss", pytest.param("qwen3", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", pytest.param("qwen3", marks=pytest.mark.nightly)])
 def test_lazy_frequencies_fail_on_the_second_thread(
     name: str, folder: Callable[[str], Path], monkeypatch: Patch
 ) -> None:
@@ -187,45 +177,6 @@ def test_a_model_that_can_not_be_loaded_fails(monkeypatch: Patch) -> None:
 @pytest.mark.parametrize("error", [math.nan, math.inf, 0.2])
 def test_no_number_and_too_large_a_number_fail(error: float) -> None:
     assert selftest._run_check("model", "float32", "operation", 0.1, lambda: error).state == "failed"
-
-
-# --- samplers ---------------------------------------------------------------------------------------------------------
-
-
-def unfiltered(logprobs: mx.array, *rest: Any) -> mx.array:
-    return logprobs
-
-
-def ignoring_temperature(params: Any, vocab_size: int) -> Any:
-    return sampling.filtered_logits(replace(params, temperature=1.0), vocab_size)
-
-
-BROKEN_SAMPLERS: dict[str, tuple[Any, str, Any]] = {
-    "temperature": (verification, "filtered_logits", ignoring_temperature),
-    "drawn tokens": (mx.random, "categorical", lambda logits, axis, key: mx.argmax(logits, axis=axis)),
-    "top-p": (sampling, "apply_top_p", unfiltered),
-    "top-k": (sampling, "apply_top_k", unfiltered),
-    "min-p": (sampling, "apply_min_p", unfiltered),
-    "repetition penalty": (sampling, "make_logits_processors", lambda **given: []),
-    "presence penalty": (sampling, "make_logits_processors", lambda **given: []),
-    "frequency penalty": (sampling, "make_logits_processors", lambda **given: []),
-    "logit bias": (sampling, "make_logits_processors", lambda **given: []),
-}
-
-
-def sampler_checks(dtype: Dtype = "float32") -> Iterator[Check]:
-    for operation, limit, measure in sampler_errors(dtype):
-        yield selftest._run_check("sampler", dtype, operation, limit, measure)
-
-
-def test_every_sampler_is_broken_below() -> None:
-    assert [check.operation for check in sampler_checks()] == list(BROKEN_SAMPLERS)
-
-
-@pytest.mark.parametrize("operation", BROKEN_SAMPLERS)
-def test_a_broken_sampler_fails(operation: str, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(*BROKEN_SAMPLERS[operation])
-    assert operation in failed(list(sampler_checks()))
 
 
 def test_a_synchronisation_takes_time() -> None:

@@ -40,7 +40,7 @@ def compute_checks(file: Path | None) -> bool:
     """Print a line per check and the verdict, write the record in JSON, and return whether all checks passed."""
     load_before = load_average()
     configure_logging("error")
-    typer.echo("\nChecking the results of this device, for a minute or two:")
+    typer.echo("\nChecking the results of this device, for about a minute:")
     checks = [_print_check(check) for check in check_device()]
     wait = sync_ms()
     typer.echo(f"\n{_verdict(checks)}\nA synchronisation takes {wait:.3f} ms.")

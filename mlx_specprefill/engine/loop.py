@@ -75,7 +75,7 @@ class EngineCore:
         self.stuck = False
         self.beat = time.monotonic()
         self.meter = Meter()
-        self._memory.rows_bytes, self._memory.stop_background = lambda: self._rows.nbytes, self._stop_background
+        self._memory.stop_background = self._stop_background
         self._memory.rows_padding, self._rows.room = lambda: self._rows.padding, self._memory.padding_room
 
     def begin(self) -> None:
@@ -238,12 +238,11 @@ class EngineCore:
         return [uid for uid, job in self.jobs.items() if job.handle.cancelled]
 
     def _look_at_memory(self) -> None:
-        """Look for leaks. After some time without work, return freed memory to the system."""
+        """Store learnt costs, and return freed memory to the system, after some time without work."""
         now = time.monotonic()
         if now < self._next_look:
             return
         self._next_look = now + _LOOK_EVERY_S
-        self._memory.check()
         idle_s = 0.0 if self.jobs else now - self._last_end
         if idle_s >= _QUIET_S:
             self._costs.store()

@@ -36,7 +36,6 @@ from .footprint import (
     weights_by_array,
 )
 from .job import AnswerJob, Job, Need
-from .leaks import LeakDetector
 from .shared_memory import SharedMemory
 from .speculation import models_of
 
@@ -64,8 +63,6 @@ class MemoryUse:
         prefix_disk: dense prefixes on disk.
         active: all arrays of this process, as MLX counts them.
         spare: freed memory that MLX keeps for new arrays.
-        unaccounted_bytes: of `active`, those that are not of weights, caches or requests, measured between two steps
-            not more than a second ago. A prefill in work needs some.
         limit: for weights, requests and caches together; None: no limit is known.
     """
 
@@ -77,7 +74,6 @@ class MemoryUse:
     prefix_disk: int
     active: int
     spare: int
-    unaccounted_bytes: int
     limit: int | None
 
 
@@ -93,8 +89,8 @@ class Memory:
         parameters: bytes of each array of its models, by identity: two engines can share a draft.
         pinned: its models are never unloaded.
         last_use: when it last let a request in, by the monotonic clock.
-        jobs: in work or waiting, by uid; `rows_bytes` returns the bytes of the caches of all decoding rows, and
-            `rows_padding` those that rows take beside their own, for room that gives way to requests.
+        jobs: in work or waiting, by uid; `rows_padding` returns the bytes that decoding rows take beside their own, for
+            room that gives way to requests.
         stop_background: ends background work.
         common: the budget that all engines of the thread share.
     """
@@ -115,11 +111,8 @@ class Memory:
         self._target_weights = 0
         self._longest = pair.context_length  # tokens of prompt and answer that every rank has room for
         self._hidden_bytes = 0  # per token, passed on by the target's first layers
-        self._leaks = LeakDetector()
-        self._ended = 0  # jobs
         self._reserved: dict[int, Need] = {}
         self.jobs: dict[int, Job] = {}
-        self.rows_bytes: Callable[[], int] = int
         self.rows_padding: Callable[[], int] = int
         self.stop_background: Callable[[], None] = lambda: None
         self.common = common or SharedMemory(config.memory_limit)
@@ -219,15 +212,6 @@ class Memory:
         own = math.inf if self.limit is None else self.limit - self.weights - self.reserved
         return min(own, self.common.room_for_prefixes(self))
 
-    @property
-    def held(self) -> int:
-        """Return the measured bytes of caches and requests."""
-        return self._caches.nbytes + self._requests
-
-    @property
-    def _requests(self) -> int:
-        return self.rows_bytes() + sum(self._arrays(job) for job in self.jobs.values())
-
     def has_room_for_prefix(self, tokens: int, states: int, beside: int) -> bool:
         """Return whether a dense prefix of the target can be kept beside `beside` bytes of other prefixes.
 
@@ -275,13 +259,15 @@ class Memory:
             if self.common.missing(0) > 0:
                 self.common.reclaim(0, self)
 
-    def settle(self, job: Job, cache: Seq[Any]) -> None:
+    def settle(self, job: AnswerJob, cache: Seq[Any]) -> None:
         """Lower a reservation to what its ended request still holds: the cache that was taken from the rows, too."""
         if job.uid in self._reserved:
-            self._reserved[job.uid] = Need(cache_bytes(cache) + self._arrays(job))
+            active = job.active
+            hidden = 0 if active.staging is None else active.staging.hidden.nbytes
+            drafting = () if active.drafting is None else active.drafting.caches
+            self._reserved[job.uid] = Need(sum(map(cache_bytes, (cache, active.cache, drafting))) + hidden)
 
     def release(self, uid: int) -> None:
-        self._ended += 1
         self._reserved.pop(uid, None)
         self.common.forget(self, uid)
 
@@ -444,30 +430,8 @@ class Memory:
             prefix_disk=self._caches.disk_nbytes,
             active=mx.get_active_memory(),
             spare=mx.get_cache_memory(),
-            unaccounted_bytes=self._leaks.unaccounted,
             limit=self.limit,
         )
-
-    def check(self) -> None:
-        """Compare MLX's memory with the memory accounted for, between two steps on the MLX thread."""
-        held = {
-            "weights": self.weights,
-            "prefixes": self._caches.nbytes,
-            "requests": self._requests,
-            "other models": self.common.others(self),
-        }
-        self._leaks.check(mx.get_active_memory(), held, self._ended, self._working)
-
-    def _arrays(self, job: Job) -> int:
-        """Return the bytes of a job's caches, except a decoding row's. A cache of unknown size counts as predicted."""
-        if not isinstance(job, AnswerJob):
-            read = self._draft.of_held(job.done.get("draft", 0)) + self._target.of_held(job.done.get("prefill", 0))
-            return max(read, self._reserved.get(job.uid, Need()).held)
-        active, drafting = job.active, job.active.drafting
-        total = cache_bytes(active.cache) + (0 if active.staging is None else active.staging.hidden.nbytes)
-        if active.stage == "draft" and (drafting is None or not drafting.caches):
-            total += self._draft.of_held(job.done.get("draft", 0))
-        return total if drafting is None else total + cache_bytes(drafting.caches)
 
     def _cache_bytes(self, job: Job) -> int:
         """Return the bytes of the request's target cache so far."""

@@ -23,7 +23,6 @@ from .active_request import ActiveRequest
 from .caches import empty_cache
 from .decode_batch import DecodeBatch, DecodeRow, Removed, RowFailed
 from .failures import log_failure
-from .footprint import cache_bytes
 from .speculation import AnswerDrafter
 
 log = logging.getLogger(__name__)
@@ -54,12 +53,6 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self._batch) + len(self._drafted)
-
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes of all rows' caches. In a forward every row takes as much as the longest."""
-        drafted = (drafted.row.cache for drafted in self._drafted.values())
-        return sum(cache_bytes(cache) for cache in (*self._batch.caches, *drafted))
 
     @property
     def padding(self) -> int:

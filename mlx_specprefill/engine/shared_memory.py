@@ -28,8 +28,6 @@ class Sharer(Protocol):
     @property
     def cached(self) -> int: ...
     @property
-    def held(self) -> int: ...
-    @property
     def reclaimable(self) -> int: ...
     def evict(self, nbytes: int) -> None: ...
 
@@ -91,13 +89,6 @@ class SharedMemory:
             if sharer.pinned or not pinned:
                 arrays.update(sharer.parameters)
         return sum(arrays.values())
-
-    def others(self, sharer: Sharer) -> int:
-        """Return the measured bytes of the other engines' models, requests and caches."""
-        own = sum(sharer.parameters.values())
-        return (
-            self.weights(beside=sharer.parameters) - own + sum(one.held for one in self._others(sharer)) + self.loading
-        )
 
     def room(self, sharer: Sharer) -> int | None:
         """Return the bytes that an engine could use for requests if only pinned models were loaded; None: no limit."""

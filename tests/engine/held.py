@@ -8,11 +8,10 @@ from mlx_specprefill import Engine
 
 
 def unaccounted(engine: Engine) -> int:
-    """Bytes that MLX holds, for this process, beside the engine's weights, caches and requests; no forward runs."""
+    """Bytes that MLX holds, for this process, beside the weights and prefixes of an engine without requests."""
 
-    def balance() -> None:
+    def balance() -> int:
         mx.synchronize()  # quantised attention on the CPU copies the keys and values that it reads
-        engine.memory.check()
+        return mx.get_active_memory() - engine.memory.weights - engine.caches.nbytes
 
-    engine._inbox.call(balance)
-    return engine.stats().memory.unaccounted_bytes
+    return engine._inbox.call(balance)

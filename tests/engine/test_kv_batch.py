@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,11 +11,10 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from mlx_specprefill import Engine, EngineConfig, GenerationRequest, ModelPair, SpecPrefillOptions, TokenEvent
+from mlx_specprefill import Engine, EngineConfig, GenerationRequest, ModelPair, SpecPrefillOptions
 from mlx_specprefill.engine.decode_batch import DecodeBatch, DecodeRow
 from mlx_specprefill.engine.footprint import cache_bytes
 from mlx_specprefill.sampling import greedy
-from tests.engine.held import unaccounted
 from tests.support.autoregressive import decode
 from tests.support.oracle import build, vocabulary
 from tests.support.precision import bound, numbers
@@ -179,27 +177,3 @@ def test_prefixes_of_rows_that_were_batched_serve_the_next_turn(pair: ModelPair)
         with Engine(pair, configured(8)) as fresh:
             assert first == generated(fresh.generate(request))[0]
             assert second == generated(fresh.generate(turn))[0]
-
-
-@pytest.mark.extended
-def test_the_ledger_counts_quantised_rows(pair: ModelPair) -> None:
-    """All that eight rows hold while they decode."""
-    with Engine(pair, configured(8)) as engine:
-        generated(engine.generate(asked(0, 4)))
-        gc.collect()  # what tests before this one have left
-        before = unaccounted(engine)
-        streams = [engine.generate(asked(seed, 400, random_prompt(800, seed))) for seed in range(ROWS)]
-        with ThreadPoolExecutor(ROWS) as pool:
-            list(pool.map(lambda stream: up_to(stream, 40), streams))
-        held, beside = engine._inbox.call(lambda: engine.rows.nbytes), unaccounted(engine)
-        for stream in streams:
-            stream.close()
-    assert held > 4 << 20
-    assert beside < before + (256 << 10)
-
-
-def up_to(stream: Iterator[Any], count: int) -> None:
-    """Until so many tokens have come."""
-    tokens = (event for event in stream if isinstance(event, TokenEvent))
-    for _ in range(count):
-        next(tokens)

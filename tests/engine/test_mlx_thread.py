@@ -274,10 +274,6 @@ class Part:
     idle: int = 0
 
     @property
-    def held(self) -> int:
-        return self.cached
-
-    @property
     def reclaimable(self) -> int:
         return self.cached + self.idle
 

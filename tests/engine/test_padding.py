@@ -12,6 +12,7 @@ import pytest
 
 from mlx_specprefill import Engine, EngineConfig, Finished, GenerationRequest, SpecPrefillOptions, SpecPrefillPolicy
 from mlx_specprefill.engine import decode_batch
+from mlx_specprefill.engine.footprint import cache_bytes
 from tests.support.tiny import random_prompt, tiny_pair
 
 OFF = SpecPrefillOptions(enabled=False)
@@ -36,7 +37,8 @@ def test_rows_take_no_more_than_is_reserved(family: str, monkeypatch: pytest.Mon
         def watched() -> Iterator[Any]:
             yield from step()
             own = sum(memory._reserved[uid].held for uid in batch.uids)
-            seen.append((engine.rows.nbytes, own + engine.rows.padding, memory.reserved + memory.weights))
+            held = sum(map(cache_bytes, batch.caches))
+            seen.append((held, own + engine.rows.padding, memory.reserved + memory.weights))
 
         monkeypatch.setattr(decode_batch, "COPYING_S", math.inf)
         monkeypatch.setattr(engine.rows, "step", watched)
@@ -55,7 +57,8 @@ def test_a_long_row_beside_short_ones_is_not_paid_for_by_them() -> None:
         streams = [engine.generate(request(0, 3000, 200)), *(engine.generate(request(i, 20, 200)) for i in range(1, 9))]
         with ThreadPoolExecutor(9) as pool:
             list(pool.map(lambda stream: [next(stream) for _ in range(60)], streams))
-        held, padding = engine._inbox.call(lambda: (engine.rows.nbytes, engine.rows.padding))
+        rows = engine.rows
+        held, padding = engine._inbox.call(lambda: (sum(map(cache_bytes, rows._batch.caches)), rows.padding))
         per_token = engine.memory._target.per_token
         for stream in streams:
             stream.close()

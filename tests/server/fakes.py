@@ -216,7 +216,6 @@ class FakeEngine:
                 prefix_disk=5,
                 active=1200,
                 spare=300,
-                unaccounted_bytes=10,
                 limit=2500,
             ),
         )

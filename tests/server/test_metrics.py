@@ -147,7 +147,6 @@ def test_the_engine_is_asked_at_the_scrape(engine: FakeEngine) -> None:
     assert found['specprefill_evictions_total{tier="memory"}'] == 6
     assert found['specprefill_evictions_total{tier="disk"}'] == 7
     assert found["specprefill_disk_bytes"] == 5
-    assert found["specprefill_unaccounted_bytes"] == 10
     for consumer, count in (("target_weights", 1000), ("draft_weights", 100), ("requests", 60), ("prefix_cache", 20)):
         assert found[f'specprefill_memory_bytes{{consumer="{consumer}"}}'] == count
     assert found["specprefill_engine_up"] == 1

@@ -135,10 +135,6 @@ class Metrics(Collector):
         yield from _engine_counts(stats)
         consumers = {name: value for name, value in asdict(memory).items() if name in CONSUMERS and value is not None}
         yield _family(GaugeMetricFamily, "specprefill_memory_bytes", "Memory by consumer.", "consumer", consumers)
-        unaccounted = memory.unaccounted_bytes
-        yield GaugeMetricFamily(
-            "specprefill_unaccounted_bytes", "Memory in use beside weights, caches and requests.", unaccounted
-        )
         yield GaugeMetricFamily("specprefill_disk_bytes", "Disk space of prefixes.", memory.prefix_disk)
 
 

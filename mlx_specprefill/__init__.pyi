@@ -9,7 +9,6 @@ from .cache.prefix.disk import forget_files as forget_files
 from .cache.prefix.nodes import CacheEntry as CacheEntry
 from .config import RULE_NAMES as RULE_NAMES
 from .config import SPECULATION_NAMES as SPECULATION_NAMES
-from .config import DraftPlacement as DraftPlacement
 from .config import DtypeName as DtypeName
 from .config import EngineConfig as EngineConfig
 from .config import RuleName as RuleName
@@ -22,7 +21,6 @@ from .config import SpeculationName as SpeculationName
 from .config import WiredLimit as WiredLimit
 from .config import keep_pct as keep_pct
 from .constraints import grammar_error as grammar_error
-from .distributed.link import RANK_KEY_VARIABLE as RANK_KEY_VARIABLE
 from .distributed.ranks import Ranks as Ranks
 from .distributed.ranks import join_ranks as join_ranks
 from .engine.costs import ForwardCost as ForwardCost
@@ -45,7 +43,6 @@ from .errors import EngineError as EngineError
 from .errors import InvalidRequestError as InvalidRequestError
 from .errors import LoadError as LoadError
 from .errors import PairMismatchError as PairMismatchError
-from .errors import PeerLostError as PeerLostError
 from .errors import Refused as Refused
 from .errors import RequestCancelled as RequestCancelled
 from .errors import SettingsError as SettingsError

@@ -19,7 +19,6 @@ RuleName = Literal["default", "paper"]
 RULE_NAMES: tuple[RuleName, ...] = get_args(RuleName)
 Scope = Literal["user", "all"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
-DraftPlacement = Literal["first", "sharded"]  # of several ranks: the draft on rank 0, or a part of it on each
 
 
 def keep_pct(value: float | int | str | Fraction, field_name: str = "specprefill_keep_pct") -> Fraction:

@@ -9,8 +9,7 @@ SpecPrefillError
 ├── SparseUnsupportedError     this model or cache can't be prefilled sparsely; its text is shown to the user
 ├── EngineError                the engine failed on one request (HTTP 500)
 │   └── EngineClosedError      the engine is not running or its queue is full (HTTP 503)
-│       ├── DeviceError        the device failed on the request, or takes no more work
-│       └── PeerLostError      one of the processes that run the model together is gone; `.rank`
+│       └── DeviceError        the device failed on the request, or takes no more work
 └── RequestCancelled           the caller gave up; not an error, never counted as a fallback
 """
 
@@ -86,22 +85,6 @@ class EngineClosedError(EngineError):
 
 class DeviceError(EngineClosedError):
     """The device is out of memory, has aborted a computation, or refuses work. The message names the remedy."""
-
-
-class PeerLostError(EngineClosedError):
-    """One of the processes that run the model together is gone or hangs: nothing can be computed any more."""
-
-    def __init__(self, rank: int, message: str) -> None:
-        super().__init__(message)
-        self.rank = rank
-
-
-class PeerLost(BaseException):
-    """Raised on the MLX thread instead of waiting for a lost process."""
-
-    def __init__(self, error: PeerLostError) -> None:
-        super().__init__(str(error))
-        self.error = error
 
 
 class RequestCancelled(SpecPrefillError):  # noqa: N818 - a control signal, not an error

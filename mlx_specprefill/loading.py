@@ -24,7 +24,7 @@ from .adapters.staged import StagedModel
 from .adapters.text_mapping import TextMapping, mapping_between
 from .adapters.tokenizers import Tokenizers
 from .adapters.turn_ends import TURN_END
-from .config import DraftPlacement, DtypeName
+from .config import DtypeName
 from .distributed.ranks import Ranks, broadcast, refuse_together
 from .errors import LoadError, Refused
 from .reading import (
@@ -66,9 +66,9 @@ class ModelPair:
         heads: the draft's calibrated heads, None where it was not calibrated.
         staged: the target in two parts, where the draft is the target's own first layers; or `Refused`.
         mapping: from the target's tokens to those of a draft with another tokenizer; None: it has the target's.
-        ranks: the processes that run the target together, if there are several; `sharding`: how it is spread.
-        draft_placement: on which of several ranks the draft is, None on one or without a draft. With "first", the other
-            ranks know of it what rank 0 told them, and have none: `draft` and `mapping` are None, `draft_id` is not.
+        ranks: the processes that run the target together, if there are several; `sharding`: how it is spread. Only rank
+            0 has a draft model. The others know of it what rank 0 told them: `draft` and `mapping` are None, `draft_id`
+            is not.
         sampling: what the target's generation_config.json states, by the names of SamplingParams.
     """
 
@@ -91,7 +91,6 @@ class ModelPair:
     mapping: TextMapping | None = None
     ranks: Ranks | None = None
     sharding: Sharding | None = None
-    draft_placement: DraftPlacement | None = None
     sampling: Mapping[str, float] = field(default_factory=dict)
 
     @cached_property
@@ -107,21 +106,23 @@ class ModelPair:
     @cached_property
     def has_draft(self) -> bool:
         """Return whether there is a draft, here or on rank 0."""
-        return self.draft is not None or self.draft_placement == "first"
+        return self.draft_id is not None
+
+    @cached_property
+    def draft_is_first(self) -> bool:
+        """Return whether rank 0 of several alone has the draft."""
+        return self.has_draft and self.ranks is not None and self.split is None
 
     @cached_property
     def split(self) -> Ranks | None:
-        """Return the processes over which the draft's attention heads are split; None if they are not."""
-        return self.ranks if self.draft_placement == "sharded" else None
+        """Return the ranks over which the draft's heads are split, as the target's own; None if they are not."""
+        return self.ranks if self.draft is not None and full_draft_model(self.draft) is self.target else None
 
     def broadcast(self, what: str, find: Callable[[], T]) -> T:
         """Return a property of the draft, found by rank 0, or by all ranks if each holds a part of it.
 
         Args:
             what: name of the question, the same on all ranks.
-
-        Raises:
-            PeerLost: a process is gone.
         """
         return find() if self.split is not None else broadcast(self.ranks, what, find)
 
@@ -177,7 +178,6 @@ def load_pair(
     repacked: Path | None = None,
     on_progress: OnProgress = lambda done, total: None,
     ranks: Ranks | None = None,
-    draft_placement: DraftPlacement = "first",
 ) -> ModelPair:
     """Load a target and optionally a draft: directories or hub names with mlx-lm, or GGUF files.
 
@@ -191,7 +191,7 @@ def load_pair(
         loaded: models of other pairs, which this one shares.
         repacked: folder that keeps the packed weights of large GGUF files for later loads; None: none is kept.
         on_progress: gets the bytes of target or draft that are in memory, and those of the whole; one after the other.
-        ranks: from `join_ranks`. Each holds its part of the target; `draft_placement`: of a draft model on them.
+        ranks: from `join_ranks`. Each holds its part of the target, and rank 0 a draft model.
 
     Raises:
         LoadError: a checkpoint is missing or broken, the draft's first layers can't score, or a model can't be spread
@@ -202,7 +202,7 @@ def load_pair(
     model, tokenizer, config, sharding = _read_target(target, dtype, on_progress, read, ranks)
     draft_from, source = target, _own_layers(ranks, sharding) if draft == "self" else _DraftSource()
     if draft is not None and draft != "self":
-        draft_from, source = draft, _read_draft(draft, dtype, on_progress, read, ranks, draft_placement, draft_heads)
+        draft_from, source = draft, _read_draft(draft, dtype, on_progress, read, ranks)
     pair = make_pair(
         model,
         tokenizer,
@@ -215,7 +215,6 @@ def load_pair(
         draft_tokenizer=source.tokenizer,
         ranks=ranks,
         sharding=sharding,
-        draft_placement=source.placement,
     )
     own_parts = {} if ranks is not None else load_own_parts(model, resolve_model_path(target) or Path(target), dtype)
     pair = replace(pair, sampling=stated_sampling(target), own_parts=own_parts)
@@ -258,36 +257,18 @@ class _DraftSource:
     model: nn.Module | Literal["self"] | None = None
     tokenizer: TokenizerWrapper | None = None
     config: dict[str, Any] | None = None
-    placement: DraftPlacement | None = None
 
 
 def _own_layers(ranks: Ranks | None, sharding: Sharding | None) -> _DraftSource:
     """Return the target as the draft. Where each machine has some of its layers, these can't score."""
-    if ranks is None:
-        return _DraftSource("self")
-    return _DraftSource("self", placement="sharded") if sharding == "tensor" else _DraftSource()
+    return _DraftSource("self") if ranks is None or sharding == "tensor" else _DraftSource()
 
 
 def _read_draft(
-    draft: str | Path,
-    dtype: DtypeName,
-    on_progress: OnProgress,
-    read: _Reader,
-    ranks: Ranks | None,
-    placement: DraftPlacement,
-    heads: str | Path | None,
+    draft: str | Path, dtype: DtypeName, on_progress: OnProgress, read: _Reader, ranks: Ranks | None
 ) -> _DraftSource:
-    """Read a draft model: all of it, this rank's part, or all on rank 0."""
-    if ranks is None:
-        return _DraftSource(*read(draft, dtype, on_progress))
-    if placement == "sharded":
-        if heads is not None:
-            raise LoadError("retrieval heads that were trained on a draft can't be split: --draft-placement first")
-        model, tokenizer, config, _ = read_part(draft, dtype, on_progress, ranks, "tensor")
-        return _DraftSource(model, tokenizer, config, placement)
-    if ranks.leads:
-        return _DraftSource(*read(draft, dtype, on_progress), placement)
-    return _DraftSource(placement=placement)
+    """Read a draft model, of several ranks on rank 0."""
+    return _DraftSource(*read(draft, dtype, on_progress)) if ranks is None or ranks.leads else _DraftSource()
 
 
 def with_heads(pair: ModelPair, heads: DraftHeads, *, exit_early: bool = True) -> ModelPair:
@@ -299,10 +280,8 @@ def with_heads(pair: ModelPair, heads: DraftHeads, *, exit_early: bool = True) -
     Raises:
         LoadError: the heads are another model's, or lie in layers that the draft was cut off from.
     """
-    if pair.draft_placement == "first":
-        assert pair.ranks is not None
-        return _share_draft_facts(_with_heads(pair, heads, exit_early) if pair.ranks.leads else pair, pair.ranks)
-    return _with_heads(pair, heads, exit_early)
+    made = pair if pair.draft is None and pair.has_draft else _with_heads(pair, heads, exit_early)
+    return made if pair.ranks is None else _share_draft_facts(made, pair.ranks)
 
 
 def _with_heads(pair: ModelPair, heads: DraftHeads, exit_early: bool) -> ModelPair:
@@ -345,13 +324,12 @@ def make_pair(
     draft_tokenizer: TokenizerWrapper | None = None,
     ranks: Ranks | None = None,
     sharding: Sharding | None = None,
-    draft_placement: DraftPlacement | None = None,
 ) -> ModelPair:
     """Join loaded models: install their wrappers once, and find out whether this pair can prefill sparsely.
 
     Args:
         draft, draft_heads: as in `load_pair`; `draft_tokenizer`: None: the target's.
-        ranks, sharding, draft_placement: as in `ModelPair`, of models that are spread over several processes already.
+        ranks, sharding: as in `ModelPair`, of a target that is spread over several processes already.
 
     Raises:
         LoadError: the draft's first layers can't score.
@@ -360,7 +338,7 @@ def make_pair(
     install_patches()
     if isinstance(draft, str):
         draft, draft_config, draft_id = target, config, target_id
-    if draft_placement == "first" and ranks is not None and not ranks.leads:
+    if draft is not target and ranks is not None and not ranks.leads:
         draft = draft_heads = None
     if draft_heads is not None:
         draft, draft_id = with_retrieval_heads(draft, draft_id, Path(draft_heads).expanduser())
@@ -386,9 +364,8 @@ def make_pair(
         mapping=mapping,
         ranks=ranks,
         sharding=sharding,
-        draft_placement=draft_placement,
     )
-    return _share_draft_facts(pair, ranks) if draft_placement == "first" and ranks is not None else pair
+    return pair if ranks is None else _share_draft_facts(pair, ranks)
 
 
 def _sparse_refusal(target: nn.Module, name: str, draft: nn.Module | None, ranks: Ranks | None) -> str | None:

@@ -117,19 +117,16 @@ def sharding_of(model: nn.Module) -> Sharding | None:
     return "pipeline" if hasattr(getattr(model, "model", None), "pipeline") else None
 
 
-def shard(model: nn.Module, name: str, config: dict[str, Any], group: Ranks, kind: Sharding | None = None) -> Sharding:
+def shard(model: nn.Module, name: str, config: dict[str, Any], group: Ranks) -> Sharding:
     """Reduce a model whose weights were not read yet to this rank's part.
-
-    Args:
-        kind: of sharding; None: `sharding_of`.
 
     Raises:
         LoadError: mlx-lm can't spread it over this number of ranks.
     """
-    kind = kind or sharding_of(model)
-    if kind is None or (kind == "tensor" and not hasattr(model, "shard")):
-        ways = "shard" if kind == "tensor" else "shard or pipeline"
-        raise LoadError(f"{name} can't be spread over several machines: mlx-lm can't {ways} {model.model_type}")
+    kind = sharding_of(model)
+    if kind is None:
+        why = f"mlx-lm can't shard or pipeline {model.model_type}"
+        raise LoadError(f"{name} can't be spread over several machines: {why}")
     try:
         if kind == "tensor":
             check_heads(name, config, group.size)
@@ -294,12 +291,9 @@ def _check_range(model: nn.Module, where: str | Path) -> None:
 
 
 def read_part(
-    where: str | Path, dtype: DtypeName, on_progress: OnProgress, ranks: Ranks, kind: Sharding | None = None
+    where: str | Path, dtype: DtypeName, on_progress: OnProgress, ranks: Ranks
 ) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any], Sharding | None]:
-    """Load this rank's part of a model without reading other weights; return it and its sharding.
-
-    Args:
-        kind: of sharding; None: mlx-lm's.
+    """Load this rank's part of a target without reading other weights; return it and its sharding.
 
     Raises:
         LoadError: as for `read_model`; mlx-lm can't spread it over this number of ranks, or another rank has other
@@ -310,8 +304,8 @@ def read_part(
         raise LoadError(f"{where}: a GGUF file can't be spread over several machines; use the safetensors files")
     with _errors(where):
         model, tokenizer, config = _lazy(where, None)
-        ranks.assert_equal("target" if kind is None else "draft", files_digest(path or hf_repo_to_path(str(where))))
-        sharding = shard(model, str(where), config, ranks, kind)
+        ranks.assert_equal("target", files_digest(path or hf_repo_to_path(str(where))))
+        sharding = shard(model, str(where), config, ranks)
         cast_model(model, dtype)
         _fill(model, on_progress)
     return model, tokenizer, config, sharding

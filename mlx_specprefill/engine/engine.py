@@ -54,8 +54,7 @@ _ERASING_S = 0.01  # between two looks whether the disk has forgotten
 class EngineHealth:
     """`heartbeat_age_s` is the time since the loop last finished a step or woke up idle.
 
-    `lost`: why nothing can be computed any more; None while it can. A process that runs the target is gone, or the
-    device refuses work. `background`: a job runs that no request waits for.
+    `lost`: why nothing can be computed any more; None while it can. `background`: a job runs that no request waits for.
     """
 
     alive: bool

@@ -73,7 +73,6 @@ class Inbox:
         self._uids = count(1)
         self._unread = 0  # jobs
         self._open = False
-        self._why = "the engine is not running"
 
     @property
     def is_open(self) -> bool:
@@ -91,15 +90,10 @@ class Inbox:
     def open(self) -> None:
         self._open = True
 
-    def close(self, why: str | None = None) -> bool:
-        """Close the inbox and wake the MLX thread; return False if it was closed already.
-
-        Args:
-            why: the message of the error that later callers get.
-        """
+    def close(self) -> bool:
+        """Close the inbox and wake the MLX thread; return False if it was closed already."""
         with self._lock:
             was_open, self._open = self._open, False
-            self._why = why or self._why
         if was_open:
             self._posted.put(None)
             self._wake()
@@ -151,16 +145,6 @@ class Inbox:
                 self._unread -= 1
         return posted
 
-    def drain(self) -> list[Job]:
-        """Return the jobs that were not taken from a closed inbox. May be called from any thread."""
-        jobs = []
-        while not self._posted.empty():
-            with suppress(queue.Empty):
-                posted = self._posted.get_nowait()
-                if isinstance(posted, Job):
-                    jobs.append(posted)
-        return jobs
-
     def _check_open(self) -> None:
         if not self._open:
-            raise EngineClosedError(self._why)
+            raise EngineClosedError("the engine is not running")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator
-from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -114,12 +113,6 @@ class Job:
         except Exception:
             log.exception("cleaning up a cancelled request failed")
         self.steps.close()
-
-    def lose(self, error: Exception) -> None:
-        """Report a failure, and nothing afterwards. May be called from any thread."""
-        lost = copy(self)
-        self.on_event = self.on_end = noop
-        lost.fail(error)
 
     def emit(self, event: Event) -> None:
         """Call the callback. If it raises, its job is cancelled and it is not called again."""

@@ -9,7 +9,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import mlx.core as mx
 
@@ -31,6 +34,7 @@ from .meter import Meter
 from .rows import Rows
 from .scheduler import Scheduler
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 IDLE_BEAT_S = 0.5
 _SAVE_BEAT_S = 0.01  # while there is nothing else to do than to save prefixes
@@ -142,11 +146,6 @@ class EngineCore:
         for job in list(self.jobs.values()):
             self._cancel(job)
 
-    def lose(self, error: Exception) -> None:
-        """Fail everything that runs, from any thread: the MLX thread may wait for ever."""
-        for job in list(self.jobs.values()):
-            job.lose(error)
-
     @property
     def fatal(self) -> str | None:
         """Return why the device computes nothing any more, once it is so."""
@@ -212,7 +211,7 @@ class EngineCore:
         self._rows.clear()
 
     def _tick(self, background: bool) -> None:
-        for uid in self._cancelled_ids():
+        for uid in self._decide("cancelled", self._cancelled_ids):
             self._cancel(self.jobs[uid])
         self._admit()
         self._decode()
@@ -222,17 +221,13 @@ class EngineCore:
         self._caches.save_some()
         self._look_at_memory()
 
-    # Like `_take`, `_is_accepting` and `_start_over`, replaced in `ranked`: rank 0 decides for all.
-
-    def _clock(self) -> float:
-        return time.perf_counter()
+    def _decide(self, what: str, read: Callable[[], T]) -> T:
+        """Return what depends on a clock, a client or chance. Of several ranks, rank 0 decides (`ranked`)."""
+        return read()
 
     def _is_quiet(self) -> bool:
         """Return whether there has been no request for long enough to begin background work."""
         return not self._scheduler.idle or self._idle_s <= 0
-
-    def _next_uid(self) -> int:
-        return self._inbox.next_uid()
 
     def _cancelled_ids(self) -> list[int]:
         return [uid for uid, job in self.jobs.items() if job.handle.cancelled]
@@ -281,9 +276,9 @@ class EngineCore:
         """With nothing else to do, make the prompt of a sparse turn dense in the exact cache."""
         if not self._densifier.turns or self._scheduler.running or self._scheduler.waiting:
             return
-        if not self._is_quiet():
+        if not self._decide("quiet", self._is_quiet):
             return
-        job = self._densifier.job(self._next_uid())
+        job = self._densifier.job(self._decide("uid", self._inbox.next_uid))
         if job is not None:
             self._returned = False
             self.jobs[job.uid] = job
@@ -300,24 +295,25 @@ class EngineCore:
 
         So short prompts that came at once join the next decode step at once. Between chunks newcomers are let in.
         """
-        begun, job = self._clock(), self._next_prefill()
+        begun, job = time.perf_counter(), self._next_prefill()
         while job is not None:
             self._run_step(job)
-            spent = self._clock() - begun
-            if self._cancelled_ids():
+            if self._decide("pause", partial(self._must_pause, begun)):
                 return
             self._read_inbox()
             self._admit()
             job = self._next_prefill()
-            if spent > max(_NOTHING_S, _TICK_SHARE * self._config.target_itl_ms / 1e3):
-                return
+
+    def _must_pause(self, begun: float) -> bool:
+        spent = time.perf_counter() - begun
+        return spent > max(_NOTHING_S, _TICK_SHARE * self._config.target_itl_ms / 1e3) or bool(self._cancelled_ids())
 
     def _next_prefill(self) -> Job | None:
         uid = self._scheduler.pick()
         return None if uid is None else self.jobs[uid]
 
     def _run_step(self, job: Job) -> None:
-        begun = self._clock()
+        begun = time.perf_counter()
         self._chunks.begin(job)
         try:
             try:
@@ -330,7 +326,7 @@ class EngineCore:
             log_failure(log, "prefill failed", error)
             self._fail(job, error)
             return
-        job.step_s = self._clock() - begun
+        job.step_s = self._decide("time", lambda: time.perf_counter() - begun)  # by which the scheduler chooses
         if event is not None:
             self._chunks.observe(job, event)
             self._emit(job, event)

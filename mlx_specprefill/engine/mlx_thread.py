@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import mlx.core as mx
 
-from ..errors import EngineClosedError, PeerLost, RequestCancelled
+from ..errors import EngineClosedError, RequestCancelled
 from .inbox import Results
 from .loop import IDLE_BEAT_S, EngineCore
 from .shared_memory import SharedMemory
@@ -160,9 +160,6 @@ class MLXThread:
             self._take_calls()
             for member in list(self._members):
                 self._end(member)
-        except PeerLost as lost:
-            for loop in self._loops:
-                loop.lose(lost.error)
         finally:
             for loop in self._loops:
                 loop.ended.set()

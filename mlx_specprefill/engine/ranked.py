@@ -7,21 +7,18 @@ class here is a part of `Engine` that asks `Ranks` where a single process decide
 
 from __future__ import annotations
 
-import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import Any, TypeAlias, TypeVar
 
 from ..cache.prefix.nodes import CacheHit
 from ..cache.prefix.selection_key import SelectionKey
 from ..config import EngineConfig
 from ..distributed.ranks import Ranks
-from ..errors import EngineClosedError, EngineError, PeerLost, PeerLostError, RequestCancelled
+from ..errors import EngineError, RequestCancelled
 from ..events import Progress
 from ..loading import ModelPair
 from ..request import CacheLabel, GenerationRequest, TokenIds
@@ -33,17 +30,20 @@ from .active_request import ActiveRequest
 from .background import BackgroundPrefill, IdleTurn
 from .caches import EngineCaches, Erasure, Lookup
 from .chunks import ChunkSizer
-from .engine import Engine, EngineHealth
+from .engine import Engine
 from .inbox import Call
-from .job import Job, Need, RequestHandle, TaskSpec
+from .job import Job, Need, TaskSpec
 from .loop import EngineCore
 from .memory import Memory
 from .mlx_thread import MLXThread
 from .prefill import Prefiller
 from .scoring import Extension, PromptScorer, Scoring
 
+T = TypeVar("T")
+_REST_S = 0.05  # between two idle steps: a rank that waits for another in MLX's ring keeps a core busy
 _MOST = (1 << 30) - 1  # the largest value that `Ranks.min_max` compares
 _PARTS = 1 << 10  # as which it compares parts of a number
+_Order: TypeAlias = TaskSpec | tuple[str | None, tuple[Any, ...]]
 _Find = Callable[[Sequence[int] | TokenIds, bool], Lookup]
 
 
@@ -92,7 +92,7 @@ class RankedCaches(_Ranked, EngineCaches):
 
         if self._pair.split is not None:
             return self._common(find, tokens, again)
-        return find(tokens, again) if self._pair.draft_placement == "first" else self._in_step(find(tokens, again))
+        return find(tokens, again)
 
     def _common(self, find: _Find, tokens: Sequence[int] | TokenIds, again: bool) -> Lookup:
         """Return the longest prefix that all ranks have."""
@@ -138,13 +138,13 @@ class RankedMemory(_Ranked, Memory):
         limit = self.limit
         if self._ranks.all(limit is not None) and limit is not None and window < self.window():
             parts = [(self._target, window)]
-            if self._pair.draft_placement == "first":  # the others have the same room for the target alone
+            if self._pair.draft_is_first:  # the others have the same room for the target alone
                 parts.append((self._draft, round(window * self._pair.draft_ratio)))
             self.limit = min(limit, self.weights + self._need(*parts, more=self._row_bytes).total)
             self._longest = window
 
     def _go_without(self, error: Exception) -> None:
-        self._ranks.fail(error)
+        self._ranks.end(f"its memory can't be measured: {error}")
 
     def fits(self, need: Need) -> bool:
         return self._ranks.all(super().fits(need))
@@ -169,7 +169,7 @@ class RankedChunkSizer(_Ranked, ChunkSizer):
         def own() -> int:
             return super(RankedChunkSizer, self).size(stage)
 
-        if stage == "draft" and self._pair.draft_placement == "first":
+        if stage == "draft" and self._pair.draft_is_first:
             return own()  # rank 0 alone asks
         return self._ranks.broadcast("chunk", own)
 
@@ -186,19 +186,18 @@ class RankedScorer(_Ranked, PromptScorer):
         extension: Extension | None = None,
     ) -> Scoring:
         begin = partial(super().scores, request, plan, text, hidden, extension)
-        if self.pair.draft_placement == "first" and request.specprefill.importance is None:
-            return self._agreed(self._by_rank_0(begin))
+        if self.pair.draft_is_first and request.specprefill.importance is None:
+            return self._by_rank_0(begin)
         return self._agreed(begin())
 
     def _agreed(self, steps: Scoring) -> Scoring:
         result = yield from steps
-        own = result.importance if self._ranks.leads else np.zeros_like(result.importance)
-        return replace(result, importance=self._ranks.all_sum(own))
+        return replace(result, importance=self._ranks.broadcast("importance", lambda: result.importance))
 
     def _by_rank_0(self, begin: Callable[[], Scoring]) -> Scoring:
         """Score with the draft on rank 0. The others wait for each of its chunks and compute nothing.
 
-        They get its result without the cache, and zeros for the importance.
+        They get its result without the cache.
 
         Raises:
             EngineError: the draft failed, on all ranks.
@@ -210,7 +209,7 @@ class RankedScorer(_Ranked, PromptScorer):
                 return next(work)
             except StopIteration as finished:
                 own.append(finished.value)
-                return replace(own[0], importance=np.zeros_like(own[0].importance), cache=[])
+                return replace(own[0], cache=[])
             except Exception as error:  # noqa: BLE001 - it is raised on all ranks
                 return f"{type(error).__name__}: {error}"
 
@@ -260,6 +259,10 @@ class RankedBackgroundPrefill(_Ranked, BackgroundPrefill):
         return self._ranks.broadcast("expecting", lambda: super(RankedBackgroundPrefill, self)._is_expecting(turn))
 
 
+class _End:
+    """Rank 0's last order."""
+
+
 class RankedEngineCore(_Ranked, EngineCore):
     """Takes the same steps on all ranks: the same jobs in the same order, with the same number of ticks between them.
 
@@ -267,73 +270,43 @@ class RankedEngineCore(_Ranked, EngineCore):
         make: makes a job on the other ranks from rank 0's description.
     """
 
-    _has_ended = False  # rank 0 takes no more steps
+    _told_end = False  # the ranks take no more orders
 
     def __init__(self, make: Callable[[TaskSpec], Job], *parts: Any) -> None:
         self._make = make
         super().__init__(*parts)
 
     @property
-    def _follows(self) -> bool:
-        return not (self._ranks.leads or self._has_ended)
-
-    @property
-    def has_ended(self) -> bool:
-        return super().has_ended if self._ranks.leads else self._has_ended
-
-    @property
-    def busy(self) -> bool:
-        return self._follows or super().busy
-
-    @property
     def rest_s(self) -> float:
-        return 0.0 if self._follows else super().rest_s
-
-    def step(self, background: bool = True, elsewhere: bool = False) -> None:
-        self.beat = time.monotonic()
-        self._has_ended = not self._ranks.broadcast("step", lambda: True)
-        if not self._has_ended:
-            super().step(background, elsewhere)
-
-    def _cancel_all(self) -> None:
-        try:
-            if not self._has_ended:
-                self._ranks.broadcast("step", lambda: False)
-                self._has_ended = True
-            super()._cancel_all()
-        except PeerLost as lost:
-            self.lose(lost.error)
+        """Return the same on all ranks, so that none of them waits long for another."""
+        return min(super().rest_s, _REST_S)
 
     def _take(self) -> Job | Call | None:
         """Take rank 0's next job or call on every rank."""
-        if self._ranks.leads:
-            taken = super()._take()
-            self._ranks.broadcast("order", lambda: _order(taken))
-            return taken
-        order = self._ranks.broadcast("order", lambda: None)
+        if self._told_end:
+            return super()._take()
+        is_last = not self._inbox.is_open
+        taken = super()._take() if self._ranks.leads else None
+        order = self._ranks.broadcast("order", lambda: _order(taken, is_last))
+        if isinstance(order, _End):
+            self._told_end = True
+            self._inbox.close()
+            return None
+        return taken if self._ranks.leads or order is None else self._obey(order)
+
+    def _obey(self, order: _Order) -> Job | Call:
         if isinstance(order, TaskSpec):
             job = self._make(order)
             self._scheduler.add(job.uid)
             return job
-        if isinstance(order, tuple):
-            method, arguments = order
-            return Call(lambda: getattr(self, method)(*arguments))
-        return Call(lambda: None) if order else None
+        method, arguments = order
+        return Call(lambda: None if method is None else getattr(self, method)(*arguments))
 
     def _is_accepting(self) -> bool:
-        return self._ranks.broadcast("accepting", super()._is_accepting)
+        return not self._told_end
 
-    def _clock(self) -> float:
-        return self._ranks.broadcast("time", super()._clock)
-
-    def _is_quiet(self) -> bool:
-        return self._ranks.broadcast("quiet", super()._is_quiet)
-
-    def _next_uid(self) -> int:
-        return self._ranks.broadcast("uid", super()._next_uid)
-
-    def _cancelled_ids(self) -> list[int]:
-        return self._ranks.broadcast("cancelled", super()._cancelled_ids)
+    def _decide(self, what: str, read: Callable[[], T]) -> T:
+        return self._ranks.broadcast(what, read)
 
     def _start_over(self, error: Exception) -> None:
         self._ranks.fail_together(error)
@@ -350,13 +323,13 @@ def _found(hit: CacheHit | None) -> Lookup:
     return hit
 
 
-def _order(taken: Job | Call | None) -> Any:
-    """Return the order for the other ranks: a description, a method with arguments, True for nothing; False: no job."""
+def _order(taken: Job | Call | None, is_last: bool) -> _Order | _End | None:
+    """Return the order for the other ranks: a job's description, a method with its arguments, or None."""
     if isinstance(taken, Job):
-        return taken.task or True
+        return taken.task
     if isinstance(taken, Call):
-        return True if taken.method is None else (taken.method, taken.arguments)
-    return False
+        return taken.method, taken.arguments
+    return _End() if is_last else None
 
 
 class RankedEngine(Engine):
@@ -365,7 +338,7 @@ class RankedEngine(Engine):
     def __init__(self, pair: ModelPair, config: EngineConfig | None = None, *, thread: MLXThread | None = None) -> None:
         if pair.ranks is None:
             raise ValueError("the target of a ranked engine has to be spread over ranks")
-        self._ranks = ranks = pair.ranks
+        ranks = pair.ranks
         self._caches_type = partial(RankedCaches, ranks)
         self._chunks_type = partial(RankedChunkSizer, ranks)
         self._prefiller_type = partial(RankedPrefiller, ranks)
@@ -373,46 +346,9 @@ class RankedEngine(Engine):
         self._densifier_type = partial(RankedBackgroundPrefill, ranks)
         self._loop_type = partial(RankedEngineCore, self._make_described, ranks)
         super().__init__(pair, config, thread=thread)
-        ranks.on_lost(self._lose)
-
-    def start(self) -> None:
-        try:
-            super().start()
-        except EngineClosedError:
-            if (lost := self._ranks.lost) is not None:
-                raise lost from None
-            raise
-        self._ranks.watch(lambda: self.loop.beat)
 
     def follow(self) -> None:
-        """Follow rank 0 on another rank until its engine ends.
-
-        Raises:
-            PeerLostError: a rank is gone, or they no longer do the same.
-        """
+        """Follow rank 0 on another rank until its engine ends."""
         self.start()
         self.loop.ended.wait()
         self.close()
-        if (lost := self._ranks.lost) is not None:
-            raise lost
-
-    def close(self, timeout: float = 30.0) -> None:
-        super().close(timeout)
-        self._ranks.watch(None)
-
-    def health(self) -> EngineHealth:
-        health, lost = super().health(), self._ranks.lost
-        return health if lost is None else replace(health, lost=str(lost))
-
-    def _start(self, *parts: Any) -> RequestHandle:
-        if (lost := self._ranks.lost) is not None:
-            raise lost
-        return super()._start(*parts)
-
-    def _lose(self, error: PeerLostError) -> None:
-        """Handle the loss of a process that the target needs. The MLX thread may wait for it for ever."""
-        self._inbox.close(str(error))
-        self.loop.lose(error)
-        for job in self._inbox.drain():
-            job.lose(error)
-        self.loop.ended.set()  # the MLX thread may never end, so nobody waits for it

@@ -73,7 +73,6 @@ def load(
             repacked=None if settings is None else settings.repacked_folder,
             on_progress=lambda done, total: progress(done >> 20, total >> 20),
             ranks=ranks,
-            draft_placement="first" if settings is None else settings.draft_placement,
         )
     if pair.context is not None:
         made = replace(made, context_length=min(made.context_length, pair.context))

@@ -70,9 +70,7 @@ class Server(uvicorn.Server):
         if self.lost is None and (lost := self._models.lost) is not None:
             self.lost, self._end_at = lost, now + TELLING_S
         self._awake.note(bool(self._state.requests))
-        over = now >= self._end_at
-        # /health reports a loss before the exit. Of several ranks, mlx.launch sends SIGTERM earlier.
-        if over or (self._state.draining and not self._state.requests and self.lost is None):
+        if now >= self._end_at or (self._state.draining and not self._state.requests):
             self.should_exit = True
         return await super().on_tick(counter)
 

@@ -15,7 +15,6 @@ from pydantic import BeforeValidator, Field, SecretStr, ValidationError, model_v
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from mlx_specprefill import (
-    DraftPlacement,
     EngineConfig,
     RuleName,
     Scope,
@@ -62,7 +61,7 @@ Size = Annotated[int, BeforeValidator(setting_values.size), Field(ge=0)]
 Keys = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(setting_values.keys)]
 Texts = Annotated[tuple[str, ...], NoDecode, BeforeValidator(setting_values.split_list)]
 
-NOT_SETTINGS = ["BLAS", "CONTROL", "LAUNCHED", "RANK_KEY"]  # read by the library before the settings exist
+NOT_SETTINGS = ["BLAS"]  # read by the library before the settings exist
 _FLAGS = {
     "admin_keys": "--admin-key",
     "allowed_hosts": "--allowed-host",
@@ -94,9 +93,6 @@ class Settings(BaseSettings):
         description="Largest number of the table's models in memory. Default: as many as fit.",
     )
     strict_model: bool = Field(default=False, description="Answer 404 to requests that name another model.")
-    draft_placement: DraftPlacement = Field(
-        default="first", description="Place of the draft: on the first machine, or a part of it on each."
-    )
     max_requests_per_key: int | None = Field(
         default=None, ge=1, description="Largest number of running requests per API key."
     )

@@ -23,8 +23,6 @@ CASES = {
     "bench --pair demo --keep-pct 7": "--keep-pct: ",
     "serve --pair demo --port 99999999": "port",
     "serve --config nowhere.toml": "can't read nowhere.toml",
-    "serve --hosts nowhere.json": "--hosts nowhere.json: there is no such file",
-    "serve --pair demo --starting-port 9": "--starting-port belongs to --hosts",
     "connect codex --url http://127.0.0.1:9": "start the server first",
     "inspect --misses --url http://127.0.0.1:9": "start the server first",
     "inspect": "--prompt-file or --misses is needed",

@@ -35,7 +35,7 @@ def free_ports(count: int) -> int:
 
 def environments(folder: Path, size: int = 2) -> list[dict[str, str]]:
     """Return the environments of the ranks, as `mlx.launch` sets them."""
-    first = free_ports(size + 1) + 1
+    first = free_ports(size)
     file = folder / "ring.json"
     file.write_text(json.dumps([[f"127.0.0.1:{first + rank}"] for rank in range(size)]))
     path = os.pathsep.join([str(ROOT), str(ROOT / "server"), os.environ.get("PYTHONPATH", "")])

@@ -74,7 +74,7 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", SPLIT_KINDS)
 @pytest.mark.parametrize("name", SPLIT_NAMES)
 def test_split_heads_score_as_those_of_one_process(split: dict[str, Any], name: str, kind: str) -> None:
-    """A sharded draft by look-ahead and by calibrated heads, and the target's own first layers, in stages."""
+    """The target's own first layers, in stages, by heads of both ranks or of one."""
     one, several = split[f"{name}, {kind}"]["one"], split[f"{name}, {kind}"]["several"]
     np.testing.assert_allclose(several.pop("importance"), one.pop("importance"), atol=1e-5)
     assert several == one

@@ -1,8 +1,7 @@
-"""`serve --hosts` with two processes on this machine, started by mlx.launch."""
+"""Two processes on this machine, started by `mlx.launch`, serve one model."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -10,14 +9,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.support.serving import running, start_named
+from tests.support.serving import start_named
 from tests.support.waiting import eventually
 
 from .ranks import ROOT, free_ports
@@ -30,21 +29,40 @@ PROMPTS = ("The capital of France is", " ".join(f"Box {i} holds {i * 7 % 101} ma
 @contextmanager
 def served(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[bytes], str, Path]]:
     """The launcher, the server's address, and what all of them print."""
-    hosts, log = folder / "hosts.json", folder / "log"
-    hosts.write_text(json.dumps([{"ssh": "127.0.0.1", "ips": ["127.0.0.1"]}] * 2))
-    ports = free_ports(4)
-    command = [sys.executable, "-m", "mlx_specprefill_server", "serve", "--pair", "demo", "--port", str(ports)]
-    command += ["--hosts", str(hosts), "--starting-port", str(ports + 2), *options]
+    log, ports = folder / "log", free_ports(3)
+    command = [str(Path(sys.executable).with_name("mlx.launch")), "-n", "2", "--backend", "ring", "-p", str(ports + 1)]
+    command += ["--", sys.executable, "-m", "mlx_specprefill_server", "serve", "--pair", "demo", "--port", str(ports)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MLX_")}
     environment |= {
         "MLX_SPECPREFILL_CALIBRATION_FILE": str(folder / "costs.json"),
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "server")]),
+        "MLX_SPECPREFILL_SHUTDOWN_GRACE_S": "1",
         "OPENBLAS_NUM_THREADS": "1",
     }
-    with running(command, log, environment) as process:
-        assert eventually(lambda: "running on" in log.read_text() or process.poll() is not None, 240)
-        assert process.poll() is None, log.read_text()
-        yield process, f"http://127.0.0.1:{ports}", log
+    with (
+        log.open("wb") as out,
+        subprocess.Popen(
+            [*command, *options],
+            stdin=subprocess.PIPE,
+            stdout=out,
+            stderr=out,
+            env=environment,
+            start_new_session=True,
+        ) as process,
+    ):
+        try:
+            assert eventually(lambda: "running on" in log.read_text() or process.poll() is not None, 240)
+            assert process.poll() is None, log.read_text()
+            yield process, f"http://127.0.0.1:{ports}", log
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def process_of(rank: int, log: Path) -> int:
+    found = re.search(rf"process (\d+) is rank {rank} of 2", log.read_text())
+    assert found is not None, log.read_text()
+    return int(found[1])
 
 
 def completed(base: str, prompt: str) -> dict[str, Any]:
@@ -56,77 +74,46 @@ def completed(base: str, prompt: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("given", "placed", "draft", "scorer"),
-    [
-        ((), ("--draft-placement", "first"), "first", "draft"),
-        ((), ("--draft-placement", "sharded"), "sharded", "draft"),
-        (("--draft", "self"), (), "sharded", "own first layers"),
-    ],
+    ("given", "scorer", "ends"),
+    [((), "draft", "rank 0 is asked to"), (("--draft", "self"), "own first layers", "Ctrl-C")],
 )
 def test_it_answers_as_one_process_does_and_ends_when_asked(
-    tmp_path: Path, given: tuple[str, ...], placed: tuple[str, ...], draft: str, scorer: str
+    tmp_path: Path, given: tuple[str, ...], scorer: str, ends: str
 ) -> None:
     with start_named(tmp_path / "one", "demo", *given) as alone:
         expected = [completed(alone.base, prompt) for prompt in PROMPTS]
         (one,) = httpx.get(f"{alone.base}/v1/models").json()["data"]
-    with served(tmp_path, *given, *placed) as (process, base, log):
+    with served(tmp_path, *given) as (process, base, log):
         found = [completed(base, prompt) for prompt in PROMPTS]
         (model,) = httpx.get(f"{base}/v1/models").json()["data"]
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0, log.read_text()
+        if ends == "Ctrl-C":
+            os.killpg(process.pid, signal.SIGINT)
+        else:
+            os.kill(process_of(0, log), signal.SIGTERM)
+        process.wait(60)
     assert [one["choices"][0]["text"] for one in found] == [one["choices"][0]["text"] for one in expected]
     assert [one["usage"] for one in found] == [one["usage"] for one in expected]
-    assert model["ranks"] == {"count": 2, "sharding": "tensor", "draft": draft}
+    assert model["ranks"] == {"count": 2, "sharding": "tensor"}
     assert model["scorer"] == one["scorer"] == scorer
-    assert "Traceback" not in log.read_text()
+    assert "of 2 ends:" not in log.read_text()
 
 
-def test_a_lost_rank_ends_the_server_and_every_answer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dies", [0, 1])
+def test_a_rank_that_dies_ends_the_server(tmp_path: Path, dies: int) -> None:
     with served(tmp_path) as (process, base, log):
-        found = re.search(r"process (\d+) is rank 1 of 2", log.read_text())
-        assert found is not None, log.read_text()
         body = {"prompt": PROMPTS[1], "max_tokens": 4000, "ignore_eos": True, "stream": True, "specprefill": False}
-        lines: list[str] = []
         begun = threading.Event()
 
         def read() -> None:
-            with httpx.stream("POST", f"{base}/v1/completions", json=body, timeout=120) as answer:
-                for line in answer.iter_lines():
-                    lines.append(line)
+            with suppress(httpx.HTTPError), httpx.stream("POST", f"{base}/v1/completions", json=body) as answer:
+                for _ in answer.iter_lines():
                     begun.set()
 
         reader = threading.Thread(target=read)
         reader.start()
         assert begun.wait(120)
-        os.kill(int(found[1]), signal.SIGKILL)
-        with httpx.Client(base_url=base) as client:
-            assert eventually(lambda: client.get("/health").status_code == 503, 20)
-            health = client.get("/health").json()
+        os.kill(process_of(dies, log), signal.SIGKILL)
+        process.wait(120)
         reader.join(60)
-        assert process.wait(60) == 1, log.read_text()
-    assert "rank 1 (127.0.0.1) is lost" in health["error"]["message"]
-    (error,) = [line for line in lines if '"error"' in line] or [f"no error: {lines[-5:]} {log.read_text()}"]
-    assert "rank 1 (127.0.0.1) is lost" in error
-
-
-MISSING = [{"ssh": "127.0.0.1", "ips": ["127.0.0.1"]}, {"ssh": "nowhere.invalid", "ips": ["127.0.0.1"]}]
-
-
-@pytest.mark.parametrize(
-    ("content", "status", "why"),
-    [
-        (None, 2, "there is no such file"),
-        ("nothing", 2, "this is no hostfile of MLX's"),
-        (json.dumps(MISSING), 1, "rank 1 on nowhere.invalid"),
-    ],
-)
-def test_what_can_not_be_launched(tmp_path: Path, content: str | None, status: int, why: str) -> None:
-    hosts = tmp_path / "hosts.json"
-    if content is not None:
-        hosts.write_text(content)
-    options = ("--hosts", str(hosts), "--starting-port", str(free_ports(4) + 1), "--port", "0", "--pair", "demo")
-    command = [sys.executable, "-m", "mlx_specprefill_server", "serve", *options]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "server")])}
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=120)
-    assert ended.returncode == status, ended.stderr
-    assert why in ended.stderr
+    with pytest.raises(ProcessLookupError):
+        os.kill(process_of(1 - dies, log), 0)

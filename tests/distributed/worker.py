@@ -6,7 +6,6 @@ Rank 0 writes what came of it to OUT as JSON. The single process's results are c
 from __future__ import annotations
 
 import json
-import os
 import random
 import sys
 import threading
@@ -15,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
-from functools import partial, partialmethod
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from mlx_specprefill import (
     ContextLengthError,
     DraftHeads,
     Engine,
-    EngineClosedError,
     EngineConfig,
     Failed,
     Finished,
@@ -57,9 +55,9 @@ from tests.support.waiting import eventually
 TIMEOUT_S = 20.0
 VOCABULARY = 128
 CONFIG = EngineConfig(policy=SpecPrefillPolicy(threshold=100_000), prefill_step=64, prefix_cache_bytes=64 << 20)
-NAMES = ("llama", "qwen3_5", "deepseek_v3 pipeline")
-MORE_NAMES = ("gpt_oss", "qwen3", "qwen3_moe", "deepseek_v3", "qwen3_next pipeline", "qwen3_5 4bit")
-LOADED_NAMES = ("llama", "deepseek_v3 pipeline")
+NAMES = ("llama", "qwen3_5", "qwen3_next pipeline")
+MORE_NAMES = ("gpt_oss", "qwen3", "qwen3_moe", "deepseek_v3", "qwen3_5 4bit")
+LOADED_NAMES = ("llama", "qwen3_next pipeline")
 PROMPT, ANSWER = 200, 16
 SPARSE = replace(CONFIG, policy=SpecPrefillPolicy(threshold=40, keep_pct=Fraction(1, 5), on_battery=True))
 
@@ -73,7 +71,7 @@ def pair(name: str, ranks: Ranks | None) -> ModelPair:
     config = tiny_models()[name].config
     sharding = None
     if ranks is not None:
-        sharding = shard(model, name, config, ranks, "pipeline" if how == "pipeline" else None)
+        sharding = shard(model, name, config, ranks)
         mx.eval(model.parameters())
     return make_pair(
         model,
@@ -83,7 +81,6 @@ def pair(name: str, ranks: Ranks | None) -> ModelPair:
         draft_config={"max_position_embeddings": 4096},
         ranks=ranks,
         sharding=sharding,
-        draft_placement=None if ranks is None else "first",
     )
 
 
@@ -306,32 +303,6 @@ def more(ranks: Ranks) -> dict[str, Any]:
     return found
 
 
-def leave_hanging_threads() -> None:
-    """Wait at an engine's end for a second, not for thirty: its thread may hang in the ring."""
-    RankedEngine.close = partialmethod(RankedEngine.close, timeout=1.0)
-
-
-def die(ranks: Ranks) -> dict[str, Any]:
-    """Answers for ever, until somebody kills rank 1."""
-    leave_hanging_threads()
-    with running(pair("llama", ranks)) as engine:
-        if engine is None:
-            return {}
-        error: Exception | None = None
-        print("answering", flush=True)
-        while error is None:
-            for event in engine.generate(replace(request(PROMPT, None), max_tokens=3000)):
-                if isinstance(event, Failed):
-                    error = event.error
-        told = {"error": type(error).__name__, "message": str(error), "health": engine.health().lost}
-        try:
-            engine.submit(request(PROMPT, None), lambda _: None)
-        except EngineClosedError as refused:
-            told["refused"] = str(refused)
-        Path(sys.argv[2]).write_text(json.dumps(told))
-        os._exit(3)
-
-
 def busy(ranks: Ranks) -> dict[str, Any]:
     """Little room for caches, on disk too, and background work as soon as there is nothing else."""
     loop._QUIET_S = 0.1
@@ -341,57 +312,57 @@ def busy(ranks: Ranks) -> dict[str, Any]:
         return {} if engine is None else crowd(engine)
 
 
-def hang(ranks: Ranks) -> dict[str, Any]:
-    """Rank 1's MLX thread hangs, and its process lives."""
-    made = pair("llama", ranks)
-    leave_hanging_threads()
-    if not ranks.leads:
-        ranks.broadcast_tokens = lambda tokens: time.sleep(1000) or tokens
-    try:
-        with running(made) as engine:
-            if engine is not None:
-                answered(engine, request(PROMPT, None))
-    except EngineClosedError as error:
-        print(f"lost: {error}", flush=True)
-        os._exit(4)
+def idle(ranks: Ranks) -> dict[str, Any]:
+    """Waits for requests, until somebody kills a rank."""
+    with running(pair("llama", ranks)) as engine:
+        print("waiting", flush=True)
+        while engine is not None:
+            time.sleep(1)
     return {}
 
 
-# --- a draft, or the target's own first layers, whose heads are split -----------------------------------------------
+def astray(ranks: Ranks) -> dict[str, Any]:
+    """Rank 1 alone fails in a prefill, which rank 0 goes on with."""
+
+    def fail(*_: Any) -> Any:
+        raise ValueError("this rank is broken")
+        yield
+
+    engine = RankedEngine(pair("llama", ranks), CONFIG)
+    if not ranks.leads:
+        engine.prefiller.run = fail
+        engine.follow()
+    with engine:
+        answered(engine, request(PROMPT, None))
+    return {}
+
+
+# --- the target's own first layers, whose heads are split -------------------------------------------------------------
 
 SPLIT_NAMES = ("llama", "qwen3", "gpt_oss", "qwen3_5")
-SPLIT_KINDS = ("paper", "heads", "heads of the last rank", "own layers")
+SPLIT_KINDS = ("both ranks", "the last rank")
 
 
 def split_pair(name: str, kind: str, ranks: Ranks | None) -> ModelPair:
-    """A target and a draft of one architecture; heads at either end of every attention call that sees all."""
+    """A target whose own first layers score: heads at either end of every attention call that sees all, or at one."""
     config, sharding = tiny_models()[name].config, None
-    target, draft = build(name, times=2), None if kind == "own layers" else build(name, seed=1)
-    calls = eligible_calls(target if draft is None else draft)
-    layers = len(layers_of(target if draft is None else draft))
+    target = build(name, times=2)
+    calls, layers = eligible_calls(target), len(layers_of(target))
     if ranks is not None:
-        sharding = shard(target, name, config, ranks, "tensor")
+        sharding = shard(target, name, config, ranks)
         mx.eval(target.parameters())
-        if draft is not None:
-            shard(draft, name, config, ranks, "tensor")
-            mx.eval(draft.parameters())
     made = make_pair(
         target,
         tokenizer(VOCABULARY),
         config | {"max_position_embeddings": 4096},
-        draft="self" if draft is None else draft,
-        draft_config=config | {"max_position_embeddings": 4096},
+        draft="self",
         ranks=ranks,
         sharding=sharding,
-        draft_placement=None if ranks is None else "sharded",
     )
-    if kind == "paper":
-        return made
-    depth = layers // 2 if draft is None else layers
-    text = config.get("text_config", config)
-    last = text["num_attention_heads"] - 1
+    depth = layers // 2
+    last = config.get("text_config", config)["num_attention_heads"] - 1
     within = [call for call in calls if call < len(calls) * depth // layers] or [min(calls)]
-    numbers = (last,) if "last" in kind else (0, last)
+    numbers = (last,) if kind == "the last rank" else (0, last)
     heads = tuple(Head(call, head, 1.0 + head + call) for call in within for head in numbers)
     return with_heads(made, DraftHeads(heads, depth, layers, {"needle": 1.0}))
 
@@ -437,9 +408,9 @@ CASES: dict[str, Callable[[Ranks], dict[str, Any]]] = {
     "equal": equal,
     "split": split,
     "more": more,
-    "hang": hang,
     "busy": busy,
-    "die": die,
+    "idle": idle,
+    "astray": astray,
     "loaded": loaded,
 }
 
@@ -448,12 +419,11 @@ def main() -> None:
     mx.disable_compile()
     loop._QUIET_S = 3.0  # a slow machine must not begin to densify between two turns
     with mx.stream(mx.cpu):
-        ranks = join_ranks(float(os.environ.get("TIMEOUT_S", TIMEOUT_S)))
+        ranks = join_ranks(TIMEOUT_S)
         assert ranks is not None
         found = CASES[sys.argv[1]](ranks)
     if ranks.leads:
         Path(sys.argv[2]).write_text(json.dumps(found))
-    ranks.close()
 
 
 if __name__ == "__main__":

@@ -76,7 +76,6 @@ class FakePair:
     sparse_refusal: str | None = None
     ranks: Ranks | None = None
     sharding: str | None = None
-    draft_placement: str | None = None
     stages: Any = None
     dtype: str = "float32"
     turn_end: str | None = None

@@ -106,17 +106,6 @@ def test_after_the_grace_or_at_a_second_signal_answers_are_ended(
     assert eventually(lambda: not engine.alive)
 
 
-def test_a_server_that_has_lost_a_rank_says_so_until_it_ends(live: Any, engine: FakeEngine) -> None:
-    base, server = live()
-    engine.lost = "rank 1 (10.0.0.2) is lost: it has ended"
-    asked_to_end(server)
-    time.sleep(0.5)
-    health = httpx.get(f"{base}/health", timeout=60)
-    assert (health.status_code, health.json()["error"]["message"]) == (503, engine.lost)
-    server.handle_exit(signal.SIGTERM, None)
-    assert eventually(lambda: not engine.alive)
-
-
 def test_a_server_that_can_compute_nothing_ends_by_itself_with_an_exit_status(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,14 +5,11 @@ from __future__ import annotations
 import logging
 import signal
 import socket
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import typer
 
 from mlx_specprefill import DtypeName, RankedEngine
 
@@ -29,54 +26,38 @@ from ..settings import Settings
 from ..sockets import bound_sockets, is_exposed
 from .common import OptionError, one_line_errors
 from .loading import load_engine
-from .ranks import end_together, follow, join, launch, without
+from .ranks import follow, join
 
 logger = logging.getLogger(__name__)
 
 
 def run_server(
-    chosen: Pair | Path | None,
-    dtype: DtypeName,
-    given: Mapping[str, Any],
-    sockets: list[socket.socket] | None,
-    hosts: Path | None,
-    starting_port: int | None,
+    chosen: Pair | Path, dtype: DtypeName, given: Mapping[str, Any], sockets: list[socket.socket] | None
 ) -> None:
     """Run the server as the options of `serve` say, until it ends.
 
     Args:
-        chosen: the pair, or the table of several; None with `hosts`, whose machines choose.
+        chosen: the pair, or the table of several.
         given: options by the settings' names.
         sockets: bound to the address of the settings; None: of several ranks, the one that leads binds them.
-        hosts: MLX's hostfile, if the ranks are to be started.
-        starting_port: first port between them.
     """
     with one_line_errors():
-        if hosts is not None:
-            configure_logging(given["log_level"] or "info")
-            raise typer.Exit(launch(hosts, without(sys.argv[1:], "--hosts", "--starting-port"), starting_port))
         if isinstance(chosen, Path):
             serve_several(chosen, dtype, given, sockets)
             return
-        assert chosen is not None
         settings = make_settings(chosen, **given)
         configure_logging(settings.log_level, settings.log_format)
         outlive_the_terminal()
         ranks = join(settings)
         loading = partial(load_engine, chosen, dtype, settings, settings.serving_config(), calibrate=True, ranks=ranks)
-        if ranks is not None:
-            end_together(ranks)
-            if not ranks.leads:
-                engine = loading()
-                assert isinstance(engine, RankedEngine)
-                follow(engine, ranks)
-                return
+        if ranks is not None and not ranks.leads:
+            engine = loading()
+            assert isinstance(engine, RankedEngine)
+            follow(engine, settings)
+            return
         # First: loading takes minutes, and a port in use must be reported at once.
-        with listening(settings, sockets) as sockets:
-            with loading() as engine:
-                serve_models(Models.of(Service(engine, settings)), sockets)
-            if ranks is not None:
-                ranks.close()
+        with listening(settings, sockets) as sockets, loading() as engine:
+            serve_models(Models.of(Service(engine, settings)), sockets)
 
 
 def serve_several(file: Path, dtype: DtypeName, given: Mapping[str, Any], sockets: list[socket.socket] | None) -> None:

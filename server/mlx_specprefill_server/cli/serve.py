@@ -26,14 +26,6 @@ def serve(
             "~/.config/mlx-specprefill, if it exists and no model is named."
         ),
     ] = None,
-    hosts: Annotated[
-        Path | None,
-        typer.Option(help="File of the machines that run one model together, in the format of mlx.launch."),
-    ] = None,
-    starting_port: Annotated[
-        int | None,
-        typer.Option(min=1, max=65535, help="First port between these machines, as in mlx.launch; 32323 if not given."),
-    ] = None,
     *,
     models: PairOptions,
     given: dict[str, Any],
@@ -41,4 +33,4 @@ def serve(
     """Start the OpenAI-compatible server. Every setting also has an environment variable: MLX_SPECPREFILL_PORT, ..."""
     of_one_model = {**asdict(models), "model_alias": given["model_alias"]}
     named = [name for name, value in of_one_model.items() if value and name != "dtype"]
-    import_module(".start", __package__).start(models, named, given, config, hosts, starting_port)
+    import_module(".start", __package__).start(models, named, given, config)

@@ -41,7 +41,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "remember",
     ),
     "Advanced: access": ("admin_keys", "allowed_hosts"),
-    "Advanced: several machines": ("hosts", "starting_port", "draft_placement"),
     "Advanced: logs": ("log_level",),
 }
 

@@ -19,14 +19,7 @@ from .options import PairOptions
 _RANK_VARIABLES = ("MLX_RANK", "OMPI_COMM_WORLD_RANK")  # set in processes that run one model together
 
 
-def start(
-    models: PairOptions,
-    named: Sequence[str],
-    given: Mapping[str, Any],
-    config: Path | None,
-    hosts: Path | None,
-    starting_port: int | None,
-) -> None:
+def start(models: PairOptions, named: Sequence[str], given: Mapping[str, Any], config: Path | None) -> None:
     """Check the options of `serve`, then run the server.
 
     Args:
@@ -34,41 +27,26 @@ def start(
         named: the given options that name one model.
         given: options by the settings' names.
         config: table of several models.
-        hosts: MLX's hostfile, if the ranks are to be started.
-        starting_port: first port between them.
     """
     note_environment()
     with ExitStack() as bound, one_line_errors():
-        what: Pair | Path | None = _table(config, named, hosts)
-        _check_hosts(hosts, starting_port)
-        if what is None and hosts is None:  # else each machine chooses
-            what = choose_here(models)
+        what: Pair | Path = _table(config, named) or choose_here(models)
         # These refuse what the options can't mean.
         settings = make_settings(what, **given) if isinstance(what, Pair) else Settings(**drop_unset(given))
         sockets = None
-        if hosts is None and not any(name in os.environ for name in _RANK_VARIABLES):  # else rank 0 alone listens
+        if not any(name in os.environ for name in _RANK_VARIABLES):  # else rank 0 alone listens
             sockets = bound.enter_context(bound_sockets(settings.host, settings.port))
         work = import_module(".run_server", __package__)
-        work.run_server(what, models.dtype, given, sockets, hosts, starting_port)
+        work.run_server(what, models.dtype, given, sockets)
 
 
-def _table(config: Path | None, named: Sequence[str], hosts: Path | None) -> Path | None:
+def _table(config: Path | None, named: Sequence[str]) -> Path | None:
     """Return the table of several models if the options name one. Refuse mistakes in it, and options that name one
     model as well.
     """
     if config is not None and named:
         raise OptionError(f"--config and --{named[0].replace('_', '-')} exclude each other")
     table = config or (models_file() if not named and models_file().is_file() else None)
-    if table is not None and hosts is not None:
-        raise OptionError(f"--hosts runs one model, {table} names several: choose by --pair or --target")
     if table is not None:
         read_table(table)
     return table
-
-
-def _check_hosts(hosts: Path | None, starting_port: int | None) -> None:
-    """Refuse a file of hosts that is not there, and a port between no machines."""
-    if hosts is None and starting_port is not None:
-        raise OptionError("--starting-port belongs to --hosts")
-    if hosts is not None and not hosts.is_file():
-        raise OptionError(f"--hosts {hosts}: there is no such file; mlx.distributed_config makes one")

@@ -106,11 +106,7 @@ def _in_memory(service: Service) -> dict[str, Any]:
         "context_window": length,
         "meta": {"n_ctx": length, "n_ctx_train": pair.context_length},
         "memory": {"weights": weights, "requests": use.requests, "caches": use.prefix_cache},
-        "ranks": {
-            "count": 1 if pair.ranks is None else pair.ranks.size,
-            "sharding": pair.sharding,
-            "draft": pair.draft_placement,
-        },
+        "ranks": {"count": 1 if pair.ranks is None else pair.ranks.size, "sharding": pair.sharding},
         "tools": _tools(service),
         "sampling": service.sampling,
         "draft": service.draft_id,

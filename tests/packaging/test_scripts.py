@@ -25,9 +25,7 @@ def write_program(path: Path, text: str) -> Path:
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    shutil.copytree(
-        ROOT / "scripts", tmp_path / "scripts", ignore=shutil.ignore_patterns("training", "benchmarks", "*.py")
-    )
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts", ignore=shutil.ignore_patterns("benchmarks", "*.py"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     (tmp_path / "models").mkdir()
     shutil.copy(ROOT / "models" / "pairs.toml", tmp_path / "models")

@@ -1,1 +1,0 @@
-"""Training code of the bundled demonstration models (see models/README.md)."""

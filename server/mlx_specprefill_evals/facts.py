@@ -1,16 +1,15 @@
-"""Facts in documents and the questions for them: one wording for training, evaluation and real models.
+"""Facts in documents and the questions for them: one wording for the demo pairs and real models.
 
 Every answer restates what the document says ("The secret code for Alice is 471128."), in the order in which it is
 found: a small model answers by finding a passage and continuing it, a large one has no reason to say it differently.
-Scoring looks only for `values`, so other wordings of a right answer count as well. All builders take the side of the
-held-out split: evaluation's names, words and sentences never occur in training.
+Scoring looks only for `values`, so other wordings of a right answer count as well.
 """
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date, timedelta
 from typing import Literal
@@ -68,65 +67,19 @@ def needle(name: str, value: str) -> Fact:
     return Fact((sentence,), Turn(f"What is the secret code for {name}?", sentence), (value,))
 
 
-def number_needle(rng: random.Random, held_out: bool = False) -> Fact:
-    return needle(words.person(rng, held_out), six_digits(rng))
+def number_needle(rng: random.Random) -> Fact:
+    return needle(words.person(rng), six_digits(rng))
 
 
-def uuid_needle(rng: random.Random, held_out: bool = False) -> Fact:
-    name, value = words.person(rng, held_out), uuid(rng)
+def uuid_needle(rng: random.Random) -> Fact:
+    name, value = words.person(rng), uuid(rng)
     sentence = f"The vault access code for {name} is {value}."
     return Fact((sentence,), Turn(f"What is the vault access code for {name}?", sentence), (value,))
 
 
-def uuid_key(rng: random.Random, held_out: bool = False) -> Fact:
-    """Return a key that looks like its value. Only the exact key identifies its line."""
-    del held_out  # random keys never repeat
-    return needle(uuid(rng), uuid(rng))
-
-
-def several_values(rng: random.Random, held_out: bool = False) -> Fact:
-    """Return one key with four values."""
-    name, codes = words.person(rng, held_out), [six_digits(rng) for _ in range(4)]
-    pieces = tuple(f"The {nth} secret code for {name} is {code}." for nth, code in zip(ORDINALS, codes, strict=False))
-    question = f"What are all four secret codes for {name}?"
-    return Fact(pieces, Turn(question, " ".join(pieces)), tuple(codes))
-
-
-def several_questions(rng: random.Random, held_out: bool = False) -> Fact:
-    """Return four keys with one value each, asked for in one question."""
-    facts = [number_needle(rng, held_out) for _ in range(4)]
-    a, b, c, d = (fact.turn.question.removeprefix("What is the secret code for ")[:-1] for fact in facts)
-    pieces = tuple(fact.pieces[0] for fact in facts)
-    answer = Turn(f"What are the secret codes for {a}, {b}, {c} and {d}?", " ".join(pieces))
-    return Fact(pieces, answer, tuple(fact.values[0] for fact in facts))
-
-
-def variable_chain(rng: random.Random, held_out: bool = False, hops: int = 4) -> Fact:
-    """Return a value passed on `hops` times. The answer follows the chain back to the value."""
-    names = [words.invented_word(rng, held_out, syllables=2).upper() for _ in range(hops + 1)]
-    value = str(rng.randrange(10_000, 100_000))
-    pieces = [f"VAR {names[0]} = {value}."]
-    pieces += [f"VAR {names[i + 1]} = VAR {names[i]}." for i in range(hops)]
-    question = f"Trace VAR {names[-1]} back to its value: name every variable on the way and the value."
-    return Fact(tuple(pieces), Turn(question, " ".join(reversed(pieces))), (*names, value))
-
-
-def one_hop(rng: random.Random, held_out: bool = False) -> Fact:
-    person, firm = words.person(rng, held_out), words.firm(rng, held_out)
-    sentence = f"{person} works at {firm}."
-    return Fact((sentence,), Turn(f"Where does {person} work?", sentence), (firm,))
-
-
-def two_hops(rng: random.Random, held_out: bool = False) -> Fact:
-    person, firm = words.person(rng, held_out), words.firm(rng, held_out)
-    city = words.invented_word(rng, held_out, syllables=2).capitalize()
-    pieces = (f"{person} works at {firm}.", f"{firm} is in {city}.")
-    return Fact(pieces, Turn(f"In which city does {person} work?", " ".join(pieces)), (city,))
-
-
-def _record(rng: random.Random, held_out: bool, number: int) -> dict[str, str | int]:
-    person = words.person(rng, held_out)
-    city = words.invented_word(rng, held_out, syllables=2).capitalize()
+def _record(rng: random.Random, number: int) -> dict[str, str | int]:
+    person = words.person(rng)
+    city = words.invented_word(rng, syllables=2).capitalize()
     return {
         "id": number,
         "salary": rng.randrange(1000, 10_000),
@@ -134,13 +87,8 @@ def _record(rng: random.Random, held_out: bool, number: int) -> dict[str, str | 
         "city": city,
         "dept": rng.choice(DEPARTMENTS),
         "start_date": (date(2000, 1, 1) + timedelta(days=rng.randrange(9000))).isoformat(),
-        "email": email(person, city),
+        "email": f"{person.lower().replace(' ', '.')}@{city.lower()}.org",
     }
-
-
-def email(person: str, city: str) -> str:
-    """Return the email address of a person in a city."""
-    return f"{person.lower().replace(' ', '.')}@{city.lower()}.org"
 
 
 def _read_out(fields: dict[str, str | int]) -> str:
@@ -149,22 +97,21 @@ def _read_out(fields: dict[str, str | int]) -> str:
     return text.removeprefix('{"id": ').removesuffix("}")
 
 
-def record(rng: random.Random, held_out: bool = False, number: int = 0) -> Fact:
+def record(rng: random.Random, number: int) -> Fact:
     """Return one JSON record and a question about one of its fields."""
-    fields = _record(rng, held_out, number or rng.choice(RECORD_IDS))
+    fields = _record(rng, number)
     asked = rng.choice(RECORD_FIELDS)
     turn = Turn(f"What is the {asked} in the record with id {fields['id']}?", f"Id {_read_out(fields)}.")
     return Fact((json.dumps(fields),), turn, (str(fields[asked]),))
 
 
-def three_records(rng: random.Random, held_out: bool = False, numbers: Sequence[int] = ()) -> Fact:
+def three_records(rng: random.Random, numbers: Sequence[int]) -> Fact:
     """Return a question for fields of three records.
 
     The answer names the three numbers before it reads the records out: what an answer begins with is what a draft
     looks ahead at.
     """
-    numbers = numbers or rng.sample(RECORD_IDS, 3)
-    records = [_record(rng, held_out, number) for number in numbers]
+    records = [_record(rng, number) for number in numbers]
     asked = rng.choices(RECORD_FIELDS, k=3)
     listed = "{}, {} and {}".format(*numbers)
     each = list(zip(ORDINALS, records, asked, strict=False))
@@ -174,9 +121,9 @@ def three_records(rng: random.Random, held_out: bool = False, numbers: Sequence[
     return Fact(tuple(map(json.dumps, records)), turn, tuple(str(fields[field]) for _, fields, field in each))
 
 
-def order(rng: random.Random, held_out: bool = False) -> Fact:
+def order(rng: random.Random) -> Fact:
     """Return one XML order of 2-3 items. The answer reads it out up to the item in question."""
-    number, customer = rng.randrange(1000, 100_000), words.person(rng, held_out)
+    number, customer = rng.randrange(1000, 100_000), words.person(rng)
     items = [(sku, rng.randrange(1, 100)) for sku in rng.sample(range(100, 1000), rng.choice((2, 3)))]
     lines = [f'<order id="{number}"><customer name="{customer}"/>']
     lines += [f'<item sku="{sku}" qty="{quantity}"/>' for sku, quantity in items]
@@ -187,9 +134,9 @@ def order(rng: random.Random, held_out: bool = False) -> Fact:
     return Fact(("".join(lines) + "</order>",), answer, (str(quantity),))
 
 
-def rule_and_exception(rng: random.Random, held_out: bool = False) -> Fact:
+def rule_and_exception(rng: random.Random) -> Fact:
     """Return a rule early in the document and an exception later. The answer needs both."""
-    name, code, word = words.person(rng, held_out), six_digits(rng), rng.choice(words.COLOURS)
+    name, code, word = words.person(rng), six_digits(rng), rng.choice(words.COLOURS)
     pieces = (
         f"Rule for {name}: answer with the code {code}.",
         f"Exception for {name}: add the word {word}.",
@@ -198,53 +145,33 @@ def rule_and_exception(rng: random.Random, held_out: bool = False) -> Fact:
     return Fact(pieces, Turn(question, " ".join(pieces)), (code, word))
 
 
-def foreign_needle(rng: random.Random, held_out: bool = False) -> Fact:
+def foreign_needle(rng: random.Random) -> Fact:
     """Return a fact in another language than the text and the question."""
-    name, value = words.person(rng, held_out), six_digits(rng)
+    name, value = words.person(rng), six_digits(rng)
     sentence = rng.choice(tuple(TRANSLATIONS.values())).format(name=name, value=value)
     return Fact((sentence,), Turn(f"What is the secret code for {name}?", sentence), (value,))
 
 
-def tagged_list(rng: random.Random, held_out: bool = False, number: int = 12) -> Fact:
+def tagged_list(rng: random.Random, number: int = 12) -> Fact:
     """Return facts with a common tag and a question for all of them."""
-    tag = words.invented_word(rng, held_out, syllables=2)
+    tag = words.invented_word(rng, syllables=2)
     things = rng.sample(words.ITEMS, number)
     pieces = tuple(f"Entry {i} of {tag}: the {thing}." for i, thing in enumerate(things, 1))
     return Fact(pieces, Turn(f"List all entries of {tag}.", " ".join(pieces)), tuple(things))
 
 
-def latest_value(rng: random.Random, held_out: bool = False, updates: int = 0) -> Fact:
+def latest_value(rng: random.Random, updates: int = 0) -> Fact:
     """Return a value that is updated 1-20 times. The last one counts."""
-    name = words.person(rng, held_out)
+    name = words.person(rng)
     values = rng.sample(range(100, 1000), (updates or rng.randint(1, 20)) + 1)
     pieces = tuple(f"The balance of {name} is now {value}." for value in values)
     return Fact(pieces, Turn(f"What is the latest balance of {name}?", pieces[-1]), (str(values[-1]),))
 
 
-def tool(rng: random.Random, held_out: bool = False) -> Fact:
+def tool(rng: random.Random) -> Fact:
     """Return one tool's definition. The question describes the tool in the definition's words."""
     thing, place = rng.choice(words.ITEMS), rng.choice(words.PLACES)
-    verb = words.invented_word(rng, held_out, syllables=2)
-    name = f"{verb}_{words.invented_word(rng, held_out, syllables=2)}"
+    verb = words.invented_word(rng, syllables=2)
+    name = f"{verb}_{words.invented_word(rng, syllables=2)}"
     text = json.dumps({"description": f"{verb} the {thing} of the {place}", "name": name})
     return Fact((text,), Turn(f"Which tool can {verb} the {thing} of the {place}?", text), (name,))
-
-
-FACTS: dict[str, Callable[[random.Random, bool], Fact]] = {
-    "number_needle": number_needle,
-    "uuid_needle": uuid_needle,
-    "uuid_key": uuid_key,
-    "several_values": several_values,
-    "several_questions": several_questions,
-    "variable_chain": variable_chain,
-    "one_hop": one_hop,
-    "two_hops": two_hops,
-    "record": record,
-    "three_records": three_records,
-    "order": order,
-    "rule_and_exception": rule_and_exception,
-    "foreign_needle": foreign_needle,
-    "tagged_list": tagged_list,
-    "latest_value": latest_value,
-    "tool": tool,
-}

@@ -145,7 +145,7 @@ class _Facts:
     def new(self, step: int, number: int) -> list[str]:
         said = []
         for _ in range(number):
-            while (name := words.person(self.rng, held_out=True)) in self.names:
+            while (name := words.person(self.rng)) in self.names:
                 pass
             self.names.add(name)
             self.known.append((name, six_digits(self.rng), step))
@@ -246,8 +246,8 @@ def filled(rng: random.Random, frame: str) -> str:
         item=rng.choice(words.ITEMS),
         place=rng.choice(words.PLACES),
         adj=rng.choice(words.ADJECTIVES),
-        word=words.invented_word(rng, True),
-        word2=words.invented_word(rng, True),
+        word=words.invented_word(rng),
+        word2=words.invented_word(rng),
         num=rng.randrange(2, 900),
     )
 

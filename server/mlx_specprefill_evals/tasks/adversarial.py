@@ -46,12 +46,12 @@ CODE = (
 
 
 def _vault_code(depth: float, rng: random.Random, space: Space) -> Item:
-    return within_prose(rng, space, facts.uuid_needle(rng, True), [depth])
+    return within_prose(rng, space, facts.uuid_needle(rng), [depth])
 
 
 def _json(rng: random.Random, space: Space) -> Item:
     numbers = rng.sample(facts.RECORD_IDS, RECORDS)
-    asked = facts.three_records(rng, True, numbers[:3])
+    asked = facts.three_records(rng, numbers[:3])
     names = {json.loads(piece)["name"] for piece in asked.pieces}
     others = (_namesake_free(rng, number, names) for number in numbers[3:])
     return _collection(rng, space, asked, others, ("[", ",\n", "]"))
@@ -60,7 +60,7 @@ def _json(rng: random.Random, space: Space) -> Item:
 def _namesake_free(rng: random.Random, number: int, names: set[str]) -> str:
     """Return a record of somebody outside `names`, and add the name. The text after a name reveals its record."""
     while True:
-        piece = facts.record(rng, True, number).pieces[0]
+        piece = facts.record(rng, number).pieces[0]
         name = json.loads(piece)["name"]
         if name not in names:
             names.add(name)
@@ -68,8 +68,8 @@ def _namesake_free(rng: random.Random, number: int, names: set[str]) -> str:
 
 
 def _xml(rng: random.Random, space: Space) -> Item:
-    others = (facts.order(rng, True).pieces[0] for _ in range(ORDERS - 1))
-    return _collection(rng, space, facts.order(rng, True), others, ("<orders>\n", "\n", "\n</orders>"))
+    others = (facts.order(rng).pieces[0] for _ in range(ORDERS - 1))
+    return _collection(rng, space, facts.order(rng), others, ("<orders>\n", "\n", "\n</orders>"))
 
 
 def _collection(
@@ -88,14 +88,14 @@ def _collection(
     everything = [*pieces, *fact.pieces]
     rng.shuffle(everything)
     block = opening + between.join(everything) + closing
-    tail = haystack.document(rng, (), ["prose"], left, space.count, held_out=True)
+    tail = haystack.document(rng, (), ["prose"], left, space.count)
     return asked_about(f"{block}\n\n{tail}" if tail else block, fact)
 
 
 def _code_bug(rng: random.Random, space: Space) -> Item:
     """Return a module in which one function contradicts its docstring."""
     kind, _, wrong = rng.choice(CODE)
-    name = kind.format(words.invented_word(rng, True, syllables=2))
+    name = kind.format(words.invented_word(rng, syllables=2))
     bug = _function(name, wrong)
     line = next(line for line in wrong.split("\n")[::-1] if line not in _right_lines(kind)).strip()
     turn = Turn(
@@ -120,7 +120,7 @@ def _right_lines(kind: str) -> list[str]:
 
 def _right_function(rng: random.Random) -> str:
     kind, right, _ = rng.choice(CODE)
-    return _function(kind.format(words.invented_word(rng, True, syllables=2)), right)
+    return _function(kind.format(words.invented_word(rng, syllables=2)), right)
 
 
 def _function(name: str, rest: str) -> str:
@@ -128,13 +128,13 @@ def _function(name: str, rest: str) -> str:
 
 
 def _back_reference(rng: random.Random, space: Space) -> Item:
-    fact = facts.rule_and_exception(rng, True)
-    others = [piece for _ in range(2) for piece in facts.rule_and_exception(rng, True).pieces]
+    fact = facts.rule_and_exception(rng)
+    others = [piece for _ in range(2) for piece in facts.rule_and_exception(rng).pieces]
     return within_prose(rng, space, fact, [RULE_AT, EXCEPTION_AT], others)
 
 
 def _mixed_language(rng: random.Random, space: Space) -> Item:
-    return within_prose(rng, space, facts.foreign_needle(rng, True))
+    return within_prose(rng, space, facts.foreign_needle(rng))
 
 
 ADVERSARIAL: dict[str, Task] = {

@@ -137,8 +137,8 @@ def within_prose(
     depths: Sequence[float] | None = None,
     others: Sequence[str] = (),
 ) -> Item:
-    """Return a fact in templated prose that training leaves out."""
-    return within(rng, space, fact, iter(lambda: haystack.prose(rng, True), ""), depths, others)
+    """Return a fact in templated prose."""
+    return within(rng, space, fact, iter(lambda: haystack.prose(rng), ""), depths, others)
 
 
 def _places(rng: random.Random, space: Space, number: int) -> list[float]:

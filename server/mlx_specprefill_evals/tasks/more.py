@@ -15,36 +15,36 @@ TOOLS, REPEATED = 40, 4
 def _needle(rng: random.Random, space: Space) -> Item:
     """Return the acceptance test: filler of one or two kinds."""
     kinds = rng.sample(sorted(haystack.FILLERS), rng.choice((1, 2)))
-    filler = iter(lambda: haystack.FILLERS[rng.choice(kinds)](rng, True), "")
-    return within(rng, space, facts.number_needle(rng, True), filler)
+    filler = iter(lambda: haystack.FILLERS[rng.choice(kinds)](rng), "")
+    return within(rng, space, facts.number_needle(rng), filler)
 
 
 def _needle_in_repeats(rng: random.Random, space: Space) -> Item:
     """Return the acceptance test in four repeating pieces of filler, like text that people copy."""
     kinds = sorted(haystack.FILLERS)
-    pool = [haystack.FILLERS[rng.choice(kinds)](rng, True) for _ in range(REPEATED)]
-    return within(rng, space, facts.number_needle(rng, True), cycle(pool))
+    pool = [haystack.FILLERS[rng.choice(kinds)](rng) for _ in range(REPEATED)]
+    return within(rng, space, facts.number_needle(rng), cycle(pool))
 
 
 def _counting(rng: random.Random, space: Space) -> Item:
-    whole = aggregates.occurrences(rng, space.length - 64, space.count, True)
+    whole = aggregates.occurrences(rng, space.length - 64, space.count)
     return asked_about(whole.document, whole)
 
 
 def _list_all(rng: random.Random, space: Space) -> Item:
-    others = list(facts.tagged_list(rng, True, 6).pieces)
-    return within_prose(rng, space, facts.tagged_list(rng, True), others=others)
+    others = list(facts.tagged_list(rng, 6).pieces)
+    return within_prose(rng, space, facts.tagged_list(rng), others=others)
 
 
 def _order_tracking(rng: random.Random, space: Space) -> Item:
-    fact = facts.latest_value(rng, True)
-    item = within_prose(rng, space, fact, others=facts.latest_value(rng, True, 4).pieces)
+    fact = facts.latest_value(rng)
+    item = within_prose(rng, space, fact, others=facts.latest_value(rng, 4).pieces)
     return Item(item.turns, item.values, fact.pieces[-1:])
 
 
 def _two_turns(rng: random.Random, space: Space) -> Item:
     """Return two needles. The second question follows the first answer and needs another place."""
-    first, second = facts.number_needle(rng, True), facts.number_needle(rng, True)
+    first, second = facts.number_needle(rng), facts.number_needle(rng)
     item = within_prose(rng, space, second, others=first.pieces)
     document = item.turns[0].question.removesuffix(second.turn.question)
     opening = Turn(document + first.turn.question, first.turn.answer)
@@ -53,17 +53,17 @@ def _two_turns(rng: random.Random, space: Space) -> Item:
 
 def _tool_choice(rng: random.Random, space: Space) -> Item:
     """Return definitions of 40 tools, or as many as fit, then prose."""
-    fact = facts.tool(rng, True)
+    fact = facts.tool(rng)
     left = space.without(fact.turn.question, *fact.pieces)
     definitions = list(fact.pieces)
-    for text in islice(iter(lambda: facts.tool(rng, True).pieces[0], ""), TOOLS - 1):
+    for text in islice(iter(lambda: facts.tool(rng).pieces[0], ""), TOOLS - 1):
         size = space.count("\n" + text)
         if size > left:
             break
         definitions.append(text)
         left -= size
     rng.shuffle(definitions)
-    tail = haystack.document(rng, (), ["prose"], left, space.count, held_out=True)
+    tail = haystack.document(rng, (), ["prose"], left, space.count)
     block = "\n".join(definitions)
     return asked_about(f"{block}\n\n{tail}" if tail else block, fact)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import shutil
 import time
@@ -23,6 +24,7 @@ from ..e2e.conftest import server as server  # the bundled pair, one server for 
 from ..server.conftest import live as live  # the fixtures of the server's tests
 from ..server.fakes import FakeEngine, FakePair
 
+OWN = {"live", "server", "several", "tabs"}  # of which a test opens the page itself
 WIDTHS = {
     "wide": (1600, 900),
     "screen": (1440, 900),
@@ -163,11 +165,13 @@ def driver() -> Iterator[Any]:
 
 
 @pytest.fixture
-def page(driver: Any, live: Any) -> Iterator[Page]:
-    """Depends on `live`, so that the page is left before its server goes."""
+def page(driver: Any, live: Any, request: pytest.FixtureRequest) -> Iterator[Page]:
+    """A page that is left before its server goes. A test that takes none of `OWN` finds it open."""
     tab = Page(driver)
     tab.look("light")
     driver.get_log("browser")
+    if not OWN & inspect.signature(request.function).parameters.keys():
+        tab.open(live()[0])
     yield tab
     complaints = tab.complaints()
     driver.get("about:blank")

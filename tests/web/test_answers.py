@@ -49,10 +49,8 @@ BAD = """<img src=x onerror="window.pwned=1"> <b>bold</b>
 """
 
 
-def test_markdown_becomes_elements(page: Page, live: Any, engine: FakeEngine) -> None:
+def test_markdown_becomes_elements(page: Page, engine: FakeEngine) -> None:
     engine.says(MARKDOWN)
-    base, _ = live()
-    page.open(base)
     answer = page.ask("Show me").find_element("css selector", ".answer")
     found = {css: [part.text for part in answer.find_elements("css selector", css)] for css in (
         "h4", "em", "strong", "p code", "ol > li", "ul > li", "th", "td", "blockquote", "pre code", ".code-head span",
@@ -76,10 +74,8 @@ def test_markdown_becomes_elements(page: Page, live: Any, engine: FakeEngine) ->
     assert answer.find_element("css selector", "p").text.endswith("a link.\nSecond line.")
 
 
-def test_nothing_of_an_answer_runs_or_loads(page: Page, live: Any, engine: FakeEngine) -> None:
+def test_nothing_of_an_answer_runs_or_loads(page: Page, engine: FakeEngine) -> None:
     engine.says(BAD)
-    base, _ = live()
-    page.open(base)
     answer = page.ask("Show me").find_element("css selector", ".answer")
     assert '<img src=x onerror="window.pwned=1"> <b>bold</b>' in answer.text
     assert "<script>window.pwned=3</script>" in answer.text
@@ -89,10 +85,8 @@ def test_nothing_of_an_answer_runs_or_loads(page: Page, live: Any, engine: FakeE
     assert page.run("return window.pwned") is None
 
 
-def test_answers_and_code_are_copied_as_they_were_written(page: Page, live: Any, engine: FakeEngine) -> None:
+def test_answers_and_code_are_copied_as_they_were_written(page: Page, engine: FakeEngine) -> None:
     engine.says(MARKDOWN)
-    base, _ = live()
-    page.open(base)
     page.run("window.copied = []; navigator.clipboard.writeText = async (text) => { window.copied.push(text) }")
     turn = page.ask("Show me")
     page.run("arguments[0].click()", turn.find_element("css selector", ".code button"))
@@ -110,12 +104,10 @@ def test_answers_and_code_are_copied_as_they_were_written(page: Page, live: Any,
         ("It is 4.6 m. So it is.", "The answers differ."),
     ],
 )
-def test_answers_are_compared(page: Page, live: Any, engine: FakeEngine, full: str, said: str) -> None:
+def test_answers_are_compared(page: Page, engine: FakeEngine, full: str, said: str) -> None:
     engine.script = lambda request: engine.tokens(
         full if request.specprefill.enabled is False else "It is 4.5 m. So it is."
     )
-    base, _ = live()
-    page.open(base)
     page.find("#compare").click()
     turn = page.ask("How long?")
     assert turn.find_element("css selector", ".headline").text.endswith(said)
@@ -147,13 +139,11 @@ def test_times_are_compared_where_both_answers_began_alike(
     assert bool(re.search("instead of|full reading:", headline)) == says
 
 
-def test_what_broke_the_prefix_is_told(page: Page, live: Any, monkeypatch: Any) -> None:
+def test_what_broke_the_prefix_is_told(page: Page, monkeypatch: Any) -> None:
     plain = fakes.report_of
     miss = PrefixMiss("time", 480, 0, "system", 51_000, "It is ", "12:41", "12:42")
     report = {"prompt_tokens": 64_211, "kept_tokens": 64_211, "cached_tokens": 12_480, "miss": miss}
     monkeypatch.setattr(fakes, "report_of", lambda request: replace(plain(request), **report))
-    base, _ = live()
-    page.open(base)
     assert page.ask("Hello").find_element("css selector", ".miss").text == (
         "12,480 of 64,211 tokens were cached; then the system message differs: 12:41 → 12:42. "
         "Because of it, 51,000 known tokens were read again."
@@ -182,7 +172,7 @@ def test_what_broke_the_prefix_is_told(page: Page, live: Any, monkeypatch: Any) 
     ],
 )
 def test_behind_an_edit_it_says_what_stays(
-    page: Page, live: Any, monkeypatch: Any, mode: str, reused: int, dropped: int, headline: str, facts: str
+    page: Page, monkeypatch: Any, mode: str, reused: int, dropped: int, headline: str, facts: str
 ) -> None:
     plain, all_of_it = fakes.report_of, 6000
     counts = {"prompt_tokens": all_of_it, "reused_tokens": reused} | {
@@ -190,8 +180,6 @@ def test_behind_an_edit_it_says_what_stays(
         "cached_tokens": all_of_it - dropped - 1000,
     }
     monkeypatch.setattr(fakes, "report_of", lambda request: replace(plain(request), mode=mode, **counts))
-    base, _ = live()
-    page.open(base)
     page.drop("A text.")
     turn = page.ask("Where?")
     assert headline in turn.find_element("css selector", ".headline").text
@@ -231,9 +219,7 @@ def test_the_sample_is_read_selectively_and_its_answers_are_short(page: Page, li
     assert [request.specprefill.enabled for request in answered] == [True, False, None]
 
 
-def test_an_answer_is_made_again(page: Page, live: Any, engine: FakeEngine) -> None:
-    base, _ = live()
-    page.open(base)
+def test_an_answer_is_made_again(page: Page, engine: FakeEngine) -> None:
     page.drop("The text.")
     page.ask("What is it?")
     page.ask("And then?")
@@ -244,9 +230,7 @@ def test_an_answer_is_made_again(page: Page, live: Any, engine: FakeEngine) -> N
     assert "And then?" not in heard(engine)
 
 
-def test_a_sent_question_is_edited_and_asked_with_its_document(page: Page, live: Any, engine: FakeEngine) -> None:
-    base, _ = live()
-    page.open(base)
+def test_a_sent_question_is_edited_and_asked_with_its_document(page: Page, engine: FakeEngine) -> None:
     page.drop("The text.")
     page.ask("What is it?")
     page.ask("And then?")
@@ -261,11 +245,9 @@ def test_a_sent_question_is_edited_and_asked_with_its_document(page: Page, live:
     assert "The text.\n\nWho is it?" in heard(engine)
 
 
-def test_a_short_question_has_no_apparatus(page: Page, live: Any, engine: FakeEngine) -> None:
+def test_a_short_question_has_no_apparatus(page: Page, engine: FakeEngine) -> None:
     release = threading.Event()
     engine.script = lambda request: [*engine.tokens("Good", end=False), release, *engine.tokens(" day")]
-    base, _ = live()
-    page.open(base)
     page.find("#question").send_keys("Hello", Keys.ENTER)
     page.until(lambda: page.all(".answer") and page.find(".answer").text == "Good")
     assert not page.find(".timeline").is_displayed()
@@ -332,7 +314,7 @@ new MutationObserver(() => {
 """
 
 
-def test_while_it_is_read_the_scale_ends_where_it_is_expected_to(page: Page, live: Any, engine: FakeEngine) -> None:
+def test_while_it_is_read_the_scale_ends_where_it_is_expected_to(page: Page, engine: FakeEngine) -> None:
     release = threading.Event()
 
     def script(request: GenerationRequest) -> Iterable[Any]:
@@ -343,8 +325,6 @@ def test_while_it_is_read_the_scale_ends_where_it_is_expected_to(page: Page, liv
         yield from engine.tokens("Hello")
 
     engine.script = script
-    base, _ = live()
-    page.open(base)
     page.run(LEAST_FILLED)
     page.drop("A text.")
     page.find("#compare").click()
@@ -357,9 +337,7 @@ def test_while_it_is_read_the_scale_ends_where_it_is_expected_to(page: Page, liv
     page.until(lambda: not page.find("#stop").is_displayed())
 
 
-def test_instructions_temperature_and_length_reach_the_model(page: Page, live: Any, engine: FakeEngine) -> None:
-    base, _ = live()
-    page.open(base)
+def test_instructions_temperature_and_length_reach_the_model(page: Page, engine: FakeEngine) -> None:
     page.find("[popovertarget=settings]").click()
     page.find("#system").send_keys("Be brief.")
     page.find("#temperature").send_keys("0.7")
@@ -375,11 +353,9 @@ def test_instructions_temperature_and_length_reach_the_model(page: Page, live: A
     page.until(lambda: page.find("#system").get_property("value") == "")  # of that conversation only
 
 
-def test_escape_stops_and_what_was_said_stays(page: Page, live: Any, engine: FakeEngine) -> None:
+def test_escape_stops_and_what_was_said_stays(page: Page, engine: FakeEngine) -> None:
     release = threading.Event()
     engine.script = lambda request: [*engine.tokens("The beginning", end=False), release]
-    base, _ = live()
-    page.open(base)
     page.find("#question").send_keys("Hello", Keys.ENTER)
     page.until(lambda: page.all(".answer") and page.find(".answer").text == "The beginning")
     page.find("#question").send_keys(Keys.ESCAPE)
@@ -392,10 +368,8 @@ def test_escape_stops_and_what_was_said_stays(page: Page, live: Any, engine: Fak
 
 
 def test_a_stop_keeps_the_size_of_the_conversation_and_the_text_of_the_answer_before(
-    page: Page, live: Any, engine: FakeEngine
+    page: Page, engine: FakeEngine
 ) -> None:
-    base, _ = live()
-    page.open(base)
     page.drop("The river waited for the stone bridge. " * 60)
     page.ask("Where?")
     known = page.find("#room").text, page.find("#prompt").text
@@ -413,14 +387,10 @@ def test_a_stop_keeps_the_size_of_the_conversation_and_the_text_of_the_answer_be
 @pytest.mark.parametrize(
     ("cached", "said"), [(0, "Why everything was read: short prompt."), (999, "Nothing new to read.")]
 )
-def test_nothing_new_to_read_is_a_fact_and_no_warning(
-    page: Page, live: Any, monkeypatch: Any, cached: int, said: str
-) -> None:
+def test_nothing_new_to_read_is_a_fact_and_no_warning(page: Page, monkeypatch: Any, cached: int, said: str) -> None:
     plain = fakes.report_of
     report = {"prompt_tokens": 1000, "kept_tokens": 1000, "cached_tokens": cached}
     monkeypatch.setattr(fakes, "report_of", lambda request: replace(plain(request), **report))
-    base, _ = live()
-    page.open(base)
     page.drop("A text.")
     assert page.ask("Where?").find_element("css selector", ".why").text == said
     colours = page.run("return ['.why', '.facts'].map((css) => getComputedStyle(document.querySelector(css)).color)")

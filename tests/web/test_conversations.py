@@ -14,9 +14,7 @@ from ..server.fakes import FakeEngine
 from .conftest import Page
 
 
-def test_a_reload_loses_nothing(page: Page, live: Any, engine: FakeEngine) -> None:
-    base, _ = live()
-    page.open(base)
+def test_a_reload_loses_nothing(page: Page, engine: FakeEngine) -> None:
     page.drop("The text. " * 30)
     page.set("#system", "Be brief.")
     page.ask("What is it?")
@@ -43,11 +41,9 @@ def test_a_browser_that_keeps_nothing_can_still_ask(page: Page, live: Any, engin
     page.driver.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", made)
 
 
-def test_an_answer_that_was_coming_when_the_page_was_left(page: Page, live: Any, engine: FakeEngine) -> None:
+def test_an_answer_that_was_coming_when_the_page_was_left(page: Page, engine: FakeEngine) -> None:
     release = threading.Event()
     engine.script = lambda request: [*engine.tokens("The beginning", end=False), release]
-    base, _ = live()
-    page.open(base)
     page.drop("The text.")
     page.find("#question").send_keys("Hello")
     page.find("#send").click()
@@ -168,9 +164,7 @@ def test_what_one_tab_took_away_no_other_brings_back(page: Page, tabs: Tabs, eng
     assert tabs.questions() == ["Changed", "Third"]
 
 
-def test_a_new_conversation_begins_with_nothing_of_the_old_one(page: Page, live: Any, engine: FakeEngine) -> None:
-    base, _ = live()
-    page.open(base)
+def test_a_new_conversation_begins_with_nothing_of_the_old_one(page: Page, engine: FakeEngine) -> None:
     untouched = page.find("#map-facts").text
     page.drop("The text. " * 30)
     page.ask("What is it?")
@@ -188,9 +182,7 @@ def test_a_new_conversation_begins_with_nothing_of_the_old_one(page: Page, live:
     assert "The text." in page.find("#prompt").text
 
 
-def test_conversations_are_found_by_their_questions_in_a_drawer(page: Page, live: Any, engine: FakeEngine) -> None:
-    base, _ = live()
-    page.open(base)
+def test_conversations_are_found_by_their_questions_in_a_drawer(page: Page, engine: FakeEngine) -> None:
     page.look("light", "laptop")
     page.ask("What is it?")
     page.ask("And the zebra?")
@@ -223,10 +215,8 @@ def test_conversations_are_found_by_their_questions_in_a_drawer(page: Page, live
     assert not page.find("#shelf-button").is_displayed()
 
 
-def test_a_conversation_is_renamed_exported_and_deleted(page: Page, live: Any, engine: FakeEngine) -> None:
+def test_a_conversation_is_renamed_exported_and_deleted(page: Page, engine: FakeEngine) -> None:
     engine.says("An *answer*")
-    base, _ = live()
-    page.open(base)
     page.run(
         "window.saved = []; URL.createObjectURL = (blob) => { blob.text().then((text) => window.saved.push(text)); "
         "return '#ask' }; HTMLAnchorElement.prototype.click = function () { window.saved.push(this.download) }"

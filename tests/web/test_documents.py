@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from ..server.fakes import FakeEngine
@@ -38,9 +36,7 @@ def pdf(*pages: str) -> bytes:
     return data + end.encode() + f"startxref\n{len(data)}\n%%EOF".encode()
 
 
-def test_a_pdf_becomes_its_text(page: Page, live: Any, engine: FakeEngine) -> None:
-    base, _ = live()
-    page.open(base)
+def test_a_pdf_becomes_its_text(page: Page, engine: FakeEngine) -> None:
     page.drop(pdf("The code is 471128.", "Caf\xe9 closed."), "paper.pdf")
     page.find(".chip .name").click()
     assert page.find("#preview-title").text == "paper.pdf"
@@ -50,9 +46,7 @@ def test_a_pdf_becomes_its_text(page: Page, live: Any, engine: FakeEngine) -> No
     assert "The code is 471128.\n\nCaf\xe9 closed.\n\nWhat is the code?" in heard(engine)
 
 
-def test_a_document_that_comes_later_goes_with_the_next_question(page: Page, live: Any, engine: FakeEngine) -> None:
-    base, _ = live()
-    page.open(base)
+def test_a_document_that_comes_later_goes_with_the_next_question(page: Page, engine: FakeEngine) -> None:
     page.drop("The first text.", "first.txt")
     page.ask("What does it say?")
     assert page.all("#documents .chip") == []
@@ -64,9 +58,7 @@ def test_a_document_that_comes_later_goes_with_the_next_question(page: Page, liv
     assert second.index("The first text.") < second.index("Quite another text.") < second.index("And this one?")
 
 
-def test_several_documents_are_told_apart_and_can_be_taken_away(page: Page, live: Any, engine: FakeEngine) -> None:
-    base, _ = live()
-    page.open(base)
+def test_several_documents_are_told_apart_and_can_be_taken_away(page: Page, engine: FakeEngine) -> None:
     for name in ("one", "two", "three"):
         page.drop(f"The text of {name}.", f"{name}.md")
     page.find("[aria-label='Remove two.md']").click()
@@ -75,9 +67,7 @@ def test_several_documents_are_told_apart_and_can_be_taken_away(page: Page, live
     assert "two" not in heard(engine)
 
 
-def test_what_is_typed_counts_at_once(page: Page, live: Any, engine: FakeEngine) -> None:
-    base, _ = live()
-    page.open(base)
+def test_what_is_typed_counts_at_once(page: Page, engine: FakeEngine) -> None:
     assert page.find("#room").text == ""
     page.find("#question").send_keys("twelve chars")
     page.until(lambda: page.find("#room").text == "12 of 100,000 tokens")
@@ -91,11 +81,7 @@ def test_what_is_typed_counts_at_once(page: Page, live: Any, engine: FakeEngine)
     assert not page.find("#shorten").is_displayed()  # no document is there to be shortened
 
 
-def test_what_is_too_long_is_said_before_it_is_asked_and_can_be_shortened(
-    page: Page, live: Any, engine: FakeEngine
-) -> None:
-    base, _ = live()
-    page.open(base)
+def test_what_is_too_long_is_said_before_it_is_asked_and_can_be_shortened(page: Page, engine: FakeEngine) -> None:
     page.drop("A line of words.\n" * 12_000)  # 204 KB, as many tokens here; the window holds 100,000
     assert "Too long by" in page.find("#excess").text
     assert "100,000 tokens" in page.find("#excess").text
@@ -108,9 +94,7 @@ def test_what_is_too_long_is_said_before_it_is_asked_and_can_be_shortened(
     page.driver.get_log("browser")  # it notes the refusal of the server to count all of it
 
 
-def test_the_servers_own_refusal_of_a_length_leaves_no_card(page: Page, live: Any, engine: FakeEngine) -> None:
-    base, _ = live()
-    page.open(base)
+def test_the_servers_own_refusal_of_a_length_leaves_no_card(page: Page, engine: FakeEngine) -> None:
     page.run("const serve = fetch; window.fetch = (path, options) => path === '/tokenize' ? "
              "Promise.resolve(new Response('{\"count\": 1}')) : serve(path, options)")  # fmt: skip
     page.drop("words " * 20_000)
@@ -135,17 +119,13 @@ def test_the_servers_own_refusal_of_a_length_leaves_no_card(page: Page, live: An
         (b"  \n", "empty.txt", "has no text"),
     ],
 )
-def test_what_is_no_text_is_refused(page: Page, live: Any, data: bytes, name: str, says: str) -> None:
-    base, _ = live()
-    page.open(base)
+def test_what_is_no_text_is_refused(page: Page, data: bytes, name: str, says: str) -> None:
     page.drop(data, name)
     assert says in page.find("#notice").text
     assert page.all("#documents .chip") == []
 
 
-def test_html_source_and_wide_encodings_become_text(page: Page, live: Any, engine: FakeEngine) -> None:
-    base, _ = live()
-    page.open(base)
+def test_html_source_and_wide_encodings_become_text(page: Page, engine: FakeEngine) -> None:
     page.drop("<title>no</title><style>p{}</style><h1>Head</h1><p>A &amp; B</p><script>alert(1)</script>", "page.html")
     page.drop("def f(x):\r\n    return x\r\n", "code.py")
     page.drop("\ufeffgr\xfc\xdfe".encode("utf-16-le"), "wide.txt")
@@ -164,9 +144,7 @@ def test_html_source_and_wide_encodings_become_text(page: Page, live: Any, engin
     )  # it notes that the page's policy keeps the style of the HTML file from being applied
 
 
-def test_a_long_paste_becomes_a_document(page: Page, live: Any, engine: FakeEngine) -> None:
-    base, _ = live()
-    page.open(base)
+def test_a_long_paste_becomes_a_document(page: Page, engine: FakeEngine) -> None:
     paste = (
         "const data = new DataTransfer(); data.setData('text/plain', arguments[0]);"
         "return document.getElementById('question').dispatchEvent("
@@ -180,9 +158,7 @@ def test_a_long_paste_becomes_a_document(page: Page, live: Any, engine: FakeEngi
     assert "a long one. a long one." in heard(engine)
 
 
-def test_a_document_is_shown_before_anything_is_asked(page: Page, live: Any) -> None:
-    base, _ = live()
-    page.open(base)
+def test_a_document_is_shown_before_anything_is_asked(page: Page) -> None:
     assert "Sandholm" in page.find("#sample-text").text
     page.drop("Line by line. " * 200, "mine.txt")
     assert page.find("#sample-title").text == "mine.txt"
@@ -194,9 +170,7 @@ def test_a_document_is_shown_before_anything_is_asked(page: Page, live: Any) -> 
     assert not page.find("#sample-text").is_displayed()
 
 
-def test_a_file_that_is_dropped_twice_is_one(page: Page, live: Any) -> None:
-    base, _ = live()
-    page.open(base)
+def test_a_file_that_is_dropped_twice_is_one(page: Page) -> None:
     page.drop("The text.", "mine.txt")
     page.drop("The text.", "mine.txt")
     assert page.find("#notice").text == "mine.txt is here already."
@@ -204,9 +178,7 @@ def test_a_file_that_is_dropped_twice_is_one(page: Page, live: Any) -> None:
     assert len(page.all("#documents .chip")) == 2
 
 
-def test_a_file_is_caught_wherever_it_is_dropped(page: Page, live: Any) -> None:
-    base, _ = live()
-    page.open(base)
+def test_a_file_is_caught_wherever_it_is_dropped(page: Page) -> None:
     page.run(
         "const files = new DataTransfer(); files.items.add(new File(['The text.'], 'mine.txt'));"
         "window.caught = !document.querySelector('header').dispatchEvent("

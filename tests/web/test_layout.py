@@ -44,10 +44,8 @@ def lines(page: Page) -> int:
 
 
 @pytest.mark.parametrize("width", ["laptop", "low", "narrow"])
-def test_the_view_follows_the_answer_above_the_composer(page: Page, live: Any, engine: FakeEngine, width: str) -> None:
+def test_the_view_follows_the_answer_above_the_composer(page: Page, engine: FakeEngine, width: str) -> None:
     gates = streams(engine)
-    base, _ = live()
-    page.open(base)
     page.look("light", width)
     page.find("#question").send_keys("Hello", Keys.ENTER)
     for number, gate in enumerate([*gates, None], 1):
@@ -62,12 +60,8 @@ def test_the_view_follows_the_answer_above_the_composer(page: Page, live: Any, e
     assert page.run("return document.getElementById('form').getBoundingClientRect().bottom <= innerHeight")
 
 
-def test_the_view_stays_where_somebody_scrolled_up_until_they_are_back(
-    page: Page, live: Any, engine: FakeEngine
-) -> None:
+def test_the_view_stays_where_somebody_scrolled_up_until_they_are_back(page: Page, engine: FakeEngine) -> None:
     gates = streams(engine)
-    base, _ = live()
-    page.open(base)
     page.look("light", "laptop")
     page.find("#question").send_keys("Hello", Keys.ENTER)
     page.until(lambda: lines(page) == 40)
@@ -106,9 +100,7 @@ def test_the_first_screen_is_filled_and_the_sample_is_one_click_away(page: Page,
     assert not page.find("#sample-pane").is_displayed()
 
 
-def test_a_conversation_without_a_document_has_no_second_pane(page: Page, live: Any) -> None:
-    base, _ = live()
-    page.open(base)
+def test_a_conversation_without_a_document_has_no_second_pane(page: Page) -> None:
     page.look("light", "laptop")
     page.ask("Hello")
     assert not page.find("#map").is_displayed()
@@ -122,9 +114,7 @@ def test_a_conversation_without_a_document_has_no_second_pane(page: Page, live: 
     assert page.find("#map").is_displayed()
 
 
-def test_the_composer_grows_with_the_question_and_shrinks_when_it_is_asked(page: Page, live: Any) -> None:
-    base, _ = live()
-    page.open(base)
+def test_the_composer_grows_with_the_question_and_shrinks_when_it_is_asked(page: Page) -> None:
     page.look("light", "laptop")
     low = page.find("#form").size["height"]
     assert low < 120
@@ -146,9 +136,7 @@ return { top: header.top, composer: form.bottom, pane: map.bottom,
 
 
 @pytest.mark.parametrize("width", ["screen", "laptop", "narrow"])
-def test_an_answer_that_fits_leaves_the_header_where_it_was(page: Page, live: Any, width: str) -> None:
-    base, _ = live()
-    page.open(base)
+def test_an_answer_that_fits_leaves_the_header_where_it_was(page: Page, width: str) -> None:
     page.look("light", width)
     page.drop("A line of words here. " * 300)
     page.ask("Hello")
@@ -167,10 +155,8 @@ return { top: header.top, room: [map.top - header.bottom, innerHeight - map.bott
 
 
 @pytest.mark.parametrize("width", ["screen", "laptop", "narrow"])
-def test_a_longer_answer_leaves_the_header_in_sight_too(page: Page, live: Any, engine: FakeEngine, width: str) -> None:
+def test_a_longer_answer_leaves_the_header_in_sight_too(page: Page, engine: FakeEngine, width: str) -> None:
     engine.says(LONG)
-    base, _ = live()
-    page.open(base)
     page.look("light", width)
     page.drop("A line of words here. " * 300)
     page.ask("Hello")
@@ -183,12 +169,8 @@ def test_a_longer_answer_leaves_the_header_in_sight_too(page: Page, live: Any, e
         assert min(framed["room"]) >= 16
 
 
-def test_a_conversation_is_opened_at_its_end_and_reloaded_where_it_was(
-    page: Page, live: Any, engine: FakeEngine
-) -> None:
+def test_a_conversation_is_opened_at_its_end_and_reloaded_where_it_was(page: Page, engine: FakeEngine) -> None:
     engine.says(LONG)
-    base, _ = live()
-    page.open(base)
     page.look("light", "laptop")
     page.ask("Hello")
     page.run("scrollTo(0, 300)")
@@ -215,9 +197,7 @@ return [...document.querySelectorAll("#settings select")].filter((field) => {
 
 
 @pytest.mark.parametrize("width", ["laptop", "narrow"])
-def test_the_arrow_of_a_setting_cuts_none_of_its_words(page: Page, live: Any, width: str) -> None:
-    base, _ = live()
-    page.open(base)
+def test_the_arrow_of_a_setting_cuts_none_of_its_words(page: Page, width: str) -> None:
     page.look("light", width)
     page.find("[popovertarget=settings]").click()
     assert page.run(CUT) == []
@@ -225,10 +205,8 @@ def test_the_arrow_of_a_setting_cuts_none_of_its_words(page: Page, live: Any, wi
 
 
 @pytest.mark.parametrize("width", ["laptop", "narrow"])
-def test_each_view_stays_where_it_was_scrolled_to(page: Page, live: Any, engine: FakeEngine, width: str) -> None:
+def test_each_view_stays_where_it_was_scrolled_to(page: Page, engine: FakeEngine, width: str) -> None:
     engine.says(LONG)
-    base, _ = live()
-    page.open(base)
     page.look("light", width)
     page.ask("Hello")
     page.run("scrollTo(0, 1300)")

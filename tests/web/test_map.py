@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from itertools import pairwise
-from typing import Any
 
 import httpx
 import pytest
@@ -46,9 +45,7 @@ def test_the_map_agrees_with_the_answer_of_every_question(page: Page, server: Se
     assert page.find("#map-question").text == question
 
 
-def test_a_full_reading_is_shown_as_one(page: Page, live: Any) -> None:
-    base, _ = live()
-    page.open(base)
+def test_a_full_reading_is_shown_as_one(page: Page) -> None:
     page.drop("The river waited for the stone bridge. " * 20)
     page.set("#mode", "full")
     turn = page.ask("Where?")
@@ -90,9 +87,7 @@ def test_another_share_is_what_the_server_would_choose(page: Page, server: Serve
         assert ("It has the score of its whole line or sentence." in said) == whole_line
 
 
-def test_parts_are_explained_by_mouse_and_keyboard(page: Page, live: Any) -> None:
-    base, _ = live()
-    page.open(base)
+def test_parts_are_explained_by_mouse_and_keyboard(page: Page) -> None:
     page.score("Where?", "The river waited for the stone bridge. " * 20)
     prompt, detail = page.find("#prompt"), page.find("#detail")
     prompt.send_keys(Keys.HOME)
@@ -129,9 +124,7 @@ return { painted: rows.filter((y) => alpha(0, y) === 255).length / height, // ba
 """
 
 
-def test_scores_are_a_layer_of_their_own(page: Page, live: Any) -> None:
-    base, _ = live()
-    page.open(base)
+def test_scores_are_a_layer_of_their_own(page: Page) -> None:
     page.score("Where?", "The river waited for the stone bridge. " * 20)
     without = page.run(SCORED)
     assert len(set(without)) == 2  # what is read and what is not
@@ -144,9 +137,7 @@ def test_scores_are_a_layer_of_their_own(page: Page, live: Any) -> None:
     assert page.run(SCORED) == without
 
 
-def test_the_minimap_shows_the_whole_text_and_goes_anywhere_in_it(page: Page, live: Any) -> None:
-    base, _ = live()
-    page.open(base)
+def test_the_minimap_shows_the_whole_text_and_goes_anywhere_in_it(page: Page) -> None:
     page.score("Where?", "The river waited for the stone bridge. " * 200)
     page.until(lambda: page.run(MINIMAP)["seen"])
     picture = page.run(MINIMAP)
@@ -163,9 +154,7 @@ def test_the_minimap_shows_the_whole_text_and_goes_anywhere_in_it(page: Page, li
 
 
 @pytest.mark.nightly
-def test_the_three_steps_can_be_walked_through(page: Page, live: Any) -> None:
-    base, _ = live()
-    page.open(base)
+def test_the_three_steps_can_be_walked_through(page: Page) -> None:
     page.score("Where?", "The river waited for the stone bridge. " * 20)
     page.find("#step-back").click()
     assert "Step 1 of 3. The small model reads everything" in page.find("#step").text

@@ -32,9 +32,7 @@ def options(page: Page) -> list[str]:
     return [option.text for option in Select(page.find("#model")).options]
 
 
-def test_with_one_model_there_is_nothing_to_choose(page: Page, live: object) -> None:
-    base, _ = live()
-    page.open(base)
+def test_with_one_model_there_is_nothing_to_choose(page: Page) -> None:
     assert not page.find("#picker").is_displayed()
     page.find("nav a[href='#server']").click()
     assert page.until(lambda: page.all("#model-list li"))

@@ -114,13 +114,11 @@ def test_a_small_window_is_not_offered_what_it_cannot_hold(page: Page, live: Any
     assert page.find("#question").get_property("value") == ""
 
 
-def test_without_a_comparison_the_other_way_is_predicted(page: Page, live: Any, monkeypatch: Any) -> None:
+def test_without_a_comparison_the_other_way_is_predicted(page: Page, monkeypatch: Any) -> None:
     plain = fakes.report_of
     monkeypatch.setattr(
         fakes, "report_of", lambda request: replace(plain(request), predicted=Prediction(13_300, 4_300))
     )
-    base, _ = live()
-    page.open(base)
     page.set("#mode", "sparse")
     turn = page.ask("Hello")
     headline = turn.find_element("css selector", ".headline").text
@@ -166,9 +164,7 @@ def test_one_model_is_not_called_two(page: Page, live: Any, engine: FakeEngine, 
     assert "small model" not in page.find("#ask").text.partition("These words")[0]
 
 
-def test_what_declined_says_why(page: Page, live: Any) -> None:
-    base, _ = live()
-    page.open(base)
+def test_what_declined_says_why(page: Page) -> None:
     page.drop("A line of words.")
     turn = page.ask("Hello")
     assert turn.find_element("css selector", ".why").text == "Why everything was read: short prompt."
@@ -176,10 +172,8 @@ def test_what_declined_says_why(page: Page, live: Any) -> None:
     assert "All of the document was read." in turn.find_element("css selector", ".headline").text
 
 
-def test_prompts_full_of_markup_are_text(page: Page, live: Any, engine: FakeEngine) -> None:
+def test_prompts_full_of_markup_are_text(page: Page, engine: FakeEngine) -> None:
     engine.says(HOSTILE)
-    base, _ = live()
-    page.open(base)
     page.drop(HOSTILE * 20, name=f"{HOSTILE[:30]}.txt")
     turn = page.ask(HOSTILE)
     assert turn.find_element("css selector", ".answer").text.strip() == HOSTILE.strip()
@@ -230,9 +224,7 @@ def rendered(page: Page) -> float:
 
 
 @pytest.mark.nightly
-def test_a_hundred_thousand_tokens_render_and_scroll(page: Page, live: Any) -> None:
-    base, _ = live()
-    page.open(base)
+def test_a_hundred_thousand_tokens_render_and_scroll(page: Page) -> None:
     page.run(LARGE)
     page.find("#question").send_keys("Where?")
     page.press("#score")
@@ -265,9 +257,7 @@ return [...document.querySelectorAll("#server .scroll")].filter((one) => one.scr
 """
 
 
-def test_the_live_panel_lists_and_drops(page: Page, live: Any, engine: FakeEngine) -> None:
-    base, _ = live()
-    page.open(base)
+def test_the_live_panel_lists_and_drops(page: Page, engine: FakeEngine) -> None:
     page.ask("Hello")
     page.find("nav a[href='#server']").click()
     page.until(lambda: len(page.all("#cache [data-entry]")) == 2)
@@ -289,9 +279,7 @@ def test_the_live_panel_lists_and_drops(page: Page, live: Any, engine: FakeEngin
     assert engine.kept == []
 
 
-def test_a_word_of_the_server_view_is_explained_where_the_focus_is(page: Page, live: Any, engine: FakeEngine) -> None:
-    base, _ = live()
-    page.open(base)
+def test_a_word_of_the_server_view_is_explained_where_the_focus_is(page: Page, engine: FakeEngine) -> None:
     page.ask("Hello")
     page.find("nav a[href='#server']").click()
     page.until(lambda: page.all("#recent td.number"))
@@ -330,9 +318,7 @@ def test_requests_in_work_are_lanes(page: Page, live: Any, engine: FakeEngine) -
     page.until(lambda: page.find("#running").text == "Nothing is being answered.")
 
 
-def test_the_theme_is_chosen_and_remembered(page: Page, live: Any) -> None:
-    base, _ = live()
-    page.open(base)
+def test_the_theme_is_chosen_and_remembered(page: Page) -> None:
     page.find("#theme").click()
     page.find("#theme").click()
     dark = page.run("return getComputedStyle(document.documentElement).backgroundColor")
@@ -425,9 +411,7 @@ def test_what_is_on_its_way_is_fit_for_screen_readers(page: Page, live: Any, eng
 
 
 @pytest.mark.parametrize("width", ["wide", pytest.param("narrow", marks=pytest.mark.nightly)])
-def test_everything_is_reached_with_the_tab_key(page: Page, live: Any, width: str) -> None:
-    base, _ = live()
-    page.open(base)
+def test_everything_is_reached_with_the_tab_key(page: Page, width: str) -> None:
     page.look("light", width)
     reached = set()
     for _ in range(30):
@@ -511,10 +495,8 @@ def test_the_server_view_takes_a_key_without_a_reload(page: Page, live: Any, eng
     assert page.find("#live-state").text == ""
 
 
-def test_reasoning_is_shown_apart_from_the_answer(page: Page, live: Any, engine: FakeEngine) -> None:
+def test_reasoning_is_shown_apart_from_the_answer(page: Page, engine: FakeEngine) -> None:
     engine.says("<think>Let me see.</think>Good day", end=False)
-    base, _ = live()
-    page.open(base)
     turn = page.ask("Hello")
     turn.find_element("css selector", ".thinking summary").click()
     assert turn.find_element("css selector", ".thought").text == "Let me see."
@@ -556,9 +538,7 @@ def test_a_server_that_goes_away_in_the_middle(page: Page, live: Any, engine: Fa
     page.driver.get_log("browser")
 
 
-def test_a_server_that_is_gone_is_named(page: Page, live: Any) -> None:
-    base, _ = live()
-    page.open(base)
+def test_a_server_that_is_gone_is_named(page: Page) -> None:
     page.run("window.fetch = () => Promise.reject(new TypeError('Failed to fetch'))")
     page.find("#question").send_keys("Hello")
     page.press("#send")
@@ -566,11 +546,9 @@ def test_a_server_that_is_gone_is_named(page: Page, live: Any) -> None:
     assert page.find("#question").get_property("value") == "Hello"
 
 
-def test_the_focus_is_not_lost_when_an_answer_is_stopped(page: Page, live: Any, engine: FakeEngine) -> None:
+def test_the_focus_is_not_lost_when_an_answer_is_stopped(page: Page, engine: FakeEngine) -> None:
     release = threading.Event()
     engine.script = lambda request: [*engine.tokens("The beginning", end=False), release]
-    base, _ = live()
-    page.open(base)
     page.find("#question").send_keys("Hello")
     page.find("#send").click()
     page.until(lambda: page.all(".answer") and page.find(".answer").text == "The beginning")
@@ -587,10 +565,8 @@ return document.elementFromPoint(left + width / 2, top + 12).id;
 
 
 @pytest.mark.parametrize("width", ["wide", "narrow"])
-def test_right_to_left_and_large_type_fit(page: Page, live: Any, engine: FakeEngine, width: str) -> None:
+def test_right_to_left_and_large_type_fit(page: Page, engine: FakeEngine, width: str) -> None:
     engine.says("שלום. " * 40)
-    base, _ = live()
-    page.open(base)
     page.drop("טקסט ארוך. " * 60, "מסמך ארוך.txt")
     page.look("light", width)
     turn = page.ask("מה הקוד?")
@@ -626,9 +602,7 @@ return own ? "" : `${focused.outerHTML.slice(0, 80)} lies under ${over?.outerHTM
         pytest.param("full HD at 200 %", marks=pytest.mark.nightly),
     ],
 )
-def test_nothing_that_has_the_focus_is_covered(page: Page, live: Any, width: str) -> None:
-    base, _ = live()
-    page.open(base)
+def test_nothing_that_has_the_focus_is_covered(page: Page, width: str) -> None:
     page.drop("The river waited for the stone bridge. " * 60)
     page.set("#mode", "sparse")
     page.find("#compare").click()
@@ -650,9 +624,7 @@ def test_nothing_that_has_the_focus_is_covered(page: Page, live: Any, width: str
     assert {"new", "What was read", "question", "send", "score", "step-play", "prompt", "what-if"} <= reached
 
 
-def test_who_wants_no_motion_gets_none(page: Page, live: Any) -> None:
-    base, _ = live()
-    page.open(base)
+def test_who_wants_no_motion_gets_none(page: Page) -> None:
     page.driver.execute_cdp_cmd(
         "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-reduced-motion", "value": "reduce"}]}
     )

@@ -128,6 +128,14 @@ def _log_level() -> Iterator[None]:
     logging.getLogger().setLevel(level)
 
 
+@pytest.fixture
+def on_the_cpu() -> Iterator[None]:
+    """With kernels that round as the oracle does."""
+    late = importlib.import_module("tests.support.oracle")
+    with late.on_the_cpu_unfused():
+        yield
+
+
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """The GGUF file of SmolLM2-135M-Instruct; skips where it is not installed."""

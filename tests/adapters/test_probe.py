@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 from mlx_specprefill.adapters import rope
 from mlx_specprefill.adapters.probe import probe_sparse
 from mlx_specprefill.adapters.registry import adapter_for
-from tests.support.oracle import build, has_experts, on_the_cpu_unfused, tiny_models
+from tests.support.oracle import build, has_experts, tiny_models
 from tests.support.precision import float32_only, numbers
 
 VERIFIED = [name for name, tiny in tiny_models().items() if adapter_for(tiny.architecture).sparse_refusal is None]
@@ -22,10 +22,7 @@ FLAT = float32_only("its attention is so flat that gaps change its logits by les
 HALF = ["llama", "llama+window", "qwen3", "qwen3_5", "nemotron_h", "gemma3_text", "gemma2", "lfm2", "gemma3n"]
 
 
-@pytest.fixture(autouse=True)
-def _on_the_cpu() -> Iterator[None]:
-    with on_the_cpu_unfused():
-        yield
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 @pytest.mark.parametrize("name", VERIFIED)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -18,7 +17,7 @@ from mlx_specprefill.adapters.probe import probe_sparse, staged_model
 from mlx_specprefill.adapters.staged import StagedModel
 from mlx_specprefill.errors import Refused
 from mlx_specprefill.loading import _split_target
-from tests.support.oracle import on_the_cpu_unfused, perturbed
+from tests.support.oracle import perturbed
 from tests.support.precision import float32_only
 from tests.support.rounding import HALVES, rounded
 
@@ -73,10 +72,7 @@ STAGED_REFUSALS = (
 EACH = [name if name in ("gpt-oss", "qwen3.5") else pytest.param(name, marks=pytest.mark.nightly) for name in SHAPES]
 
 
-@pytest.fixture(autouse=True)
-def _on_the_cpu() -> Iterator[None]:
-    with on_the_cpu_unfused():
-        yield
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 def random_model(name: str) -> nn.Module:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from functools import reduce
 from pathlib import Path
@@ -18,7 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_specprefill.adapters.capture import QueryCapture, record_attention, wrap_attention
 from mlx_specprefill.adapters.patches import PATCHES, install_patches
 from mlx_specprefill.adapters.recurrence import record_recurrence
-from tests.support.oracle import build, on_the_cpu_unfused
+from tests.support.oracle import build
 
 ROOT = Path(__file__).parents[2]
 NAMES = list(PATCHES)
@@ -31,10 +31,7 @@ CALLER = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _on_the_cpu() -> Iterator[None]:
-    with on_the_cpu_unfused():
-        yield
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 def holder(name: str) -> tuple[Any, str]:

@@ -6,7 +6,6 @@ another draft's choice, or in full; in one process, and after a restart.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache
@@ -30,7 +29,7 @@ from mlx_specprefill import (
     make_pair,
 )
 from mlx_specprefill.adapters.registry import adapter_for
-from tests.support.oracle import build, on_the_cpu_unfused, runnable, tiny_models, vocabulary
+from tests.support.oracle import build, runnable, tiny_models, vocabulary
 from tests.support.precision import assert_close
 from tests.support.refusals import SPECULATION_REFUSALS
 from tests.support.staged_oracle import deep_enough, splits
@@ -47,10 +46,7 @@ ANSWER = 3
 Answers = list[tuple[list[int], list[float]]]
 
 
-@pytest.fixture(autouse=True)
-def _on_the_cpu() -> Iterator[None]:
-    with on_the_cpu_unfused():
-        yield
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 @cache

@@ -6,8 +6,6 @@ watches both.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -30,10 +28,7 @@ NAMED = ("llama", "gemma3_text", "gemma4_text", "gpt_oss", "nemotron_h", "qwen3_
 PROMPT = np.arange(3, 43, dtype=np.int32)
 
 
-@pytest.fixture(autouse=True)
-def _on_the_cpu() -> Iterator[None]:
-    with oracle.on_the_cpu_unfused():
-        yield
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 # --- what they compute -----------------------------------------------------------------------------------------------

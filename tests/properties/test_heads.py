@@ -23,10 +23,7 @@ M, CUTS, PASSAGE = 50, (23, 29), (33, 41)  # windows are 20 tokens
 Rows = npt.NDArray[np.float64]
 
 
-@pytest.fixture(autouse=True)
-def _on_the_cpu() -> Iterator[None]:
-    with oracle.on_the_cpu_unfused():
-        yield
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """A cached prompt whose text was edited: kept keys stand where the new prompt has them, and the rest is read around."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -14,7 +13,7 @@ from mlx_specprefill.cache.positioned import leaves, make_positioned_cache
 from mlx_specprefill.specprefill.selector import kept_spans
 from mlx_specprefill.specprefill.sparse_prefill import feed, recalling
 from tests.properties.test_sparse_equals_masked import VERIFIED
-from tests.support.oracle import build, on_the_cpu_unfused
+from tests.support.oracle import build
 from tests.support.precision import assert_close
 from tests.support.refusals import MOVE_REFUSALS
 from tests.support.steps import finish, prefill
@@ -27,10 +26,7 @@ HELD = np.setdiff1d(np.arange(A + OLD + KEPT), [*range(5, 14), *range(40, 52), A
 MOVED = [name for name in VERIFIED if name not in MOVE_REFUSALS]
 
 
-@pytest.fixture(autouse=True)
-def _on_the_cpu() -> Iterator[None]:
-    with on_the_cpu_unfused():
-        yield
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 @pytest.mark.parametrize("name", MOVE_REFUSALS)

@@ -6,7 +6,7 @@ Every architecture takes part some of whose layers keep all that they were fed.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import cycle
 from typing import Any
@@ -43,10 +43,7 @@ ENDS = (50, 78)  # of the first text and the second
 RECALLS = (1, 3)  # of five turns
 
 
-@pytest.fixture(autouse=True)
-def _on_the_cpu() -> Iterator[None]:
-    with oracle.on_the_cpu_unfused():
-        yield
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 def recalled_case(vocab: int, seed: int = 0) -> Case:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import mlx.core as mx
@@ -24,7 +23,6 @@ from mlx_specprefill.cache.positioned import make_positioned_cache
 from mlx_specprefill.cache.prefix.nodes import common_length
 from mlx_specprefill.specprefill.sparse_prefill import feed
 from tests.properties.test_cached_equals_fresh import CONFIG, pair_of
-from tests.support.oracle import on_the_cpu_unfused
 from tests.support.precision import float32_only
 from tests.support.tiny import tiny_pair
 
@@ -34,10 +32,7 @@ IN_FULL = SpecPrefillOptions(False)
 FAMILIES = ["llama", "gemma3_text", "qwen3_5", "gpt_oss", "deepseek_v3"]
 
 
-@pytest.fixture(autouse=True)
-def _on_the_cpu() -> Iterator[None]:
-    with on_the_cpu_unfused():
-        yield
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 def texts(*values: int, length: int = VALUE) -> tuple[int, ...]:
@@ -63,7 +58,6 @@ def logprob(pair: ModelPair, prompt: tuple[int, ...], kept: npt.NDArray[np.int32
     """Return a token's log-probability behind these indices alone, read in one forward."""
     tokens = np.array(prompt, dtype=np.int32)[kept]
     *_, (_, logits) = feed(pair.target, make_positioned_cache(pair.target), tokens, kept, [kept.size], logits=True)
-    assert logits is not None
     row = logits[0].astype(mx.float32)
     return float(row[token] - mx.logsumexp(row))
 

@@ -6,8 +6,6 @@ the truth and shares no code with what is tested.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -39,10 +37,7 @@ VERIFIED = [name for name, tiny in tiny_models().items() if adapter_for(tiny.arc
 DISCRIMINATION = 1e-2
 
 
-@pytest.fixture(autouse=True)
-def _on_the_cpu() -> Iterator[None]:
-    with oracle.on_the_cpu_unfused():
-        yield
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 def test_every_decoder_of_mlx_lm_has_a_tiny_model() -> None:

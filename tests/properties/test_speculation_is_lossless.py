@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -25,7 +25,7 @@ from mlx_specprefill.speculative.row import SpeculativeRow
 from mlx_specprefill.speculative.strategies import STRATEGIES, refusal
 from mlx_specprefill.speculative.verification import Rng, TokenSampler
 from tests.speculative.probabilities import enumerate_distribution, total_variation
-from tests.support.oracle import build, on_the_cpu_unfused, vocabulary
+from tests.support.oracle import build, vocabulary
 from tests.support.rows import Row, alone, assert_same_contents, logprob_error, make_rows, tokens
 from tests.support.steps import finish, prefill
 from tests.support.tiny import CONFIGS, FAMILIES, VOCAB, tiny_head, tiny_model
@@ -35,10 +35,7 @@ COUNT = 24
 MORE = ("lfm2", "granitemoehybrid", "gemma3_text", "falcon_h1", "qwen3_5_moe")
 
 
-@pytest.fixture(autouse=True)
-def _on_the_cpu() -> Iterator[None]:
-    with on_the_cpu_unfused():
-        yield
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 @cache

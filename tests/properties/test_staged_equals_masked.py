@@ -6,8 +6,6 @@ Every architecture that the table allows takes part, at several depths, as a tin
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -48,10 +46,7 @@ NAMED = (
 CHUNKS = (31, 17, 1)
 
 
-@pytest.fixture(autouse=True)
-def _on_the_cpu() -> Iterator[None]:
-    with oracle.on_the_cpu_unfused():
-        yield
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 def everything(case: Case) -> Case:

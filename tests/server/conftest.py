@@ -49,6 +49,12 @@ def live(engine: FakeEngine) -> Iterator[Callable[..., Any]]:
         yield start
 
 
+@pytest.fixture
+def base(live: Callable[..., Any]) -> str:
+    """The address of a real server over the fake engine, with the settings as they come."""
+    return str(live()[0])
+
+
 def _live(engine: FakeEngine) -> Iterator[Callable[..., tuple[str, Server]]]:
     running: list[tuple[Server, threading.Thread]] = []
 

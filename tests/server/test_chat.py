@@ -10,7 +10,6 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from starlette.testclient import TestClient
 
 from mlx_specprefill import SPECULATION_NAMES, Failed, InvalidRequestError, Progress
-from mlx_specprefill_server import request_body
 
 from .conftest import client_of, events
 from .fakes import FakeEngine, FakePair, byte_tokenizer, comparable, report_of
@@ -536,14 +535,6 @@ def test_bodies_that_are_not_json_objects(client: TestClient, body: bytes) -> No
     answer = client.post(URL, content=body)
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "invalid_json"
-
-
-def test_large_bodies_are_refused(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_body, "BODY_LIMIT", 1000)
-    client = client_of(engine)
-    answer = client.post(URL, json={"messages": [{"role": "user", "content": "x" * 2000}]})
-    assert answer.status_code == 413
-    assert answer.json()["error"]["code"] == "request_too_large"
 
 
 def test_token_ids(client: TestClient, engine: FakeEngine) -> None:

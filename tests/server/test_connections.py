@@ -205,8 +205,7 @@ def test_nobody_who_reads_nothing_keeps_a_connection(
     assert "its client has read nothing for 0.5 s" in caplog.text
 
 
-def test_nonsense_is_answered_in_json(live: Any, dial: Any) -> None:
-    base, _ = live()
+def test_nonsense_is_answered_in_json(base: str, dial: Any) -> None:
     connection = dial(base)
     connection.sendall(b"\x16\x03\x01 hello\r\n\r\n")
     answer = everything(connection)

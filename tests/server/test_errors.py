@@ -4,11 +4,9 @@ from typing import Any
 
 import orjson
 import pytest
-from anthropic.types import ErrorResponse
 from starlette.testclient import TestClient
 
 from mlx_specprefill import (
-    ContextLengthError,
     EngineClosedError,
     EngineError,
     InvalidRequestError,
@@ -94,14 +92,6 @@ def test_anthropics_shape_by_path(error: Exception, status: int, kind: str) -> N
     assert ("retry-after" in answer.headers) == (status == 529)
     assert ("x-should-retry" in answer.headers) == (status != 529)
     assert "type" not in orjson.loads(error_response(error, "/v1/messagesx").body)
-
-
-def test_an_overflow_as_anthropics_clients_read_it() -> None:
-    answer = error_response(ContextLengthError(4096, 1, 4096), "/v1/messages")
-    assert answer.status_code == 400
-    body = orjson.loads(answer.body)
-    ErrorResponse.model_validate(body, strict=True)
-    assert body["error"]["message"] == "prompt is too long: 4097 tokens > 4096 maximum"
 
 
 def test_refusals_before_any_route_take_the_paths_shape(engine: FakeEngine) -> None:

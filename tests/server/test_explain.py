@@ -97,8 +97,7 @@ def test_a_body_above_the_limit_is_refused(engine: FakeEngine, monkeypatch: pyte
     assert client_of(engine).post(PATH, json={"prompt": "a" * 200}).status_code == 413
 
 
-def test_a_client_that_leaves_ends_the_inspection(engine: FakeEngine, live: Any) -> None:
+def test_a_client_that_leaves_ends_the_inspection(engine: FakeEngine, base: str) -> None:
     engine.inspected = threading.Event()
-    base, _ = live()
     leave(base, (PATH, {"prompt": "a"}), False, lambda: bool(engine.handles))
     assert engine.handles[0].cancelled.wait(60)

@@ -58,7 +58,6 @@ def walk(tools: list[dict[str, Any]], tool_format: str, seed: int) -> str:
     state, tokens, rng = GRAMMARS.state(constraint, frozenset({STOP})), list[int](), random.Random(seed)
     while len(tokens) < LONGEST:
         mask = state.mask(len(TOKENIZER))
-        assert mask is not None
         if mask[STOP] and rng.random() < 0.7:
             return str(TOKENIZER.decode(tokens))
         tokens.append(rng.choice([int(token) for token in mask.nonzero()[0] if token != STOP] or [STOP]))
@@ -94,7 +93,6 @@ def test_calls_come_to_an_end_though_the_model_never_ends_them(tool_format: Tool
     state, tokens = GRAMMARS.state(constraint, frozenset({STOP})), list[int]()
     while len(tokens) < 4 * LONGEST:
         mask = state.mask(len(TOKENIZER))
-        assert mask is not None
         liked = [int(token) for token in mask.nonzero()[0] if token != STOP]
         if not liked:
             break

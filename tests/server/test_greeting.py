@@ -37,7 +37,6 @@ def test_the_second_start_says_how_long_a_prompt_will_take(pair: ModelPair, tmp_
     assert said(pair, tmp_path, {"draft": 0.1}) == []  # the draft is not known yet
     (line,) = said(pair, tmp_path, {})
     found = re.fullmatch(r"8K: ([\d.]+) s in full, ([\d.]+) s sparse, predicted", line)
-    assert found is not None
     assert 15 <= float(found[1]) <= 18  # 8192 tokens of 2 ms
     assert 3.5 <= float(found[2]) <= 5  # a fifth of them, and all by the draft
 

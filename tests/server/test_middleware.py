@@ -42,8 +42,7 @@ def test_head_answers_wherever_get_does(client: TestClient, engine: FakeEngine) 
     assert client.head("/v1/chat/completions").status_code == 405
 
 
-def test_head_of_a_stream_without_end_ends(live: Any) -> None:
-    base, _ = live()
+def test_head_of_a_stream_without_end_ends(base: str) -> None:
     for _ in range(2):
         assert httpx.head(f"{base}/v1/specprefill/stats/stream", timeout=30).status_code == 200
     assert httpx.head(f"{base}/v1/models", timeout=30).headers["content-length"] != "0"
@@ -143,8 +142,7 @@ def test_what_this_server_does_not_do_is_said_in_a_sentence(client: TestClient, 
         assert answer.json()["error"]["message"].startswith("This server generates text and ")
 
 
-def test_the_model_list_is_anthropics_too(live: Any, engine: FakeEngine) -> None:
-    base, _ = live()
+def test_the_model_list_is_anthropics_too(base: str, engine: FakeEngine) -> None:
     with anthropic.Anthropic(base_url=base, api_key="k", max_retries=0, _strict_response_validation=True) as sdk:
         (model,) = sdk.models.list()
         assert (model.type, model.display_name, model.id) == ("model", "demo/target", "demo/target")

@@ -31,12 +31,10 @@ def verdict(constraint: Constraint | None, text: str) -> str:
     way = GRAMMARS.state(constraint, frozenset({STOP}))
     for place, token in enumerate(TOKENIZER.encode(text, add_special_tokens=False)):
         mask = way.mask(len(TOKENIZER))
-        assert mask is not None
         if not mask[token]:
             return f"wrong at {place}"
         way.accept(token)
     mask = way.mask(len(TOKENIZER))
-    assert mask is not None
     return "whole" if mask[STOP] else "beginning"
 
 
@@ -73,7 +71,6 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
 )
 def test_every_spelling(body: dict[str, Any], kind: str) -> None:
     output = parse_response_format(body)
-    assert output is not None
     assert output.kind == kind
     text = {"regex": "aaa", "choice": "no", "grammar": "a"}.get(kind, '{"a": 12}')
     constraint = constraint_of(output)
@@ -130,11 +127,9 @@ def test_choices_are_spelled_exactly(text: str) -> None:
     way = GRAMMARS.state(constraint, frozenset({STOP}))
     for token in (token for char in text for token in TOKENIZER.encode(char, add_special_tokens=False)):
         mask = way.mask(len(TOKENIZER))
-        assert mask is not None
         assert mask[token]
         way.accept(token)
     mask = way.mask(len(TOKENIZER))
-    assert mask is not None
     assert mask[STOP]
 
 
@@ -173,12 +168,10 @@ def test_only_a_lenient_schema_may_hold_what_can_not_be_enforced() -> None:
 def test_after_reasoning_json_may_begin_with_a_line_break_and_other_text_may_not() -> None:
     end = (SPECIAL["</think>"],)
     json_text = constraint_of(OutputFormat("json_object"), reasoning_end=end)
-    assert json_text is not None
     assert json_text.starts_after == end
     free = Constraint(json_text.grammar)
     assert accepts(free, "\n\n{}")
     choice = constraint_of(OutputFormat("choice", ("a", "b")), reasoning_end=end)
-    assert choice is not None
     assert not accepts(Constraint(choice.grammar), "\na")
 
 

@@ -70,16 +70,14 @@ def test_a_long_prefill_is_told(live: Any, engine: FakeEngine, path: str, monkey
 
 
 @ALL
-def test_a_short_one_is_not(live: Any, engine: FakeEngine, path: str) -> None:
+def test_a_short_one_is_not(base: str, engine: FakeEngine, path: str) -> None:
     engine.script = steps(engine, 0.1)
-    base, _ = live()
     assert told(streamed(base, path)) == []
 
 
 @ALL
-def test_every_step_is_told_on_request(live: Any, engine: FakeEngine, path: str) -> None:
+def test_every_step_is_told_on_request(base: str, engine: FakeEngine, path: str) -> None:
     engine.script = steps(engine, 0.0)
-    base, _ = live()
     text = streamed(base, path, return_progress=True)
     assert text.count('"prompt_progress"') == 10
     assert ": progress" not in text
@@ -117,5 +115,4 @@ def test_nothing_is_told_before_the_share_of_the_cache_is_known() -> None:
     reporter = ProgressReporter(wanted=True)
     assert reporter.report(Progress("prefill", 5, 10)) is None
     report = reporter.report(Progress("prefill", 5, 10, 2))
-    assert report is not None
     assert (report["processed"], report["total"]) == (7, 12)

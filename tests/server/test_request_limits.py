@@ -149,10 +149,9 @@ def test_a_request_that_takes_too_long_is_given_up(live: Any, engine: FakeEngine
     assert engine.reasons == ["cancelled", "cancelled"]
 
 
-def test_all_answers_of_a_request_are_given_up_with_the_reason(live: Any, engine: FakeEngine) -> None:
+def test_all_answers_of_a_request_are_given_up_with_the_reason(base: str, engine: FakeEngine) -> None:
     release = threading.Event()
     engine.script = lambda request: [release]
-    base, _ = live()
     answer = events(Asking(base, headers={"x-request-timeout": "0.5"}, stream=True, n=3).result().text)
     ends = [c["choices"][0]["index"] for c in answer[:-1] if c["choices"][0]["finish_reason"]]
     assert sorted(ends) == [0, 1, 2]

@@ -38,12 +38,11 @@ def ask(base: str, key: str = "", **body: Any) -> threading.Thread:
     return call
 
 
-def test_a_request_shows_its_stages_until_it_ends(live: Any, engine: FakeEngine) -> None:
+def test_a_request_shows_its_stages_until_it_ends(base: str, engine: FakeEngine) -> None:
     reading, answering = threading.Event(), threading.Event()
     engine.script = lambda request: [
         Progress("draft", 8, 8, 3), Progress("prefill", 2, 5), reading, *engine.tokens("abc", end=False), answering
     ]  # fmt: skip
-    base, _ = live()
     call = ask(base)
     end = time.monotonic() + 60
     while (one := until(base, 1)[0])["total"] != 5:
@@ -63,10 +62,9 @@ def test_a_request_shows_its_stages_until_it_ends(live: Any, engine: FakeEngine)
     until(base, 0)
 
 
-def test_who_has_left_is_not_listed(live: Any, engine: FakeEngine) -> None:
+def test_who_has_left_is_not_listed(base: str, engine: FakeEngine) -> None:
     release = threading.Event()
     engine.script = lambda request: [*engine.tokens("a", end=False), release]
-    base, _ = live()
     with httpx.stream("POST", base + CHAT, json=BODY | {"stream": True}, timeout=60) as answer:
         lines = answer.iter_lines()
         next(lines)

@@ -60,7 +60,6 @@ def test_reasoning_that_the_prompt_has_opened_counts_from_its_start(engine: Fake
     engine.pair = FakePair(tokenizer=byte_tokenizer(CHATML + "{% if add_generation_prompt %}<think>\n{% endif %}"))
     client_of(engine).post("/v1/chat/completions", json={"messages": HI, "reasoning": {"max_tokens": 7}})
     budget = engine.requests[-1].reasoning
-    assert budget is not None
     assert budget.opened
 
 
@@ -77,7 +76,6 @@ def test_a_model_that_does_not_think_keeps_to_every_budget() -> None:
 def test_harmony_goes_on_in_another_channel() -> None:
     special = TOKENIZER.get_added_vocab()
     budget = detect(byte_tokenizer(CHATML), tools="harmony").budget(5, "<|start|>assistant")
-    assert budget is not None
     assert budget.start == (special["<|channel|>"], *TOKENIZER.encode("analysis", add_special_tokens=False))
     assert budget.end == (special["<|end|>"],)
     assert budget.closing[:2] == (special["<|end|>"], special["<|start|>"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import anthropic
 import openai
 import pytest
 
@@ -48,47 +47,9 @@ def check_prompt(prompt: str) -> None:
     assert "<think>\nI read both.\n</think>\n\nReading.\n<tool_call>" in prompt
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-def test_messages(live: Any, engine: FakeEngine, streamed: bool) -> None:
-    base, _ = live()
-    messages: Any = [{"role": "user", "content": "Read a and b."}]
-    fields: Any = {
-        "model": "m",
-        "max_tokens": 500,
-        "messages": messages,
-        "tools": [{"name": "read", "description": "Reads.", "input_schema": PARAMETERS}],
-        "thinking": {"type": "enabled", "budget_tokens": 1024},
-    }
-
-    def turn(client: anthropic.Anthropic) -> Any:
-        if not streamed:
-            return client.messages.create(**fields)
-        with client.messages.stream(**fields) as stream:
-            return stream.get_final_message()
-
-    with anthropic.Anthropic(base_url=base, api_key="k", max_retries=0) as client:
-        first = turn(client)
-        assert [block.type for block in first.content] == ["thinking", "text", "tool_use", "tool_use"]
-        assert first.content[0].thinking.strip() == "I read both."
-        assert first.content[1].text.strip() == "Reading."
-        assert first.stop_reason == "tool_use"
-        results = [
-            {"type": "tool_result", "tool_use_id": block.id, "content": block.input["path"][0].upper()}
-            for block in first.content
-            if block.type == "tool_use"
-        ]
-        messages += [{"role": "assistant", "content": first.content}, {"role": "user", "content": results}]
-        last = turn(client)
-    check_prompt(last_prompt(engine))
-    assert last.stop_reason == "end_turn"
-    assert last.content[-1].text.strip() == "They say A and B."
-    assert last.usage.output_tokens == len(engine.tokens(LAST))
-
-
 @pytest.mark.parametrize(("streamed", "kept"), [(False, "content"), (True, "content"), (True, "encrypted_content")])
-def test_responses(live: Any, engine: FakeEngine, streamed: bool, kept: str) -> None:
+def test_responses(base: str, engine: FakeEngine, streamed: bool, kept: str) -> None:
     """Some clients keep only the form of reasoning that they can't read."""
-    base, _ = live()
     items: Any = [{"role": "user", "content": "Read a and b."}]
     fields: Any = {
         "model": "m",

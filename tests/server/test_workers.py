@@ -48,10 +48,9 @@ def start(base: str, text: str) -> threading.Thread:
     return thread
 
 
-def test_a_long_prompt_leaves_the_others_a_worker(live: Any, blocked: Any) -> None:
+def test_a_long_prompt_leaves_the_others_a_worker(base: str, blocked: Any) -> None:
     assert WORKERS > 1
     release, begun = blocked
-    base, _ = live()
     threads = [start(base, f"stuck {i}") for i in range(WORKERS - 1)]
     assert eventually(lambda: len(begun) == WORKERS - 1)
     assert ask(base, "short").status_code == 200
@@ -60,9 +59,8 @@ def test_a_long_prompt_leaves_the_others_a_worker(live: Any, blocked: Any) -> No
         thread.join(60)
 
 
-def test_a_prompt_whose_client_left_is_never_begun(live: Any, blocked: Any) -> None:
+def test_a_prompt_whose_client_left_is_never_begun(base: str, blocked: Any) -> None:
     release, begun = blocked
-    base, _ = live()
     threads = [start(base, f"stuck {i}") for i in range(WORKERS)]
     assert eventually(lambda: len(begun) == WORKERS)
     with pytest.raises(httpx.ReadTimeout):

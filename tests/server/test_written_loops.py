@@ -249,6 +249,5 @@ def test_a_forced_call_may_be_written_as_the_template_shows_it(engine: FakeEngin
     state = Grammars(tokenizer, frozenset()).state(request.constraint, frozenset(request.stop_token_ids))
     for token in tokenizer.encode(written.lstrip("\n"), add_special_tokens=False):
         mask = state.mask(len(tokenizer))
-        assert mask is not None
         assert mask[token], tokenizer.decode([token])
         state.accept(token)

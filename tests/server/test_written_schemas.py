@@ -36,7 +36,6 @@ def walk(constraint: Constraint, ends: tuple[str, ...], rng: random.Random) -> s
     state, tokens = GRAMMARS.state(constraint, frozenset({STOP})), list[int]()
     while len(tokens) < LONGEST:
         mask = state.mask(len(TOKENIZER))
-        assert mask is not None
         permitted = [int(token) for token in mask.nonzero()[0]]
         if STOP in permitted:
             break

@@ -10,11 +10,7 @@ import httpx
 import openai
 import orjson
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from tests.server.body_strategies import CHAT, COMPLETION
-from tests.support.examples import examples
 from tests.support.serving import Server
 
 from .conftest import haystack
@@ -49,7 +45,6 @@ def test_a_short_chat(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(model="any", messages=HI, max_tokens=30)
     assert answer.choices[0].message.content
     assert report_of(answer)["mode"] == "full"
-    assert answer.usage is not None
     assert answer.usage.prompt_tokens == report_of(answer)["prompt_tokens"] == report_of(answer)["kept_tokens"]
 
 
@@ -101,7 +96,6 @@ def test_the_needle_survives_sparse_prefill(client: openai.OpenAI, salt: int, op
         assert 0 < report["kept_tokens"] < 0.6 * report["prompt_tokens"]
         assert report["kept_share"] == pytest.approx(report["kept_tokens"] / report["prompt_tokens"], abs=1e-5)
         assert sum(end - start for start, end in report["kept_spans"]) == report["kept_tokens"]
-        assert answer.usage is not None
         assert answer.usage.prompt_tokens == report["prompt_tokens"]
         assert report["timings"]["draft_ms"] > 0
         assert report["timings"]["ttft_ms"] >= report["timings"]["prefill_ms"] > 0
@@ -163,33 +157,6 @@ def test_full_prefill_answers_too(client: openai.OpenAI) -> None:
     assert code in (answer.choices[0].message.content or "")
 
 
-def test_force_ignores_the_threshold(client: openai.OpenAI) -> None:
-    text = haystack("Anna", "471128", 250, 0.3, seed=9)
-    by_policy = client.chat.completions.create(model="any", messages=user(text), max_tokens=1)
-    assert report_of(by_policy)["mode"] == "full"
-    assert "threshold 512" in report_of(by_policy)["reason"]
-    forced = client.chat.completions.create(
-        model="any", messages=user(text), max_tokens=1, extra_body={"specprefill": True, "specprefill_keep_pct": 0.1}
-    )
-    assert report_of(forced)["mode"] == "sparse", report_of(forced)["reason"]
-    assert report_of(forced)["kept_tokens"] < report_of(forced)["prompt_tokens"]
-
-
-@pytest.mark.extended
-def test_keeping_more_keeps_more(client: openai.OpenAI) -> None:
-    kept = []
-    for salt, share in ((5, 0.1), (6, 0.4), (7, 1)):
-        _, messages = needle(2, salt)
-        answer = client.chat.completions.create(
-            model="any",
-            messages=messages,
-            max_tokens=1,
-            extra_body={"specprefill": True, "specprefill_keep_pct": share},
-        )
-        kept.append(report_of(answer)["kept_tokens"] / report_of(answer)["prompt_tokens"])
-    assert kept[0] < kept[1] < kept[2] == 1
-
-
 @pytest.mark.parametrize("include_usage", [False, True])
 def test_a_stream(client: openai.OpenAI, include_usage: bool) -> None:
     code, messages = needle(1, salt=8 + include_usage)
@@ -214,17 +181,7 @@ def test_a_stream(client: openai.OpenAI, include_usage: bool) -> None:
     assert report_of(chunks[-1])["mode"] == "sparse"
     assert (chunks[-1].usage is not None) == include_usage
     if include_usage:
-        assert whole.usage is not None
-        assert chunks[-1].usage is not None
         assert chunks[-1].usage.total_tokens == whole.usage.total_tokens
-
-
-@pytest.mark.parametrize("share", [0, -0.1, 1.5, "0.2", True])
-def test_bad_keep_pct(client: openai.OpenAI, share: Any) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(model="any", messages=HI, extra_body={"specprefill_keep_pct": share})
-    assert caught.value.param == "specprefill_keep_pct"
-    assert caught.value.type == "invalid_request_error"
 
 
 def test_a_seed_fixes_the_answer(client: openai.OpenAI) -> None:
@@ -237,82 +194,7 @@ def test_a_seed_fixes_the_answer(client: openai.OpenAI) -> None:
     assert len(set(texts)) > 1
 
 
-def test_stop_strings(client: openai.OpenAI) -> None:
-    code, messages = needle(0)
-    answer = client.chat.completions.create(
-        model="any", messages=messages, max_tokens=30, stop=[code[2:4]], extra_body={"specprefill": False}
-    )
-    text = answer.choices[0].message.content or ""
-    assert text.endswith(code[:2])
-    assert answer.choices[0].finish_reason == "stop"
-
-
-def test_completions_with_echo_and_logprobs(client: openai.OpenAI) -> None:
-    prompt = "The secret code for Anna is 471128. The secret code for Anna is"
-    answer = client.completions.create(
-        model="any", prompt=prompt, max_tokens=2, echo=True, logprobs=2, extra_body={"specprefill": True}
-    )
-    assert report_of(answer)["mode"] == "full"
-    choice = answer.choices[0]
-    assert choice.text.startswith(prompt)
-    scores = choice.logprobs
-    assert scores is not None
-    assert scores.tokens is not None
-    assert scores.token_logprobs is not None
-    assert "".join(scores.tokens) == choice.text
-    assert scores.token_logprobs[0] is None
-    assert all(value <= 0 for value in scores.token_logprobs[1:])
-    assert len(scores.tokens) == report_of(answer)["prompt_tokens"] + 2
-    only = client.completions.create(model="any", prompt=prompt, max_tokens=0, echo=True, logprobs=2)
-    assert only.choices[0].text == prompt
-    assert only.choices[0].logprobs is not None
-    assert only.choices[0].logprobs.token_logprobs == scores.token_logprobs[:-2]
-
-
-def test_several_prompts(client: openai.OpenAI) -> None:
-    prompts = ["The secret code for Anna is 4711", "Hello"]
-    answer = client.completions.create(model="any", prompt=prompts, max_tokens=3)
-    single = [client.completions.create(model="any", prompt=prompt, max_tokens=3) for prompt in prompts]
-    assert [choice.text for choice in answer.choices] == [one.choices[0].text for one in single]
-
-
-def test_logprobs(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(model="any", messages=HI, max_tokens=5, logprobs=True, top_logprobs=3)
-    scores = answer.choices[0].logprobs
-    assert scores is not None
-    assert scores.content is not None
-    for entry in scores.content:
-        assert len(entry.top_logprobs) == 3
-        assert entry.logprob == pytest.approx(entry.top_logprobs[0].logprob)  # greedy takes the likeliest
-    assert b"".join(bytes(entry.bytes or []) for entry in scores.content).decode() == answer.choices[0].message.content
-
-
-def test_a_prompt_longer_than_the_window(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(model="any", messages=user("word " * 20_000))
-    assert caught.value.code == "context_length_exceeded"
-    assert "maximum context length is 16384 tokens" in str(caught.value)
-
-
-def test_models(client: openai.OpenAI) -> None:
-    (model,) = client.models.list()
-    assert client.models.retrieve(model.id).id == model.id
-    assert model.model_extra is not None
-    assert model.model_extra["specprefill"] == {"available": True, "reason": None}
-    assert model.model_extra["context_length"] == 16384
-
-
 LONG = {"max_tokens": 16_000, "ignore_eos": True}  # most of a minute
-
-
-def test_leaving_a_stream_stops_the_work(server: Server) -> None:
-    body = {"messages": HI, "stream": True, **LONG}
-    with httpx.stream("POST", f"{server.base}/v1/chat/completions", json=body, timeout=60) as answer:
-        lines = answer.iter_lines()
-        for _ in range(20):
-            next(lines)
-        assert server.health()["running"] == 1
-    assert server.wait_until(running=0) < 30
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "completions"])
@@ -356,42 +238,6 @@ def test_several_clients_at_once(client: openai.OpenAI) -> None:
         thread.join(120)
     assert [report_of(answer)["mode"] for answer in answers] == ["sparse"] * len(answers)
     assert sum(NEEDLES[i][1] in (answer.choices[0].message.content or "") for i, answer in enumerate(answers)) >= 3
-
-
-@pytest.mark.parametrize(
-    ("body", "status"),
-    [
-        ('{"messages":[{"role":"user","content":"Hi"}],"max_tokens":1}', 200),
-        ('{"messages":[{"role":"user","content":"\\ud800"}],"max_tokens":1}', 200),
-        ('{"messages":[{"role":"user","content":"Hi"}],"top_k":1000000000,"max_tokens":1}', 200),
-        ('{"messages":[{"role":"user","content":"Hi"}],"seed":99999999999999999999999}', 400),
-        ('{"messages":[{"role":"user","content":"Hi"}],"temperature":NaN}', 400),
-        ('{"messages":[{"role":"user","content":"Hi"}],"stop":[1]}', 400),
-        ('{"messages":[{"role":"user","content":""}],"max_tokens":1}', 200),
-        ('{"messages":[]}', 400),
-        ("garbage", 400),
-        ("", 400),
-    ],
-)
-def test_curl_style_posts(server: Server, body: str, status: int) -> None:
-    form = {"content-type": "application/x-www-form-urlencoded"}
-    answer = httpx.post(f"{server.base}/v1/chat/completions", content=body, headers=form, timeout=60)
-    assert answer.status_code == status
-    assert server.health()["status"] == "ok"
-
-
-@settings(max_examples=examples(100), suppress_health_check=list(HealthCheck))
-@given(body=CHAT | COMPLETION, limit=st.integers(1, 3))
-@pytest.mark.extended
-@pytest.mark.nightly
-def test_garbage_never_hurts(server: Server, body: dict[str, Any], limit: int) -> None:
-    body = body | {"max_tokens": limit, "max_completion_tokens": None}
-    path = "completions" if "prompt" in body else "chat/completions"
-    answer = httpx.post(f"{server.base}/v1/{path}", content=orjson.dumps(body), timeout=60)
-    assert answer.status_code in (200, 400), answer.text
-    assert "engine_error" not in answer.text
-    state = server.health()
-    assert (state["running"], state["queued"]) == (0, 0)
 
 
 def test_a_forced_call_comes_whole_and_ends(client: openai.OpenAI) -> None:

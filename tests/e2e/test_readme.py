@@ -35,7 +35,6 @@ def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 def test_the_first_answer_is_right_and_the_prefill_was_sparse(server: Server) -> None:
     """The two programs of the first page's command, and its request between them."""
     found = FIRST.search(START.read_text(encoding="utf-8"))
-    assert found is not None
     request = subprocess.run([sys.executable, "-c", found[1]], capture_output=True, check=True).stdout
     answer = httpx.post(f"{server.base}/v1/chat/completions", content=request, timeout=800)
     done = subprocess.run([sys.executable, "-c", found[2]], input=answer.content, capture_output=True, check=True)

@@ -172,7 +172,6 @@ def test_nothing_is_left_after_50_swaps(folder: Path, tmp_path: Path) -> None:
             body = bodies(5)[number % 5] | {"model": FAMILIES[number % 3]}
             await answer(client, body)
             service = models.get(body["model"]).service
-            assert service is not None
             parts = service, service.engine, service.engine.pair.target, service.engine.pair.draft
             gone.extend(map(weakref.ref, parts))
 
@@ -214,7 +213,6 @@ def test_a_model_is_gone_when_it_is_said_to_be(folder: Path, tmp_path: Path) -> 
         asyncio.get_running_loop().set_default_executor(pool := HoldingPool())
         await answer(client, bodies(1)[0] | {"model": FAMILIES[0]})
         service = models.get(FAMILIES[0]).service
-        assert service is not None
         parts = [weakref.ref(part) for part in (service, service.engine, service.engine.pair.target)]
         del service
         assert await models.unload(models.get(FAMILIES[0]))
@@ -344,7 +342,6 @@ def test_a_limit_of_bytes_holds_two_models_and_a_long_request_has_the_room_of_on
             assert name in there()
         assert there() == set(names[1:])
         service = models.get(names[2]).service
-        assert service is not None
         engine: Any = service.engine
         assert engine.memory.weights == needs[names[2]]  # as was predicted
         long = {"model": names[2], "prompt": [5] * 3500, "max_tokens": 1, "specprefill": False, "stream": False}

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlx_specprefill import CacheLabel, Engine, SpecPrefillOptions
+from mlx_specprefill import CacheLabel, Engine, GenerationRequest, SpecPrefillOptions
 from mlx_specprefill.engine import prefill
 from mlx_specprefill.specprefill.sparse_prefill import feed
-from tests.engine.test_edited_prompt import CONFIG, IN_FULL, OLD, PLACE, POLICY, TAIL
+from tests.engine.test_edited_prompt import CONFIG, IN_FULL, LONGER, OLD, PLACE, POLICY, TAIL
 from tests.engine.test_edited_sparse_prompt import ASKS, kept, read, running
-from tests.support.tiny import on_own_layers, random_prompt, tiny_pair
+from tests.support.tiny import generated, on_own_layers, random_prompt, tiny_pair
 from tests.support.waiting import eventually
 
 EDGE = 64
@@ -27,6 +27,7 @@ CHANGES = {
     "mixed": (*OLD[:PLACE], *NEW, *OLD[PLACE : PLACE + 300], *OLD[PLACE + 400 : 1600], *NEW[:9], *OLD[1700:]),
 }
 CHANGED = CHANGES["replaced"]
+EITHER = pytest.mark.parametrize("prompt", [LONGER, CHANGED], ids=["inserted", "replaced"])
 
 
 @pytest.fixture
@@ -102,16 +103,26 @@ def test_the_next_turns_go_on_from_it(engine: Engine) -> None:
         prompt = (*prompt[:1200], *random_prompt(30, seed), *prompt[1200 + again :])
 
 
-@pytest.mark.parametrize("options", [SpecPrefillOptions(True), SpecPrefillOptions(None, POLICY.keep_pct), IN_FULL])
-def test_a_request_that_asks_for_a_way_gets_it(options: SpecPrefillOptions, engine: Engine) -> None:
+@EITHER
+@pytest.mark.parametrize(
+    "options",
+    [SpecPrefillOptions(True), SpecPrefillOptions(None, POLICY.keep_pct), IN_FULL, SpecPrefillOptions(rule="paper")],
+)
+def test_a_request_that_asks_for_a_way_gets_it(
+    options: SpecPrefillOptions, prompt: tuple[int, ...], engine: Engine
+) -> None:
     read(engine, OLD, ASKS, IN_FULL)
-    assert read(engine, CHANGED, ASKS, options).mode == ("full" if options is IN_FULL else "sparse")
+    assert read(engine, prompt, ASKS, options).mode == ("full" if options is IN_FULL else "sparse")
 
 
-def test_a_dense_request_and_another_owner_get_nothing_of_it(engine: Engine) -> None:
+@EITHER
+def test_a_dense_request_and_another_owner_get_nothing_of_it(prompt: tuple[int, ...], engine: Engine) -> None:
     read(engine, OLD, ASKS, IN_FULL)
-    assert read(engine, CHANGED, ASKS).mode == "reuse"
-    assert read(engine, CHANGED, ASKS, IN_FULL).cached_tokens <= PLACE
+    assert read(engine, prompt, ASKS).mode == "reuse"
+    report = read(engine, prompt, ASKS, IN_FULL)
+    assert (report.mode, report.cached_tokens <= PLACE) == ("full", True)
+    _, last = generated(engine.generate(GenerationRequest(prompt, 2, label=CacheLabel("bob"))))
+    assert last.report.mode == "sparse"
 
 
 def test_what_would_be_read_in_full_is(engine: Engine) -> None:
@@ -121,12 +132,13 @@ def test_what_would_be_read_in_full_is(engine: Engine) -> None:
     assert read(engine, CHANGED, ASKS).mode == "full"
 
 
+@EITHER
 @pytest.mark.parametrize(("family", "reuse"), [("llama", False), ("qwen3_5", True), ("gpt_oss", True)])
-def test_off_and_with_windows_or_states_it_is_read_as_before(family: str, reuse: bool) -> None:
+def test_off_and_with_windows_or_states_it_is_read_as_before(family: str, reuse: bool, prompt: tuple[int, ...]) -> None:
     config = replace(CONFIG, policy=replace(POLICY, reuse=reuse))
     with Engine(tiny_pair(family, family), config) as engine:
         read(engine, OLD, ASKS, IN_FULL)
-        assert read(engine, CHANGED, ASKS).mode == "sparse"
+        assert read(engine, prompt, ASKS).mode == "sparse"
 
 
 def test_where_the_targets_own_layers_choose_it_is_read_as_before() -> None:
@@ -144,10 +156,11 @@ def test_with_quantised_keys(caplog: pytest.LogCaptureFixture) -> None:
     assert "unquantised" not in caplog.text
 
 
-def test_idle_time_makes_it_dense() -> None:
+@EITHER
+def test_idle_time_makes_it_dense(prompt: tuple[int, ...]) -> None:
     config = replace(CONFIG, policy=replace(POLICY, densify=True, on_battery=True))
     with running(tiny_pair(), config) as engine:
         read(engine, OLD, ASKS, IN_FULL)
-        assert read(engine, CHANGED, ASKS).mode == "reuse"
+        assert read(engine, prompt, ASKS).mode == "reuse"
         label = CacheLabel()
-        eventually(lambda: engine.caches.covers(np.array(CHANGED[:-1]), label) >= len(CHANGED) - 2)
+        assert eventually(lambda: engine.caches.covers(np.array(prompt[:-1]), label) >= len(prompt) - 2)

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from mlx_specprefill import (
-    ContextLengthError,
     Engine,
     EngineConfig,
     Finished,
@@ -23,7 +22,7 @@ from mlx_specprefill import (
     SpecPrefillPolicy,
     TokenEvent,
 )
-from mlx_specprefill.engine.footprint import weight_bytes
+from tests.support.leaving import events_until, read_in
 from tests.support.tiny import FAMILIES, VOCAB, generated, greedy, random_prompt, tiny_pair
 from tests.support.waiting import eventually
 
@@ -128,19 +127,6 @@ def masked_greedy(model, prompt, kept, count, turns=None):
     return tokens[len(prompt) :]
 
 
-def test_a_dense_request_never_reads_a_sparse_entry():
-    pair = tiny_pair()
-    prompt, _ = chat(600)
-    with Engine(pair, CONFIG) as engine:
-        _, sparse = ask(engine, prompt)
-        tokens, dense = ask(engine, prompt, options=OFF)
-    assert sparse.report.mode == "sparse"
-    assert dense.report.mode == "full"
-    first_run = sparse.report.kept_spans[0][1]
-    assert dense.report.cached_tokens <= first_run
-    assert tokens == greedy(pair.target, prompt, 6)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.extended
 def test_densified_in_idle_time_the_next_turn_is_an_ordinary_hit(family):
@@ -162,53 +148,23 @@ def test_densified_in_idle_time_the_next_turn_is_an_ordinary_hit(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_cancelled_prefill_goes_on_where_it_stopped(family):
     pair, prompt = tiny_pair(family), random_prompt(700)
-    ended, box, progress = threading.Event(), list[Any](), list[Any]()
     with Engine(pair, CONFIG) as engine:
-        gate = threading.Event()
-
-        def on_event(event):
-            gate.wait(60)
-            if isinstance(event, Progress) and event.stage == "prefill" and event.done:
-                progress.append(event.done)
-                if len(progress) == 3:
-                    box[0].cancel()
-            if isinstance(event, Finished):
-                ended.set()
-
-        box.append(engine.submit(GenerationRequest(prompt, 4, specprefill=OFF), on_event))
-        gate.set()
-        assert ended.wait(60)
+        request = GenerationRequest(prompt, 4, specprefill=OFF)
+        events = events_until(engine, request, lambda event: 384 in read_in("prefill", [event]))
         tokens, last = ask(engine, prompt, options=OFF)
-    assert progress == [128, 256, 384]
+    assert read_in("prefill", events) == [128, 256, 384]
     assert last.report.cached_tokens == 384
     assert tokens == greedy(pair.target, prompt, 6)
 
 
 def test_a_cancelled_draft_prefill_goes_on_where_it_stopped():
     pair, (prompt, _) = tiny_pair(), chat(700)
-    ended, box, drafted = threading.Event(), list[Any](), list[Any]()
     config = dataclasses.replace(CONFIG, scoring=dataclasses.replace(CONFIG.scoring, prefill_step=128))
     with Engine(pair, config) as engine:
-        gate = threading.Event()
-
-        def on_event(event):
-            gate.wait(60)
-            if isinstance(event, Progress) and event.stage == "draft" and event.done and not ended.is_set():
-                drafted.append(event.done)
-                if len(drafted) == 2:
-                    box[0].cancel()
-            if isinstance(event, Finished):
-                ended.set()
-
-        box.append(engine.submit(GenerationRequest(prompt, 4, specprefill=AUTO), on_event))
-        gate.set()
-        assert ended.wait(60)
-        starts = [
-            e.done
-            for e in engine.generate(GenerationRequest(prompt, 2))
-            if isinstance(e, Progress) and e.stage == "draft" and e.done
-        ]
-    assert drafted == [128, 256]
+        request = GenerationRequest(prompt, 4, specprefill=AUTO)
+        events = events_until(engine, request, lambda event: 256 in read_in("draft", [event]))
+        starts = read_in("draft", list(engine.generate(GenerationRequest(prompt, 2))))
+    assert read_in("draft", events) == [128, 256]
     assert starts[0] > 256
 
 
@@ -258,46 +214,6 @@ def test_slices_that_take_next_to_nothing_share_a_tick():
         for _ in range(4):
             assert ended.acquire(timeout=60)
     assert order[-8:] == ["TokenEvent", "Finished"] * 4  # of one step: they have joined together
-
-
-@pytest.mark.extended
-def test_a_short_request_overtakes_a_long_prefill():
-    """It comes when the long one's first slice is done."""
-    finished, ended, begun = [], threading.Semaphore(0), threading.Event()
-    # A slice per tick, so that a newcomer is seen after each.
-    config = dataclasses.replace(CONFIG, prefix_cache_bytes=0, prefill_step=64, target_itl_ms=1e-3)
-    with Engine(tiny_pair(), config) as engine:
-        engine.scheduler.patience = 60_000  # it is not its turn for having waited
-
-        def short(event):
-            if isinstance(event, Finished):
-                finished.append("short")
-                ended.release()
-
-        def long(event):
-            if isinstance(event, Progress) and event.stage == "prefill" and event.done and not begun.is_set():
-                begun.set()
-                engine.submit(GenerationRequest(random_prompt(60), 3, specprefill=OFF), short)
-            if isinstance(event, Finished):
-                finished.append("long")
-                ended.release()
-
-        engine.submit(GenerationRequest(random_prompt(3000), 1, specprefill=OFF), long)
-        for _ in range(2):
-            assert ended.acquire(timeout=60)
-    assert finished == ["short", "long"]
-
-
-def test_a_request_that_can_never_fit_is_refused_and_the_next_one_runs():
-    pair = tiny_pair()
-    weights = weight_bytes(pair.target) + weight_bytes(pair.draft)
-    with Engine(pair, dataclasses.replace(CONFIG, memory_limit=weights + 1)) as engine:
-        assert engine.window == 0
-        with pytest.raises(ContextLengthError):
-            ask(engine, random_prompt(50))
-        assert engine.health().running == 0
-    with Engine(pair, dataclasses.replace(CONFIG, memory_limit=1 << 33)) as engine:
-        assert len(ask(engine, random_prompt(50))[0]) == 6
 
 
 def test_many_requests_at_once_each_get_their_own_answer():

@@ -21,15 +21,15 @@ from mlx_specprefill import (
     GenerationRequest,
     ModelPair,
     PrefillReport,
-    Progress,
     PromptSpan,
     SpecPrefillOptions,
 )
 from mlx_specprefill.prefill_report import Prediction
 from mlx_specprefill.request import SpanKind
-from tests.engine.test_edited_prompt import CONFIG, IN_FULL, INSERTED, LONGER, OLD, PLACE, POLICY, SEAM, TAIL
+from tests.engine.test_edited_prompt import CONFIG, IN_FULL, INSERTED, LONGER, OLD, PLACE, POLICY, SEAM, TAIL, is_read
 from tests.engine.test_sessions import Meter, wants
 from tests.support.dense import assert_is_full_reading
+from tests.support.leaving import events_until
 from tests.support.tiny import on_own_layers, random_prompt, tiny_pair
 from tests.support.waiting import eventually
 
@@ -241,16 +241,8 @@ def test_with_quantised_keys() -> None:
 
 def test_given_up_on_the_way_all_is_as_before(engine: Engine) -> None:
     read(engine, OLD)
-    alone, events = kept(read(engine, inserted(PLACE, random_prompt(40, 8)))), list[Event]()
-
-    def stop(event: Event) -> None:
-        events.append(event)
-        if isinstance(event, Progress) and event.stage == "prefill":
-            handle.cancel()
-
-    handle = engine.submit(request_of(LONGER), stop)
-    eventually(lambda: bool(events) and getattr(events[-1], "report", None) is not None)
-    given_up = events[-1].report
+    alone = kept(read(engine, inserted(PLACE, random_prompt(40, 8))))
+    given_up = events_until(engine, request_of(LONGER), is_read)[-1].report
     assert given_up.mode == "reuse"
     assert given_up.reached is not None
     assert given_up.recalled_tokens == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from fractions import Fraction
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -29,7 +28,8 @@ from mlx_specprefill import (
     TokenEvent,
     make_pair,
 )
-from tests.support.tiny import EOS, FAMILIES, VOCAB, generated, greedy, random_prompt, tiny_model, tiny_pair, tokenizer
+from tests.support.leaving import events_until, read_in
+from tests.support.tiny import FAMILIES, VOCAB, generated, greedy, random_prompt, tiny_model, tiny_pair, tokenizer
 from tests.support.waiting import eventually
 
 M = 300
@@ -104,78 +104,40 @@ def test_a_stop_token_ends_the_answer(engine):
 
 
 def test_cancel_while_decoding(engine):
-    handle_seen, tokens, done = threading.Event(), [], threading.Event()
-    box: list[Any] = []
+    tokens = []
 
-    def on_event(event):
-        if isinstance(event, TokenEvent):
-            tokens.append(event)
-            if len(tokens) == 3:
-                handle_seen.wait(60)
-                box[0].cancel()
-        if isinstance(event, (Finished, Failed)):
-            box.append(event)
-            done.set()
+    def leaves(event):
+        tokens.extend([event] if isinstance(event, TokenEvent) else [])
+        return len(tokens) == 3
 
-    box.append(engine.submit(request(tokens=500), on_event))
-    handle_seen.set()
-    assert done.wait(60)
-    assert box[1].reason == "cancelled"
+    *_, last = events_until(engine, request(tokens=500), leaves)
+    assert last.reason == "cancelled"
     assert len(tokens) == 3
-    assert box[1].report.mode == "sparse"
+    assert last.report.mode == "sparse"
 
 
 @pytest.mark.parametrize("stage", ["draft", "prefill"])
 def test_cancel_in_prefill_is_not_a_fallback(engine, stage):
-    seen, done, box = list[Any](), threading.Event(), list[Any]()
-    ready = threading.Event()
-
-    def on_event(event):
-        seen.append(event)
-        if isinstance(event, Progress) and event.stage == stage and not box[0].cancelled:
-            ready.wait(60)
-            box[0].cancel()
-        if isinstance(event, (Finished, Failed)):
-            done.set()
-
     before = dict(engine.prefiller.fallbacks)
-    box.append(None)
-    gate = threading.Lock()
-    with gate:
-        asked = request(tokens=50, seed=len(stage))
-        box[0] = engine.submit(asked, lambda e: (gate.acquire(), gate.release(), on_event(e)))
-    ready.set()
-    assert done.wait(60)
-    assert seen[-1].reason == "cancelled"
-    assert sum(isinstance(e, Progress) and e.stage == stage for e in seen) == 1
-    assert not any(isinstance(e, TokenEvent) for e in seen)
+    asked = request(tokens=50, seed=len(stage))
+    events = events_until(engine, asked, lambda event: isinstance(event, Progress) and event.stage == stage)
+    assert events[-1].reason == "cancelled"
+    assert sum(isinstance(e, Progress) and e.stage == stage for e in events) == 1
+    assert not any(isinstance(e, TokenEvent) for e in events)
     assert dict(engine.prefiller.fallbacks) == before
 
 
 @pytest.mark.parametrize(("options", "stage"), [(SPARSE, "draft"), (SPARSE, "prefill"), (FULL, "prefill")])
 def test_a_request_that_is_given_up_says_how_far_it_came(engine, options, stage):
     """It has no time to a first token, and what it kept is what was read."""
-    handle, done, ends = list[Any](), list[Any](), list[Any]()
-    submitted, over = threading.Event(), threading.Event()
-
-    def on_event(event):
-        submitted.wait(60)
-        if isinstance(event, Progress) and event.stage == stage and event.done:
-            done.append(event.done)
-            handle[0].cancel()
-        if isinstance(event, (Finished, Failed)):
-            ends.append(event)
-            over.set()
-
-    handle.append(engine.submit(request(tokens=4, options=options, seed=70 + len(stage)), on_event))
-    submitted.set()
-    assert over.wait(60)
-    report = ends[0].report
+    asked = request(tokens=4, options=options, seed=70 + len(stage))
+    events = events_until(engine, asked, lambda event: bool(read_in(stage, [event])))
+    report, tokens = events[-1].report, read_in(stage, events)[-1]
     assert report.timings.ttft_ms is None
     assert report.to_dict()["timings"]["ttft_ms"] is None
-    assert report.reached == (stage, done[-1])
-    assert report.to_dict()["reached"] == {"stage": stage, "tokens": done[-1]}
-    assert report.kept_tokens == (done[-1] if stage == "prefill" else 0) < report.prompt_tokens
+    assert report.reached == (stage, tokens)
+    assert report.to_dict()["reached"] == {"stage": stage, "tokens": tokens}
+    assert report.kept_tokens == (tokens if stage == "prefill" else 0) < report.prompt_tokens
     assert report.kept_share is None
 
 
@@ -203,9 +165,8 @@ def test_a_callback_that_raises_ends_its_own_request_only(engine):
         raise ValueError("callback")
 
     engine.submit(request(), broken)
-    tokens, last = generated(engine.generate(request()))
+    tokens, _ = generated(engine.generate(request()))
     assert len(tokens) == 8
-    assert isinstance(last, Finished)
     assert engine.health().running == 0
 
 
@@ -321,7 +282,3 @@ def test_prompt_logprobs_are_those_of_a_dense_forward(engine, length):
         assert len(best) == 2
     assert events[-1].report.mode == "full"
     assert events[-1].completion_tokens == 0
-
-
-def test_greedy_lookahead_uses_the_models_own_end_of_text(engine):
-    assert engine.pair.eos_token_ids == {EOS}

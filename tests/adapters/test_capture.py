@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import importlib
 import itertools
-import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from hypothesis import strategies as st
 from mlx.utils import tree_map_with_path
 from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 
-from mlx_specprefill.adapters.capture import HeadCapture, QueryCapture, pool, prompt_attention
+from mlx_specprefill.adapters.capture import HeadCapture, QueryCapture, pool
 from tests.support.oracle import tiny_models
 
 Rows = npt.NDArray[np.float64]
@@ -291,20 +290,6 @@ def test_tiles_take_a_part_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> Non
     assert in_tiles < peak() / 2
 
 
-def test_a_sink_takes_part_of_every_row() -> None:
-    logits = mx.random.normal((4, M), key=mx.random.key(0))
-    assert np.allclose(np.array(prompt_attention(logits, M, None).sum(-1)), 1, atol=1e-6)
-    with_sinks = np.array(prompt_attention(logits, M, mx.array([0.0, 3.0, -2.0, 1.0])).sum(-1))
-    assert (with_sinks < 1).all()
-    expected = np.exp(array(logits)).sum(-1) / (np.exp(array(logits)).sum(-1) + np.exp([0.0, 3.0, -2.0, 1.0]))
-    np.testing.assert_allclose(with_sinks, expected, rtol=1e-5)
-
-
-def test_keys_after_the_prompt_are_not_in_the_denominator() -> None:
-    logits = mx.random.normal((2, M + 5), key=mx.random.key(1))
-    assert mx.array_equal(prompt_attention(logits, M, None), mx.softmax(logits[:, :M], axis=-1))
-
-
 def test_quantized_caches_are_seen_through_their_softmax() -> None:
     model = tiny("llama", hidden_size=256, num_key_value_heads=2)
     exact = capture_rows(model, 1)
@@ -445,21 +430,6 @@ def test_reading_heads_changes_no_logit() -> None:
 
 
 # --- pooling ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("width", [1, 3, 5, 7, 13, 31])
-@pytest.mark.parametrize("length", [1, 2, 6, 13, 100])
-def test_pooling_is_a_zero_padded_mean(width: int, length: int) -> None:
-    rows = np.random.default_rng(0).random((2, 3, length))
-    got = np.array(pool(mx.array(rows.astype(np.float32)), width))
-    np.testing.assert_allclose(got, reference_pool(rows, width), rtol=1e-5, atol=1e-7)
-
-
-def test_padding_attenuates_the_edges() -> None:
-    pooled = np.array(pool(mx.full((1, 64), 1 / 64), 13))[0] * 64
-    assert math.isclose(pooled[0], 7 / 13, rel_tol=1e-6)
-    assert math.isclose(pooled[-1], 7 / 13, rel_tol=1e-6)
-    np.testing.assert_allclose(pooled[6:-6], 1, rtol=1e-6)
 
 
 @given(st.integers(0, 20).map(lambda n: 2 * n + 1), st.integers(1, 80), st.integers(0, 1000))

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlx_lm.generate import GenerationBatch, StopSequences
 from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
@@ -22,7 +21,6 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_specprefill.cache import batched
-from mlx_specprefill.cache.batched import PositionedBatch
 from mlx_specprefill.cache.positioned import Positioned, PositionedKVCache, PositionedRotatingKVCache, place
 from mlx_specprefill.cache.rows import (
     batch_key,
@@ -36,9 +34,8 @@ from mlx_specprefill.cache.rows import (
 from mlx_specprefill.sampling import greedy
 from tests.support.examples import examples
 from tests.support.oracle import build
-from tests.support.precision import assert_close, near_ties
-from tests.support.rows import alone, assert_same_contents, contents, make_rows, prefilled, tokens
-from tests.support.tiny import VOCAB, tiny_model
+from tests.support.precision import assert_close
+from tests.support.rows import assert_same_contents, contents, make_rows
 
 WINDOW = 6
 
@@ -246,21 +243,6 @@ def test_only_one_token_per_row_and_step() -> None:
         cache.update_and_fetch(mx.zeros((2, 1, 3, 1)), mx.zeros((2, 1, 3, 1)))
 
 
-def test_rows_of_one_length_need_no_mask() -> None:
-    (cache,) = merge_rows([[single(False, [0, 4, 9])], [single(False, [1, 2, 3])]])
-    assert cache.make_mask(1) is None
-    assert cache.make_mask(1, return_array=True) is None
-    assert cache.offset.tolist() == [10, 4]
-
-
-def test_padding_goes_with_the_row_that_needed_it() -> None:
-    batch = merge_rows([[single(False, range(50))], [single(False, range(7))], [single(False, range(9))]])
-    filter_batch(batch, [1, 2])
-    assert batch[0].size() == 9
-    filter_batch(batch, [0])
-    assert (batch[0].size(), batch[0].make_mask(1)) == (7, None)
-
-
 def test_an_extracted_row_does_not_keep_the_batch_alive() -> None:
     held = mx.get_active_memory()  # of tests before this one
     wide = mx.zeros((1, 4, 256, 64))
@@ -456,21 +438,6 @@ def test_caches_with_one() -> None:
     assert batch_key(copy.deepcopy(positioned)) == keys[0]
 
 
-def test_composites_keep_their_shape() -> None:
-    def row(length: int) -> list[Any]:
-        state = ArraysCache(3)
-        state[0] = mx.full((1, 2), length)
-        return [CacheList(single(False, range(length)), state, single(True, range(length)))]
-
-    (batch,) = merge_rows([row(3), row(8)])
-    kinds = [type(part) for part in batch.caches]
-    assert kinds == [PositionedBatch, ArraysCache, PositionedBatch]
-    extend_batch([batch], merge_rows([row(5)]))
-    filter_batch([batch], [2, 0])
-    assert_same_contents(extract_row([batch], 0), row(5), atol=0)
-    assert_same_contents(extract_row([batch], 1), row(3), atol=0)
-
-
 def test_layers_that_no_forward_writes_to() -> None:
     batch = merge_rows([[PositionedKVCache()], [PositionedKVCache()]])
     extend_batch(batch, merge_rows([[PositionedKVCache()]]))
@@ -506,36 +473,3 @@ def continue_with(model: Any, cache: list[Any], logits: mx.array, count: int = 1
         rows.append(model(greedy(rows[-1])[:, None], cache=cache)[:, -1])
         mx.eval(rows[-1])
     return rows
-
-
-@pytest.mark.extended
-@near_ties()
-@pytest.mark.parametrize("family", ["llama", "gpt_oss", "qwen3_5"])
-def test_mlx_lms_generation_batch_decodes_them(family: str) -> None:
-    """They speak its protocol: rows are extended, filtered and extracted by its own code."""
-    model = tiny_model(family)
-    rows = make_rows(VOCAB, 4)
-    expected = [tokens(alone(model, row, 31)[0])[1:] for row in rows]  # it returns what follows its input
-
-    def generation(chosen: list[int], counts: list[int]) -> GenerationBatch:
-        ready = [prefilled(model, rows[index]) for index in chosen]
-        return GenerationBatch(
-            model,
-            chosen,
-            mx.concatenate([greedy(logits) for _, logits in ready]),
-            merge_rows([cache for cache, _ in ready]),
-            [[] for _ in chosen],
-            [greedy] * len(chosen),
-            greedy,
-            [[] for _ in chosen],
-            [StopSequences([])] * len(chosen),
-            counts,
-        )
-
-    batch, got = generation([0, 1], [30, 11]), {index: list[Any]() for index in range(4)}
-    for step in range(45):
-        if step == 5:
-            batch.extend(generation([2, 3], [30, 30]))
-        for response in batch.next():
-            got[response.uid].append(response.token)
-    assert got == {0: expected[0], 1: expected[1][:11], 2: expected[2], 3: expected[3]}

@@ -12,7 +12,7 @@ import mlx.core as mx
 import pytest
 from typer.testing import CliRunner
 
-from mlx_specprefill import Engine, Finished, GenerationRequest, SpecPrefillOptions
+from mlx_specprefill import Engine, GenerationRequest, SpecPrefillOptions
 from mlx_specprefill.adapters.heads import DraftHeads, Head
 from mlx_specprefill.adapters.staged import UpperLayers
 from mlx_specprefill_server import cli
@@ -38,14 +38,12 @@ def checkpoint(folder: Path, depth: int | None, family: str = "llama") -> str:
 
 def test_a_target_alone_is_prefilled_in_stages(tmp_path: Path) -> None:
     pair = load(Pair(target=checkpoint(tmp_path, 2)), "auto")
-    assert pair.stages is not None
     assert pair.stages.count == 2
     assert pair.sparse_refusal is None
     settings = make_settings(Pair(target=""), specprefill_threshold=0, prefix_cache_size=0)
     with Engine(pair, settings.engine_config()) as engine:
         request = GenerationRequest(PROMPT, 4, specprefill=SpecPrefillOptions(True))
         _, last = generated(engine.generate(request))
-    assert isinstance(last, Finished)
     assert (last.report.mode, last.report.scorer) == ("sparse", "self")
 
 
@@ -80,7 +78,6 @@ def test_a_target_that_can_not_be_split_says_so(
     assert f"full prefill only: no draft model is loaded, and the target can't do without: {reason}" in caplog.text
     with Engine(pair, make_settings(Pair(target=""), prefix_cache_size=0).engine_config()) as engine:
         _, last = generated(engine.generate(GenerationRequest(PROMPT, 4, specprefill=SpecPrefillOptions(True))))
-    assert isinstance(last, Finished)
     assert (last.report.mode, last.report.reason_code) == ("full", "no-draft")
     assert reason in last.report.reason
 

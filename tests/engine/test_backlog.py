@@ -82,7 +82,6 @@ class Dialogue:
         self.on_sent()
         assert ended.wait(60)
         answer, last = generated(events)
-        assert isinstance(last, Finished)
         start, self.prompt = len(self.prompt), (*self.prompt, *answer)
         self._say("assistant", start)
         return last

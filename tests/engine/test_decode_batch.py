@@ -150,40 +150,6 @@ def test_a_lone_row_keeps_its_own_cache(llama: Any) -> None:
     assert all(ours is theirs for ours, theirs in zip(removed.cache, row.cache, strict=True))
 
 
-def test_joining_and_leaving_copy_one_row() -> None:
-    """While a forward is under way; the step that follows included."""
-    model = tiny_model("llama")
-    batch = crowd(model)
-
-    def row(uid: int, count: int) -> DecodeRow:
-        made = batch_row(model, uid, make_rows(VOCAB, 1)[0])
-        for part in made.cache:
-            more = mx.zeros((*part.keys.shape[:2], count, part.keys.shape[-1]))
-            part.update_and_fetch(more, more)
-        mx.eval([part.state for part in made.cache])
-        return made
-
-    def peak(act: Callable[[], Any]) -> int:
-        mx.synchronize()
-        mx.reset_peak_memory()
-        before = mx.get_active_memory()
-        batch.step()
-        act()
-        batch.step()
-        mx.synchronize()
-        return mx.get_peak_memory() - before
-
-    for uid in range(13):
-        batch.add(row(uid, 2000 if uid == 12 else 3000 + uid))
-        batch.step()
-    joining = row(13, 1000)
-    whole = batch.caches[0][0].nbytes
-    assert peak(lambda: batch.remove(3)) < whole / 2
-    assert peak(lambda: batch.add(joining)) < whole / 3
-    assert batch.caches[0][0].nbytes == whole
-    assert batch.caches[0][0].keys.shape[0] > 12
-
-
 def test_a_newcomer_without_room_goes_on_alone_until_all_layers_have_some(
     llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -313,25 +279,6 @@ def test_the_cache_that_comes_out_holds_the_prompt_and_every_token(family: str) 
         expected, cache = alone(model, row, counts[uid] + 1)
         assert removed[uid].tokens == tuple(tokens(events[uid])) == tuple(tokens(expected[:-1]))
         assert_same_contents(removed[uid].cache, cache)
-
-
-@pytest.mark.parametrize("dtype", [mx.bfloat16, pytest.param(mx.float16, marks=pytest.mark.extended)])
-@pytest.mark.parametrize("family", ["llama", "qwen3_5", "nemotron_h"])
-def test_half_precision_stays_half_precision(family: str, dtype: mx.Dtype) -> None:
-    model = tiny_model(family)
-    model.set_dtype(dtype)
-    rows = make_rows(VOCAB, 3)
-
-    def dtypes(cache: list[Any]) -> list[mx.Dtype]:
-        inner = [getattr(leaf, "inner", leaf) for leaf in leaves(cache)]
-        arrays = [
-            part for leaf in inner for part in (leaf.cache if hasattr(leaf, "cache") else (leaf.keys, leaf.values))
-        ]
-        return [array.dtype for array in arrays]
-
-    _, removed = together(model, rows, [0, 1, 1], [6, 6, 9])
-    for uid, row in enumerate(rows):
-        assert dtypes(removed[uid].cache) == dtypes(alone(model, row, 3)[1])
 
 
 # --- samplers, penalties, log-probabilities ---------------------------------------------------------------------------

@@ -19,13 +19,13 @@ from mlx_specprefill import (
     EngineClosedError,
     EngineConfig,
     Failed,
-    Finished,
     GenerationRequest,
     SpecPrefillOptions,
     SpecPrefillPolicy,
 )
 from mlx_specprefill.cache.prefix.tree import PrefixCache
 from mlx_specprefill.errors import device_error
+from tests.support import tiny
 from tests.support.tiny import generated, random_prompt, tiny_pair
 from tests.support.waiting import eventually
 
@@ -88,10 +88,9 @@ def asked(sparse: bool, seed: int = 0, speculative: Any = None) -> GenerationReq
 
 
 def failed(engine: Engine, request: GenerationRequest) -> DeviceError:
-    _, last = generated(engine.generate(request))
-    assert isinstance(last, Failed)
-    assert isinstance(last.error, DeviceError)
-    return last.error
+    error = tiny.failed(engine.generate(request)).error
+    assert isinstance(error, DeviceError)
+    return error
 
 
 WHERE: dict[str, tuple[bool, str, Fails]] = {
@@ -130,7 +129,6 @@ def test_out_of_memory_fails_the_request_and_makes_room_for_the_next(
     assert not engine.stats().fallbacks
     models.broken.clear()
     _, last = generated(engine.generate(asked(sparse)))
-    assert isinstance(last, Finished)
     assert last.report.mode == ("sparse" if sparse else "full")
 
 
@@ -143,8 +141,7 @@ def test_a_forward_that_took_too_long_makes_later_ones_half_as_long(
     models.broken["target"] = message, lambda tokens: tokens > STEP // 2
     assert f"{STEP // 2} tokens at a time" in str(failed(engine, asked(False)))
     models.forwards.clear()
-    _, last = generated(engine.generate(asked(False)))
-    assert isinstance(last, Finished)
+    generated(engine.generate(asked(False)))
     assert models.longest("target") == STEP // 2
 
 
@@ -209,8 +206,7 @@ def test_a_prefix_that_can_not_be_kept_costs_no_answer(engine: Engine, monkeypat
 
     with monkeypatch.context() as patch:
         patch.setattr(PrefixCache, "store", full)
-        _, last = generated(engine.generate(asked(False)))
-    assert isinstance(last, Finished)
+        generated(engine.generate(asked(False)))
     assert eventually(lambda: engine.caches.nbytes == 0)
     limit = engine.memory.limit
     assert limit is not None

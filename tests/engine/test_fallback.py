@@ -13,12 +13,12 @@ import pytest
 from mlx_specprefill import (
     Engine,
     EngineConfig,
-    Finished,
     GenerationRequest,
     PromptSpan,
     SamplingParams,
     SpecPrefillOptions,
     SpecPrefillPolicy,
+    TokenEvent,
 )
 from mlx_specprefill.adapters.capture import QueryCapture
 from mlx_specprefill.adapters.rope import PositionMappedRoPE
@@ -26,7 +26,7 @@ from mlx_specprefill.cache.positioned import PositionedKVCache
 from mlx_specprefill.engine import caches as caches_module
 from mlx_specprefill.engine import loop as loop_module
 from mlx_specprefill.engine import prefill as runner_module
-from tests.support.tiny import FAMILIES, generated, random_prompt, tiny_pair
+from tests.support.tiny import FAMILIES, failed, generated, random_prompt, tiny_pair
 
 M = 900
 CONFIG = EngineConfig(policy=SpecPrefillPolicy(threshold=100), prefill_step=1024)
@@ -91,7 +91,6 @@ def test_a_fault_gives_the_full_answer_and_leaves_nothing_behind(fault, monkeypa
             inject(patch, pair)
             answer, last = generated(engine.generate(request()))
         again, after = generated(engine.generate(request()))
-    assert isinstance(last, Finished)
     assert answer == full
     assert last.report.mode == "full"
     assert last.report.reason.startswith(f"fallback: {stage} failed: ")
@@ -128,9 +127,9 @@ def test_a_full_prefill_that_fails_fails_alone(monkeypatch):
         expected, _ = generated(engine.generate(request()))
         with monkeypatch.context() as patch:
             patch.setattr(runner_module, "feed", boom)
-            tokens, last = generated(engine.generate(request()))
-            assert tokens == []
-            assert "injected" in str(last.error)
+            events = list(engine.generate(request()))
+        assert not any(isinstance(event, TokenEvent) for event in events)
+        assert "injected" in str(failed(events).error)
         assert generated(engine.generate(request()))[0] == expected
 
 
@@ -149,7 +148,7 @@ def test_a_failure_keeps_nothing_of_the_prefill_alive(monkeypatch):
     monkeypatch.setattr(runner_module, "feed", fails)
     monkeypatch.setattr(loop_module.log, "disabled", True)  # the test runner keeps records with their frames
     with Engine(tiny_pair(), CONFIG) as engine:
-        _, last = generated(engine.generate(request(enabled=False)))
+        last = failed(engine.generate(request(enabled=False)))
     gc.collect()
     assert isinstance(last.error, RuntimeError)
     assert isinstance(last.error.__cause__, ValueError)

@@ -141,5 +141,4 @@ def test_errors_travel_without_the_frames_that_they_and_their_causes_went_throug
     except ValueError as error:
         stripped = strip_traceback(error)
     assert stripped.__traceback__ is None
-    assert stripped.__cause__ is not None
     assert stripped.__cause__.__traceback__ is None

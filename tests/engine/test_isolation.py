@@ -19,7 +19,6 @@ from mlx_specprefill import (
     CacheLabel,
     Engine,
     EngineConfig,
-    Finished,
     GenerationRequest,
     ModelPair,
     PromptSpan,
@@ -67,7 +66,6 @@ def look(engine: Engine, request: GenerationRequest, patch: pytest.MonkeyPatch) 
     """All that tells a client whether its prompt was known: counts and work."""
     with fed(engine.pair, patch) as counts:
         _, last = generated(engine.generate(request))
-    assert isinstance(last, Finished)
     return last.report.cached_tokens, last.report.recalled_tokens, dict(counts)
 
 
@@ -102,7 +100,6 @@ def test_a_guess_is_answered_as_by_a_cold_engine(
 def _drop_salted(engine: Engine) -> None:
     """Drop the salted entries that a guess left. The entry of "ann" stays."""
     for cache in (engine.caches._target, engine.caches._draft):
-        assert cache is not None
         for entry in [entry for entry in cache.entries() if entry.label.salt]:
             assert engine._inbox.call(lambda cache=cache, entry=entry: cache.drop(entry.id))
 

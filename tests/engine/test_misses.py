@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mlx_specprefill import CacheLabel, Engine, EngineConfig, Finished, GenerationRequest, PrefillReport, PromptSpan
+from mlx_specprefill import CacheLabel, Engine, EngineConfig, GenerationRequest, PrefillReport, PromptSpan
 from mlx_specprefill.engine.misses import explain_miss
 from tests.support.tiny import generated, random_prompt, tiny_pair
 
@@ -27,7 +27,6 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 def read(engine: Engine, prompt: tuple[int, ...], label: CacheLabel = KEY) -> PrefillReport:
     _, last = generated(engine.generate(GenerationRequest(prompt, 2, spans=SPANS, label=label)))
-    assert isinstance(last, Finished)
     return last.report
 
 
@@ -35,7 +34,6 @@ def read(engine: Engine, prompt: tuple[int, ...], label: CacheLabel = KEY) -> Pr
 def test_a_changed_token_is_told_with_what_is_read_behind_it(engine: Engine) -> None:
     assert read(engine, PROMPT).miss is None
     report = read(engine, CHANGED)
-    assert report.miss is not None
     assert report.cached_tokens <= PLACE
     assert (report.miss.token, report.miss.message, report.miss.role) == (PLACE, 1, "user")
     assert report.miss.read_tokens == len(PROMPT) - PLACE - 1
@@ -69,7 +67,6 @@ def test_only_one_conversation_s_own_words_are_quoted(spans: tuple[PromptSpan, .
     changed = (*PROMPT[:place], (PROMPT[place] + 1) % 50, *PROMPT[place + 1 :])
     request = GenerationRequest(changed, 2, spans=spans)
     miss = explain_miss(request, (place, [np.array(PROMPT, dtype=np.int32)]), lambda ids: " ".join(map(str, ids)))
-    assert miss is not None
     assert miss.token == place
     assert miss.was == (str(PROMPT[place]) if shown else None)
     assert miss.now == str(changed[place])

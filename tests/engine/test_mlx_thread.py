@@ -19,7 +19,6 @@ from mlx_specprefill import (
     Engine,
     EngineClosedError,
     EngineConfig,
-    Failed,
     Finished,
     GenerationRequest,
     MLXThread,
@@ -30,7 +29,7 @@ from mlx_specprefill import (
 from mlx_specprefill.engine import mlx_thread
 from mlx_specprefill.engine.mlx_thread import _Member
 from mlx_specprefill.engine.shared_memory import SharedMemory
-from tests.support.tiny import generated, random_prompt, tiny_pair
+from tests.support.tiny import failed, generated, random_prompt, tiny_pair
 from tests.support.waiting import eventually
 
 CONFIG = EngineConfig(policy=SpecPrefillPolicy(threshold=10_000, densify=False), prefill_step=64)
@@ -382,8 +381,7 @@ def test_another_engines_prefixes_give_way_to_a_request() -> None:
         request = GenerationRequest(random_prompt(600, 3), 8)
         need = busy.memory.need(request, "full").total
         thread.memory.limit = limit_of(idle, busy, requests=need + held // 2)
-        _, last = generated(busy.generate(request))
-        assert isinstance(last, Finished)
+        generated(busy.generate(request))
         assert idle.stats().memory.prefix_cache < held
         idle.close(), busy.close()
 
@@ -416,15 +414,13 @@ def test_a_request_for_which_nothing_gives_way_is_told_so(monkeypatch: pytest.Mo
         own.start(), other.start()
         request = GenerationRequest(random_prompt(600, 3), 2)
         thread.memory.limit = limit_of(own, other, requests=own.memory.need(request, "full").total - 1)
-        _, last = generated(own.generate(request))
-        assert isinstance(last, Failed)
-        assert "not enough memory" in str(last.error)
+        assert "not enough memory" in str(failed(own.generate(request)).error)
         asked = list[int]()
         thread.memory.on_pressure = asked.append
         with monkeypatch.context() as patch:
             patch.setattr("mlx_specprefill.engine.shared_memory._PATIENCE_S", 0.05)
             for count in (1, 2):
-                assert isinstance(generated(own.generate(request))[1], Failed)
+                failed(own.generate(request))
                 assert len(asked) == count
         ended = list[Any]()
         waits = threading.Thread(target=lambda: ended.extend(own.generate(request)))

@@ -20,7 +20,6 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_specprefill import (
     Engine,
     EngineConfig,
-    Finished,
     GenerationRequest,
     ModelPair,
     ScoringConfig,
@@ -126,8 +125,6 @@ def test_a_target_scores_for_itself(family: str) -> None:
         again, _ = generated(engine.generate(asked()))
     with Engine(other, replace(CONFIG, scoring=ScoringConfig(rows=1))) as engine:
         expected, reference = generated(engine.generate(asked()))
-    assert isinstance(last, Finished)
-    assert isinstance(reference, Finished)
     assert (last.report.mode, reference.report.mode) == ("sparse", "sparse")
     assert last.report.kept_spans is not None
     assert last.report.kept_spans == reference.report.kept_spans
@@ -148,9 +145,7 @@ def test_dense_answers_are_those_of_the_target_alone() -> None:
 def test_it_drafts_no_answers(how: SpeculationName) -> None:
     with Engine(own_pair(), CONFIG) as engine:
         _, last = generated(engine.generate(asked(how=how)))
-    assert isinstance(last, Finished)
     assert last.report.mode == "sparse"
-    assert last.report.speculation is not None
     assert last.report.speculation.strategy == "autoregressive"
     assert "first 2 layers only" in last.report.speculation.reason
 
@@ -213,7 +208,6 @@ def test_all_of_its_layers_look_ahead(count: int | None) -> None:
     with Engine(pair, CONFIG) as engine:
         _, last = generated(engine.generate(asked()))
         assert engine.stats().memory.draft_weights == 0
-    assert isinstance(last, Finished)
     assert last.report.mode == "sparse"
 
 

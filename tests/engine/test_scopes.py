@@ -11,7 +11,6 @@ import pytest
 from mlx_specprefill import (
     Engine,
     EngineConfig,
-    Finished,
     GenerationRequest,
     ModelPair,
     PrefillReport,
@@ -41,7 +40,6 @@ def request(length: int, options: SpecPrefillOptions = TRUE, system: int = SYSTE
 
 def report_of(engine: Engine, asked: GenerationRequest) -> PrefillReport:
     _, last = generated(engine.generate(asked))
-    assert isinstance(last, Finished)
     return last.report
 
 
@@ -95,7 +93,6 @@ def test_the_rules_of_a_system_message_are_all_read(demo: ModelPair, enabled: bo
     with Engine(demo, CONFIG) as engine:
         found = report_of(engine, GenerationRequest(prompt.tokens, 2, specprefill=options, spans=prompt.spans))
     assert found.mode == ("full" if said == "Say hello." else "sparse")
-    assert found.kept_spans is not None
     assert found.kept_spans[0][0] == 0
     assert prompt.spans[0].end > 1000
     assert found.kept_spans[0][1] >= prompt.spans[0].end

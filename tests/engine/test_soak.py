@@ -285,8 +285,6 @@ def frees(engine: Engine) -> bool:
 
 def counted_bytes(engine: Engine) -> int:
     caches = engine.caches
-    assert caches._target is not None
-    assert caches._draft is not None
     return caches._target.nbytes + caches._draft.nbytes
 
 
@@ -296,9 +294,7 @@ def check_solo_selection(pair: ModelPair, tickets: list[Ticket]) -> None:
     seen: set[tuple[int, ...]] = set()
     with Engine(pair, alone) as engine:
         for ticket in tickets:
-            assert ticket.last is not None
             report = ticket.last.report
-            assert report is not None
             fresh = report.mode == "sparse" and report.cached_tokens == 0
             if not fresh or not ticket.tokens or len(seen) >= 12 or tuple(ticket.request.prompt.tolist()) in seen:
                 continue
@@ -370,7 +366,6 @@ def _ending(ticket: Ticket) -> str:
         assert isinstance(ticket.last.error, Injected), ticket.last.error
         assert str(ticket.last.error) in ("prefill", "processor")
         return "failed"
-    assert ticket.last is not None
     assert ticket.last.reason == "cancelled" or len(ticket.tokens) == ANSWER
     return ticket.last.reason
 

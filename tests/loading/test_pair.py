@@ -109,7 +109,6 @@ def test_another_tokenizer_is_mapped_by_text(tmp_path, caplog):
         kind(name).save_pretrained(folder)
     with caplog.at_level(logging.INFO):
         pair = load_pair(target, draft)
-    assert pair.mapping is not None
     assert (pair.mapping.aligned, pair.sparse_refusal) == (1, None)
     assert (pair.context_length, pair.draft_context) == (4096, 2048)
     assert pair.draft_tokenizer.bos_token == "<s>"

@@ -153,7 +153,6 @@ def test_two_starts_at_once(tmp_path: Path, conversions: Conversions) -> None:
     holds = "import fcntl,sys; f=open(sys.argv[1],'w'); fcntl.flock(f,fcntl.LOCK_EX); print(1,flush=True); input()"
     command = [sys.executable, "-c", holds, str(kept.with_suffix(".lock"))]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout is not None
         other.stdout.readline()
         load(file, folder)
         assert not kept.exists()

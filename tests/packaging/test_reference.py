@@ -17,8 +17,6 @@ DOCS = ROOT / "docs"
 @pytest.fixture(scope="module")
 def reference() -> ModuleType:
     spec = importlib.util.spec_from_file_location("make_reference", ROOT / "scripts" / "make_reference.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from itertools import pairwise
 
 import mlx.core as mx
@@ -11,7 +10,6 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_specprefill import PromptSpan, ScoringConfig, SparseUnsupportedError
-from mlx_specprefill.adapters.capture import QueryCapture, pool
 from mlx_specprefill.adapters.depth import first_layers
 from mlx_specprefill.adapters.heads import DraftHeads, Head
 from mlx_specprefill.cache.positioned import leaves
@@ -27,7 +25,7 @@ from mlx_specprefill.specprefill.scorer import (
 )
 from tests.support.precision import assert_close, numbers
 from tests.support.scoring import scoring_input
-from tests.support.tiny import FAMILIES, WINDOW, random_prompt, tiny_model
+from tests.support.tiny import FAMILIES, random_prompt, tiny_model
 
 M = 90
 # Attention calls, in the order of a forward, that see the whole prompt: the first and the second of them.
@@ -254,49 +252,6 @@ def test_the_question_is_read_in_one_forward():
         assert yields == len(shapes)
 
 
-@pytest.mark.parametrize("heads", [(4, 4), (4, 1), (8, 1), (8, 2)])
-def test_query_groups(heads):
-    H, H_kv = heads
-    model = tiny_model(
-        "llama", seed=4, num_attention_heads=H, num_key_value_heads=H_kv, head_dim=8, num_hidden_layers=1
-    )
-    config, prompt = ScoringConfig(rows=2), random_prompt(M, 1)
-    expected, _ = brute_force(model, "llama", prompt, config)
-    assert_close(run(model, prompt, config)[0].importance, expected, rtol=1e-5, atol=1e-8)
-    for head in range(H):
-        of_one = DraftHeads((Head(0, head, 1.0),), 1, 1, {})
-        found = run_heads(model, prompt, of_one, config)[0].importance
-        expected = brute_force_of_heads(model, of_one, prompt, config, QUESTION)
-        assert_close(found, expected, rtol=1e-5, atol=1e-8)
-
-
-def test_two_runs_are_identical():
-    model, prompt = tiny_model("qwen3_5", seed=5), random_prompt(M)
-    first, second = run(model, prompt)[0], run(model, prompt)[0]
-    assert (first.importance == second.importance).all()
-    assert first.lookahead == second.lookahead
-
-
-def test_running_maximum_equals_the_monolithic_result_bit_for_bit():
-    rng = np.random.default_rng(0)
-    layers = [(mx.array(rng.normal(size=(1, 4, 1, 8))), mx.array(rng.normal(size=(1, 2, 50, 8)))) for _ in range(5)]
-    layers = [(q.astype(mx.float32), k.astype(mx.float32)) for q, k in layers]
-    capture, rows = QueryCapture(50, 13), []
-    with capture.row(50):
-        for q, k in layers:
-            capture.observe(q, k, 0.5, None, None)
-    for q, k in layers:
-        logits = ((q * 0.5).reshape(1, 2, 2, 8) @ k.swapaxes(-1, -2)).reshape(4, 50)
-        rows.append(pool(mx.softmax(logits, axis=-1), 13))
-    assert (np.array(capture.rows[0]) == np.array(mx.concatenate(rows).max(axis=0))).all()
-
-
-def test_edges_of_a_uniform_row_are_attenuated():
-    row = pool(mx.full((1, M), 1 / M), 13)[0]
-    np.testing.assert_allclose(np.array(row[6:-6]), 1 / M, rtol=1e-6)
-    np.testing.assert_allclose(np.array(row)[[0, -1]], 7 / 13 / M, rtol=1e-6)
-
-
 class Counting:
     """Counts the forwards of a draft after its prompt."""
 
@@ -360,29 +315,6 @@ def test_the_draft_is_back_at_the_end_of_the_prompt(family):
         assert mx.array_equal(ours, theirs)
 
 
-def test_permuting_heads_does_not_change_importance():
-    """Rows of q, k, v and columns of o permuted together are the same model."""
-    model = tiny_model("llama", seed=9, num_attention_heads=4, num_key_value_heads=4, head_dim=8)
-    permuted = copy.deepcopy(model)
-    order = np.array([2, 0, 3, 1])
-    rows = (order[:, None] * 8 + np.arange(8)).reshape(-1)
-    for layer in permuted.layers:
-        attention = layer.self_attn
-        for name in ("q_proj", "k_proj", "v_proj"):
-            getattr(attention, name).weight = getattr(attention, name).weight[mx.array(rows)]
-        attention.o_proj.weight = attention.o_proj.weight[:, mx.array(rows)]
-    prompt = random_prompt(M, 4)
-    assert_close(run(permuted, prompt)[0].importance, run(model, prompt)[0].importance, rtol=1e-5, atol=1e-8)
-
-
-def test_window_layers_do_not_count():
-    """A layer that cannot see the prompt's start must not add its local attention to the maximum."""
-    full = tiny_model("gpt_oss", seed=10)
-    scores, _ = run(full, random_prompt(M, 5))
-    assert scores.words == "8 look-ahead rows, maximum over the heads of 2 layers"  # of 4
-    assert WINDOW < M
-
-
 def test_a_draft_without_attention_is_refused():
     class Recurrent:
         def make_cache(self):
@@ -423,15 +355,6 @@ def test_a_cached_prefix_does_not_change_what_calibrated_heads_find(family, leng
     assert_close(warm.importance, cold.importance, rtol=1e-4, atol=1e-7)
     assert {part.offset for part in leaves(warm.cache) if hasattr(part, "offset")} == {M}
     assert warm.cache is cache
-
-
-def test_nothing_is_captured_outside_a_row():
-    model = tiny_model("llama", seed=13)
-    capture = QueryCapture(M, 13)
-    with capture.row(M):
-        pass
-    model(mx.array(random_prompt(M))[None])
-    assert capture.rows == []
 
 
 @pytest.mark.parametrize(

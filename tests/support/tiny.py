@@ -21,7 +21,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
-from mlx_specprefill import Event, ModelPair, TokenEvent, make_pair
+from mlx_specprefill import Event, Failed, Finished, ModelPair, TokenEvent, make_pair
 from mlx_specprefill.adapters.depth import first_layers
 from mlx_specprefill.adapters.mtp import MTPHead, MTPLayers
 from mlx_specprefill.adapters.patches import install_patches
@@ -151,15 +151,18 @@ def random_prompt(length: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(int(t) for t in np.random.default_rng(seed).integers(2, VOCAB, length))
 
 
-def generated(events: Iterable[Event]) -> tuple[list[int], Event]:
-    """The tokens and the last event."""
-    tokens, last = [], None
-    for event in events:
-        if isinstance(event, TokenEvent):
-            tokens.append(event.token)
-        last = event
-    assert last is not None
-    return tokens, last
+def generated(events: Iterable[Event]) -> tuple[list[int], Finished]:
+    """The tokens of an answer, and its end."""
+    *made, last = events
+    assert isinstance(last, Finished), last
+    return [event.token for event in made if isinstance(event, TokenEvent)], last
+
+
+def failed(events: Iterable[Event]) -> Failed:
+    """The end of an answer that fails."""
+    *_, last = events
+    assert isinstance(last, Failed), last
+    return last
 
 
 def greedy(model: nn.Module, prompt: tuple[int, ...], count: int) -> list[int]:

@@ -11,7 +11,6 @@ from types import ModuleType
 # nothing of that, so their submodules are imported without them.
 for package in ("mlx_specprefill", "mlx_lm") if __name__ == "__main__" else ():
     spec = find_spec(package)
-    assert spec is not None
     sys.modules[package] = ModuleType(package)
     sys.modules[package].__path__ = list(spec.submodule_search_locations or ())
 

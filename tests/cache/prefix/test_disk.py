@@ -183,7 +183,6 @@ def test_prefixes_survive_a_restart(tmp_path: Path, dtype: mx.Dtype) -> None:
         assert len(prefixes.entries()) == 6
         for prompt in prompts:
             hit = prefixes.lookup((*prompt, 1))
-            assert hit is not None
             assert hit.length == 30
             reference = filled(make, prompt)
             assert same(hit.cache[:3], reference[:3])
@@ -298,10 +297,6 @@ def _flip(path: Path) -> None:
 def _flip_header(path: Path) -> None:
     data = path.read_bytes()
     path.write_bytes(data.replace(b'"0.keys"', b'"2.keys"'))
-
-
-def _other(path: Path) -> Path:
-    return next(other for other in records(path.parent) if other != path)
 
 
 DAMAGE = {
@@ -484,7 +479,6 @@ def test_kill_9_during_writes_many_times(tmp_path: Path, times: int) -> None:
     with writers(tmp_path) as start:
         while number < times and (number < 10 or time.monotonic() < until):
             process = start(number)
-            assert process.stdout is not None
             assert process.stdout.readline().startswith("ready"), "the folder could not be opened"
             # Some die before they have written anything, some in their first record, some leave a whole prompt, of up
             # to eight records: a file comes, gets its name, the next one comes. So it is on a slow disk, too.

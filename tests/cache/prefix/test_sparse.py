@@ -93,7 +93,6 @@ def test_a_stored_turn_comes_back_as_it_was(family: str) -> None:
     for count in (1, 3, 5):
         length = TURNS[count - 1][1][-1] + 1
         hit = prefixes.lookup((*PROMPT[:length], 3), selection_key=A)
-        assert hit is not None
         assert hit.length == length
         assert hit.held is not None
         assert [int(i) for i in hit.held] == [i for _, part in TURNS[:count] for i in part]
@@ -109,7 +108,6 @@ def test_what_can_be_cut_is_served_at_any_length(length: int) -> None:
     """As if nothing had been fed behind it."""
     prefixes = stored("llama")
     hit = prefixes.lookup((*PROMPT[:length], 3, 4), selection_key=A)
-    assert hit is not None
     assert hit.length == length
     held = FED[: Fed(FED).slots(length)]
     assert hit.held is not None
@@ -125,7 +123,6 @@ def test_what_can_be_cut_is_served_at_any_length(length: int) -> None:
 @pytest.mark.parametrize("family", [family for family in FAMILIES if STATEFUL[family]])
 def test_states_are_served_where_they_were_stored(family: str) -> None:
     hit = stored(family).lookup((*PROMPT[:80], 3), selection_key=A)
-    assert hit is not None
     assert hit.length == 68
 
 
@@ -137,7 +134,6 @@ def test_what_lies_before_the_first_gap_is_dense(family: str) -> None:
     assert found == (0 if STATEFUL[family] else 16)  # whole blocks
     prefixes.store(PROMPT[:18], dense(family, PROMPT[:18])[0])
     hit = prefixes.lookup(tokens, selection_key=A)
-    assert hit is not None
     assert (hit.length, hit.held) == (18, None)
 
 
@@ -160,11 +156,9 @@ def test_a_dense_prefix_as_long_is_preferred(family: str) -> None:
     prefixes = stored(family)
     prefixes.store(PROMPT[:68], dense(family, PROMPT[:68])[0])
     hit = prefixes.lookup((*PROMPT[:68], 3), selection_key=A)
-    assert hit is not None
     assert hit.held is None
     assert_close(hit.cache, dense(family, PROMPT[:68])[0])
     longer = prefixes.lookup(PROMPT, selection_key=A)
-    assert longer is not None
     assert longer.held is not None
 
 
@@ -177,7 +171,6 @@ def test_branches_share_what_they_have_in_common(family: str) -> None:
     one = prefixes.nbytes
     for seed in (1, 2):
         hit = prefixes.lookup((*PROMPT[:68], 3), selection_key=A)
-        assert hit is not None
         more = random_prompt(5, seed)
         feed(model_of(family), hit.cache, more)
         prefixes.store((*PROMPT[:68], *more), hit.cache, selection_key=A)
@@ -202,8 +195,6 @@ def test_it_outlives_the_process(family: str, tmp_path: Path) -> None:
     disk.close()
     again = prefix_cache(family, disk=DiskTier(tmp_path, 1 << 22))
     after = again.lookup((*PROMPT, 3), selection_key=A)
-    assert before is not None
-    assert after is not None
     assert after.length == before.length == 90
     assert same(after.cache, before.cache)
     assert positions(after.cache) == positions(before.cache)
@@ -226,14 +217,12 @@ def test_what_the_first_layers_passed_on_is_stored_in_place_of_what_they_hold() 
 
     prefixes.store(PROMPT, cache, selection_key=A, hidden=between)
     hit = prefixes.lookup((*PROMPT, 3), selection_key=A)
-    assert hit is not None
     first, *others = leaves(hit.cache)
     assert first.empty()
     assert [part.slots for part in others] == [FED.size] * len(others)
     found = {start + i: float(value) for start, part in hit.hidden for i, value in enumerate(np.array(part)[0, :, 0])}
     assert found == {index: float(index) for index in range(19, 90)}
     plain = prefixes.lookup(PROMPT)
-    assert plain is not None
     assert plain.length == 16
     assert not any(part.empty() for part in leaves(plain.cache))
     assert plain.hidden == []

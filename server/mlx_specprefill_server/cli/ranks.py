@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from mlx_specprefill import RankedEngine, Ranks, join_ranks
 
+from ..process import GRACE_S
 from ..settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -31,13 +32,13 @@ def join(settings: Settings) -> Ranks | None:
     return ranks
 
 
-def follow(engine: RankedEngine, settings: Settings) -> None:
+def follow(engine: RankedEngine) -> None:
     """Follow rank 0 on another rank until it ends.
 
     Rank 0 gets signals too, lets its requests finish, and then ends this rank. If it is gone, this rank may wait in
     MLX's ring for ever: then the system ends it.
     """
-    limit_s = math.ceil(settings.shutdown_grace_s) + _MORE_S
+    limit_s = math.ceil(GRACE_S) + _MORE_S
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: signal.alarm(limit_s))
     engine.follow()

@@ -53,7 +53,7 @@ def run_server(
         if ranks is not None and not ranks.leads:
             engine = loading()
             assert isinstance(engine, RankedEngine)
-            follow(engine, settings)
+            follow(engine)
             return
         # First: loading takes minutes, and a port in use must be reported at once.
         with listening(settings, sockets) as sockets, loading() as engine:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Iterator
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from openai.types.chat import ChatCompletion
@@ -21,15 +25,28 @@ from tokenizers import AddedToken
 
 from mlx_specprefill import Constraint
 from mlx_specprefill.constraints import Grammars
+from mlx_specprefill_server.anthropic.messages import MessageAnswer
+from mlx_specprefill_server.anthropic.protocol import MessagesRequest
+from mlx_specprefill_server.errors import JsonResponse
 from mlx_specprefill_server.notations import DEEPSEEK, GEMMA_4, HARMONY, KIMI
-from mlx_specprefill_server.openai.custom_tools import InputText, input_pattern
+from mlx_specprefill_server.openai.chat import ChatAnswer, ChatRequest
+from mlx_specprefill_server.openai.custom_tools import input_pattern
+from mlx_specprefill_server.openai.responses import ResponsesAnswer
+from mlx_specprefill_server.openai.responses_protocol import ResponsesRequest
 from mlx_specprefill_server.prompt.deferred import HEADER
+from mlx_specprefill_server.service import Service
+from mlx_specprefill_server.settings import Settings
+from tests.support.examples import examples
 
 from .calling import called, engine_that_sees_all, prompts
-from .canned_answers import named_events
+from .canned_answers import Given, done, named_events, streamed
 from .conftest import client_of, events
 from .fakes import FakeEngine, FakePair
 from .form_templates import FORMS
+from .notations import NOTATIONS
+from .parsers.reading import STRING, tool
+from .test_messages import accumulated
+from .test_responses import checked
 
 RESPONSES = "/v1/responses"
 EVENTS: Any = TypeAdapter(ResponseStreamEvent)
@@ -179,11 +196,60 @@ def test_its_events(client: TestClient, engine: FakeEngine) -> None:
     assert not any("function_call" in event["type"] for event in events)
 
 
-@pytest.mark.parametrize("text", [GOOD, 'x"\\/\b\f\t', "ü\N{ROCKET}", ""])
-def test_the_input_is_read_as_it_comes(text: str) -> None:
-    for ascii_only in (False, True):
-        reader, given = InputText(), json.dumps({"input": text}, ensure_ascii=ascii_only)
-        assert "".join(map(reader.push, given)) == text
+TEXTS = st.text(alphabet='ab"\\/\n\té🎉 {}:,', max_size=8)
+VALUES = TEXTS | st.lists(TEXTS, max_size=2) | st.none() | st.integers() | st.dictionaries(TEXTS, TEXTS, max_size=1)
+MEMBERS = st.dictionaries(st.sampled_from(["input", "explanation", "cmd"]), VALUES, max_size=3)
+KINDS = {"custom": {}, "function": {"parameters": {"type": "object"}}}
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Service]:
+    with engine_that_sees_all() as fake:
+        yield Service(fake, Settings())
+
+
+@pytest.mark.parametrize("notation", NOTATIONS)
+@settings(max_examples=examples(20))
+@given(members=MEMBERS, cuts=st.lists(st.integers(1, 150), max_size=9), kind=st.sampled_from(sorted(KINDS)))
+def test_a_stream_says_what_a_whole_answer_says(
+    service: Service, notation: str, members: Any, cuts: list[int], kind: str
+) -> None:
+    parser, text = NOTATIONS[notation].format.parser([tool("f", input=STRING)], ""), NOTATIONS[notation].write(members)
+    ends = sorted({cut for cut in cuts if cut < len(text)} | {len(text)})
+    read = [delta for a, b in pairwise([0, *ends]) for delta in parser.push(text[a:b])]
+    answer = Given([*read, *parser.finish(True), done("tool_calls")])
+    function = {"name": "f", **KINDS[kind]}
+
+    response = ResponsesRequest(input="Hi", tools=[{"type": kind, **function}])
+    sent = checked(streamed(ResponsesAnswer(service, response, answer).stream()))[-1]["response"]
+    whole = asyncio.run(ResponsesAnswer(service, response, answer).collect())
+    assert [item | {"id": ""} for item in sent["output"]] == [item | {"id": ""} for item in whole["output"]]
+
+    message = MessagesRequest(messages=[EDIT], max_tokens=10)
+    blocks = accumulated(streamed(MessageAnswer(service, message, answer).stream())).to_dict(mode="json")["content"]
+    whole = asyncio.run(MessageAnswer(service, message, answer).collect())
+    assert blocks == json.loads(JsonResponse(whole).body)["content"]
+
+    chat = ChatRequest(messages=[EDIT], tools=[{"type": kind, kind: function}])
+    whole = asyncio.run(ChatAnswer(service, chat, answer).collect())
+    assert joined(ChatAnswer(service, chat, answer), kind) == whole["choices"][0]["message"].get("tool_calls", [])
+
+
+def joined(answer: ChatAnswer, kind: str) -> list[dict[str, Any]]:
+    """Return the calls of a stream, as clients join them."""
+
+    async def read() -> bytes:
+        return b"".join([chunk async for chunk in answer.stream()])
+
+    calls: list[dict[str, Any]] = []
+    for chunk in events(asyncio.run(read()).decode())[:-1]:
+        for call in chunk["choices"][0]["delta"].get("tool_calls", ()):
+            if "id" in call:
+                calls.append({member: value for member, value in call.items() if member != "index"})
+            else:
+                for member, text in call[kind].items():
+                    calls[call["index"]][kind][member] += text
+    return calls
 
 
 def test_history_is_read_back(client: TestClient, engine: FakeEngine) -> None:

@@ -98,9 +98,10 @@ def replayed(payloads: list[dict[str, Any]]) -> list[dict[str, Any]]:
             item = None
         else:
             assert kind.endswith(".done")
-            assert payload.get("arguments", payload.get("text")) == text
-            if "arguments" in payload:
-                item["arguments"] = text
+            (member,) = payload.keys() & {"arguments", "input", "text"}
+            assert payload[member] == text
+            if member != "text":
+                item[member] = text
     assert item is None
     return items
 

@@ -171,10 +171,15 @@ class ChatAnswer:
                     call = {"type": "custom", "custom": {"name": delta.name, "input": ""}}
                 yield {"tool_calls": [{"index": number, "id": delta.id, **call}]}
             case CallDelta() if index in self._inputs:
-                if text := self._inputs[index].push(delta.text):
-                    yield {"tool_calls": [{"index": self._calls[index] - 1, "custom": {"input": text}}]}
+                yield from self._input(index, self._inputs[index].push(delta.text))
+            case CallEnd() if index in self._inputs:
+                yield from self._input(index, self._inputs[index].end())
             case CallDelta():
                 yield {"tool_calls": [{"index": self._calls[index] - 1, "function": {"arguments": delta.text}}]}
+
+    def _input(self, index: int, text: str) -> Iterator[dict[str, Any]]:
+        if text:
+            yield {"tool_calls": [{"index": self._calls[index] - 1, "custom": {"input": text}}]}
 
     def _logprobs(self, delta: AnswerDelta) -> dict[str, Any] | None:
         return _logprobs(self._vocabulary, delta.tokens) if isinstance(delta, TextDelta) else None

@@ -156,14 +156,14 @@ def _flat(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 class InputText:
-    """A reader of the input in a call's arguments, as their text comes."""
+    """A reader of the input in a call's arguments, as their text comes. Its pieces are the input, also of a whole answer."""
 
     def __init__(self) -> None:
         self._waiting = ""
         self._begun = False
 
     def push(self, text: str) -> str:
-        """Add JSON text and return what it says of the input."""
+        """Add JSON text and return what it says of an input that is a text and stands first."""
         self._waiting += text
         if not self._begun:
             match = _BEGIN.match(self._waiting)
@@ -176,8 +176,15 @@ class InputText:
         self._waiting = self._waiting[parts.end() :]
         return str(json.loads(f'"{parts[0]}"', strict=False))
 
+    def end(self) -> str:
+        """Return the input of a complete call that stood elsewhere. Arguments without one are passed on as they are."""
+        if self._begun:
+            return ""
+        value = json.loads(self._waiting, parse_int=float).get(INPUT)  # whatever the number, it is no text
+        return value if isinstance(value, str) else self._waiting
+
 
 def whole_input(arguments: str) -> str:
-    """Return the input of a complete call. Arguments of another form are passed on as they are."""
-    value = json.loads(arguments, parse_int=float).get(INPUT)  # whatever the number, it is no text
-    return value if isinstance(value, str) else arguments
+    """Return the input of a complete call."""
+    reader = InputText()
+    return reader.push(arguments) + reader.end()

@@ -35,7 +35,7 @@ from ..report import ProgressReporter, Report
 from ..request_body import body_of
 from ..service import Service
 from ..serving import count_tokens, serve
-from .custom_tools import InputText, Tools, whole_input
+from .custom_tools import InputText, Tools
 from .protocol import logprob_entry
 from .responses_protocol import SEALED, TOOL_SEARCH, ResponsesRequest, refuse, sealed
 
@@ -97,8 +97,8 @@ class ItemWriter:
             case CallDelta():
                 yield from self._call_text(delta.text)
             case CallEnd():
-                if self._is_open(CUSTOM):
-                    self._text = [whole_input(delta.arguments)]
+                if self._is_open(CUSTOM) and (rest := self._input.end()):
+                    yield self._delta(rest)
                 yield from self.close()
             case CallBroken():
                 yield from self.close("incomplete")

@@ -21,6 +21,7 @@ from ..cache.budget import ByteBudget
 from ..cache.positioned import leaves, make_positioned_cache
 from ..cache.prefix.disk import DiskTier
 from ..cache.prefix.identity import model_identity
+from ..cache.prefix.index import UnreadableIndexError
 from ..cache.prefix.layout import Arrays
 from ..cache.prefix.nodes import CacheEntry, CacheHit, Record
 from ..cache.prefix.selection_key import SelectionKey, accepted_by
@@ -104,7 +105,7 @@ class EngineCaches:
             try:
                 self._disk = DiskTier(self._folder(config.prefix_cache_dir), config.prefix_disk_bytes)
             except OSError as error:
-                if not config.prefix_cache_optional:
+                if not (config.prefix_cache_optional or isinstance(error, UnreadableIndexError)):
                     raise SettingsError(f"the prefix cache folder can't be used: {error}") from error
                 log.warning("no disk cache: %s", error)
         identity, draft_identity = self._identities(pair)

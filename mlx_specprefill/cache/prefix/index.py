@@ -8,6 +8,7 @@ import os
 import re
 import sqlite3
 import stat
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -23,6 +24,10 @@ _TEMPORARY = re.compile(r"[0-9a-f]+(-state)?\.\d+-\d+\.tmp")
 _FILES = ("index.sqlite", "index.sqlite-wal", "index.sqlite-shm")
 _LOCK = "lock"
 _COLUMNS = "key, namespace, parent, tokens, end, array_bytes, pinned, selection_key, positions"  # as in `DiskRow`
+_MORE = "file_bytes, checksum, used"
+_TYPES = (str, str, str, bytes, int, int, int, str | None, bytes, int, bytes, float)  # of both
+_MOST_BYTES = 1 << 50  # of a file
+_MOST_AHEAD_S = 86_400  # of our clock; a use beyond was not written by a clock
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS records (
     key TEXT PRIMARY KEY,
@@ -112,6 +117,10 @@ def has_index(folder: Path) -> bool:
     return (folder / _FILES[0]).is_file()
 
 
+class UnreadableIndexError(OSError):
+    """What the folder holds can't be used, though the folder could be."""
+
+
 class RecordIndex:
     """May be opened by several processes. All methods raise sqlite3.Error.
 
@@ -123,22 +132,26 @@ class RecordIndex:
         newest: time of the last use of a record.
 
     Raises:
-        OSError: the folder or its index can't be used.
+        UnreadableIndexError: what lies in the folder can't be used.
+        OSError: the folder can't be used.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        mended = make_private(folder, _is_ours)
+        mended, lock = make_private(folder, lambda _: False), None
+        try:
+            mended += make_private(folder, _is_ours)
+            self._lock_file = lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+            alone = self._try_lock()
+            self.known, self.newest = self._open(alone)
+        except (sqlite3.Error, UnicodeError, OSError) as error:
+            if lock is not None:
+                os.close(lock)
+            of_folder = isinstance(error, OSError) and not isinstance(error, IsADirectoryError | PermissionError)
+            kind = OSError if of_folder else UnreadableIndexError
+            raise kind(f"the index of {folder} can't be used: {error}") from error
         if mended:
             log.warning("%s holds prompts: what was open to others is closed now (%d files)", folder, mended)
-        self._lock_file = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-        alone = self._try_lock()
-        try:
-            self._database = self._open(alone)
-            self.known, self.newest = self._load(alone)
-        except (sqlite3.Error, OSError) as error:
-            os.close(self._lock_file)
-            raise OSError(f"the index of {folder} can't be used: {error}") from error
         if alone:
             fcntl.flock(self._lock_file, fcntl.LOCK_SH)
 
@@ -146,7 +159,7 @@ class RecordIndex:
         """Return the rows of a namespace, and of those that match the pattern."""
         query = f"SELECT {_COLUMNS} FROM records WHERE namespace = ? OR namespace GLOB ?"
         with self._database:
-            return [DiskRow(*row) for row in self._database.execute(query, (namespace, pattern))]
+            return [DiskRow(*row) for row in self._database.execute(query, (namespace, pattern)) if _is_sound(row)]
 
     def add(self, row: DiskRow, file_bytes: int, checksum: bytes, used: float, publish: Callable[[], object]) -> None:
         """Add a row, and `publish` its file. Other processes see both or neither."""
@@ -154,7 +167,7 @@ class RecordIndex:
             self._database.execute("BEGIN IMMEDIATE")
             publish()
             self._database.execute(
-                f"INSERT OR REPLACE INTO records ({_COLUMNS}, file_bytes, checksum, used) "
+                f"INSERT OR REPLACE INTO records ({_COLUMNS}, {_MORE}) "
                 "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (*astuple(row), file_bytes, checksum, used),
             )
@@ -219,17 +232,27 @@ class RecordIndex:
                 log.warning("%s can't be locked: %s", self.folder, error)
             return False
 
-    def _open(self, alone: bool) -> sqlite3.Connection:
-        """Open the database. A broken one, or one of another version, is replaced if no other process uses it."""
+    def _open(self, alone: bool) -> tuple[dict[str, bytes], float]:
+        """Open the database and read it. A broken one, or one of another version, is replaced if no other process uses
+        it.
+        """
         try:
-            return self._connect()
-        except sqlite3.DatabaseError as error:
+            return self._read(alone)
+        except (sqlite3.DatabaseError, UnicodeError) as error:
             if not alone:
                 raise
             log.warning("the index of %s starts empty: %s", self.folder, error)
         for name in _FILES:
             (self.folder / name).unlink(missing_ok=True)
-        return self._connect()
+        return self._read(alone)
+
+    def _read(self, alone: bool) -> tuple[dict[str, bytes], float]:
+        self._database = self._connect()
+        try:
+            return self._load(alone)
+        except BaseException:
+            self._database.close()
+            raise
 
     def _connect(self) -> sqlite3.Connection:
         index = self.folder / _FILES[0]
@@ -243,7 +266,7 @@ class RecordIndex:
             (tables,) = database.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
             if tables and version != _VERSION:
                 raise sqlite3.DatabaseError(f"it has version {version}, not {_VERSION}")
-            if database.execute("PRAGMA quick_check").fetchone() != ("ok",):
+            if database.execute("PRAGMA integrity_check").fetchone() != ("ok",):
                 raise sqlite3.DatabaseError("it is damaged")
             database.executescript(f"{_SCHEMA} PRAGMA user_version = {_VERSION};")
         except BaseException:
@@ -255,20 +278,36 @@ class RecordIndex:
         """Return checksums of complete records, and the time of the last use. Without other users, make folder and
         index agree first.
         """
-        rows = self._database.execute("SELECT key, checksum, used FROM records").fetchall()
         files = {path.name for path in self.folder.iterdir()}
-        known = {key: checksum for key, checksum, _ in rows if file_name(key) in files}
+        known, lost, newest, damaged = dict[str, bytes](), list[str](), 0.0, 0
+        latest = time.time() + _MOST_AHEAD_S
+        for row in self._database.execute(f"SELECT {_COLUMNS}, {_MORE} FROM records"):
+            key, array_bytes, file_bytes, checksum, used = row[0], row[5], *row[-3:]
+            sound = _is_sound(row) and 0 <= array_bytes <= file_bytes <= _MOST_BYTES and 0 <= used <= latest
+            damaged += not sound
+            if sound and file_name(key) in files:
+                known[key], newest = checksum, max(newest, used)
+            else:
+                lost.append(key)
+        if damaged:
+            log.warning("%s: %d damaged rows of the index are left out", self.folder, damaged)
         if alone:
-            self._reconcile(files, known, [key for key, _, _ in rows if key not in known])
-        return known, max((used for _, _, used in rows), default=0.0)
+            self._reconcile(files, known, lost)
+        return known, newest
 
     def _reconcile(self, files: set[str], known: dict[str, bytes], lost: Sequence[str]) -> None:
         self.remove(lost)
         orphans = [name for name in files if _RECORD.fullmatch(name) and name.removesuffix(".safetensors") not in known]
         for name in [*orphans, *(name for name in files if _TEMPORARY.fullmatch(name))]:
-            (self.folder / name).unlink(missing_ok=True)
+            if not (self.folder / name).is_dir():
+                (self.folder / name).unlink(missing_ok=True)
         if lost or orphans:
             log.info("%s: %d rows without file, %d files without row dropped", self.folder, len(lost), len(orphans))
+
+
+def _is_sound(row: Sequence[object]) -> bool:
+    """Return whether the values have their columns' types. sqlite checks neither these nor the bits."""
+    return all(map(isinstance, row, _TYPES))
 
 
 def _is_ours(name: str) -> bool:

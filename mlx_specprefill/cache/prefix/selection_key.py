@@ -50,7 +50,11 @@ class SelectionKey:
             ValueError: it is no such text.
         """
         chooser, share, rule, scope, how, *forced = text.split(":")
-        return cls(Fraction(share), cast(RuleName, rule), cast(Scope, scope), how == "staged", bool(forced), chooser)
+        try:
+            parsed = Fraction(share)
+        except ZeroDivisionError as error:
+            raise ValueError(f"{share} is no share") from error
+        return cls(parsed, cast(RuleName, rule), cast(Scope, scope), how == "staged", bool(forced), chooser)
 
 
 Accepts = Callable[[SelectionKey], bool]

@@ -57,16 +57,17 @@ class StoredPrefixCache(PrefixCache):
         self._roots = {root.label: root for root in roots if root.children}
 
     def _attach(self, row: DiskRow, nodes: dict[str, Node]) -> bool:
-        """Add a stored record to the tree; return False if its parent is missing, or its key unknown."""
+        """Add a stored record to the tree; return False if its parent is missing, or its values can't be read."""
         node = nodes.get(row.key.removesuffix("-state"))
         kind: RecordKind = "state" if row.key.endswith("-state") else "tokens"
         if kind == "tokens":
-            parent, tokens = nodes.get(row.parent), np.frombuffer(row.tokens, dtype="<i4")
+            parent = nodes.get(row.parent)
             try:
+                tokens = np.frombuffer(row.tokens, dtype="<i4")
                 key = None if row.selection_key is None else SelectionKey.parse(row.selection_key)
+                positions = None if key is None else np.frombuffer(row.positions, dtype="<i4")
             except ValueError:
                 return False
-            positions = None if key is None else np.frombuffer(row.positions, dtype="<i4")
             if parent is not None and block_digest(parent.digest, tokens, key, positions).hex() == row.key:
                 node = Node(parent, tokens, bytes.fromhex(row.key), parent.label, key, positions)
                 nodes[row.key] = parent.children[node.digest] = node

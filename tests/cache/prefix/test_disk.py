@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import random
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -24,10 +25,11 @@ import pytest
 from mlx_specprefill.cache.budget import ByteBudget
 from mlx_specprefill.cache.prefix import disk
 from mlx_specprefill.cache.prefix.disk import DiskTier
-from mlx_specprefill.cache.prefix.index import DiskRow, make_private
+from mlx_specprefill.cache.prefix.index import DiskRow, UnreadableIndexError, make_private
 from mlx_specprefill.cache.prefix.stored import StoredPrefixCache
 from tests.cache.prefix.disk_writer import FILE_BYTES, MAKE
 from tests.cache.prefix.stores import BLOCK, fake_caches, filled, held_bytes, prompt_of, same
+from tests.support.examples import examples
 from tests.support.steps import finish
 
 LARGE = 1 << 30
@@ -406,6 +408,62 @@ def test_a_broken_index_starts_empty(tmp_path: Path, how: str, caplog: pytest.Lo
         prefixes.store(range(28), filled(fake_caches(), range(28)))
     with cached(tmp_path) as prefixes:
         assert found(prefixes, range(28)) == 28
+
+
+def _bits(path: Path, rng: random.Random) -> None:
+    data = bytearray(path.read_bytes())
+    for _ in range(rng.choice([1, 1, 8, 100])):
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    path.write_bytes(data)
+
+
+def _texts(path: Path, rng: random.Random) -> None:
+    """Flip a bit of a key wherever it stands, which sqlite's check passes."""
+    data, key = path.read_bytes(), _other(path).stem.removesuffix("-state").encode()
+    at, bit = rng.randrange(len(key)), rng.choice([1, 0x80])
+    path.write_bytes(data.replace(key, key[:at] + bytes([key[at] ^ bit]) + key[at + 1 :]))
+
+
+def _value(path: Path, rng: random.Random) -> None:
+    values = ["x", b"\xff\x01\x02", -1, 2**62, 0.5, 1e300, "x:1/0:default:user:whole", "a:b@c/d"]
+    columns = ["key", "namespace", "parent", "tokens", "selection_key", "positions", "end", "array_bytes", "file_bytes",
+               "checksum", "used", "pinned"]  # fmt: skip
+    with contextlib.closing(sqlite3.connect(path)) as database, database:
+        change = f"UPDATE records SET {rng.choice(columns)} = ? WHERE rowid = (SELECT rowid FROM records LIMIT 1 OFFSET ?)"
+        database.execute(change, (rng.choice(values), rng.randrange(4)))
+
+
+SPOIL: dict[str, Any] = {
+    "bits": _bits,
+    "texts": _texts,
+    "a value": _value,
+    "cut": lambda path, rng: path.write_bytes(path.read_bytes()[: rng.randrange(path.stat().st_size)]),
+    "garbage": lambda path, rng: path.write_bytes(rng.randbytes(rng.randrange(20_000))),
+    "missing": lambda path, rng: path.unlink(),
+    "a folder": lambda path, rng: (path.unlink(), path.mkdir()),
+    "closed": lambda path, rng: path.chmod(0),
+}
+
+
+@pytest.mark.parametrize("how", SPOIL)
+def test_whatever_the_folder_holds_a_start_works(tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture) -> None:
+    """What can't be read is left out, said at one start, and stored again."""
+    stored(tmp_path / "kept")
+    (tmp_path / "kept" / "index.sqlite-wal").touch()
+    for seed in range(examples(100)):
+        rng, folder = random.Random(f"{how}{seed}"), tmp_path / str(seed)
+        shutil.copytree(tmp_path / "kept", folder)
+        files = [folder / "index.sqlite"] * 4 + ([] if how in ("texts", "a value") else sorted(folder.iterdir()))
+        path = rng.choice([file for file in files if file.stat().st_size or how not in ("bits", "cut")])
+        SPOIL[how](path, rng)
+        for _ in range(2):
+            caplog.clear()
+            with contextlib.suppress(UnreadableIndexError) if how == "a folder" else contextlib.nullcontext():
+                with cached(folder) as prefixes:
+                    found(prefixes, range(28))
+                    prefixes.store(range(28), filled(fake_caches(), range(28)))
+                    assert found(prefixes, range(28)) == 28
+        assert how == "a folder" or not caplog.records, (seed, path, caplog.text)
 
 
 def test_a_folder_that_cannot_be_used_is_an_error(tmp_path: Path) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import re
 from typing import Any
 
+import jsonschema
 import pytest
 
 from mlx_specprefill import InvalidRequestError
@@ -116,6 +118,53 @@ def test_a_value_can_be_written_where_the_call_is_forced(case: int, name: str) -
     notation = NOTATIONS[name]
     constraint = constraint_of(None, tools(schema), "required", notation.format.tools, special=SPECIAL)
     assert verdict(constraint, notation.write({"v": exactly(written)})) == "whole"
+
+
+# Sizes at which the grammar library has lost count.
+LIMITED: list[Any] = [
+    {"minLength": 5, "maxLength": 60},
+    {"minLength": 100, "maxLength": 101},
+    {"minLength": 100},
+    {"maxLength": 3000},
+    {"pattern": "^[^x]{10,300}$"},
+    {"pattern": "b", "maxLength": 300},
+]
+TAGGED = [name for name in FORCED if NOTATIONS[name].ends != ('"',)]
+
+
+def marked(notation: Notation) -> list[str]:
+    """Return texts that hold the marks of the notation."""
+    (end,) = notation.ends
+    tail = notation.write({"v": "*"}).partition("*")[2]
+    marks = (end, end.strip(), end + notation.write({"v": "b", "w": "b"}), tail, "".join(tail.split()))
+    return [before + mark + behind for before in ("", "a" * 50) for mark in marks for behind in ("", "b", "b" * 90)]
+
+
+@pytest.mark.parametrize("name", TAGGED)
+@pytest.mark.parametrize("case", range(len(LIMITED)))
+def test_a_text_with_limits_holds_no_marks(name: str, case: int) -> None:
+    notation, schema = NOTATIONS[name], TEXT | LIMITED[case]
+    constraint = constraint_of(None, tools(schema), "required", notation.format.tools, special=SPECIAL)
+    for text in marked(notation):
+        assert verdict(constraint, notation.write({"v": text})).startswith("wrong"), text
+    for text in ("b" * 60, f"<</ {'b' * 80}", "b" * 100):
+        fits = jsonschema.Draft202012Validator(schema).is_valid(text)
+        said = verdict(constraint, notation.write({"v": text}))
+        assert (said == "whole") is fits, text
+
+
+@pytest.mark.parametrize("name", TAGGED)
+@pytest.mark.parametrize("word", ["enum", "const", "pattern"])
+def test_a_schema_that_wants_marks_is_named(name: str, word: str) -> None:
+    notation = NOTATIONS[name]
+    for text in marked(notation):
+        made = {"enum": ["a", text], "const": text, "pattern": f"^{re.escape(text)}$"}
+        given, warnings = tools({"type": "string", word: made[word]}), list[str]()
+        constraint_of(None, given, "required", notation.format.tools, special=SPECIAL, warnings=warnings)
+        assert [f"`{word}` at v can't be enforced" in warning for warning in warnings] == [True]
+        given[0]["function"]["strict"] = True
+        with pytest.raises(InvalidRequestError, match=f"`{word}` at v can't be enforced"):
+            constraint_of(None, given, "required", notation.format.tools, special=SPECIAL)
 
 
 def test_calls_are_refused_where_they_can_not_be_forced() -> None:

@@ -167,8 +167,7 @@ class RecordIndex:
             self._database.execute("BEGIN IMMEDIATE")
             publish()
             self._database.execute(
-                f"INSERT OR REPLACE INTO records ({_COLUMNS}, {_MORE}) "
-                "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                f"INSERT OR REPLACE INTO records ({_COLUMNS}, {_MORE}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (*astuple(row), file_bytes, checksum, used),
             )
 

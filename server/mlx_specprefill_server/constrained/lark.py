@@ -140,14 +140,14 @@ class Lark:
         return self.rule("text", "/(?s:.)*/", f"[suffix={_quote(end)}]")
 
     def limited_text(self, patterns: Sequence[str], end: str) -> str:
-        """Return text that matches all regular expressions as a whole, up to and including the literal `end`."""
-        all_of = " & ".join(map(terminal, patterns))
+        """Return text that matches all regular expressions as a whole, up to and including the literal `end`, which it
+        does not hold.
+        """
+        all_of = " & ".join(map(terminal, [*patterns, without(end.strip())]))
         before, marked = self._at_token(end)
         if marked:
             return self.rule("text", f"{self.rule('TEXT', f'({all_of}) {_quote(before)}')} {self.literal(marked)}")
-        holds_end = terminal(f"(?s:.)*{escaped(end.strip())}(?s:.)*")
-        body = f"({all_of} & ~{holds_end}) {_quote(end)}"
-        return self.rule("text", self.rule("TEXT", body), "[lazy]")
+        return self.rule("text", self.rule("TEXT", f"({all_of}) {_quote(end)}"), "[lazy]")
 
     def _at_token(self, text: str) -> tuple[str, str]:
         """Return the text before the first special token, and the rest. No text can hold a token."""
@@ -184,6 +184,19 @@ def terminal(pattern: str) -> str:
     """Return a regular expression as a terminal."""
     body = _ESCAPED_OR_SPECIAL.sub(lambda m: {"/": r"\/", "\n": r"\n"}.get(m[0], m[0]), pattern)
     return f"/(?:{body})/"
+
+
+def without(mark: str) -> str:
+    """Return a regular expression of all texts that do not hold a mark, in which its first character stands once.
+
+    It says what may come behind each beginning of the mark. The complement of "holds it" says the same, but that no
+    text is left behind the mark is more than the grammar library finds out beside a limit of a length, and then the
+    mark is permitted.
+    """
+    first, rest = re.escape(mark[0]), ""
+    for character in map(re.escape, reversed(mark[1:])):
+        rest = f"(?:[^{first}{character}][^{first}]*{f'|{character}{rest}' if rest else ''})?"
+    return f"[^{first}]*(?:{first}{rest})*"
 
 
 def escaped(text: str) -> str:

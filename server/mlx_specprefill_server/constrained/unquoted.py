@@ -23,7 +23,7 @@ from ..schemas import (
     required,
     types_of,
 )
-from .lark import Lark, escaped, terminal
+from .lark import Lark, escaped, terminal, without
 from .patterns import limits
 
 SCALARS = frozenset({"number", "integer", "boolean", "null"})
@@ -140,11 +140,14 @@ class Unquoted:
         words = [limit for schema in way for limit in limits(schema)]
         values = listed(way)
         texts = [value for value in values or () if isinstance(value, str)]
+        if any(end.strip() in text for text in texts):
+            self._ignore("const" if any("const" in schema for schema in way) else "enum", path)
+            values = None
         if values is not None and not words:
             return f"{self.lark.any_of(texts)} {self.lark.literal(end)}"
         patterns = [] if values is None else ["|".join(map(escaped, texts))]
         for word, pattern in words:
-            together = " & ".join(map(terminal, [*patterns, pattern or ""]))
+            together = " & ".join(map(terminal, [*patterns, pattern or "", without(end.strip())]))
             if pattern is None or self.lark.objection(f"start: TEXT\nTEXT: {together}"):
                 self._ignore(word, path)
             else:

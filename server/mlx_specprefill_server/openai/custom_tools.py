@@ -156,7 +156,7 @@ def _flat(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 class InputText:
-    """A reader of the input in a call's arguments, as their text comes. Its pieces are the input, also of a whole answer."""
+    """A reader of the input in a call's arguments, as their text comes. Together its pieces are the input."""
 
     def __init__(self) -> None:
         self._waiting = ""

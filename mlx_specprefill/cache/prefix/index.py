@@ -118,7 +118,7 @@ def has_index(folder: Path) -> bool:
 
 
 class UnreadableIndexError(OSError):
-    """What the folder holds can't be used, though the folder could be."""
+    """A file in the folder can't be used, though the folder could be."""
 
 
 class RecordIndex:
@@ -281,7 +281,8 @@ class RecordIndex:
         known, lost, newest, damaged = dict[str, bytes](), list[str](), 0.0, 0
         latest = time.time() + _MOST_AHEAD_S
         for row in self._database.execute(f"SELECT {_COLUMNS}, {_MORE} FROM records"):
-            key, array_bytes, file_bytes, checksum, used = row[0], row[5], *row[-3:]
+            key, array_bytes = row[0], row[5]
+            file_bytes, checksum, used = row[-3:]
             sound = _is_sound(row) and 0 <= array_bytes <= file_bytes <= _MOST_BYTES and 0 <= used <= latest
             damaged += not sound
             if sound and file_name(key) in files:

@@ -448,7 +448,7 @@ SPOIL: dict[str, Any] = {
 
 @pytest.mark.parametrize("how", SPOIL)
 def test_whatever_the_folder_holds_a_start_works(tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture) -> None:
-    """What can't be read is left out, said at one start, and stored again."""
+    """Damage is left out, said at one start, and stored again."""
     stored(tmp_path / "kept")
     (tmp_path / "kept" / "index.sqlite-wal").touch()
     for seed in range(examples(100)):

@@ -410,6 +410,10 @@ def test_a_broken_index_starts_empty(tmp_path: Path, how: str, caplog: pytest.Lo
         assert found(prefixes, range(28)) == 28
 
 
+def _other(path: Path) -> Path:
+    return next(other for other in records(path.parent) if other != path)
+
+
 def _bits(path: Path, rng: random.Random) -> None:
     data = bytearray(path.read_bytes())
     for _ in range(rng.choice([1, 1, 8, 100])):

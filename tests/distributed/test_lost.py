@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from mlx_specprefill_server.cli.ranks import follow
+from mlx_specprefill_server.process import GRACE_S
 from tests.support.waiting import eventually
 
 from .ranks import logs, started
@@ -30,6 +36,17 @@ def test_a_rank_that_fails_alone_ends(tmp_path: Path) -> None:
         assert processes[1].wait(60) == 1, logs(tmp_path)
     told = (tmp_path / "rank-1.log").read_text()
     assert "another rank does something else than 'failure: ValueError': this rank is broken" in told
+
+
+def test_a_rank_that_is_asked_to_end_is_ended_by_the_system_if_it_hangs() -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    hangs: Any = SimpleNamespace(follow=lambda: os.kill(os.getpid(), signal.SIGTERM))
+    try:
+        follow(hangs)
+        assert GRACE_S < signal.alarm(0) <= GRACE_S + 10
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def joined(folder: Path, script: str) -> list[int]:

@@ -109,7 +109,7 @@ class PrefixMiss:
         read_tokens: tokens behind the place that the cached prompt has, too, but those that are kept as they were read.
         before: up to 40 characters that both have in front of the difference.
         was, now: the cached prompt's and this prompt's text there, whole words, up to 40 characters. `was` is None
-            unless the cached prompt is an earlier turn of the same conversation: it may be another person's.
+            where the cached prompt may be another party's (`CacheLabel.is_of_one`).
     """
 
     kind: MissKind

@@ -46,6 +46,15 @@ class CacheLabel:
             if not _LABEL_PART.fullmatch(part):
                 raise ValueError(f"{name} must be at most 64 letters, digits, _ and -, got {part!r:.80}")
 
+    @property
+    def is_of_one(self) -> bool:
+        """Return whether all that is cached under it is known to be one party's, who keeps its salt secret.
+
+        Nothing else shows it. Many people may use one key. Common text does not make a conversation, however long it
+        is: two may begin with the same words, get the same answer and go on about the same document.
+        """
+        return self.salt != ""
+
 
 SHARED = CacheLabel()  # default label of requests
 

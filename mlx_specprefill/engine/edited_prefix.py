@@ -110,10 +110,15 @@ class EditedPrefixes:
     ) -> Edit | None:
         """Return the cached prompt of which most can be kept; None if that is not worth it, or the model can't.
 
+        Behind an insertion all was read with text that this prompt has, too. Behind another edit it was read with text
+        that this prompt lacks, which must not be another party's.
+
         Args:
             selection_key: of sparse prompts that will do, too.
             chosen: indices that the draft chose to be read, ascending; None: no text may be removed or changed.
         """
+        if chosen is not None and not request.label.is_of_one:
+            return None
         others = self._caches.others(request, selection_key)
         found = [self._edit(request.prompt, *other, chosen) for other in others]
         best = max(found, key=lambda edit: edit.reused, default=None)

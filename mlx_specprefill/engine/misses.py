@@ -64,21 +64,9 @@ def explain_miss(request: GenerationRequest, others: tuple[int, list[TokenIds]],
         None if message is None else request.spans[message].kind,
         shared,
         text.before[-_SHOWN:],
-        text.was[:_SHOWN] if _is_one_conversation(request, start) else None,
+        text.was[:_SHOWN] if request.label.is_of_one else None,
         text.now[:_SHOWN],
     )
-
-
-def _is_one_conversation(request: GenerationRequest, start: int) -> bool:
-    """Return whether a prompt with the same first `start` tokens is an earlier turn of this one.
-
-    It has the user's messages but possibly the last, and at least those in front of the first answer: agents send the
-    same environment as a message before the first question. Anything less may be another person's prompt.
-    """
-    users = [span for span in request.spans if span.kind == "user"]
-    answered = min((span.start for span in request.spans if span.kind == "assistant"), default=len(request.prompt))
-    first = [span for span in users if span.start < answered]
-    return bool(first) and start >= max(first[-1].end, users[-1].start)
 
 
 class _Grams:

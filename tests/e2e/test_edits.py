@@ -70,7 +70,8 @@ def test_a_changed_fact_is_told(server: Server, was: str, now: str, place: int) 
     def ask(code: str, **fields: bool) -> dict[str, Any]:
         text = " ".join([*lines[:place], f"The secret code for Clara is {code}.", *lines[place:]])
         message = {"role": "user", "content": f"{text}\n\nWhat is the secret code for Clara?"}
-        body = {"model": "target", "messages": [message], "max_tokens": 24, "temperature": 0} | fields
+        body = {"model": "target", "messages": [message], "max_tokens": 24, "temperature": 0}
+        body |= {"cache_salt": "ours"} | fields
         answer = httpx.post(server.base + CHAT, json=body, timeout=120)
         assert answer.status_code == 200, answer.text
         return dict(answer.json())

@@ -13,7 +13,7 @@ from mlx_specprefill import CacheLabel, Engine, GenerationRequest, SpecPrefillOp
 from mlx_specprefill.engine import prefill
 from mlx_specprefill.specprefill.sparse_prefill import feed
 from tests.engine.test_edited_prompt import CONFIG, IN_FULL, LONGER, OLD, PLACE, POLICY, TAIL
-from tests.engine.test_edited_sparse_prompt import ASKS, kept, read, running
+from tests.engine.test_edited_sparse_prompt import ASKS, SALTED, kept, read, running
 from tests.support.tiny import generated, on_own_layers, random_prompt, tiny_pair
 from tests.support.waiting import eventually
 
@@ -125,6 +125,13 @@ def test_a_dense_request_and_another_owner_get_nothing_of_it(prompt: tuple[int, 
     assert last.report.mode == "sparse"
 
 
+@pytest.mark.parametrize("label", [CacheLabel(), CacheLabel("key")])
+def test_where_the_text_may_be_another_ones_it_is_read_as_before(label: CacheLabel, engine: Engine) -> None:
+    read(engine, OLD, ASKS, IN_FULL, label)
+    assert read(engine, CHANGED, ASKS, label=label).mode == "sparse"
+    assert read(engine, LONGER, label=label).mode == "reuse"
+
+
 def test_what_would_be_read_in_full_is(engine: Engine) -> None:
     """The draft chooses nothing there."""
     read(engine, OLD, ASKS, IN_FULL)
@@ -162,5 +169,4 @@ def test_idle_time_makes_it_dense(prompt: tuple[int, ...]) -> None:
     with running(tiny_pair(), config) as engine:
         read(engine, OLD, ASKS, IN_FULL)
         assert read(engine, prompt, ASKS).mode == "reuse"
-        label = CacheLabel()
-        assert eventually(lambda: engine.caches.covers(np.array(prompt[:-1]), label) >= len(prompt) - 2)
+        assert eventually(lambda: engine.caches.covers(np.array(prompt[:-1]), SALTED) >= len(prompt) - 2)

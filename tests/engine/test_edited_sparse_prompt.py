@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from mlx_specprefill import (
+    CacheLabel,
     Engine,
     EngineConfig,
     Event,
@@ -34,11 +35,15 @@ from tests.support.tiny import on_own_layers, random_prompt, tiny_pair
 from tests.support.waiting import eventually
 
 ASKS, RESULT = "user", "tool"  # what is new
+SALTED = CacheLabel(salt="ours")
 DROPPED = range(2336, 2368)  # behind the place: the draft does not look at it at first
 
 
 def request_of(
-    prompt: tuple[int, ...], new: str = RESULT, options: SpecPrefillOptions | None = None
+    prompt: tuple[int, ...],
+    new: str = RESULT,
+    options: SpecPrefillOptions | None = None,
+    label: CacheLabel = SALTED,
 ) -> GenerationRequest:
     """Return the request of a turn: a question, a long result, and a last message that may ask."""
     ends = 20, len(prompt) - TAIL, len(prompt)
@@ -47,13 +52,18 @@ def request_of(
         PromptSpan(cast(SpanKind, kind), start, start + 2, end - 2, end)
         for kind, start, end in zip(kinds, starts, ends, strict=True)
     )
-    return GenerationRequest(prompt, 2, spans=spans, specprefill=options or SpecPrefillOptions(return_spans=True))
+    options = options or SpecPrefillOptions(return_spans=True)
+    return GenerationRequest(prompt, 2, spans=spans, specprefill=options, label=label)
 
 
 def read(
-    engine: Engine, prompt: tuple[int, ...], new: str = RESULT, options: SpecPrefillOptions | None = None
+    engine: Engine,
+    prompt: tuple[int, ...],
+    new: str = RESULT,
+    options: SpecPrefillOptions | None = None,
+    label: CacheLabel = SALTED,
 ) -> PrefillReport:
-    *_, last = engine.generate(request_of(prompt, new, options))
+    *_, last = engine.generate(request_of(prompt, new, options, label))
     assert isinstance(last, Finished)
     return last.report
 

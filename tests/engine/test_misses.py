@@ -41,35 +41,14 @@ def test_a_changed_token_is_told_with_what_is_read_behind_it(engine: Engine) -> 
     assert (told["kind"], told["token"]) == (report.miss.kind, PLACE)
 
 
-TURNS = (*SPANS[:1], PromptSpan("user", 600, 604, 650, 660), PromptSpan("assistant", 660, 664, 800, 810))
-ASKED_AGAIN = (*TURNS, PromptSpan("user", 810, 814, 2590, 2600))
-
-ENVIRONMENT = (*TURNS[:2], PromptSpan("user", 660, 664, 2590, 2600))
-
-
-@pytest.mark.parametrize(
-    ("spans", "place", "shown"),
-    [
-        ((), 700, False),  # no messages: nobody knows whose text it was
-        (SPANS, 300, False),  # in the system message, in front of what the user says
-        (SPANS, 700, False),  # in the first question: "I am Alice, and my PIN is ..."
-        (TURNS, 630, False),
-        (TURNS, 655, False),  # in the template's text behind the question, whose content is the same
-        (TURNS, 700, True),  # in an answer to the same question
-        (ASKED_AGAIN, 700, False),  # in front of the last question
-        (ASKED_AGAIN, 900, True),  # in the last question, behind the same first one
-        (ENVIRONMENT, 700, False),  # in the first question, behind an environment that others have, too
-        ((*ENVIRONMENT[:-1], PromptSpan("user", 660, 664, 1000, 1010)), 1100, True),  # behind such a question
-        ((SPANS[0], PromptSpan("assistant", 600, 604, 650, 660), *ENVIRONMENT[2:]), 700, False),  # a greeting before it
-    ],
-)
-def test_only_one_conversation_s_own_words_are_quoted(spans: tuple[PromptSpan, ...], place: int, shown: bool) -> None:
-    changed = (*PROMPT[:place], (PROMPT[place] + 1) % 50, *PROMPT[place + 1 :])
-    request = GenerationRequest(changed, 2, spans=spans)
-    miss = explain_miss(request, (place, [np.array(PROMPT, dtype=np.int32)]), lambda ids: " ".join(map(str, ids)))
-    assert miss.token == place
-    assert miss.was == (str(PROMPT[place]) if shown else None)
-    assert miss.now == str(changed[place])
+@pytest.mark.parametrize("label", [CacheLabel(), KEY, CacheLabel(salt="secret")])
+def test_words_are_quoted_where_all_is_known_to_be_of_one_party(label: CacheLabel) -> None:
+    """Whatever both begin with: a question and its answer may be those of two people."""
+    turns = (*SPANS[:1], PromptSpan("user", 600, 604, 650, 660), PromptSpan("assistant", 660, 664, 690, 700))
+    request = GenerationRequest(CHANGED, 2, spans=(*turns, PromptSpan("tool", 700, 700, 2590, 2600)), label=label)
+    cached = (PLACE, [np.array(PROMPT, dtype=np.int32)])
+    miss = explain_miss(request, cached, lambda ids: " ".join(map(str, ids)))
+    assert (miss.was, miss.now) == (str(PROMPT[PLACE]) if label.salt else None, str(CHANGED[PLACE]))
 
 
 @pytest.mark.extended

@@ -11,7 +11,7 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property, lru_cache, partial
+from functools import cache, cached_property, partial
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -21,6 +21,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .arrays import Bools
 from .errors import InvalidRequestError
 from .grammar_depth import depth_of
+from .remembered import Remembered
 from .request import Constraint, ReasoningBudget
 
 _LARGEST = 1 << 20  # characters of a grammar
@@ -29,9 +30,9 @@ _DEEPEST = 2000  # levels of rules, brackets and references
 # where macOS is asked for no more). Later steps do not recurse.
 _STACK = 64 << 20  # bytes; only what is used takes memory
 _STACK_SIZE_LOCK = threading.Lock()  # the size is a setting of the whole process
-_COMPILED = 64  # grammars kept
+_COMPILED = 128 << 20  # bytes of compiled grammars that are kept
+_FOLLOWED = 1 << 20  # bytes of what is known of grammars that can be followed
 _PROBED = 4  # tokens of a possible answer that are tried
-_CHECKED = 4096  # grammars of which it is known whether they can be followed
 # A step stays within some 100 ms for any grammar; llguidance's own limits allow seconds.
 _LIMITS = LLParserLimits(max_items_in_row=1000, step_max_items=20_000, step_lexer_fuel=100_000)
 # Otherwise llguidance splits forced text as the tokenizer does, special tokens included, which its parser refuses. And
@@ -191,32 +192,40 @@ class Grammars:
     def __init__(self, tokenizer: TokenizerWrapper, eos: frozenset[int]) -> None:
         self._wrapped = tokenizer._tokenizer
         self._eos = eos
-        self._compiled = lru_cache(_COMPILED)(self._compile)
+        self._compiled = Remembered(self._compile, _compiled_size, _COMPILED)
 
-    def check(self, constraint: Constraint) -> None:
+    def check(self, constraint: Constraint, made: float | None = None) -> None:
         """Compile the grammar, unless it was compiled before.
+
+        Args:
+            made: when it came, as in `GenerationRequest`; None: now.
 
         Raises:
             InvalidRequestError: names the field and the grammar's error.
         """
-        self._matcher(constraint)
+        self._matcher(constraint, made)
 
-    def state(self, constraint: Constraint, stops: frozenset[int], min_tokens: int = 0) -> LLGuidanceState:
+    def state(
+        self, constraint: Constraint, stops: frozenset[int], min_tokens: int = 0, made: float | None = None
+    ) -> LLGuidanceState:
         """Return the state of one answer.
+
+        Args:
+            made: as in `check`.
 
         Raises:
             InvalidRequestError: as `check`.
         """
-        matcher = self._matcher(constraint).deep_copy()
+        matcher = self._matcher(constraint, made).deep_copy()
         return LLGuidanceState(constraint, matcher, stops, self._eos, min_tokens)
 
     def forget(self) -> None:
-        """Drop the compiled grammars, which say what answers were asked for."""
-        self._compiled.cache_clear()
+        """Drop all compiled grammars, which say what answers were asked for, and keep none that came before."""
+        self._compiled.forget()
 
-    def _matcher(self, constraint: Constraint) -> LLMatcher:
+    def _matcher(self, constraint: Constraint, made: float | None) -> LLMatcher:
         try:
-            return self._compiled(constraint.grammar)
+            return self._compiled(constraint.grammar, made)
         except ValueError as error:
             raise InvalidRequestError(f"{constraint.field}: {error}", constraint.field) from error
 
@@ -231,17 +240,23 @@ class Grammars:
             raise ValueError(f"this model's tokenizer can't be guided by a grammar ({error})") from error
 
 
-@lru_cache(_CHECKED)
 def grammar_error(grammar: str) -> str:
     """Return why no answer can follow a grammar, whatever the tokenizer; "" if one can. It may take milliseconds."""
     try:
-        _compile(grammar, _byte_tokenizer())
+        _followed(grammar)
     except ValueError as error:
         return str(error)
     return ""
 
 
-@lru_cache(1)
+def _follow(grammar: str) -> None:
+    _compile(grammar, _byte_tokenizer())
+
+
+_followed = Remembered(_follow, lambda _: 256, _FOLLOWED)  # has digests alone
+
+
+@cache
 def _byte_tokenizer() -> LLTokenizer:
     return LLTokenizer("byte")
 
@@ -267,6 +282,11 @@ def _compile(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
             break
         probe.consume_token(int(np.unpackbits(bits, bitorder="little").argmax()))
     return matcher
+
+
+def _compiled_size(grammar: str) -> int:
+    """Return the bytes of a compiled grammar, as measured: 230 for a character of a short one, 45 of a long one."""
+    return (1 << 18) + 64 * len(grammar)
 
 
 def _on_large_stack(compile_grammar: Callable[[], LLMatcher]) -> LLMatcher:

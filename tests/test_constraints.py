@@ -228,13 +228,3 @@ def test_no_grammar_takes_long(name: str) -> None:
 def test_a_tokenizer_without_bytes_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="tokenizer can't be guided"):
         Grammars(tokenizer(), frozenset({1})).check(Constraint('start: "a"'))
-
-
-@pytest.mark.extended
-def test_forgotten_grammars_are_compiled_anew() -> None:
-    grammars = Grammars(words_tokenizer(), frozenset({EOS}))
-    grammars.check(Constraint('start: "a"', "grammar"))
-    assert grammars._compiled.cache_info().currsize == 1
-    grammars.forget()
-    assert grammars._compiled.cache_info().currsize == 0
-    grammars.check(Constraint('start: "a"', "grammar"))

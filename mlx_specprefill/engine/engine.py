@@ -316,7 +316,7 @@ class Engine:
         """
         check_request(request, self.pair)
         if request.constraint is not None:
-            self._grammars.check(request.constraint)
+            self._grammars.check(request.constraint, request.made)
         plan = self.prefiller.plan(request)
         if plan.mode == "sparse" and not self.memory.can_ever(request, "sparse"):
             words = "a sparse prefill needs more memory than there is"
@@ -447,7 +447,8 @@ class Engine:
     def _guide(self, request: GenerationRequest) -> GrammarState | None:
         grammar = None
         if request.constraint is not None:
-            grammar = self._grammars.state(request.constraint, request.stop_token_ids, request.min_tokens)
+            stops, least = request.stop_token_ids, request.min_tokens
+            grammar = self._grammars.state(request.constraint, stops, least, request.made)
         return grammar if request.reasoning is None else ReasoningBudgetState(request.reasoning, grammar)
 
 

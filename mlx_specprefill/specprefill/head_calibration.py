@@ -64,7 +64,7 @@ KINDS = ("copy", "needle", "paraphrase")
 _MODULES = (
     "argparse threading subprocess logging difflib textwrap shutil zipfile tarfile socket ssl pathlib random".split()
 )
-_SENTENCE = re.compile(r"[A-Z][^.\n]*(?:\n[^.\n]+)*\.")
+_SENTENCE = re.compile(r"[A-Z][^.\n]*(?:\n[^.\n]+)*\.?")
 _SYLLABLES = "ba ce di fo gu ha ki lo mu ne pa ri so tu va we zo".split()
 # A fact and a question about it, without a shared content word.
 _FACTS = (
@@ -128,7 +128,7 @@ def _document(rng: random.Random, characters: int) -> str:
 
 def _copy(rng: random.Random, text: str) -> CalibrationItem:
     found = [m.group() for m in _SENTENCE.finditer(text) if 15 <= len(m.group().split()) <= 40]
-    unique = [sentence for sentence in found if text.count(sentence) == 1]
+    unique = [sentence for sentence in found if sentence.endswith(".") and text.count(sentence) == 1]
     if not unique:
         return _needle(rng, text)
     gold = rng.choice(unique)

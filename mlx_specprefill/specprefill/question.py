@@ -45,7 +45,7 @@ _WORK_ORDER = re.compile(rf"{_BEFORE_ORDER}(?:{_WORK})\ \w", re.VERBOSE)
 _LABEL = re.compile(r"[\s#*]*(?:[\w']+ ){0,3}(?:question|query|frage)(?: is(?: as follows)?)?[ *]*:\W*\w")  # of apps
 _BEGIN = 12  # tokens in which an order shows, or a label
 _INDENT, _TEMPLATE = re.compile(r"\s\s|\t"), re.compile(r"(?:\s\s|\t)\s*[A-Z]")
-_FRAME = re.compile(r"</?[\w-]+[^<>]*>|```.*")  # a tag or a fence, which ends a paragraph as a blank line does
+_FRAME = re.compile(r"</?[\w-][^<>]*>|```.*")  # a tag or a fence, which ends a paragraph as a blank line does
 
 
 def question_span(

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import SecretStr
 
 UNITS = ("", "k", "m", "g", "t")
-SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", re.IGNORECASE)
+SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
 
 
 def split_list(value: Any) -> Any:
@@ -32,7 +32,7 @@ def size(value: Any) -> Any:
     """Return the bytes of `512MB`, `1.5 GiB`, `2g` or a number. KB is 1024 bytes like KiB: memory sizes are meant."""
     if not isinstance(value, str):
         return value
-    parts = SIZE.fullmatch(value)
+    parts = SIZE.fullmatch(value.strip())
     if parts is None:
         raise ValueError(f"a size such as 512MB or 2GB is expected, got {value!r}")
     return int(Fraction(parts[1]) * 1024 ** UNITS.index(parts[2].lower()))

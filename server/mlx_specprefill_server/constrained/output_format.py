@@ -16,7 +16,7 @@ _STRUCTURED = ("json", "json_object", "regex", "choice", "grammar")  # in struct
 Kind = Literal["json_object", "json_schema", "regex", "grammar", "choice"]
 
 _MOST_CHOICES = 10_000
-_GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+_GBNF = re.compile(r"^[^\S\n]*[\w-]+\s*::=", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from ..schemas import Schema
 
 ANY = "(?s:.)*"
-_PIECES = re.compile(r"\\.|\[\^?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
+_PIECES = re.compile(r"\\.|\[\^?(?:\\.|[^\]\\])*\]?|.", re.DOTALL)
 _ESCAPES = re.compile(r"\\.", re.DOTALL)
 _CLASSES = {r"\d": "0-9", r"\w": "A-Za-z0-9_"}  # ASCII in JSON schemas (ECMA-262), Unicode in the grammar library
 _LABEL = "[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import socket
 import threading
@@ -11,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.testclient import TestClient
 
 from mlx_specprefill_server import process
 from mlx_specprefill_server.generation import generation
@@ -200,11 +202,12 @@ def test_a_key_has_so_many_requests_in_work(live: Any, engine: FakeEngine) -> No
     assert Asking(base, headers=one).result().status_code == 200
 
 
-# --- a client that does not read ------------------------------------------------------------------------------------
+# --- a client that does not read, and an event loop that does not ---------------------------------------------------
 
 
-def test_a_client_that_does_not_read_loses_its_answer(
-    live: Any, engine: FakeEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("answers", [1, 3])
+def test_a_client_that_does_not_read_loses_its_answers(
+    live: Any, engine: FakeEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, answers: int
 ) -> None:
     monkeypatch.setattr(generation, "STREAM_BUFFER", 100)
     made = []
@@ -218,16 +221,35 @@ def test_a_client_that_does_not_read_loses_its_answer(
     engine.pair.context_length = 1 << 22
     base, _ = live()
     host, port = base.removeprefix("http://").split(":")
-    body = b'{"messages": [{"role": "user", "content": "Hi"}], "stream": true}'
+    body = b'{"messages": [{"role": "user", "content": "Hi"}], "stream": true, "n": %d}' % answers
     with socket.create_connection((host, int(port))) as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
         head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
         connection.sendall(head.encode() + body)
-        assert eventually(lambda: engine.reasons == ["cancelled"])
+        assert eventually(lambda: engine.reasons == ["cancelled"] * answers)
         assert len(made) < 200_000
-        assert "given up: its client has left 100 events unread" in caplog.text
+        assert f"given up: its client has left {100 * answers} events unread" in caplog.text
         text = b""
         while part := connection.recv(1 << 16):
             text += part
     assert b"The client has read too slowly" in text
     assert b"data: [DONE]" in text
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_client_is_not_slow_where_the_event_loop_is(
+    client: TestClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, streamed: bool
+) -> None:
+    monkeypatch.setattr(generation, "STREAM_BUFFER", 8)
+    engine.says("x" * 200)
+    submit = engine.submit
+
+    def busy(*given: Any) -> Any:
+        handle, count = submit(*given), len(engine.requests)
+        asyncio.get_running_loop().call_soon(eventually, lambda: len(engine.reasons) >= count)
+        return handle
+
+    monkeypatch.setattr(engine, "submit", busy)
+    sent = client.post(CHAT, json={"messages": HI, "n": 32, "stream": streamed})
+    assert sent.status_code == 200
+    assert engine.reasons == ["stop"] * 32

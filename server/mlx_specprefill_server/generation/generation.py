@@ -36,7 +36,7 @@ from .reader import AnswerReader
 
 logger = logging.getLogger(__name__)
 
-STREAM_BUFFER = 4096  # events that may wait for a client; more of them end its answers
+STREAM_BUFFER = 4096  # events of each answer that may wait while a client takes earlier ones; more of them end all
 KEEP_ALIVE_S = 5.0
 
 
@@ -121,8 +121,8 @@ class Generation:
     _observer: Observer
     warnings: Sequence[str]
     deferred: tuple[int, int] = (0, 0)
-    _buffer: int = field(default_factory=lambda: STREAM_BUFFER)
     _closed: bool = False
+    _reads: bool = True  # nothing is being sent: the reader takes all events as soon as the event loop lets it
     _events: deque[tuple[int, Event] | None] = field(default_factory=deque)  # None means a pause
     _wanted: asyncio.Future[None] | None = None  # the future of a waiting reader
     _handles: dict[int, RequestHandle] = field(default_factory=dict)
@@ -135,6 +135,7 @@ class Generation:
         self.prompts: Sequence[TokenIds] = [request.prompt for request in self._requests]
         self._readers = [spec.reader() for spec in specs for _ in range(self.copies)]
         self._open = set(range(len(self._requests)))  # answers without an end
+        self._buffer = STREAM_BUFFER * len(self._open)
         self._followers = {i for i in self._open if i % self.copies}  # that wait for the prompt of another one
         try:
             for i in range(0, len(self._requests), self.copies):
@@ -202,9 +203,11 @@ class Generation:
 
     async def _next(self) -> tuple[int, Event] | None:
         """Wait for the next event and return it. An asyncio.Queue takes more than twice the time per token."""
+        self._reads = True
         while not self._events:
             self._wanted = self._loop.create_future()
             await self._wanted
+        self._reads = False
         return self._events.popleft()
 
     def _cancel_deadline(self) -> None:
@@ -238,11 +241,12 @@ class Generation:
 
     def _deliver(self, item: tuple[int, Event]) -> None:
         self._observer.on_event(item[1])
-        if len(self._events) < self._buffer:
+        if self._reads or len(self._events) < self._buffer:
             self._put(item)
         elif self._buffer:
             logger.warning("an answer is given up: its client has left %d events unread", self._buffer)
             error, self._buffer = SlowReaderError(self._buffer), 0  # nothing more is kept
+            self._events.clear()  # more than the limit, if the event loop was busy: the end must not wait for all of it
             self._give_up(error)
 
     def _report_end(self, index: int, event: Finished | Failed) -> None:

@@ -13,19 +13,18 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .adapters.depth import FirstLayers, first_layers, full_draft_model, layers_of
+from .adapters.depth import first_layers, full_draft_model, layers_of
 from .adapters.gguf import is_gguf
 from .adapters.heads import DraftHeads, read_heads, shipped_heads
 from .adapters.patches import install_patches
-from .adapters.probe import sparse_refusal, staged_model
+from .adapters.probe import sparse_refusal
 from .adapters.registry import adapter_for, architecture_of
 from .adapters.retrieval_heads import RetrievalDraft, known_heads, with_retrieval_heads
-from .adapters.staged import StagedModel
 from .adapters.text_mapping import TextMapping, mapping_between
 from .adapters.tokenizers import Tokenizers
 from .adapters.turn_ends import TURN_END
 from .config import DtypeName
-from .distributed.ranks import Ranks, broadcast, refuse_together
+from .distributed.ranks import Ranks, broadcast
 from .errors import LoadError, Refused
 from .reading import (
     LoadedModels,
@@ -64,7 +63,6 @@ class ModelPair:
         dtype: of the target's floating-point weights.
         target_config, draft_config: contents of their config.json.
         heads: the draft's calibrated heads, None where it was not calibrated.
-        staged: the target in two parts, where the draft is the target's own first layers; or `Refused`.
         mapping: from the target's tokens to those of a draft with another tokenizer; None: it has the target's.
         ranks: the processes that run the target together, if there are several; `sharding`: how it is spread. Only rank
             0 has a draft model. The others know of it what rank 0 told them: `draft` and `mapping` are None, `draft_id`
@@ -87,21 +85,15 @@ class ModelPair:
     draft_config: dict[str, Any] | None
     own_parts: Mapping[str, OwnPart | Refused] = field(default_factory=dict)
     heads: DraftHeads | None = None
-    staged: StagedModel | Refused = _WHOLE
     mapping: TextMapping | None = None
     ranks: Ranks | None = None
     sharding: Sharding | None = None
     sampling: Mapping[str, float] = field(default_factory=dict)
 
     @cached_property
-    def stages(self) -> StagedModel | None:
-        """Return the target in two parts, if sparse prompts are prefilled in stages."""
-        return None if isinstance(self.staged, Refused) else self.staged
-
-    @property
-    def staged_refusal(self) -> str | None:
-        """Return why prompts can't be prefilled in stages; None if they can."""
-        return self.staged.reason if isinstance(self.staged, Refused) else None
+    def scores_itself(self) -> bool:
+        """Return whether the draft is the target's own first layers."""
+        return self.draft is not None and full_draft_model(self.draft) is self.target
 
     @cached_property
     def has_draft(self) -> bool:
@@ -299,8 +291,7 @@ def _with_heads(pair: ModelPair, heads: DraftHeads, exit_early: bool) -> ModelPa
     if exit_early and heads.depth < runs and adapter_for(architecture_of(whole)).depth_refusal is None:
         draft, draft_id = first_layers(whole, heads.depth), f"{draft_id} ({heads.depth} of {total} layers)"
     refusal = pair.sparse_refusal or heads.refusal
-    staged = pair.staged if draft is pair.draft else _split_target(pair.target, draft, pair.split)
-    return replace(pair, draft=draft, draft_id=draft_id, heads=heads, sparse_refusal=refusal, staged=staged)
+    return replace(pair, draft=draft, draft_id=draft_id, heads=heads, sparse_refusal=refusal)
 
 
 def _calibrated_heads(pair: ModelPair, heads: DraftHeads | None, folder: str | Path) -> DraftHeads | None:
@@ -360,7 +351,6 @@ def make_pair(
         target_config=config,
         draft_config=draft_config,
         heads=known_heads(draft) if isinstance(draft, RetrievalDraft) else None,
-        staged=_split_target(target, draft, ranks) if refusal is None else Refused(refusal),
         mapping=mapping,
         ranks=ranks,
         sharding=sharding,
@@ -385,15 +375,6 @@ def _share_draft_facts(pair: ModelPair, ranks: Ranks) -> ModelPair:
 
     shared = ranks.broadcast("draft", facts)
     return pair if ranks.leads else replace(pair, **shared)
-
-
-def _split_target(target: nn.Module, draft: nn.Module | None, ranks: Ranks | None) -> StagedModel | Refused:
-    """Split the target in two parts, on all ranks or on none."""
-    model = staged_model(target, draft)
-    refusal = refuse_together(ranks, None if isinstance(model, StagedModel) else model)
-    if refusal is not None and isinstance(draft, FirstLayers) and draft.whole is target:
-        log.warning("no prefill in stages, the first layers read twice: %s", refusal)
-    return model if isinstance(model, StagedModel) and refusal is None else Refused(str(refusal))
 
 
 def _name(where: str | Path) -> str:

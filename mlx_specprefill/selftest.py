@@ -30,7 +30,6 @@ from transformers import PreTrainedTokenizerFast
 
 from .adapters.heads import DraftHeads, Head
 from .adapters.mtp import ARCHITECTURES, MTPLayers
-from .adapters.staged import StagedModel
 from .cache.positioned import make_positioned_cache, place
 from .config import EngineConfig, SpeculationConfig, SpeculationName
 from .engine.engine import Engine
@@ -38,7 +37,6 @@ from .events import Event, Failed, Finished, TokenEvent
 from .loading import ModelPair, load_pair
 from .reading import read_model
 from .request import GenerationRequest, SpecPrefillOptions, TokenIds
-from .specprefill.sparse_prefill import UpperLayersModel
 from .speculative.strategies import STRATEGIES
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -127,7 +125,7 @@ class Case:
         """Load the model without a draft."""
         return load_pair(self._folder, dtype=self.dtype)
 
-    def staged(self) -> ModelPair:
+    def own(self) -> ModelPair:
         """Load the model with its own first layers as a draft."""
         return load_pair(self._folder, "self", heads=_heads(FAMILIES[self.name]), dtype=self.dtype)
 
@@ -145,16 +143,6 @@ class Case:
                 first = _read_singly(self._exact, cache, kept)
                 self._known[key] = self._behind(cache, first, answer)
         return self._known[key]
-
-    def after_stages(self, kept: TokenIds, answer: TokenIds) -> Floats:
-        """Return the same after the first layers have read the whole prompt."""
-        with _cpu():
-            model, cache = StagedModel(self._exact, _DEPTH), make_positioned_cache(self._exact)
-            lower, upper = model.split(cache)
-            hidden = model.lower(mx.array(PROMPT)[None], cache=lower)[:, mx.array(kept)]
-            first = _read_singly(UpperLayersModel(model.upper, hidden), upper, kept)
-            model.unite(cache, kept)
-            return self._behind(cache, first, answer)
 
     def _behind(self, cache: list[Any], first: mx.array, answer: TokenIds) -> Floats:
         """Feed an answer's tokens behind a cache; return the logits of each, the first of which are known."""
@@ -271,8 +259,8 @@ def _operations(case: Case) -> Iterator[Check]:
     if case.dtype == "float32":
         with Engine(case.alone(), _CONFIG) as engine:
             yield check("full prefill without a draft", _answer_error, engine, full)
-        with Engine(case.staged(), _CONFIG) as engine:
-            yield check("staged prefill", _answer_error, engine, sparse)
+        with Engine(case.own(), _CONFIG) as engine:
+            yield check("scored by its first layers", _answer_error, engine, sparse)
     if "sliding_window" not in FAMILIES[case.name]:
         with Engine(case.pair, replace(_CONFIG, kv_bits=8)) as engine:
             yield check("quantised KV cache", _answer_error, engine, full, limit=limit + _PACKED)
@@ -338,7 +326,7 @@ def _truth(case: Case, engine: Engine, last: Finished, answer: TokenIds) -> Floa
     if last.report.mode == "full":
         return case.after_all(answer)
     kept = np.concatenate([np.arange(*span, dtype=np.int32) for span in last.report.kept_spans or ()])
-    return (case.after_stages if engine.pair.stages is not None else case.after)(kept, answer)
+    return case.after(kept, answer)
 
 
 def sync_ms() -> float:

@@ -22,7 +22,7 @@ import mlx.core as mx  # noqa: E402
 import mlx_lm  # noqa: E402
 from mlx_lm.utils import MODEL_REMAPPING  # noqa: E402
 
-from tests.support import oracle, staged_oracle  # noqa: E402
+from tests.support import oracle  # noqa: E402
 
 TABLE = ROOT / "mlx_specprefill" / "adapters" / "verified.json"
 PAGE = ROOT / "docs" / "reference" / "supported-models.md"
@@ -35,24 +35,21 @@ sparse prefill and 16 decoded tokens against a dense run in which the dropped to
 *Max error* is the largest difference of any logit, relative to the largest logit. *Sparse target*: the model may be
 prefilled sparsely. *Draft*: its attention over the whole prompt can be read, so it can score a prompt for another
 model. *First layers*: so can its first layers alone, if one of them sees the whole prompt: hidden states, attention and
-caches are bit for bit those of the whole model. *Staged*: it can be prefilled without a draft: its first layers read
-the whole prompt and score it, the others the kept tokens, which equals a dense run in which the dropped tokens are
-masked out of the latter alone. Models whose layers share keys can be split at some depths only; that is checked when
-one is loaded. What is refused still works, with an ordinary full prefill. *Several machines*: how mlx-lm can
-[spread it](../guides/several-machines.md).
+caches are bit for bit those of the whole model. What is refused still works, with an ordinary full prefill. *Several
+machines*: how mlx-lm can [spread it](../guides/several-machines.md).
 
-{targets} of {total} architectures can be prefilled sparsely, {staged} of them without a draft; {drafts} can score a
-prompt, {depths} with their first layers alone. Other names for them:
+{targets} of {total} architectures can be prefilled sparsely; {drafts} can score a prompt, {depths} with their first
+layers alone. Other names for them:
 {aliases}.
 
-| architecture | attention | sparse target | draft | first layers | staged | several machines | max error | why not |
-|---|---|---|---|---|---|---|---|---|
+| architecture | attention | sparse target | draft | first layers | several machines | max error | why not |
+|---|---|---|---|---|---|---|---|
 """
 
 
 def main() -> None:
     mx.set_default_device(mx.cpu)
-    rows = {name: staged_oracle.with_staged(name, oracle.table_row(name)) for name in oracle.architectures()}
+    rows = {name: oracle.table_row(name) for name in oracle.architectures()}
     lines = [f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items()]
     TABLE.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
     registry.support_table.cache_clear()
@@ -68,7 +65,6 @@ def page(rows: dict[str, dict[str, Any]]) -> str:
         targets=allowed(rows, "sparse"),
         drafts=allowed(rows, "draft"),
         depths=allowed(rows, "depth"),
-        staged=allowed(rows, "staged"),
         total=len(rows),
         aliases=aliases,
     )
@@ -83,13 +79,11 @@ def allowed(rows: dict[str, dict[str, Any]], kind: str) -> int:
 def line(name: str, row: dict[str, Any]) -> str:
     refusals = row["refusals"]
     reasons = {refusals[kind] for kind in ("sparse", "draft") if kind in refusals}
-    if "staged" in refusals and not {"sparse", "depth"} & refusals.keys():
-        reasons.add(f"staged: {refusals['staged']}")
     error = f"{row['error']:.0e}" if row["error"] is not None else ""
     cells = [
         name,
         attention(name),
-        *("no" if kind in refusals else "yes" for kind in ("sparse", "draft", "depth", "staged")),
+        *("no" if kind in refusals else "yes" for kind in ("sparse", "draft", "depth")),
         spread(name),
         error,
         "; ".join(sorted(reasons)),

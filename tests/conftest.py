@@ -28,7 +28,7 @@ TURNS = {"nightly": 20, "extended": 8}  # until each of these tests was taken
 ROUNDED_TURNS = 10  # in rounded arithmetic
 # What rounding may break: with `--dtype rounded` these run, and no others.
 ROUNDED = frozenset(
-    "engine/test_engine.py engine/test_sessions.py engine/test_staged.py engine/test_verify.py "
+    "engine/test_engine.py engine/test_sessions.py engine/test_verify.py "
     "engine/test_densify.py specprefill/test_sparse_prefill.py specprefill/test_scorer.py "
     "adapters/test_probe.py adapters/test_capture.py".split()
 )

@@ -1,4 +1,4 @@
-"""Checks at start-up, computed: explicit positions, also in stages; float16; quantised caches; the draft.
+"""Checks at start-up, computed: explicit positions; float16; quantised caches; the draft.
 
 The verified table covers architectures; a checkpoint can enable an untested variant. A few forwards of at most 12
 tokens compare the position mapping with ordinary forwards of the same model, layer by layer on the same hidden states:
@@ -20,10 +20,9 @@ from ..arrays import Positions
 from ..cache.positioned import Positioned, leaves, make_positioned_cache, place, quantize_kv
 from ..distributed.ranks import Ranks, broadcast, refuse_together
 from ..errors import SparseUnsupportedError
-from .depth import FirstLayers, Observed, layers_of, replace_layers
+from .depth import Observed, layers_of, replace_layers
 from .registry import adapter_for, architecture_of
 from .relay import Hidden, Relay
-from .staged import StagedModel
 
 _COUNT = 12
 TOKENS = [(7 * i + 3) % 29 for i in range(_COUNT)]  # every vocabulary has small ids
@@ -66,69 +65,6 @@ def probe_quantized(model: nn.Module, cache: list[Any], bits: int) -> str | None
         mx.eval(model(mx.array([TOKENS[:1]]), cache=quantized))
 
     return _refusal(check, "its attention can't read quantised keys and values")
-
-
-def staged_model(target: nn.Module, draft: nn.Module | None) -> StagedModel | str:
-    """Return the target in two parts, of which the draft is the first, or why it can't be split."""
-    if not isinstance(draft, FirstLayers) or draft.whole is not target:
-        return "the draft is not the target's own first layers"
-    refusal = adapter_for(architecture_of(target)).staged_refusal
-    if refusal is not None:
-        return refusal
-    try:
-        model = StagedModel(target, draft.count)
-        _, upper = model.split(make_positioned_cache(target))
-    except SparseUnsupportedError as error:
-        return str(error)
-    if not any(isinstance(part, Positioned) for part in leaves(upper)):
-        return f"no layer behind the first {draft.count} has attention"
-    return probe_staged(model) or model
-
-
-def probe_staged(model: StagedModel) -> str | None:
-    """Return why the model's two parts differ from the model, or ignore positions; None if they agree."""
-    return _refusal(lambda: _probe_parts(model), "its forward pass fails in two parts")
-
-
-def _probe_parts(model: StagedModel) -> str | None:
-    relay = Relay(model.whole)
-    stock = _feed(relay, make_positioned_cache(model.whole), [_COUNT])  # its own positions; keys are compared, too
-    parts, tolerance = StagedModel(relay.model, model.count), _tolerance(relay, stock)
-    contiguous = _in_parts(parts, relay, np.arange(_COUNT, dtype=np.int32), [_SPLIT, _COUNT - _SPLIT])
-    relay.given = {}
-    single = _in_parts(parts, relay, _GAPPED, [1] * _COUNT)
-    relay.given = single.hidden
-    gapped = _in_parts(parts, relay, _GAPPED, [_SPLIT, _COUNT - _SPLIT])  # all runs come first, as in `_probe`
-    if not _agree(contiguous._replace(logits=contiguous.logits[:_COUNT]), stock, tolerance):
-        return "its layers in two parts differ from the model"
-    if not _agree(gapped, single, tolerance):
-        return "behind the first layers, a chunk with gaps differs from the same tokens fed one by one"
-    return None
-
-
-def _in_parts(model: StagedModel, relay: Relay, positions: Positions, sizes: Sequence[int]) -> _Run:
-    """Run the first layers over a longer text in two chunks, the others over the probe's tokens at `positions` in
-    chunks, then the model over one more token.
-    """
-    text = np.arange(positions[-1] + 1, dtype=np.int32) % 29
-    text[positions] = TOKENS
-    cache = make_positioned_cache(model.whole)
-    lower, upper = model.split(cache)
-    read_first = []
-    for start, end in ((0, _SPLIT), (_SPLIT, text.size)):
-        relay.expect(range(start, end) if text.size == _COUNT else range(0))
-        read_first.append(model.lower(mx.array(text[start:end])[None], cache=lower))
-    hidden = mx.concatenate(read_first, axis=1)[:, mx.array(positions)]
-
-    def read(tokens: mx.array, part: slice) -> Any:
-        place(upper, positions[part])
-        return model.upper(tokens, hidden[:, part], upper)
-
-    logits, keys = _in_chunks(relay, read, sizes), _keys(cache)
-    model.unite(cache, positions)
-    relay.expect(range(_COUNT, _COUNT + 1))
-    logits.append(model.whole(mx.array([TOKENS[:1]]), cache=cache)[0])
-    return _Run(mx.concatenate(logits), relay.arrived(), keys)
 
 
 def _probe(model: nn.Module) -> str | None:

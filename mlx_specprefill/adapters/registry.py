@@ -30,7 +30,6 @@ class Adapter:
         depth_refusal: why its first layers can't score alone; None if they can.
         batch_refusal: why it can't decode several sequences in one forward; None if it can.
         speculation_refusal: why it can't verify several tokens in one forward; None if it can.
-        staged_refusal: why its layers can't be run in two parts; None if they can at some depth.
         absolute: it depends on absolute positions by design, so moving a whole sequence changes its logits.
     """
 
@@ -39,7 +38,6 @@ class Adapter:
     depth_refusal: str | None = None
     batch_refusal: str | None = None
     speculation_refusal: str | None = None
-    staged_refusal: str | None = None
     absolute: bool = False
 
 
@@ -55,7 +53,7 @@ def adapter_for(model_type: str) -> Adapter:
     row = support_table().get(MODEL_REMAPPING.get(model_type, model_type))
     if row is None:
         reason = f"architecture {model_type!r} was not verified for sparse prefill"
-        return Adapter(reason, reason, reason, reason, reason, reason)
+        return Adapter(reason, reason, reason, reason, reason)
     refusals = {f"{kind}_refusal": reason for kind, reason in row["refusals"].items()}
     return Adapter(**refusals, absolute=row["absolute"])
 

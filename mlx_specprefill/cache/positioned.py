@@ -201,29 +201,6 @@ class Positioned(_BaseCache):  # type: ignore[misc]
         """Return whether no position is missing between these and the next forward's tokens."""
         return self._placed is None and stored.contiguous and (stored.size == 0 or stored.end == self.next)
 
-    def hold_like(self, other: Positioned) -> None:
-        """Drop what another cache of this class does not hold, and store the rest where that one does.
-
-        A token that this cache lacks becomes zeros: it has left a ring, and no mask shows it.
-        """
-        wanted, stored = other._slot_positions(), self.runs.expand()
-        slots = np.minimum(np.searchsorted(stored, wanted), stored.size - 1)
-        found = mx.array(stored[slots] == wanted)[:, None]
-        keys, values = (
-            mx.where(found, array[:, :, mx.array(slots)], mx.zeros((), array.dtype)) for array in self._in_order()
-        )
-        self.inner.state = keys, values, *other.inner.state[2:]
-        self.runs = Runs(other.runs.pairs())
-
-    def _slot_positions(self) -> Positions:
-        """Return the position of each slot's token, -1 for a free slot."""
-        positions = self.runs.expand()
-        return np.pad(positions, (0, self.keys.shape[2] - positions.size), constant_values=-1)
-
-    def _in_order(self) -> tuple[mx.array, mx.array]:
-        """Return keys and values in the order of feeding."""
-        return self.keys, self.values
-
     def size(self) -> int:
         return int(self.inner.size())
 
@@ -310,14 +287,6 @@ class PositionedRotatingKVCache(Positioned):
             return None
         return mx.array(np.roll(visible, self._ring_start(visible.size)))
 
-    def _slot_positions(self) -> Positions:
-        inner = self.inner
-        wraps = inner._idx < min(inner.offset, inner.keys.shape[2])
-        return np.roll(super()._slot_positions(), inner._idx if wraps else 0)
-
-    def _in_order(self) -> tuple[mx.array, mx.array]:
-        return self.inner._temporal_order(self.keys), self.inner._temporal_order(self.values)
-
     def _ring_start(self, size: int) -> int:
         """Return the slot of the oldest token once the next one is written."""
         if size < self.max_size:
@@ -385,38 +354,6 @@ def place(cache: Sequence[Any], positions: Positions) -> None:
     for part in leaves(cache):
         if isinstance(part, Positioned):
             part.place(positions, on_device)
-
-
-def hold_alike(cache: Sequence[Any], other: Sequence[Any], read: Positions) -> None:
-    """Drop from a cache what another one of the same model's layers does not hold. One mask then serves both.
-
-    Args:
-        read: (N,) int32, ascending: positions that the other layers have read, recalled ones aside. Layers whose kind
-            is not among them hold what one of that kind would hold.
-    """
-    if read.size > read[-1]:
-        return  # nothing was dropped
-    held = {_ring_size(part): part for part in reversed(list(leaves(other))) if isinstance(part, Positioned)}
-    for part in leaves(cache):
-        if isinstance(part, Positioned) and not part.empty():
-            size = _ring_size(part)
-            if size not in held:
-                held[size] = _having_read(read, size)
-            part.hold_like(held[size])
-    mx.eval([part.state for part in cache])
-
-
-def _ring_size(part: Positioned) -> int | None:
-    return getattr(part, "max_size", None)
-
-
-def _having_read(positions: Positions, ring_size: int | None) -> Positioned:
-    """Return a cache of a ring size (None: full attention) that has read empty tokens at these positions."""
-    found = PositionedKVCache() if ring_size is None else PositionedRotatingKVCache(ring_size)
-    found.place(positions, mx.array(positions)[None])
-    nothing = mx.zeros((1, 1, positions.size, 1))
-    found.update_and_fetch(nothing, nothing)
-    return found
 
 
 def fill(cache: list[Any], length: int) -> None:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-import mlx.core as mx
 import numpy as np
 
-from ..adapters.staged import StagedModel
 from ..cache.prefix.nodes import CacheHit, Fed
 from ..constraints import GrammarState
 from ..events import TokenEvent, noop
@@ -19,7 +16,6 @@ from ..prefill_report import PrefillReport, PrefixMiss, Reached, Reason, Reporte
 from ..request import GenerationRequest, TokenIds
 from ..specprefill.plan import PrefillPlan
 from ..specprefill.selector import kept_spans
-from ..specprefill.sparse_prefill import HiddenStates
 from .caches import EngineCaches
 from .speculation import AnswerDrafter
 
@@ -37,14 +33,12 @@ class Prefix:
     Attributes:
         length: prompt tokens that it covers.
         held: their indices in a sparse one, int32, ascending; empty: it is dense.
-        hidden: parts of a staged one, as in `CacheHit`.
         unread: of another prompt, that this one edits: indices in front of `length` that are to be read, ascending.
         miss: why less is cached than the cache holds; None: for no reason known.
     """
 
     length: int = 0
     held: TokenIds = field(default_factory=lambda: NO_INDICES)
-    hidden: Seq[tuple[int, mx.array]] = ()
     unread: TokenIds = field(default_factory=lambda: NO_INDICES)
     miss: PrefixMiss | None = None
 
@@ -86,14 +80,6 @@ class Choice:
     draft_read: int = 0
     kept: TokenIds = field(default_factory=lambda: NO_INDICES)
     recalled: int = 0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Staging:
-    """The target in two parts, whose first layers read the whole prompt, and what these pass on."""
-
-    model: StagedModel
-    hidden: HiddenStates
 
 
 @dataclass(slots=True)
@@ -148,7 +134,6 @@ class ActiveRequest:
         drafting: drafts the answer; None if that was not asked for.
         stage: the stage of the current step.
         prefix, way: known from the look-up on.
-        staging: known while the first layers score the prompt; None: all layers read at once.
         cache: the target's, until a row has it.
         unstored: what is left to store for later requests, once the first token is out.
     """
@@ -162,7 +147,6 @@ class ActiveRequest:
     stage: Stage = "queued"
     prefix: Prefix = field(default_factory=Prefix)
     way: Way | None = None
-    staging: Staging | None = None
     choice: Choice = field(default_factory=Choice)
     cache: list[Any] = field(default_factory=list)
     decoded: Decoded = field(default_factory=Decoded)
@@ -171,7 +155,7 @@ class ActiveRequest:
     def resume(self, hit: CacheHit) -> None:
         """Start from a cached prefix."""
         self.cache = hit.cache
-        self.prefix = Prefix(hit.length, NO_INDICES if hit.held is None else np.sort(hit.held), hit.hidden)
+        self.prefix = Prefix(hit.length, NO_INDICES if hit.held is None else np.sort(hit.held))
 
     def decide(self, plan: PrefillPlan) -> None:
         """Take the way that a plan allows behind the prefix that was found."""
@@ -214,8 +198,7 @@ class ActiveRequest:
         """
         key = self.plan.selection_key if self.is_sparse else None
         if key is not None or not self.is_sparse:  # nothing would find a sparse one without a key
-            hidden = None if self.staging is None else self.staging.hidden
-            self.unstored = caches.keep_target(tokens, cache, self.request, key, hidden, later)
+            self.unstored = caches.keep_target(tokens, cache, self.request, key, later)
 
     def keep_prompt(self, caches: EngineCaches, length: int, later: bool = False) -> None:
         """Cache the prompt's first `length` tokens, which the cache holds, as in `keep`."""

@@ -9,7 +9,6 @@ from functools import partial
 
 import numpy as np
 
-from ..cache.prefix.selection_key import SelectionKey
 from ..errors import RequestCancelled
 from ..events import Progress, PromptLogprobs
 from ..request import GenerationRequest, SpecPrefillOptions, TokenIds, concat_tokens
@@ -32,7 +31,6 @@ class IdleTurn:
     Attributes:
         request: the answered one; `answer`: the tokens that came back.
         handle: of the request; says whether the conversation is expected to go on.
-        selection_key: by which its sparse prefix is found.
         dense: the target saw it in part, and is to read the rest.
         drafts: the draft is to read it first.
     """
@@ -40,7 +38,6 @@ class IdleTurn:
     request: GenerationRequest
     answer: tuple[int, ...]
     handle: RequestHandle
-    selection_key: SelectionKey | None = None
     dense: bool = True
     drafts: bool = False
 
@@ -155,7 +152,7 @@ class BackgroundPrefill:
         drafts = self._drafts and request.specprefill.enabled is not False
         if not (dense or drafts):
             return
-        turn = IdleTurn(request, tuple(active.decoded.tokens), handle, active.plan.selection_key, dense, drafts)
+        turn = IdleTurn(request, tuple(active.decoded.tokens), handle, dense, drafts)
         if self._is_forgotten(turn):
             self._give_up(turn)
             return
@@ -216,13 +213,13 @@ class BackgroundPrefill:
         """Read what is left of the turn. Return the verdict if one is wanted."""
         request = replace(turn.request, specprefill=SpecPrefillOptions(), prompt_logprobs=None)
         if not turn.drafts and turn.is_to_verify:
-            parts = turn.selection_key, turn.answer, self._guide, self._quantize
+            parts = turn.answer, self._guide, self._quantize
             return (yield from verify(self._prefiller, request, *parts))
         text = replace(request, prompt=turn.tokens)
         if turn.drafts:
             yield from self._prefiller.scorer.catch_up(text)
         else:
-            yield from densify(self._prefiller, text, turn.selection_key)
+            yield from densify(self._prefiller, text)
         return None
 
     def _finish(self, turn: IdleTurn, result: Verdict | Exception | None) -> None:

@@ -16,9 +16,8 @@ from typing import Any, TypeVar
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..adapters.depth import full_draft_model
 from ..cache.budget import ByteBudget
-from ..cache.positioned import leaves, make_positioned_cache
+from ..cache.positioned import make_positioned_cache
 from ..cache.prefix.disk import DiskTier
 from ..cache.prefix.identity import model_identity
 from ..cache.prefix.index import UnreadableIndexError
@@ -33,7 +32,6 @@ from ..events import Progress, noop
 from ..loading import ModelPair
 from ..prefill_report import PrefixMiss, Stage
 from ..request import CacheLabel, GenerationRequest, TokenIds
-from ..specprefill.sparse_prefill import HiddenStates
 from ..speculative.strategies import drafts_with_draft
 from .misses import WORTH_TELLING, Decode, explain_miss
 
@@ -56,17 +54,11 @@ def empty_cache(model: nn.Module) -> list[Any]:
 def draft_window(pair: ModelPair, config: EngineConfig) -> DraftWindow | None:
     """Return the window within which the draft reads; None: it reads densely.
 
-    Three drafts read densely: the target's own layers, since the target goes on from their states; one that also
-    proposes answers; and one without calibrated heads, which scores by the published rule.
+    Two drafts read densely: one that also proposes answers, and one without calibrated heads, which scores by the
+    published rule.
     """
-    own = pair.draft is None or full_draft_model(pair.draft) is pair.target
-    dense = own or pair.heads is None or drafts_with_draft(config.speculation.strategy)
+    dense = pair.draft is None or pair.heads is None or drafts_with_draft(config.speculation.strategy)
     return None if dense else config.scoring.window
-
-
-def empty_draft_cache(draft: nn.Module, staged: bool) -> list[Any]:
-    """Return an empty prompt cache of the draft, with positions if it becomes a part of the target's."""
-    return make_positioned_cache(draft) if staged else list(make_prompt_cache(draft))
 
 
 class Erasure(IntEnum):
@@ -111,11 +103,9 @@ class EngineCaches:
         identity, draft_identity = self._identities(pair)
         empty = partial(empty_cache, pair.target)
         pinned_only = config.prefix_disk_pinned_only
-        # The caches of the layers that score prompts.
-        scoring = [] if pair.stages is None else pair.stages.split(empty())[0]
-        self._target = self._prefix_cache(pinned_only, identity, empty, first_layers=len(list(leaves(scoring))))
+        self._target = self._prefix_cache(pinned_only, identity, empty)
         if pair.draft is not None:
-            empty = partial(empty_draft_cache, pair.draft, pair.stages is not None)
+            empty = partial(make_prompt_cache, pair.draft)
             window = draft_window(pair, config)  # what is read within one serves no dense reading
             self._draft = self._prefix_cache(True, f"{draft_identity}{window or ''}", empty, kind="draft")
             rule = f"{draft_identity}:{config.selection}:{config.scoring}:{pair.heads}"
@@ -246,22 +236,19 @@ class EngineCaches:
         cache: list[Any],
         request: GenerationRequest,
         selection_key: SelectionKey | None = None,
-        hidden: HiddenStates | None = None,
         later: bool = False,
     ) -> Callable[[], object]:
         """Store a cache that holds exactly these tokens of a request and its answer; return what is left to do.
 
         Args:
             selection_key: `PrefillPlan.selection_key` of a sparse cache.
-            hidden: of a staged one, what its first layers passed on. These hold everything and are left out: the
-                draft's prefixes have them.
             later: store nothing, but return a function that stores the cache as it is now. The cache may hold more
                 tokens when the function is called.
         """
         if self._target is None:
             return noop
-        state = self._target.state(cache, bool(hidden)) if later else None
-        store = partial(self._store, self._target, tokens, cache, request, state, selection_key, hidden)
+        state = self._target.state(cache) if later else None
+        store = partial(self._store, self._target, tokens, cache, request, state, selection_key)
         if later:
             return store
         store()
@@ -351,7 +338,6 @@ class EngineCaches:
         request: GenerationRequest,
         state: Arrays | None = None,
         selection_key: SelectionKey | None = None,
-        hidden: HiddenStates | None = None,
     ) -> None:
         if not self.keeps(request):
             return
@@ -365,7 +351,6 @@ class EngineCaches:
             system_prefix_len=min(request.system_prefix_len, len(tokens)),
             state=state,
             selection_key=self._full_key(selection_key),
-            hidden=hidden.between if hidden else None,
             beside=beside,
         )
         if not self._try("a prefix could not be stored", store, True) and request.made != self._unkept:

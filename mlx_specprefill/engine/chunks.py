@@ -65,12 +65,12 @@ class ChunkSizer:
         job = self._job
         depth = 0 if job is None else job.depth(stage)
         contended = self.elsewhere or self._scheduler.is_contended
-        self._given = self._size(_kind(stage, job), depth, contended, job is not None and job.background)
+        self._given = self._size(_kind(stage), depth, contended, job is not None and job.background)
         return self._given
 
     def expected_tokens(self, stage: str) -> int:
         """Return the tokens of a forward at the start of another prompt; from any thread."""
-        return self._size(_kind(stage, None), 0, bool(self._scheduler.decoding), False)
+        return self._size(_kind(stage), 0, bool(self._scheduler.decoding), False)
 
     def _size(self, kind: ForwardKind, depth: int, contended: bool, background: bool) -> int:
         largest = min(self.largest, max(_SMALLEST, MOST_PAIRS // max(depth, 1)))
@@ -100,12 +100,10 @@ class ChunkSizer:
         if stage == "select":
             self._costs.observe("select", event.total, 0, ms)
         # More than was given out came from the draft's cache.
-        elif reads and tokens <= self._given and not (job.background and self._costs.is_known(_kind(stage, job))):
-            self._costs.observe(_kind(stage, job), tokens, depth, ms)
+        elif reads and tokens <= self._given and not (job.background and self._costs.is_known(_kind(stage))):
+            self._costs.observe(_kind(stage), tokens, depth, ms)
 
 
-def _kind(stage: str, job: Job | None) -> ForwardKind:
-    """Return which layers the forwards of a stage run through."""
-    if stage == "draft":
-        return "draft"
-    return "upper" if isinstance(job, AnswerJob) and job.active.staging is not None else "target"
+def _kind(stage: str) -> ForwardKind:
+    """Return whose forwards a stage runs."""
+    return "draft" if stage == "draft" else "target"

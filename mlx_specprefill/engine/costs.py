@@ -36,7 +36,7 @@ from ..specprefill.sparse_prefill import TAIL
 from .caches import draft_window
 
 log = logging.getLogger(__name__)
-ForwardKind = Literal["draft", "target", "upper", "select"]
+ForwardKind = Literal["draft", "target", "select"]
 """The draft, the whole target, the target's layers behind the scoring layers, and the selection of tokens."""
 _REMEMBERED = 96  # forwards
 _HALF_LIFE = 12  # forwards after which an observation counts half, to follow a machine that becomes busy
@@ -190,7 +190,6 @@ class CostModel:
         priors: dict[ForwardKind, ForwardCost] = {
             "draft": draft,
             "target": target,
-            "upper": _without(target, draft),
             "select": ForwardCost(0, 0, 0),
         }
         self._learnt = {kind: LearntCost(prior) for kind, prior in priors.items()}
@@ -235,8 +234,8 @@ class CostModel:
         full = self.cost("target").prefill_ms(tokens - cached, cached, steps[0])
         new = round((tokens - read) * self._pair.draft_ratio)
         draft = self.cost("draft").prefill_ms(new, round(read * self._pair.draft_ratio), steps[1])
-        upper = self.cost("target" if self._pair.stages is None else "upper").prefill_ms(kept, cached, steps[0])
-        return Prediction(full, draft + self._learnt["select"].cost.ms(tokens) + upper)
+        chosen = self.cost("target").prefill_ms(kept, cached, steps[0])
+        return Prediction(full, draft + self._learnt["select"].cost.ms(tokens) + chosen)
 
     # --- between starts ----------------------------------------------------------------------------------------------
 
@@ -323,12 +322,6 @@ def _active_parameters(model: nn.Module, config: Mapping[str, Any]) -> tuple[int
 def _elements(module: nn.Module) -> int:
     bits = int(getattr(module, "bits", 32))  # packed weights are counted in words of 32 bits
     return int(module.weight.size) * 32 // bits
-
-
-def _without(whole: ForwardCost, first: ForwardCost) -> ForwardCost:
-    """Return the cost of the layers behind the first ones."""
-    parts = ((whole.fixed, first.fixed), (whole.token, first.token), (whole.pair, first.pair))
-    return ForwardCost(*(max(0.0, all_of_it - some) for all_of_it, some in parts))
 
 
 def _stored_cost(stored: Any, kind: str) -> ForwardCost | None:

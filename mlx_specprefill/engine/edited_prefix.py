@@ -212,7 +212,7 @@ class EditedPrefixes:
         if pair.ranks is not None:
             return Refused("the target runs on several machines")
         model = pair.target if of == "target" else pair.draft
-        if model is None or (of == "draft" and not (pair.stages is None and pair.mapping is None)):
+        if model is None or (of == "draft" and pair.mapping is not None):
             return Refused("the draft has no cached prompts of its own, or in other tokens")
         try:
             return layer_rotations(model)

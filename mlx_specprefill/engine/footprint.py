@@ -13,7 +13,6 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from ..adapters.staged import StagedModel
 from ..cache.positioned import fill, leaves
 
 _SHORT = 128  # tokens of the first measuring forward
@@ -139,11 +138,6 @@ def cache_footprint(cache: list[Any]) -> Footprint:
         elif getattr(part, "keys", None) is not None:
             per_token += _bytes_per_token(part)
     return Footprint(per_token, constant)
-
-
-def hidden_bytes(model: StagedModel) -> int:
-    """Return the bytes per token that the first layers pass on. Computes nothing."""
-    return int(model.lower(mx.zeros((1, 1), dtype=mx.int32), cache=model.lower.make_cache()).nbytes)
 
 
 def _bytes_per_token(part: KVCache | RotatingKVCache) -> int:

@@ -29,7 +29,6 @@ from .caches import LEAST_BYTES, EngineCaches
 from .footprint import (
     Footprint,
     cache_bytes,
-    hidden_bytes,
     measure_footprint,
     warm_up,
     weight_bytes,
@@ -110,7 +109,6 @@ class Memory:
         self._proposing: dict[str, _Proposing] = {}  # by the strategies in which answers can be drafted
         self._target_weights = 0
         self._longest = pair.context_length  # tokens of prompt and answer that every rank has room for
-        self._hidden_bytes = 0  # per token, passed on by the target's first layers
         self._reserved: dict[int, Need] = {}
         self.jobs: dict[int, Job] = {}
         self.rows_padding: Callable[[], int] = int
@@ -137,7 +135,6 @@ class Memory:
             self._target = measure_footprint(pair.target, pair.context_length)
             self._draft = measure_footprint(pair.draft, pair.draft_context)
             self._whole = self._measure_whole()
-            self._hidden_bytes = 0 if pair.stages is None else hidden_bytes(pair.stages)
         except Exception as error:  # noqa: BLE001 - the first request reports the error
             self._go_without(error)
             self.limit = None
@@ -263,9 +260,8 @@ class Memory:
         """Lower a reservation to what its ended request still holds: the cache that was taken from the rows, too."""
         if job.uid in self._reserved:
             active = job.active
-            hidden = 0 if active.staging is None else active.staging.hidden.nbytes
             drafting = () if active.drafting is None else active.drafting.caches
-            self._reserved[job.uid] = Need(sum(map(cache_bytes, (cache, active.cache, drafting))) + hidden)
+            self._reserved[job.uid] = Need(sum(map(cache_bytes, (cache, active.cache, drafting))))
 
     def release(self, uid: int) -> None:
         self._reserved.pop(uid, None)
@@ -364,8 +360,6 @@ class Memory:
         parts, read, more = [(self._target, tokens)], 0, self._row_bytes
         if mode == "sparse" and self._is_paper(request):
             parts.append((self._whole, self._draft_tokens(request)))
-        elif mode == "sparse" and self._hidden_bytes:  # the caches of the first layers are the target's
-            more += self._hidden_bytes * prompt
         elif mode == "sparse":
             read = self._draft_tokens(request)
         if strategy is not None:

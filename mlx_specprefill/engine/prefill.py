@@ -7,18 +7,15 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..adapters.staged import StagedModel
 from ..arrays import Indices
 from ..cache.positioned import is_stateful
 from ..cache.prefix.nodes import CacheHit, Fed, common_length
 from ..cache.prefix.selection_key import SelectionKey
-from ..cache.prefix.tree import finish
 from ..config import EngineConfig
 from ..errors import Refused, RequestCancelled, device_error
 from ..events import Progress, PromptLogprobs
@@ -30,9 +27,9 @@ from ..specprefill.plan import PrefillPlan, pays, plan_prefill, unless_nobody_as
 from ..specprefill.question import is_asked
 from ..specprefill.scorer import Scores
 from ..specprefill.selector import Selection, missing_of, select_tokens, selection_by, strongest
-from ..specprefill.sparse_prefill import TAIL, HiddenStates, UpperLayersModel, feed, forward_ends, recalling
+from ..specprefill.sparse_prefill import TAIL, feed, forward_ends, recalling
 from ..specprefill.text import PromptText, TextReader
-from .active_request import NO_INDICES, ActiveRequest, Choice, Prefix, Staging
+from .active_request import NO_INDICES, ActiveRequest, Choice, Prefix
 from .caches import EngineCaches, empty_cache
 from .chunks import ChunkSizer
 from .costs import CostModel
@@ -90,7 +87,6 @@ class Prefiller:
             sparse_refusal=self._refusal,
             # The number of tokens for a draft with another tokenizer is known only after tokenizing.
             draft_context=pair.draft_context if pair.mapping is None else None,
-            staged=pair.stages is not None,
             cached_tokens=cached,
             predict=partial(self.predict, len(request.prompt), cached or 0, read=read) if pair.has_draft else None,
             gains_are_known=self.config.calibration_file is not None and self._costs.are_measured,
@@ -145,10 +141,8 @@ class Prefiller:
                 yield Progress("select", recalled.size + new.size, prompt.size)
                 yield from self._begin_drafting(active, scores)
                 scores = None  # frees the draft's cache, unless it is kept: the target needs the memory
-                model, cache = yield from self._recall(active, recalled, new)
-                logits = yield from self._feed(active, model, cache, new)
-                if active.staging is not None:
-                    active.staging.model.unite(active.cache, np.setdiff1d(active.choice.kept, recalled))
+                yield from self._recall(active, recalled, new)
+                logits = yield from self._feed(active, new)
         except RequestCancelled:
             raise
         except Exception as error:
@@ -210,8 +204,7 @@ class Prefiller:
         """
         request, plan = active.request, active.plan
         may = self._may_reuse(active) and (active.way == "sparse" or planned in ("predicted", "forced"))
-        key = None if _is_staged(plan) else plan.selection_key  # with what the first layers passed on nothing is moved
-        movable = self.edits.movable(key) if may else None
+        movable = self.edits.movable(plan.selection_key) if may else None
         edit = self.edits.find(request, movable) if may else None
         if edit is None:
             return
@@ -222,7 +215,7 @@ class Prefiller:
         if hit is None:
             return
         reason = Reason("reused", edit.words)
-        active.go_on_from(hit, edit.unread, replace(plan, reason=reason, predicted=predicted, selection_key=key))
+        active.go_on_from(hit, edit.unread, replace(plan, reason=reason, predicted=predicted))
         if edit.is_sparse and not isinstance(rotations := self.edits.layers("draft"), Refused):
             active.stage = "draft"
             read = yield from self.scorer.follow(request, edit, rotations)
@@ -236,7 +229,7 @@ class Prefiller:
         Return what is then to be read, as `_select` does.
         """
         request, plan = active.request, active.plan
-        may = active.way == "sparse" and active.staging is None and self._may_reuse(active)
+        may = active.way == "sparse" and self._may_reuse(active)
         edit = self.edits.find(request, None, new) if may else None
         if edit is None or common_length(edit.cached, request.prompt) < active.prefix.length:
             return recalled, new
@@ -290,7 +283,7 @@ class Prefiller:
         self.fallbacks[active.stage] += 1
         reason = f"fallback: {active.stage} failed: {type(error).__name__}: {error}"
         active.cache, active.prefix = list(make_prompt_cache(self.pair.target)), Prefix(miss=active.prefix.miss)
-        active.staging, active.choice = None, replace(active.choice, kept=NO_INDICES, recalled=0)
+        active.choice = replace(active.choice, kept=NO_INDICES, recalled=0)
         active.decide(replace(active.plan.as_full("fallback", reason), selection_key=None))
         mx.clear_cache()
 
@@ -301,28 +294,21 @@ class Prefiller:
         if active.way != "extend":
             return active.way == "sparse"
         may_recall = active.prefix.missing.size > 0 and _asks(active.request, active.prefix.length)
-        return self.pair.has_draft and (_is_staged(active.plan) or may_recall)
+        return self.pair.has_draft and may_recall
 
     def _begin_scoring(self, active: ActiveRequest, text: PromptText) -> Scoring | None:
         """Return the steps of the draft. None, and the prompt is read in full, if it is too long."""
         active.plan = self.scorer.ask(active.request, active.plan, text)
-        active.stage, hidden = "draft", None
-        if self.pair.stages is not None and _is_staged(active.plan):
-            prefix = active.prefix
-            hidden = HiddenStates(prefix.dense, prefix.length, prefix.hidden, self._dense_ends(active))
-            active.staging = Staging(self.pair.stages, hidden)
+        active.stage = "draft"
         try:
-            extension = _extension(active.prefix) if active.way == "extend" and hidden is None else None
-            return self.scorer.scores(active.request, active.plan, text, hidden, extension)
+            extension = _extension(active.prefix) if active.way == "extend" else None
+            return self.scorer.scores(active.request, active.plan, text, extension)
         except DraftContextError as error:
             active.decide(active.plan.as_full("draft-context", str(error)))
             return None
 
     def _note_scores(self, active: ActiveRequest, scores: Scores) -> Scores:
         active.choice = Choice(scores.scorer, scores.words, scores.read + active.choice.draft_read)
-        if active.staging is not None:
-            model = active.staging.model
-            active.cache = model.join(scores.cache, model.split(active.cache)[1])
         return scores
 
     def _select(self, active: ActiveRequest, text: PromptText, scores: Scores | None) -> tuple[Indices, Indices]:
@@ -353,7 +339,7 @@ class Prefiller:
 
     def _begin_drafting(self, active: ActiveRequest, scores: Scores | None) -> Generator[Progress, None, None]:
         """Prepare the draft to propose the answer from the cache of its scoring, if it will."""
-        proposer = None if active.drafting is None else active.drafting.begin(active.staging is not None)
+        proposer = None if active.drafting is None else active.drafting.begin()
         if proposer is None or proposer.prompt_reader is None:
             return
         if scores is None or scores.importance.size < len(active.request.prompt):
@@ -370,27 +356,24 @@ class Prefiller:
         part = text.part(start, start + importance.size)
         return select_tokens(importance, forced, part, plan.keep, selection_by(plan.rule, self.config.selection))
 
-    def _recall(
-        self, active: ActiveRequest, recalled: Indices, new: Indices
-    ) -> Generator[Progress, None, tuple[Model, list[Any]]]:
-        """Prefill recalled tokens behind the cached prefix; return the model that goes on, and its cache."""
-        active.stage = "prefill"
-        model, cache = self._model(active, np.concatenate([recalled, new]))
+    def _recall(self, active: ActiveRequest, recalled: Indices, new: Indices) -> Generator[Progress, None, None]:
+        """Prefill recalled tokens behind the cached prefix."""
+        active.stage, cache = "prefill", active.cache
         held, prompt = active.prefix.held, active.request.prompt
         held = held if held.size else np.arange(active.prefix.length, dtype=np.int32)
         kept = np.concatenate([np.sort(np.concatenate([held, recalled])), new])
         active.choice = replace(active.choice, kept=kept, recalled=int(recalled.size))
         if recalled.size:
             with recalling(cache):
-                for done, _ in feed(model, cache, prompt[recalled], recalled, self._ends(recalled.size, tail=0)):
+                ends = self._ends(recalled.size, tail=0)
+                for done, _ in feed(self.pair.target, cache, prompt[recalled], recalled, ends):
                     yield Progress("prefill", done, recalled.size + new.size)
             self.edits.settle(cache, active.prefix)
-        return model, cache
 
     def _ends(self, total: int, cuts: Sequence[int] = (), tail: int = TAIL) -> Iterator[int]:
         return forward_ends(total, self.step, cuts, tail)
 
-    def _feed(self, active: ActiveRequest, model: Model, cache: list[Any], kept: Indices | None = None) -> PrefillSteps:
+    def _feed(self, active: ActiveRequest, kept: Indices | None = None) -> PrefillSteps:
         """Feed what is behind the cached prefix, and store the cache at each stop.
 
         Cancelled, a full prefill keeps its chunks: a retry resumes from there.
@@ -401,10 +384,10 @@ class Prefiller:
         start, before, fed = active.prefix.length, active.choice.recalled, 0
         indices = np.arange(start, len(active.request.prompt), dtype=np.int32) if kept is None else kept
         stops = self._stops(active, kept)
-        model = _read_along(active, model, indices)
+        model, tokens = _read_along(active, self.pair.target, indices), active.request.prompt[indices]
         ends = self._ends(indices.size, tuple(stops))
         try:
-            for fed, logits in feed(model, cache, active.request.prompt[indices], kept, ends, logits=True):  # noqa: B007
+            for fed, logits in feed(model, active.cache, tokens, kept, ends, logits=True):  # noqa: B007
                 if fed in stops:
                     self._store(active, stops[fed])
                 yield Progress("prefill", before + fed, before + indices.size)
@@ -417,25 +400,7 @@ class Prefiller:
 
     def _store(self, active: ActiveRequest, length: int) -> None:
         """Store the cache of the prompt's first `length` tokens; if that is nearly all, once the first token is out."""
-        if active.staging is not None and length in active.staging.hidden.cuts:
-            self._keep_staged_beginning(active, active.staging.model, length)
-        else:
-            active.keep_prompt(self.caches, length, later=length >= len(active.request.prompt) - 1)
-
-    def _model(self, active: ActiveRequest, indices: Indices) -> tuple[Model, list[Any]]:
-        """Return the model that reads the prompt's tokens at these indices, in this order, and its cache.
-
-        In a staged prefill these are the upper layers.
-        """
-        if active.staging is None:
-            return self.pair.target, active.cache
-        stages, hidden = active.staging.model, active.staging.hidden
-        _, cache = stages.split(active.cache)
-        states = hidden.of(indices)
-        mx.eval(states)
-        if not self.caches.enabled:  # else a later turn may want what this one drops
-            hidden.clear()
-        return UpperLayersModel(stages.upper, states), cache
+        active.keep_prompt(self.caches, length, later=length >= len(active.request.prompt) - 1)
 
     def _stops(self, active: ActiveRequest, new: Indices | None) -> dict[int, int]:
         """Return the counts of new tokens after which a forward ends, ascending, and the length that the cache then
@@ -449,36 +414,11 @@ class Prefiller:
         if not self.is_stateful:
             return {new.size: len(active.request.prompt)}
         ends = self.checkpoints(active.request, active.prefix.length)
-        ends = [*ends, *([] if active.staging is None else active.staging.hidden.cuts)]
         counts = {int(np.searchsorted(new, length)): length for length in ends}
         dense = Fed(new - active.prefix.length).dense_tokens
-        if active.staging is None and not active.prefix.held.size and dense >= _LEAST_CHECKPOINT:
+        if not active.prefix.held.size and dense >= _LEAST_CHECKPOINT:
             counts[dense] = active.prefix.length + dense
         return {count: counts[count] for count in sorted(counts) if 0 < count < new.size}
-
-    def _dense_ends(self, active: ActiveRequest) -> list[int]:
-        """Return the lengths behind a dense prefix at which another request may branch off before the first gap.
-
-        None for a cache that can be cut at any length. The first layers end a forward at each of them. The forced
-        tokens, which make the beginning dense, are known before that.
-        """
-        if active.prefix.held.size or not self.is_stateful:
-            return []
-        start = active.prefix.length
-        dense = int(np.argmin(np.append(active.plan.forced[start:-1], False)))
-        ends = [end for end in self.checkpoints(active.request, start) if end <= start + dense]
-        return sorted({*ends, start + dense}) if dense >= _LEAST_CHECKPOINT else ends
-
-    def _keep_staged_beginning(self, active: ActiveRequest, stages: StagedModel, length: int) -> None:
-        """Cache a dense beginning for dense requests, with what the draft's prefixes hold of the first layers.
-
-        These have read on by now, and no windows or states can go back.
-        """
-        request = active.request
-        lower = finish(self.caches.draft_prefix(request.prompt[: length + 1], request.label, again=True))
-        if lower is not None and lower.length == length:
-            cache = stages.join(lower.cache, stages.split(active.cache)[1])
-            self.caches.keep_target(request.prompt[:length], cache, request)
 
     # --- full --------------------------------------------------------------------------------------------------------
 
@@ -489,7 +429,7 @@ class Prefiller:
         yield from self._begin_drafting(active, None)
         active.stage = "prefill"
         if request.prompt_logprobs is None:
-            return (yield from self._feed(active, self.pair.target, active.cache))
+            return (yield from self._feed(active))
         return (yield from self._with_prompt_logprobs(active, request.prompt_logprobs))
 
     def checkpoints(self, request: GenerationRequest, start: int = 0) -> list[int]:
@@ -532,11 +472,6 @@ def _read_along(active: ActiveRequest, model: Model, fed: Indices) -> Model:
     """Return the model that reads the prompt indices `fed` as what drafts the answer runs it."""
     proposer = None if active.drafting is None else active.drafting.proposer
     return model if proposer is None else proposer.read_along(model, fed)
-
-
-def _is_staged(plan: PrefillPlan) -> bool:
-    """Return whether the target's own first layers score the prompt."""
-    return plan.selection_key is not None and plan.selection_key.staged
 
 
 def _extension(prefix: Prefix) -> Extension:

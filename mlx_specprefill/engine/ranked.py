@@ -24,7 +24,6 @@ from ..loading import ModelPair
 from ..request import CacheLabel, GenerationRequest, TokenIds
 from ..specprefill.plan import PrefillPlan
 from ..specprefill.scorer import Scores
-from ..specprefill.sparse_prefill import HiddenStates
 from ..specprefill.text import PromptText
 from .active_request import ActiveRequest
 from .background import BackgroundPrefill, IdleTurn
@@ -182,10 +181,9 @@ class RankedScorer(_Ranked, PromptScorer):
         request: GenerationRequest,
         plan: PrefillPlan,
         text: PromptText,
-        hidden: HiddenStates | None = None,
         extension: Extension | None = None,
     ) -> Scoring:
-        begin = partial(super().scores, request, plan, text, hidden, extension)
+        begin = partial(super().scores, request, plan, text, extension)
         if self.pair.draft_is_first and request.specprefill.importance is None:
             return self._by_rank_0(begin)
         return self._agreed(begin())

@@ -24,11 +24,11 @@ from ..specprefill.mapped import MappedTask, map_task
 from ..specprefill.plan import PrefillPlan, template_mask
 from ..specprefill.question import possible_questions, question_span, repeated_question_spans
 from ..specprefill.scorer import HeadScorer, Scores, ScoringInput, scorer_for
-from ..specprefill.sparse_prefill import HiddenStates, feed, forward_ends
+from ..specprefill.sparse_prefill import feed, forward_ends
 from ..specprefill.text import PromptText
 from ..specprefill.words import word_factors
 from .active_request import NO_INDICES
-from .caches import EngineCaches, draft_window, empty_draft_cache
+from .caches import EngineCaches, draft_window
 from .edited_prefix import Edit
 
 Scoring = Generator[Progress, None, Scores]
@@ -71,14 +71,11 @@ class PromptScorer:
         request: GenerationRequest,
         plan: PrefillPlan,
         text: PromptText,
-        hidden: HiddenStates | None = None,
         extension: Extension | None = None,
     ) -> Scoring:
         """Return the steps to the request's own scores, else to the draft's, which resume from its dense prefix.
 
         Args:
-            hidden: stores the hidden states of the draft, the target's own first layers. The draft reads anew from its
-                `known` on.
             extension: calibrated heads ask the question right behind what the draft has read, even if that is little.
 
         Raises:
@@ -92,8 +89,6 @@ class PromptScorer:
         if self.pair.mapping is not None:
             return self._mapped(request, plan, map_task(self.pair.mapping, task), extension, raised)
         known = task.prompt.size - 1 if task.again.size else task.question[0]
-        if hidden is not None:
-            task, known = replace(task, seen=hidden.keep, cuts=hidden.cuts), min(known, hidden.known)
         return self._by_draft(request, plan, task, known, extension, raised)
 
     def _mapped(
@@ -182,10 +177,8 @@ class PromptScorer:
         keeper = request if self.pair.mapping is None else replace(request, spans=())  # spans count target tokens
         # The question is read anew even if it is cached: a hit must not change the scores.
         hit = (yield from self.caches.draft_prefix(prompt[: known + 1], label)) if stored and known else None
-        cache = empty_draft_cache(draft, stored and self.pair.stages is not None) if hit is None else hit.cache
-        task = replace(
-            task, cache=cache, window=window, on_cut=lambda end: self.caches.keep_draft(prompt[:end], cache, keeper)
-        )
+        cache = list(make_prompt_cache(draft)) if hit is None else hit.cache
+        task = replace(task, cache=cache, window=window)
         scorer = scorer_for(plan.rule, self.pair.heads, self.config.scoring, self.pair.split)
         read = 0 if hit is None else hit.length
         if extension is not None:

@@ -101,16 +101,10 @@ class AnswerDrafter:
         """Return what it holds beside the target's cache."""
         return () if self.proposer is None else self.proposer.caches
 
-    def begin(self, staged: bool = False) -> Proposer | None:
-        """Decide before the target's first forward, and again if its prefill starts anew.
-
-        Args:
-            staged: the target's layers will hold different numbers of tokens.
-        """
+    def begin(self) -> Proposer | None:
+        """Decide before the target's first forward, and again if its prefill starts anew."""
         kind = STRATEGIES[self._strategy]
         refusal = self._speculator.refusal(self._strategy, self._request) or (None if self._has_room else _NO_ROOM)
-        if staged:
-            refusal = refusal or kind.staged_refusal
         self._decline(refusal or "requested")
         if refusal is None:
             self.proposer = kind(self._speculator.models, self._request.prompt)

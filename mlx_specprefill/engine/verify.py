@@ -12,7 +12,6 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..cache.prefix.selection_key import SelectionKey
 from ..constraints import GrammarState, stack_masks
 from ..events import Progress, PromptLogprobs
 from ..request import GenerationRequest, concat_tokens
@@ -30,7 +29,6 @@ Quantize = Callable[[list[Any]], tuple[list[Any], int]]
 def verify(
     prefiller: Prefiller,
     request: GenerationRequest,
-    selection_key: SelectionKey | None,
     answer: tuple[int, ...],
     guide: Guide,
     quantize: Quantize,
@@ -40,11 +38,11 @@ def verify(
     The exact cache then holds the prompt, and the answer unless the KV cache is quantised.
 
     Args:
-        request: the answered one; `selection_key`: that of the turn.
+        request: the answered one.
         answer: its tokens.
         guide: makes the request's grammar; `quantize`: `Rows.quantize`.
     """
-    active, logits = yield from densify(prefiller, request, selection_key)
+    active, logits = yield from densify(prefiller, request)
     cache, _ = quantize(active.cache)
     comparison = _Comparison(request, guide(request), answer, prefiller.pair.vocab_size)
     comparison.read(logits)

@@ -62,7 +62,6 @@ def plan_prefill(
     *,
     sparse_refusal: Reason | None,
     draft_context: int | None = None,
-    staged: bool = False,
     cached_tokens: int | None = 0,
     predict: Callable[[int], Prediction] | None = None,
     gains_are_known: bool = False,
@@ -72,7 +71,6 @@ def plan_prefill(
     Args:
         sparse_refusal: why this pair can't prefill sparsely, or None.
         draft_context: the draft's context length in tokens, None if unknown.
-        staged: the target's own first layers score prompts, but for the paper's rule.
         cached_tokens: prompt tokens that a prefix cache already holds; all else looks at the rest. None: not known yet.
             The plan is then sparse if it could become so: all that is forced may be cached.
         predict: returns the times of both prefills if the target sees that many tokens of the rest; None: not known.
@@ -96,9 +94,7 @@ def plan_prefill(
     if request.prompt_logprobs is not None:
         return plan.as_full("prompt-logprobs", "prompt log-probabilities need the logits of every token")
     if (options.enabled or policy.enabled) and nominal < 1 and options.importance is None:
-        plan = replace(
-            plan, selection_key=SelectionKey(nominal, rule, scope, staged and rule != "paper", bool(options.enabled))
-        )
+        plan = replace(plan, selection_key=SelectionKey(nominal, rule, scope, bool(options.enabled)))
     if draft_context is not None and draft_context < M:
         plan = plan.as_full("draft-context", f"the prompt has {M} tokens, the draft's context {draft_context}")
     elif nominal < keep == 1:

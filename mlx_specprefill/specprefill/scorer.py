@@ -55,8 +55,6 @@ class ScoringInput:
             the prompt, and their attention counts instead of the question's. Only calibrated heads are read so.
         asks: other lines that may be the question (`possible_questions`): they are read behind the prompt, too, and
             what one of them looks at counts beside what the question does.
-        seen: called at every forward with the index of its first token and the draft's output; None: not called.
-        cuts: lengths before the question, ascending, at which a forward ends; `on_cut` is called with each.
         window: seen by the tokens in front of the question while they are read; None: everything.
         end: the question is asked right behind so many tokens of the prompt, and only they are scored; None: all.
     """
@@ -69,9 +67,6 @@ class ScoringInput:
     step: Callable[[], int]
     again: TokenIds = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
     asks: tuple[Ask, ...] = ()
-    seen: Callable[[int, mx.array], None] | None = None
-    cuts: Sequence[int] = ()
-    on_cut: Callable[[int], None] = lambda _: None
     window: DraftWindow | None = None
     end: int | None = None
 
@@ -125,7 +120,6 @@ def read_prompt(
     reader = draft if window is None else WindowedReader(draft, window)
     while start < end:
         stop = min(start + task.step(), end)
-        stop = next((cut for cut in task.cuts if start < cut < stop), stop)
         if start < first < stop and (stop < end or window is not None):
             stop = first  # the passage is read in one forward, with the tokens after it
         elif first <= start:
@@ -136,12 +130,8 @@ def read_prompt(
             captured = capturing(stop, stop - start, slice(max(passage[0] - start, 0), passage[1] - start))
             model = draft
         with captured:
-            returned = model(tokens[:, start:stop], cache=task.cache)
-        if task.seen is not None:
-            task.seen(start, returned)
+            model(tokens[:, start:stop], cache=task.cache)
         mx.eval([part.state for part in task.cache])
-        if stop in task.cuts:
-            task.on_cut(stop)
         yield Progress("draft", stop, M)
         start = stop
 
@@ -350,9 +340,7 @@ def _greedy(logits: mx.array, ranks: Ranks | None) -> mx.array:
 def _last_row(draft: FirstLayers, last: mx.array, capture: QueryCapture, task: ScoringInput) -> mx.array:
     """Feed the last prompt token to layers without an output head: its own row, and no token."""
     with capture.row(capture.prompt_len):
-        returned = draft(last, cache=task.cache)
-    if task.seen is not None:
-        task.seen(task.prompt.size - 1, returned)
+        draft(last, cache=task.cache)
     mx.eval(capture.rows, [part.state for part in task.cache])
     return mx.array([], dtype=mx.uint32)
 

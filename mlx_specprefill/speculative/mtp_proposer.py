@@ -44,8 +44,6 @@ class MTPProposer(Proposer):
         entries: the head's cache.
     """
 
-    staged_refusal = "in a staged prefill the MTP head does not read the prompt"
-
     def __init__(self, models: Models, prompt: TokenIds) -> None:
         head = _head_of(models)
         assert not isinstance(head, Refused)

@@ -106,13 +106,11 @@ class Proposer(ABC):
 
     Attributes:
         uses_draft: the pair's draft proposes, with all of its layers.
-        staged_refusal: why it can't propose after a prefill in stages; None if it can.
         gamma: tokens to ask for at a time.
         prompt_reader: a model whose cache of the whole prompt it wants as `cache`.
     """
 
     uses_draft: ClassVar[bool] = False
-    staged_refusal: ClassVar[str | None] = None
 
     gamma: int
     prompt_reader: nn.Module | None = None

@@ -45,7 +45,6 @@ from mlx_specprefill import (
     as_token_ids,
 )
 from mlx_specprefill.engine.speculation import models_of
-from mlx_specprefill.errors import Refused
 from mlx_specprefill.speculative.rollback import Rollback
 from mlx_specprefill.speculative.strategies import STRATEGIES, refusal
 from mlx_specprefill_evals.corpus import modules, paragraphs
@@ -56,7 +55,7 @@ from .harness.figures import Clock, median_interval, rounded, show_rows
 
 QUICK: dict[str, Any] = {"n": 5, "length": 256, "tokens": 8}
 WARM_UP = 8  # tokens of the first answers, in which what is tried out once is tried out
-PREFILLS = ("full", "sparse", "staged")
+PREFILLS = ("full", "sparse")
 ALL = "all"  # tasks together
 ROW_COST = 0.25  # of a forward, for each further row of it
 
@@ -179,9 +178,7 @@ def engines(pair: ModelPair, options: argparse.Namespace) -> Iterator[tuple[str,
     if "full" in options.prefills:
         yield "full", Engine(pair, config)
     if "sparse" in options.prefills and sparse:
-        yield "sparse", Engine(replace(pair, staged=Refused("measured without stages")), uncached)
-    if "staged" in options.prefills and sparse and pair.stages is not None:
-        yield "staged", Engine(pair, uncached)
+        yield "sparse", Engine(pair, uncached)
 
 
 def answers_of(pair: ModelPair, arms: Sequence[SpeculationName], options: argparse.Namespace) -> Answers:

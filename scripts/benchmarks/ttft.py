@@ -10,14 +10,8 @@ lengths:
     speedup         = TTFT_full / TTFT_sparse
     rest_of_full    = (TTFT_sparse - T_draft(M) - T_target(kept)) / TTFT_full, what is neither of the two prefills
 
-A draft with calibrated heads runs up to the last of them and does not look ahead; `--rule paper` runs all of it. Where
-the draft is the target's own first layers (`--draft self`), the prefill is staged: the others go on from what those
-have read, T_target(kept) is the time of these others alone, and
-
-    staged_of_full  = TTFT_sparse / TTFT_full, to compare with `staged_limit` = s / L + kept / M + 0.08
-
-`--not-staged` lets all layers read the kept tokens instead. `--counts` times nothing: it counts the host's waits for
-the device in each step of the engine.
+A draft with calibrated heads runs up to the last of them and does not look ahead; `--rule paper` runs all of it.
+`--counts` times nothing: it counts the host's waits for the device in each step of the engine.
 
 Models are a named pair, checkpoints or random weights in a real shape (`--shape`). All prefills read as many tokens per
 forward (`--step`), by default those that the engine reads alone.
@@ -34,22 +28,21 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
 from rich.console import Console
 from rich.progress import track
 
 from mlx_specprefill import RULE_NAMES, Engine, EngineConfig, ModelPair, as_token_ids, keep_pct
-from mlx_specprefill.adapters.depth import full_draft_model, layers_of
+from mlx_specprefill.adapters.depth import full_draft_model
 from mlx_specprefill.adapters.window import WindowedReader
 from mlx_specprefill.cache.positioned import make_positioned_cache
 from mlx_specprefill.config import DraftWindow
-from mlx_specprefill.engine.caches import draft_window, empty_draft_cache
-from mlx_specprefill.errors import Refused
+from mlx_specprefill.engine.caches import draft_window
 from mlx_specprefill.specprefill.mapped import map_task
 from mlx_specprefill.specprefill.plan import forced_mask, forced_ranges, template_mask
 from mlx_specprefill.specprefill.question import question_span
 from mlx_specprefill.specprefill.scorer import Scores, ScoringInput, scorer_for
 from mlx_specprefill.specprefill.selector import select_tokens, selection_by
-from mlx_specprefill.specprefill.sparse_prefill import HiddenStates, UpperLayersModel
 from mlx_specprefill.specprefill.text import TextReader
 
 from .harness import BenchError, pairs, shapes
@@ -96,18 +89,15 @@ def full_arm(setup: Setup, prompt: list[int]) -> Run:
     return {"full_ttft_ms": prefill_ms + token_ms, "full_decode_tps": tps}
 
 
-def score(setup: Setup, prompt: list[int], hidden: HiddenStates | None) -> Scores:
-    """Score as the engine does. `hidden` gets the first layers' output, if these are the draft."""
+def score(setup: Setup, prompt: list[int]) -> Scores:
+    """Score as the engine does."""
     pair, config = setup.pair, setup.config
-    seen = None if hidden is None else hidden.keep
     question = question_span(len(prompt), config.scoring)
-    cache = empty_draft_cache(pair.draft, pair.stages is not None)
+    cache = list(make_prompt_cache(pair.draft))
     ids = np.asarray(prompt, dtype=np.int32)
     template = template_mask((), question, np.ones(ids.size, dtype=np.bool_))
     window = setup.window
-    task = ScoringInput(
-        ids, question, template, pair.eos_token_ids, cache, lambda: setup.step, seen=seen, window=window
-    )
+    task = ScoringInput(ids, question, template, pair.eos_token_ids, cache, lambda: setup.step, window=window)
     scorer = scorer_for(config.rule, pair.heads, config.scoring)
     if pair.mapping is None:
         return finish(scorer.score(pair.draft, task))
@@ -123,20 +113,11 @@ def select(setup: Setup, prompt: list[int], importance: np.ndarray, keep: Fracti
 
 def sparse_arm(setup: Setup, prompt: list[int], keep: Fraction) -> Run:
     """Time the stages of a sparse request and their sum, then some decoding."""
-    target, stages = setup.pair.target, setup.pair.stages
-    hidden = None if stages is None else HiddenStates()
-    draft_ms, scores = timed(lambda: score(setup, prompt, hidden))
+    target = setup.pair.target
+    draft_ms, scores = timed(lambda: score(setup, prompt))
     select_ms, kept = timed(lambda: select(setup, prompt, scores.importance, keep))
     cache = make_positioned_cache(target)
-    if stages is None or hidden is None:
-        prefill_ms, logits = timed(lambda: prefill(target, cache, prompt, kept, setup.step))
-    else:
-        _, upper = stages.split(cache)
-        cache = stages.join(scores.cache, upper)
-        model = UpperLayersModel(stages.upper, hidden.of(kept))
-        prefill_ms, logits = timed(lambda: prefill(model, upper, prompt, kept, setup.step))
-        unite_ms, _ = timed(lambda: stages.unite(cache, kept))
-        prefill_ms += unite_ms
+    prefill_ms, logits = timed(lambda: prefill(target, cache, prompt, kept, setup.step))
     token_ms, _ = timed(lambda: first_token(logits))
     return {
         "draft_ms": draft_ms,
@@ -158,10 +139,6 @@ def repetition(setup: Setup, prompt: list[int], shares: list[Fraction]) -> list[
         run = full | sparse_arm(setup, prompt, keep)
         last = prompt[-int(run["kept_tokens"]) :]
         kept_alone = plain_prefill_ms(pair.target, last, setup.step)
-        if pair.stages is not None:
-            kept_alone -= plain_prefill_ms(pair.stages.lower, last, setup.step)
-            run["staged_of_full"] = run["sparse_ttft_ms"] / run["full_ttft_ms"]
-            run["staged_limit"] = pair.stages.count / len(layers_of(pair.target)) + len(last) / len(prompt) + 0.08
         limit = draft_alone + kept_alone
         runs.append(
             run
@@ -186,7 +163,6 @@ def median_row(tokens: int, keep: Fraction, runs: Sequence[Run]) -> Run:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rule", default="default", choices=RULE_NAMES, help="how tokens are scored and chosen")
-    parser.add_argument("--not-staged", action="store_true", help="all layers of the target read the kept tokens")
     parser.add_argument("--counts", action="store_true", help="count evaluations and waits, for prompts of 256 tokens")
     shapes.add_options(parser, None, layers=0, draft_layers=0, narrow=1)
     shapes.add_precision(parser)
@@ -224,10 +200,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         raise BenchError("--lengths must be at least 64 tokens and --repeats at least 1")
     shares = [keep_pct(share, "--keep") for share in options.keep]
     pair, rng, config = load(options), np.random.default_rng(0), EngineConfig(rule=options.rule)
-    if options.not_staged:
-        pair = replace(pair, staged=Refused("turned off"))
     if options.rule == "paper":
-        pair = replace(pair, draft=full_draft_model(pair.draft), heads=None, staged=Refused("the paper's rule"))
+        pair = replace(pair, draft=full_draft_model(pair.draft), heads=None)
     if options.counts:
         with Engine(pair, replace(config, prefill_step=64, prefix_cache_bytes=0)) as engine:
             counts = [row for sparse in (False, True) for rows in (1, 4) for row in count_steps(engine, sparse, rows)]

@@ -64,9 +64,6 @@ def evaluate(
     ] = None,
     model: Annotated[str | None, typer.Option(help="Model of that server. Default: its first.")] = None,
     api_key: Annotated[str | None, typer.Option(help="API key of that server.")] = None,
-    not_staged: Annotated[
-        bool, typer.Option("--not-staged", help="Run the kept tokens through all layers of the target.")
-    ] = False,
     log_level: Level = "warning",
     *,
     models: PairOptions,
@@ -96,7 +93,7 @@ def evaluate(
             return
         chosen = choose_here(models)
         work = import_module(".here", __package__)
-        report = work.evaluate_here(options, chosen, models.dtype, chunk_size, not_staged, _tell)
+        report = work.evaluate_here(options, chosen, models.dtype, chunk_size, _tell)
         typer.echo(json.dumps(report))
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
-from mlx_specprefill import DtypeName, Engine, EngineConfig, Refused, SelectionConfig
+from mlx_specprefill import DtypeName, Engine, EngineConfig, SelectionConfig
 from mlx_specprefill_evals.arms import Arm
 from mlx_specprefill_evals.command import Options, Predict, evaluate
 from mlx_specprefill_evals.local import LocalModel, examination
@@ -20,20 +19,16 @@ def evaluate_here(
     chosen: Pair,
     dtype: DtypeName,
     chunk_size: int | None,
-    not_staged: bool,
     tell: Callable[[str], None],
 ) -> dict[str, Any]:
     """Return the report on a pair.
 
     Args:
         chunk_size: of the library's rule; None: its own.
-        not_staged: run the kept tokens through all layers of the target.
     """
     selection = None if chunk_size is None else SelectionConfig(chunk_size=chunk_size)
     settings = make_settings(chosen)
     loaded = load(chosen, dtype, settings, calibrate=True)
-    if not_staged:
-        loaded = replace(loaded, staged=Refused("--not-staged"))
     with Engine(loaded, examination(selection)) as engine:
         return evaluate(options, LocalModel(engine), tell, _predict(engine, settings.engine_config()))
 

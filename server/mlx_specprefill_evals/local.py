@@ -81,7 +81,7 @@ class LocalModel:
         pair, chunk_size = self._engine.pair, self._engine.config.selection.chunk_size
         heads = "none" if pair.heads is None else _digest(json.dumps(pair.heads.to_dict(), sort_keys=True))
         names = {"target": str(pair.target_id), "draft": str(pair.draft_id or "none"), "heads": heads}
-        return {**names, "chunk_size": chunk_size, "prefill": "whole" if pair.stages is None else "staged"}
+        return {**names, "chunk_size": chunk_size}
 
     def count(self, text: str) -> int:
         return len(self._encode(text))

@@ -86,9 +86,7 @@ class Prompted:
     def _options(self, arm: Arm) -> SpecPrefillOptions:
         if arm == FULL:
             return SpecPrefillOptions(enabled=False, return_spans=True)
-        # Own scores would be read by all layers of a target that is prefilled in stages.
-        staged = arm.kind == "sparse" and self.engine.pair.stages is not None
-        if staged or (self.session and arm.asks_draft):
+        if self.session and arm.asks_draft:
             return SpecPrefillOptions(True, arm.keep, return_spans=True, rule=arm.rule)
         M = len(self.prompt.tokens)
         score: dict[str, Callable[[], Floats]] = {

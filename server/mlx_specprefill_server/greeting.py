@@ -57,7 +57,7 @@ def _draft(service: Service) -> str:
         when = "a request asks for it"
     else:
         when = "it is predicted to pay" if threshold is None else f"a prompt is longer than {threshold} tokens"
-    scorer = "draft" if pair.stages is None else "prefilled in stages, scored by"
+    scorer = "scored by" if pair.scores_itself else "draft"
     return f"{scorer} {service.draft_id}, sparse where {when}"
 
 

@@ -49,7 +49,7 @@ def load(
 ) -> ModelPair:
     """Load the pair, with the calibrated heads of its draft where they are known.
 
-    Without a draft, the target's own first layers score prompts if it can be prefilled in stages.
+    Without a draft, the target's own first layers score prompts, if some of them are enough.
 
     Args:
         dtype: "auto": the pair's own, if it has one.
@@ -81,7 +81,7 @@ def load(
     if made.heads is None and settings is not None:
         heads = _heads(made, settings, calibrate, tell)
         made = made if heads is None else with_heads(made, heads, exit_early=early)
-    if pair.draft is None and made.stages is None:
+    if pair.draft is None and made.draft is made.target:
         return _alone(made)
     return made
 
@@ -115,7 +115,7 @@ def load_engine(
 
 def _alone(pair: ModelPair) -> ModelPair:
     """Return the target without a scorer, and the reason."""
-    refusal = pair.sparse_refusal or f"no draft model is loaded, and the target can't do without: {pair.staged_refusal}"
+    refusal = pair.sparse_refusal or "no draft model is loaded, and it takes all of the target's layers to score"
     logger.warning("%s: full prefill only: %s", pair.target_id, refusal)
     return replace(
         pair, draft=None, draft_id=None, draft_context=None, draft_config=None, heads=None, sparse_refusal=refusal

@@ -11,12 +11,8 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_map
 
-from mlx_specprefill.adapters.depth import FirstLayers
 from mlx_specprefill.adapters.patches import install_patches
-from mlx_specprefill.adapters.probe import probe_sparse, staged_model
-from mlx_specprefill.adapters.staged import StagedModel
-from mlx_specprefill.errors import Refused
-from mlx_specprefill.loading import _split_target
+from mlx_specprefill.adapters.probe import probe_sparse
 from tests.support.oracle import perturbed
 from tests.support.precision import float32_only
 from tests.support.rounding import HALVES, rounded
@@ -65,10 +61,6 @@ REFUSALS = (
     "explicit contiguous positions change its logits",
     "a chunk with gaps differs from the same tokens fed one by one",
 )
-STAGED_REFUSALS = (
-    "its layers in two parts differ from the model",
-    "behind the first layers, a chunk with gaps differs from the same tokens fed one by one",
-)
 EACH = [name if name in ("gpt-oss", "qwen3.5") else pytest.param(name, marks=pytest.mark.nightly) for name in SHAPES]
 
 
@@ -109,28 +101,3 @@ def test_rounding_is_no_alarm(name: str, half: str) -> None:
 def test_a_layer_that_ignores_offsets_is_one(name: str, half: str) -> None:
     model = with_a_layer_that_ignores_offsets(random_model(name))
     assert probe_sparse(rounded(model, HALVES[half])) in REFUSALS
-
-
-@pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("name", [name for name in EACH if name != "qwen3.5"])
-def test_rounding_is_no_alarm_in_two_parts(name: str, half: str) -> None:
-    model = rounded(random_model(name), HALVES[half])
-    assert isinstance(staged_model(model, FirstLayers(model, len(model.layers) // 3)), StagedModel)
-
-
-@pytest.mark.parametrize("which", [0, -1])
-@pytest.mark.parametrize("name", EACH)
-def test_a_layer_that_ignores_offsets_is_one_in_two_parts(name: str, which: int) -> None:
-    """Whichever part it is in."""
-    model = rounded(with_a_layer_that_ignores_offsets(random_model(name), which), HALVES["bf16"])
-    assert staged_model(model, FirstLayers(model, len(model.layers) // 3)) in STAGED_REFUSALS
-
-
-def test_a_pair_that_is_not_read_in_stages_says_why(caplog: pytest.LogCaptureFixture) -> None:
-    model = with_a_layer_that_ignores_offsets(random_model("gpt-oss"))
-    refused = _split_target(model, FirstLayers(model, 2), None)
-    assert isinstance(refused, Refused)
-    assert refused.reason in STAGED_REFUSALS
-    assert caplog.messages == [f"no prefill in stages, the first layers read twice: {refused.reason}"]
-    assert isinstance(_split_target(model, None, None), Refused)
-    assert len(caplog.messages) == 1  # of two models nobody expects it

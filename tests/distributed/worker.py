@@ -372,7 +372,7 @@ def scored(engine: Engine) -> dict[str, Any]:
     asked = request(PROMPT, Fraction(1, 5))
     seen = engine.inspect(asked)
     found: dict[str, Any] = {"importance": seen.importance.tolist(), "spans": seen.kept_spans}
-    found["staged"] = engine.pair.stages is not None
+    found["own layers"] = engine.pair.scores_itself
     given_up = engine.generate(request(600, Fraction(1, 5), seed=3))
     for _ in range(3):
         next(given_up)

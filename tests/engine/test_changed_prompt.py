@@ -14,7 +14,7 @@ from mlx_specprefill.engine import prefill
 from mlx_specprefill.specprefill.sparse_prefill import feed
 from tests.engine.test_edited_prompt import CONFIG, IN_FULL, LONGER, OLD, PLACE, POLICY, TAIL
 from tests.engine.test_edited_sparse_prompt import ASKS, SALTED, kept, read, running
-from tests.support.tiny import generated, on_own_layers, random_prompt, tiny_pair
+from tests.support.tiny import generated, random_prompt, tiny_pair
 from tests.support.waiting import eventually
 
 EDGE = 64
@@ -146,12 +146,6 @@ def test_off_and_with_windows_or_states_it_is_read_as_before(family: str, reuse:
     with Engine(tiny_pair(family, family), config) as engine:
         read(engine, OLD, ASKS, IN_FULL)
         assert read(engine, prompt, ASKS).mode == "sparse"
-
-
-def test_where_the_targets_own_layers_choose_it_is_read_as_before() -> None:
-    with Engine(on_own_layers(tiny_pair(), 2), CONFIG) as engine:
-        read(engine, OLD, ASKS, IN_FULL)
-        assert read(engine, CHANGED, ASKS).mode == "sparse"
 
 
 def test_with_quantised_keys(caplog: pytest.LogCaptureFixture) -> None:

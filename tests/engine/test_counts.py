@@ -27,7 +27,7 @@ from tests.support.tiny import VOCAB, random_prompt, tiny_model, tiny_pair
 
 from .test_mapped_draft import ASKED, TEXT, conversation
 from .test_mapped_draft import pair as mapped_pair
-from .test_staged import own_pair
+from .test_own_layers import own_pair
 
 MOST = {"draft": 2, "prefill": 2, "select": 2, "decode": 1}  # waits of one step
 

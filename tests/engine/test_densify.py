@@ -122,10 +122,10 @@ def watch(engine: Engine, patch: pytest.MonkeyPatch) -> list[tuple[TokenIds, int
     """Record each background prefill at its start: the prompt, and how much of it is dense by then."""
     taken: list[tuple[TokenIds, int]] = []
 
-    def watched(prefiller: Prefiller, request: GenerationRequest, choice: str) -> Generator[Any, None, None]:
+    def watched(prefiller: Prefiller, request: GenerationRequest) -> Generator[Any, None, None]:
         hit = finish(engine.caches.target_prefix(request.prompt, request.label))
         taken.append((request.prompt[:LENGTH], 0 if hit is None else hit.length))
-        return densify(prefiller, request, choice)
+        return densify(prefiller, request)
 
     patch.setattr(background, "densify", watched)
     return taken
@@ -181,7 +181,7 @@ def endless(engine: Engine, patch: pytest.MonkeyPatch) -> list[str]:
     """
     seen: list[str] = []
 
-    def dense(_: Prefiller, request: GenerationRequest, choice: str) -> Generator[Any, None, None]:
+    def dense(_: Prefiller, request: GenerationRequest) -> Generator[Any, None, None]:
         seen.append("began")
         try:
             while True:

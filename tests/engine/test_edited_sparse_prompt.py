@@ -234,10 +234,10 @@ def test_what_was_chosen_by_another_rule_is_not_gone_on_from(options: SpecPrefil
     assert read(engine, LONGER).mode == "sparse"
 
 
-def test_of_the_targets_own_first_layers_only_a_dense_prompt_is_kept() -> None:
+def test_the_targets_own_first_layers_are_a_draft_as_any() -> None:
     with running(on_own_layers(tiny_pair(), 2)) as engine:
         read(engine, OLD)
-        assert read(engine, LONGER).mode == "sparse"
+        assert read(engine, LONGER).mode == "reuse"
         assert engine.stats().fallbacks == {}
 
 

@@ -75,11 +75,11 @@ def test_a_long_row_is_kept_from_short_ones_and_short_ones_share_a_forward() -> 
 
 
 def test_layers_are_padded_each_by_its_longest_row() -> None:
-    """A staged row is long in the first layers, a dense one in the last: as long in sum, they pad each other."""
-    staged, dense = (900, 100), (500, 500)
-    assert padding([staged, dense], [[0, 1]]) == 2 * (900 + 500) - 2000
-    assert len(group_rows([staged, dense], 1000, 700)) == 2
-    assert len(group_rows([staged, dense], 1000, 800)) == 1
+    """One row is long in the first layers, the other in the last: as long in sum, they pad each other."""
+    first, last = (900, 100), (500, 500)
+    assert padding([first, last], [[0, 1]]) == 2 * (900 + 500) - 2000
+    assert len(group_rows([first, last], 1000, 700)) == 2
+    assert len(group_rows([first, last], 1000, 800)) == 1
 
 
 @given(rows | alike, st.data(), st.integers(0, 100_000), st.sampled_from([0.0, 0.5, math.inf]))

@@ -1,7 +1,4 @@
-"""A draft that runs its first layers only: alone, and as the target's own layers inside the engine.
-
-Where the target can't be prefilled in stages (`test_staged`): all layers then read what is kept.
-"""
+"""A draft that runs its first layers only: alone, and as the target's own layers inside the engine."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ from mlx_specprefill import (
 from mlx_specprefill.adapters.depth import FirstLayers, first_layers
 from mlx_specprefill.engine.costs import CostModel
 from mlx_specprefill.engine.footprint import measure_footprint, weight_bytes
-from mlx_specprefill.errors import Refused, SparseUnsupportedError
+from mlx_specprefill.errors import SparseUnsupportedError
 from mlx_specprefill.specprefill.scorer import PaperScorer, Scores
 from tests.support.scoring import scoring_input
 from tests.support.steps import finish
@@ -76,8 +73,7 @@ def scored(draft: nn.Module, prompt: tuple[int, ...], config: ScoringConfig, cac
 def own_pair(family: str = "llama", count: int | None = LAYERS, target: nn.Module | None = None) -> ModelPair:
     config = {"max_position_embeddings": 4096, "vocab_size": VOCAB}
     pair = make_pair(target or tiny_model(family, 1), tokenizer(), config, draft="self")
-    pair = pair if count is None else on_own_layers(pair, count)
-    return replace(pair, staged=Refused("the layers above read the kept tokens from the first one on"))
+    return pair if count is None else on_own_layers(pair, count)
 
 
 def asked(length: int = 200, how: SpeculationName | None = None) -> GenerationRequest:

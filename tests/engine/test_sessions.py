@@ -33,7 +33,7 @@ from mlx_specprefill.adapters.capture import QueryCapture
 from mlx_specprefill.adapters.heads import DraftHeads, Head
 from mlx_specprefill.engine.costs import CostModel
 from tests.engine.test_composition import masked_greedy
-from tests.engine.test_staged import own_pair
+from tests.engine.test_own_layers import own_pair
 from tests.support.precision import assert_close
 from tests.support.tiny import FAMILIES, generated, greedy, random_prompt, tiny_pair
 from tests.support.waiting import eventually
@@ -235,7 +235,7 @@ class Talk:
 
 
 @pytest.mark.parametrize(
-    ("family", "staged"),
+    ("family", "own_layers"),
     [
         ("llama", False),
         *(pytest.param(family, family == "llama", marks=pytest.mark.extended) for family in FAMILIES),
@@ -243,10 +243,10 @@ class Talk:
     ],
 )
 def test_no_turn_reads_more_than_the_same_server_in_full(
-    family: str, staged: bool, monkeypatch: pytest.MonkeyPatch
+    family: str, own_layers: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Random conversations. What is recalled comes on top, and is little. Staged: of the layers behind the first."""
-    pair = own_pair(family) if staged else tiny_pair(family)
+    """Random conversations. What is recalled comes on top, and is little."""
+    pair = own_pair(family) if own_layers else tiny_pair(family)
     meter = Meter(pair, monkeypatch)
     for seed in range(3):
         talk, read = Talk(seed), []
@@ -258,8 +258,6 @@ def test_no_turn_reads_more_than_the_same_server_in_full(
                 meter.take()
                 answer, last = generated(engine.generate(GenerationRequest(prompt, 3, specprefill=AUTO)))
                 report, fed = last.report, meter.take()[0]
-                if staged and report.mode == "sparse":
-                    fed = report.kept_tokens - report.cached_tokens + 3
                 read.append((fed, report.recalled_tokens, answer))
                 assert report.recalled_tokens <= max(256, report.prompt_tokens * 0.3 / 4 + 16)
                 prompt = talk.next(answer)
@@ -551,7 +549,7 @@ def answers_together(engine: Engine, request: GenerationRequest, copies: int) ->
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("how", ["draft", "staged"])
+@pytest.mark.parametrize("how", ["draft", "own layers"])
 @pytest.mark.parametrize("enabled", [None, True])
 def test_further_answers_to_a_sparse_prompt_read_its_last_token(family: str, how: str, enabled: bool | None) -> None:
     """While the first one is written. They have the same probabilities, and the draft chooses nothing more for them."""

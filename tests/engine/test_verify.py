@@ -39,7 +39,11 @@ from tests.support.waiting import eventually
 
 MODELS = Path(__file__).resolve().parents[2] / "models"
 FAMILIES = ("demo", "demo-qwen3_5", "demo-nemotron_h", "demo-gpt_oss")
-STAGED = {"demo": 2, "demo-nemotron_h": 6, "demo-gpt_oss": 2}  # layers that score; no fewer than all see all in qwen3_5
+OWN_LAYERS = {
+    "demo": 2,
+    "demo-nemotron_h": 6,
+    "demo-gpt_oss": 2,
+}  # no fewer than all see all in qwen3_5
 NAMES = ("Anna", "Bernd", "Clara", "David", "Emma", "Felix", "Greta", "Hugo")
 TOP_K = 20
 ASKED = SpecPrefillOptions(enabled=True, verify=True)
@@ -138,7 +142,7 @@ def verified(pair: ModelPair, kv_bits: int | None = None) -> Iterator[Engine]:
 def load(family: str, own_layers: bool) -> ModelPair:
     target = str(MODELS / family / "target")
     if own_layers:
-        return on_own_layers(load_pair(target, dtype="float32"), STAGED[family])
+        return on_own_layers(load_pair(target, dtype="float32"), OWN_LAYERS[family])
     return load_pair(target, str(MODELS / family / "draft"), dtype="float32")
 
 
@@ -175,8 +179,8 @@ def test_verdicts_equal_a_dense_rerun(family: str) -> None:
     hold_to_the_truth(family, False, None, 4)
 
 
-@pytest.mark.parametrize("family", each(STAGED))
-def test_verdicts_on_staged_answers_equal_a_dense_rerun(family: str) -> None:
+@pytest.mark.parametrize("family", each(OWN_LAYERS))
+def test_verdicts_where_its_own_layers_choose_equal_a_dense_rerun(family: str) -> None:
     hold_to_the_truth(family, True, None, 4)
 
 
@@ -190,7 +194,7 @@ def test_verdicts_of_a_quantised_cache_equal_a_dense_rerun(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_hundred_verdicts_equal_a_dense_rerun(family: str, kv_bits: int | None) -> None:
     """Try both kinds of draft where there are two."""
-    kinds = [False, True] if family in STAGED else [False]
+    kinds = [False, True] if family in OWN_LAYERS else [False]
     counts = [len(hold_to_the_truth(family, own, kv_bits, 26 // len(kinds))) for own in kinds]
     assert sum(counts) == 26
 

@@ -20,7 +20,6 @@ from mlx_specprefill_evals.prompted import Prompted
 from mlx_specprefill_evals.tasks import TASKS, Item, Space, make_item
 from mlx_specprefill_server.prompt.conversation import conversation
 from mlx_specprefill_server.prompt.prompt import PromptBuilder
-from tests.support.tiny import on_own_layers
 
 LOCAL_KINDS = [kind for kind in ARM_KINDS if kind not in SERVED_KINDS]
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
@@ -173,20 +172,6 @@ def test_what_needs_no_draft_is_chosen_in_the_published_chunks(model):
         chunks = zip(np.split(kept, borders), np.split(forced, borders), strict=True)
         assert all(chunk.all() == chunk.any() for chunk, given in chunks if not given.any())
     assert prompted.request(Arm("sparse", Fraction(1, 5))).specprefill.rule == "default"
-
-
-def test_a_target_that_is_prefilled_in_stages_is_measured_so(model):
-    """Scores brought along would be read by all of its layers."""
-    pair = on_own_layers(load_pair(str(DEMO / "target")), 2)
-    assert pair.stages is not None
-    with Engine(pair, examination()) as engine:
-        staged = LocalModel(engine)
-        assert (staged.described["prefill"], model.described["prefill"]) == ("staged", "whole")
-        item = make_item(TASKS["needle"], "needle", 2, Space(768, staged.count, 0.4))
-        for asked, scorer in ((staged, "self"), (model, "request")):
-            prompt, gold, _ = asked._rendered(item)
-            request = Prompted(asked._engine, prompt, gold, 1, 0).request(Arm("sparse", Fraction(1, 5)))
-            assert asked._engine.replay(request, (5, 6)).report.scorer == scorer
 
 
 @pytest.mark.parametrize("kind", SERVED_KINDS)

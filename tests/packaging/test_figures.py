@@ -244,8 +244,6 @@ def test_a_source_is_used_and_has_a_date_and_a_command(entry: dict[str, Any]) ->
 COUNTS = {
     "Tests show that on": ("sparse",),
     "exact with respect to the masked target, for": ("sparse", None),
-    "can be split so": ("staged",),
-    "of the largest logit on": ("staged",),
     "subclasses of": (None,),
 }
 

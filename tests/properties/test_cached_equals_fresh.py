@@ -1,7 +1,7 @@
 """A prefix that an engine has kept never changes a later dense answer: it is that of an engine that has seen nothing.
 
-Every architecture takes part, however its first turns were read: in two stages by the target's own layers, in part by
-another draft's choice, or in full; in one process, and after a restart.
+Every architecture takes part, however its first turns were read: in part, by its own first layers' choice or
+another draft's, or in full; in one process, and after a restart.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from mlx_specprefill import (
     TokenEvent,
     make_pair,
 )
+from mlx_specprefill.adapters.depth import smallest_depth
 from mlx_specprefill.adapters.registry import adapter_for
 from tests.support.oracle import build, runnable, tiny_models, vocabulary
 from tests.support.precision import assert_close
 from tests.support.refusals import SPECULATION_REFUSALS
-from tests.support.staged_oracle import deep_enough, splits
 from tests.support.tiny import on_own_layers, tiny_model, tokenizer
 
-How = Literal["staged early", "staged late", "draft", "full"]
+How = Literal["own layers", "draft", "full"]
 NAMES = runnable()
-STAGED = [name for name in NAMES if adapter_for(tiny_models()[name].architecture).staged_refusal is None]
-HOWS = ["staged early", "draft", *(pytest.param(how, marks=pytest.mark.nightly) for how in ("staged late", "full"))]
+SHALLOW = [name for name in NAMES if adapter_for(tiny_models()[name].architecture).depth_refusal is None]
+HOWS = ["own layers", "draft", pytest.param("full", marks=pytest.mark.nightly)]
 POLICY = SpecPrefillPolicy(threshold=100, keep_pct=Fraction(1, 5), densify=False)
 CONFIG = EngineConfig(policy=POLICY, prefill_step=64, prefix_cache_bytes=1 << 27)
 SYSTEM, TOOLS, DOCUMENT, SAID = 12, 150, 300, 330  # where each message ends; 12 is shorter than a window
@@ -51,13 +51,11 @@ pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 @cache
 def pair_of(name: str, how: How) -> ModelPair:
-    staged = how in ("staged early", "staged late")
-    model = deep_enough(name) if staged else build(name)
+    model = build(name)
     words = vocabulary(model)
     config = {"max_position_embeddings": 4096, "vocab_size": words}
-    if staged:
-        counts = splits(model)
-        return on_own_layers(make_pair(model, tokenizer(words), config), counts[0 if how == "staged early" else -1])
+    if how == "own layers":
+        return on_own_layers(make_pair(model, tokenizer(words), config), smallest_depth(model))
     draft = tiny_model("llama", 2, vocab_size=words)
     return make_pair(model, tokenizer(words), config, draft=draft, draft_config=config)
 
@@ -105,8 +103,8 @@ def assert_same(found: Answers, fresh: Answers) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_later_dense_answers_are_those_of_a_fresh_engine(name: str, how: How, tmp_path: Path) -> None:
     """In the process that read the turns, and after a restart. A label's requests share nothing with another's."""
-    if name not in STAGED and how in ("staged early", "staged late"):
-        pytest.skip("it can't be read in stages")
+    if name not in SHALLOW and how == "own layers":
+        pytest.skip("its first layers can't score alone")
     if name == "plamo3":  # so an answer depends on where the prompt's forwards end
         pytest.skip(SPECULATION_REFUSALS[name])
     pair = pair_of(name, how)

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import ArraysCache
 
-from mlx_specprefill.adapters.staged import StagedModel
 from mlx_specprefill.cache.positioned import (
     PositionedRotatingKVCache,
     leaves,
@@ -26,7 +25,6 @@ from mlx_specprefill.cache.positioned import (
 )
 from mlx_specprefill.engine.decode_batch import DecodeBatch, DecodeRow
 from mlx_specprefill.sampling import greedy
-from mlx_specprefill.specprefill.sparse_prefill import UpperLayersModel
 from mlx_specprefill.speculative.rollback import Rollback
 from tests.properties.test_sparse_equals_masked import DISCRIMINATION, NAMED, VERIFIED
 from tests.support import oracle
@@ -34,7 +32,6 @@ from tests.support.autoregressive import decode
 from tests.support.oracle import EXACT, Case, build, can_recall_into, make_case, masked_dense, relative_error
 from tests.support.precision import bound
 from tests.support.rows import assert_same_contents, logprob_error, next_position, tokens
-from tests.support.staged_oracle import deep_enough, masked_from, splits
 from tests.support.steps import recall
 
 RECALLING = [name for name in VERIFIED if can_recall_into(name)]
@@ -145,31 +142,3 @@ def test_proposals_on_top_of_recalled_tokens_are_taken_back(name: str) -> None:
     mx.eval(model(mx.array([[3]]), cache=plain), drafted.forward(model, mx.array([[3, 4, 5]])))
     drafted.keep(1)
     assert_same_contents(cache, plain, atol=1e-4)
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("name", ["llama", "qwen3_5", "gpt_oss", "deepseek_v3"])
-def test_upper_layers_recall_from_hidden_states(name: str) -> None:
-    """The layers below have read everything in order."""
-    model = deep_enough(name)
-    first = splits(model)[0]
-    case = recalled_case(oracle.vocabulary(model))
-    split, caches = StagedModel(model, first), make_positioned_cache(model)
-    lower, upper = split.split(caches)
-    hidden = split.lower(mx.array(case.prompt)[None], cache=lower)
-    for turn in range(5):
-        of = case.kept[case.turns[case.kept] == turn]
-        reading = UpperLayersModel(split.upper, hidden[:, mx.array(of)])
-        if turn in case.recalls:
-            recall(reading, upper, case.prompt.tolist(), of, lambda: 3)
-        else:
-            place(upper, of)
-            logits = reading(mx.array(case.prompt[of])[None], upper)
-            mx.eval(logits, [part.state for part in caches])
-    rows = [logits[0, -1]]
-    split.unite(caches, case.kept[~np.isin(case.turns[case.kept], case.recalls)])
-    for token in case.continuation.tolist():
-        rows.append(model(mx.array([[token]]), cache=caches)[0, -1])
-    got = np.stack([np.array(row.astype(mx.float32)) for row in rows])
-    assert relative_error(got, masked_from(model, case, first)) < EXACT
-    assert relative_error(got, masked_from(model, replace(case, turns=None, recalls=()), first)) > DISCRIMINATION

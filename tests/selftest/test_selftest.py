@@ -100,8 +100,8 @@ FULL = {"full prefill", "answers beside each other", "full prefill without a dra
 @pytest.mark.parametrize(
     ("broken", "found"),
     [
-        (read_backwards, FULL | SPARSE | {"staged prefill"}),
-        (place_nothing, SPARSE | {"staged prefill"}),
+        (read_backwards, FULL | SPARSE | {"scored by its first layers"}),
+        (place_nothing, SPARSE | {"scored by its first layers"}),
         (accept_what_is_wrong, DRAFTED),
         (keep_two_bits, {"quantised KV cache"}),
     ],

@@ -76,7 +76,7 @@ class FakePair:
     sparse_refusal: str | None = None
     ranks: Ranks | None = None
     sharding: str | None = None
-    stages: Any = None
+    scores_itself: bool = False
     dtype: str = "float32"
     turn_end: str | None = None
     sampling: dict[str, Any] = field(default_factory=dict)

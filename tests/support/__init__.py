@@ -2,7 +2,7 @@
 
 - Models: `tiny` (random, of every family), `scripted` (say what a test wants), `real_model` (SmolLM2), `gguf_files`,
   `tokenizers_of_all_kinds`.
-- Right answers: `oracle` and `staged_oracle` (masked dense runs), `autoregressive`, `dense`, `verdict_oracle`,
-  `precision` (tolerances by dtype), `refusals` (the table of architectures).
+- Right answers: `oracle` (masked dense runs), `autoregressive`, `dense`, `verdict_oracle`, `precision`
+  (tolerances by dtype), `refusals` (the table of architectures).
 - Surroundings: `serving` (a server), `browser`, `hub`, `device`, `waiting`, `steps`, `rows`.
 """

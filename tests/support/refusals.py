@@ -84,15 +84,5 @@ MOVE_REFUSALS: Mapping[str, str] = {
     **dict.fromkeys(("deepseek_v2", "gptj", "minicpm3", "nanochat", "talkie", "youtu_llm"), _NOT_ROTATED),  # in parts
 }
 
-# Reasons why a forward can't be split into first layers over the prompt and others over the kept tokens.
-STAGED_REFUSALS: Mapping[str, str] = {
-    "gemma3n": "its layers pass on several hidden states per token and share keys with earlier ones",
-    "iquestloopcoder": "its forward runs over its layers twice and calls parts of them",
-    "kimi_k3": "its layers read what all earlier layers returned",
-    "nanbeige": "its forward runs over its layers twice",
-    "plamo3": SPECULATION_REFUSALS["plamo3"],
-    "talkie": "its layers are given the embeddings beside the hidden states",
-}
-
 # Queries scaled by position, weighted norms after the rotation, a gate computed from rotated queries.
 ABSOLUTE = frozenset({"hunyuan", "hunyuan_v1_dense", "iquestloopcoder", "ministral3", "mistral3", "mistral4"})

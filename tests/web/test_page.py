@@ -133,11 +133,11 @@ def test_without_a_comparison_the_other_way_is_predicted(page: Page, monkeypatch
 
 
 def test_one_model_is_not_called_two(page: Page, live: Any, engine: FakeEngine, monkeypatch: Any) -> None:
-    """A prompt that is prefilled in stages is scored by the target's own first layers."""
+    """A prompt may be scored by the target's own first layers."""
     plain, release = fakes.report_of, threading.Event()
-    staged = Timings(draft_ms=4_000, select_ms=20, prefill_ms=1_000, ttft_ms=5_020, decode_ms=300)
-    monkeypatch.setattr(fakes, "report_of", lambda request: replace(plain(request), scorer="self", timings=staged))
-    engine.pair.stages = object()
+    times = Timings(draft_ms=4_000, select_ms=20, prefill_ms=1_000, ttft_ms=5_020, decode_ms=300)
+    monkeypatch.setattr(fakes, "report_of", lambda request: replace(plain(request), scorer="self", timings=times))
+    engine.pair.scores_itself = True
     engine.script = lambda request: [Progress("draft", 3, 12), release, *engine.tokens("Hello")]
     base, _ = live()
     page.open(base)
@@ -155,7 +155,7 @@ def test_one_model_is_not_called_two(page: Page, live: Any, engine: FakeEngine, 
     release.set()
     page.until(lambda: page.find("#send").is_displayed())
     legend = page.find(".lane .legend").text
-    for part in ("first layers read 4.00 s", "other layers read 1.00 s"):
+    for part in ("first layers read 4.00 s", "model reads 1.00 s"):
         assert part in legend
     assert "Behind its first layers, the model read" in page.find(".facts").text
     assert "Behind its first layers, the model read" in page.find("#map-facts").text

@@ -39,23 +39,15 @@ class Layout:
     Attributes:
         refusal: why this model's caches can't be stored exactly; None if they can.
         stateful: some layer can't be trimmed, so a prefix is usable only at a stored state.
-        lacks_dense: what is staged can't serve a dense request, even before its first gap: the first layers' state is
-            left out, or no other layer shows where the gaps are.
     """
 
-    def __init__(self, make_cache: Callable[[], list[Any]], first_layers: int = 0) -> None:
-        """Args:
-        first_layers: leaves in front that are left out of what is staged.
-        """
+    def __init__(self, make_cache: Callable[[], list[Any]]) -> None:
         self._make = make_cache
-        self._first = first_layers
         parts = list(leaves(make_cache()))
         self._kinds = [_kind(part) for part in parts]
         unknown = sorted({type(part).__name__ for part in parts if _kind(part) is None})
         self.refusal = f"cache type {', '.join(unknown)} can't be stored" if unknown else None
         self.stateful = any(kind != "tokens" for kind in self._kinds)
-        first, others = self._kinds[:first_layers], self._kinds[first_layers:]
-        self.lacks_dense = any(kind != "tokens" for kind in first) or "tokens" not in others
 
     def check(self, cache: Sequence[Any], length: int, more: bool = False) -> None:
         """Check that a cache holds `length` tokens densely. Recurrent layers are not checked.
@@ -79,23 +71,23 @@ class Layout:
         if length and not counted:
             raise ValueError(f"the cache is empty and can't hold {length} tokens")
 
-    def delta(self, cache: Sequence[Any], start: int, end: int, staged: bool = False) -> Arrays:
+    def delta(self, cache: Sequence[Any], start: int, end: int) -> Arrays:
         """Copy the keys and values in slots [start, end), (1, H, end - start, D) each. The result is not evaluated."""
         arrays: Arrays = {}
-        for index, part in self._layers_of(cache, "tokens", staged):
+        for index, part in self._layers_of(cache, "tokens"):
             # A plain slice would be a view that keeps the whole cache alive.
             arrays[f"{index}.keys"] = mx.contiguous(part.keys[..., start:end, :])
             arrays[f"{index}.values"] = mx.contiguous(part.values[..., start:end, :])
         return arrays
 
-    def state(self, cache: Sequence[Any], staged: bool = False) -> Arrays:
+    def state(self, cache: Sequence[Any]) -> Arrays:
         """Copy the state of layers that can't be trimmed. The result is not evaluated."""
         arrays: Arrays = {}
-        for index, part in self._layers_of(cache, "recurrent", staged):
+        for index, part in self._layers_of(cache, "recurrent"):
             for slot, array in enumerate(part.cache):
                 if array is not None:
                     arrays[f"{index}.{slot}"] = mx.contiguous(array)
-        for index, part in self._layers_of(cache, "window", staged):
+        for index, part in self._layers_of(cache, "window"):
             ring = part.inner if isinstance(part, Positioned) else part
             keys, values, write = _compact(ring)
             arrays[f"{index}.keys"], arrays[f"{index}.values"] = mx.contiguous(keys), mx.contiguous(values)
@@ -137,10 +129,9 @@ class Layout:
                 _restore_window(part, index, state, length)
         return cache
 
-    def _layers_of(self, cache: Sequence[Any], kind: _Kind, staged: bool) -> list[tuple[int, Any]]:
+    def _layers_of(self, cache: Sequence[Any], kind: _Kind) -> list[tuple[int, Any]]:
         parts = zip(leaves(cache), self._kinds, strict=True)
-        first = self._first if staged else 0
-        wanted = [(i, part) for i, (part, its) in enumerate(parts) if its == kind and i >= first]
+        wanted = [(i, part) for i, (part, its) in enumerate(parts) if its == kind]
         return [(i, part) for i, part in wanted if kind == "recurrent" or not part.empty()]
 
 
@@ -179,7 +170,7 @@ def _restore_tokens(
     held: TokenIds | None,
 ) -> None:
     names = f"{index}.keys", f"{index}.values"
-    if not chain or not all(names[0] in arrays for arrays in chain):  # staged: no first layers
+    if not chain or names[0] not in chain[0]:  # no layer uses it
         return
     slots = length if held is None else held.size
     spare = -(slots + room) % KVCache.step + room if room else 0

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import mlx.core as mx
 import numpy as np
 
 from ...request import SHARED, CacheLabel, TokenIds
@@ -56,14 +55,12 @@ class CacheHit:
 
     Attributes:
         held: prompt indices in a sparse cache, int32, in the order of feeding; None: it holds all.
-        hidden: parts of a staged one, each (index of the first token, hidden states (1, L, D)).
         is_whole: no stored prefix goes on from it.
     """
 
     length: int
     cache: list[Any]
     held: TokenIds | None = None
-    hidden: list[tuple[int, mx.array]] = field(default_factory=list)
     is_whole: bool = False
 
 

@@ -17,7 +17,6 @@ class SelectionKey:
     Attributes:
         share: of the chunks, as the request or the server states it.
         scope: the text that competes.
-        staged: the target's own first layers score the prompt.
         forced: the request forces a sparse prefill.
         chooser: digest of draft and settings; empty until a cache is asked.
     """
@@ -25,7 +24,6 @@ class SelectionKey:
     share: Fraction
     rule: RuleName
     scope: Scope
-    staged: bool = False
     forced: bool = False
     chooser: str = ""
 
@@ -39,7 +37,7 @@ class SelectionKey:
 
     def __str__(self) -> str:
         """Return the text that is stored, of which `parse` makes the key again."""
-        parts = [self.chooser, str(self.share), self.rule, self.scope, "staged" if self.staged else "whole"]
+        parts = [self.chooser, str(self.share), self.rule, self.scope]
         return ":".join([*parts, "forced"] if self.forced else parts)
 
     @classmethod
@@ -49,12 +47,15 @@ class SelectionKey:
         Raises:
             ValueError: it is no such text.
         """
-        chooser, share, rule, scope, how, *forced = text.split(":")
+        chooser, share, rule, scope, *forced = text.split(":")
         try:
             parsed = Fraction(share)
         except ZeroDivisionError as error:
             raise ValueError(f"{share} is no share") from error
-        return cls(parsed, cast(RuleName, rule), cast(Scope, scope), how == "staged", bool(forced), chooser)
+        key = cls(parsed, cast(RuleName, rule), cast(Scope, scope), bool(forced), chooser)
+        if str(key) != text:
+            raise ValueError(f"{text!r} is no selection key of this version")
+        return key
 
 
 Accepts = Callable[[SelectionKey], bool]

@@ -40,7 +40,6 @@ from .selection_key import Accepts, SelectionKey, accepted_by
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 Restoring = Generator[None, None, T]  # yields between two reads
-HiddenOf = Callable[[int, int], tuple[int, mx.array] | None]
 _WORTH_KEEPING = 128  # tokens of a sparse prefix before its first gap
 _OTHERS = 3  # prefixes to which a prompt is compared
 _ROOM = 2048  # tokens: a forward reads no more at once
@@ -63,11 +62,6 @@ class _Source:
     cache: Sequence[Any]
     fed: Fed | None
     selection_key: SelectionKey | None
-    hidden: HiddenOf | None
-
-    def is_dense(self, length: int) -> bool:
-        """Return whether all of the first `length` tokens were read."""
-        return self.fed is None or self.fed.dense_tokens >= length
 
     def chosen(self, start: int, end: int) -> tuple[SelectionKey | None, TokenIds | None]:
         """Return selection key and positions of the block [start, end)."""
@@ -78,13 +72,7 @@ class _Source:
         """Return the arrays of the block [start, end)."""
         if self.fed is None or end <= self.fed.dense_tokens:
             return layout.delta(self.cache, start, end)
-        slots = self.fed.slots(start), self.fed.slots(end)
-        if self.hidden is None:
-            return layout.delta(self.cache, *slots)
-        arrays = layout.delta(self.cache, *slots, staged=True)
-        if (part := self.hidden(start, end)) is not None:
-            arrays |= {"hidden": part[1], "hidden.start": mx.array([part[0]], dtype=mx.int32)}
-        return arrays
+        return layout.delta(self.cache, self.fed.slots(start), self.fed.slots(end))
 
 
 def fed_of(cache: Sequence[Any]) -> Fed:
@@ -130,7 +118,6 @@ class PrefixCache:
         budget: bytes in memory, possibly shared with other caches.
         block_size: tokens per block.
         kind: of the entries in `entries`.
-        first_layers: caches in front that are not stored with hidden states (see `store`).
 
     Attributes:
         refusal: why this model's caches can't be kept; then `lookup` finds and `store` does nothing. Else None.
@@ -144,12 +131,11 @@ class PrefixCache:
         budget: ByteBudget,
         block_size: int = 256,
         kind: Literal["target", "draft"] = "target",
-        first_layers: int = 0,
     ) -> None:
         self._identity = identity
         self.block_size = block_size
         self._kind = kind
-        self._layout = Layout(make_cache, first_layers)
+        self._layout = Layout(make_cache)
         self._find = deepest_state if self._layout.stateful else longest_match
         self.refusal = self._layout.refusal
         self._budget = budget
@@ -275,8 +261,7 @@ class PrefixCache:
         for record, arrays in zip(records, loaded, strict=True):
             self._keep(record, arrays)
         self._save(records)  # at the second use of a pinned prefix, if only those are written
-        hidden = [(int(arrays["hidden.start"]), arrays["hidden"]) for arrays in loaded if "hidden" in arrays]
-        return CacheHit(match.length, cache, held, hidden, _is_whole(match))
+        return CacheHit(match.length, cache, held, _is_whole(match))
 
     # -- writing
 
@@ -288,7 +273,6 @@ class PrefixCache:
         system_prefix_len: int = 0,
         state: Arrays | None = None,
         selection_key: SelectionKey | None = None,
-        hidden: HiddenOf | None = None,
         beside: Sequence[Record] = (),
     ) -> bool:
         """Store the cache of a prefill of `tokens`. Known blocks are not copied again.
@@ -303,9 +287,6 @@ class PrefixCache:
                 once used a second time, they are evicted last, in memory and on disk.
             state: the result of `state` after these tokens, if the cache holds more by now.
             selection_key: says how the tokens were chosen. None: the cache holds all.
-            hidden: returns the first layers' hidden states of the tokens [start, end), (1, L, D), and the index of the
-                first known one. They are stored in place of these layers' caches. Without a gap nothing is stored where
-                `Layout.lacks_dense`.
             beside: records that must not be evicted for it.
 
         Returns:
@@ -321,9 +302,7 @@ class PrefixCache:
             self._layout.check(cache, ids.size, more=state is not None)
         if ids.size == 0:
             return True
-        source = _Source(cache, None if selection_key is None else fed_of(cache), selection_key, hidden)
-        if hidden is not None and self._layout.lacks_dense and source.is_dense(ids.size):
-            return True
+        source = _Source(cache, None if selection_key is None else fed_of(cache), selection_key)
         self._budget.begin_store()
         for record in reversed(beside):
             self._budget.touch(record)
@@ -332,20 +311,16 @@ class PrefixCache:
         try:
             if source.fed is not None and not self._layout.stateful and source.fed.dense_tokens >= _WORTH_KEEPING:
                 self._grow(root, ids[: source.fed.dense_tokens], source, {})  # for dense requests
-            self._grow(root, ids, source, self._layout.state(cache, hidden is not None) if state is None else state)
+            self._grow(root, ids, source, self._layout.state(cache) if state is None else state)
         finally:
             if root.children:
                 self._roots[label] = root
         self._pin_system_prefix(root, ids[:system_prefix_len])
         return self.covers(ids, label, selection_key) == ids.size
 
-    def state(self, cache: Sequence[Any], staged: bool = False) -> Arrays:
-        """Return the state of layers that can't be trimmed, for a `store` after later forwards. Not evaluated.
-
-        Args:
-            staged: it will be stored with hidden states.
-        """
-        return {} if self.refusal is not None else self._layout.state(cache, staged)
+    def state(self, cache: Sequence[Any]) -> Arrays:
+        """Return the state of layers that can't be trimmed, for a `store` after later forwards. Not evaluated."""
+        return {} if self.refusal is not None else self._layout.state(cache)
 
     def _grow(self, root: Node, ids: TokenIds, source: _Source, state: Arrays) -> None:
         """Add the missing blocks of these tokens below a label's root, evaluated together: each evaluation waits."""

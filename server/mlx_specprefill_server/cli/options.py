@@ -46,7 +46,7 @@ class PairOptions:
         str | None,
         typer.Option(
             help="Draft model: folder, GGUF file or repository id. self: the target's first layers, also of a pair. "
-            "Default: self, if the target can be prefilled in stages."
+            "Default: self, if some of its layers are enough."
         ),
     ] = None
     dtype: Annotated[

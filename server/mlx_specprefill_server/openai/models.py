@@ -140,7 +140,7 @@ def _scorer(service: Service) -> str | None:
     pair = service.engine.pair
     if pair.draft_id is None:
         return None
-    return "own first layers" if pair.stages is not None else "draft"
+    return "own first layers" if pair.scores_itself else "draft"
 
 
 def _draft_tokenizer(service: Service) -> dict[str, Any] | None:

@@ -69,10 +69,10 @@ async function showModel() {
     return;
   }
   try {
-    const { model, draft, staged, context_length: room } = await json("/v1/specprefill/stats");
-    const who = staged ? `Model ${model}, its first layers choose what the others read` : `Large model ${model}, ${draft ? `small model ${draft}` : "no small model"}`;
+    const { model, draft, scores_itself: alone, context_length: room } = await json("/v1/specprefill/stats");
+    const who = alone ? `Model ${model}, its first layers choose what the others read` : `Large model ${model}, ${draft ? `small model ${draft}` : "no small model"}`;
     find("models").textContent = `${who}, window of ${count(room)} tokens`;
-    server.words = staged ? ONE_MODEL : TWO_MODELS;
+    server.words = alone ? ONE_MODEL : TWO_MODELS;
     const demo = /^demo(-|$)/.test(model);
     find("intro").textContent = demo ? `${server.words.intro} ${DEMO}` : server.words.intro;
     find("length").placeholder = demo ? DEMO_LENGTH : USUAL_LENGTH;

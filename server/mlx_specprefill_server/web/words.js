@@ -12,12 +12,12 @@ export const TWO_MODELS = {
   full: "large model reads",
 };
 export const ONE_MODEL = {
-  reader: "Behind its first layers, the model",
-  intro: "The model's first layers read all of it and mark what matters for your question. Its other layers read only that, and it answers sooner.",
+  reader: "The model",
+  intro: "The model's first layers read all of it and mark what matters for your question. Then all layers read only that, and it answers sooner.",
   scoring: "The model's first layers read everything and score each part by how much they look at it when the question comes.",
-  reading: "The other layers go on with these only, each at its original place in the text.",
+  reading: "All layers read only these, each at its original place in the text.",
   draft: "first layers read",
-  prefill: "other layers read",
+  prefill: "model reads",
   full: "model reads",
 };
 

@@ -429,7 +429,7 @@ def _texts(path: Path, rng: random.Random) -> None:
 
 
 def _value(path: Path, rng: random.Random) -> None:
-    values = ["x", b"\xff\x01\x02", -1, 2**62, 0.5, 1e300, "x:1/0:default:user:whole", "a:b@c/d"]
+    values = ["x", b"\xff\x01\x02", -1, 2**62, 0.5, 1e300, "x:1/0:default:user", "a:b@c/d"]
     columns = ["key", "namespace", "parent", "tokens", "selection_key", "positions", "end", "array_bytes", "file_bytes",
                "checksum", "used", "pinned"]  # fmt: skip
     with contextlib.closing(sqlite3.connect(path)) as database, database:

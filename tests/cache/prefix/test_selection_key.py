@@ -10,12 +10,11 @@ import pytest
 
 from mlx_specprefill.cache.prefix.selection_key import SelectionKey, accepted_by
 
-KEY = SelectionKey(Fraction(1, 5), "default", "user", staged=True, chooser="ab12")
+KEY = SelectionKey(Fraction(1, 5), "default", "user", chooser="ab12")
 OTHERS = [
     replace(KEY, share=Fraction(1, 4)),
     replace(KEY, rule="paper"),
     replace(KEY, scope="all"),
-    replace(KEY, staged=False),
     replace(KEY, chooser="ab13"),
 ]
 FORCED = replace(KEY, forced=True)
@@ -39,13 +38,15 @@ def test_without_a_key_no_sparse_prefix_serves() -> None:
     assert not accepted_by(None)(KEY)
 
 
-@pytest.mark.parametrize("text", ["", "a:b", "a:x:default:user:whole"])
+@pytest.mark.parametrize(
+    "text", ["", "a:b", "a:x:default:user", "a:1/5:default:user:staged", "a:1/5:default:user:whole:forced"]
+)
 def test_another_text_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"unpack|Fraction"):
+    with pytest.raises(ValueError, match=r"unpack|Fraction|version"):
         SelectionKey.parse(text)
 
 
 def test_the_text_stays_as_it_is_stored() -> None:
     """A change would orphan the prefixes of earlier versions."""
-    assert str(FORCED) == "ab12:1/5:default:user:staged:forced"
-    assert str(OTHERS[3]) == "ab12:1/5:default:user:whole"
+    assert str(FORCED) == "ab12:1/5:default:user:forced"
+    assert str(OTHERS[3]) == "ab13:1/5:default:user"

@@ -20,8 +20,8 @@ _MOST_WORDS = 32_768  # names, literals and schemas of a grammar; llguidance can
 _MOST_PATTERNS = 100  # patternProperties of a schema: the time to compare them grows with the cube of their number
 _WIDTH = 16  # members of an object that need as much stack as one level
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
-# As llguidance's lexer reads them, so that nothing looks like text here and like a rule there. It refuses a text without
-# an end, which is one here: what follows must not be looked at once more for each of its signs.
+# As llguidance's lexer reads them, so that nothing looks like text here and like a rule there. It refuses a text that
+# has no end, which is one here: what follows must not be looked at once more for each of its signs.
 _TOKEN = re.compile(
     r"""(?P<text>"(?:\\.|[^"\\\n])*"? | /(?:\\.|[^/\\])+(?:/[imslux]*)? | <[^<>\s]+> | @[\w-]+)
       | (?P<comment>(?:\#|//)[^\n]*)

@@ -48,8 +48,6 @@ T = TypeVar("T")
 _Reader = Callable[[str | Path, DtypeName, OnProgress], Read]
 _PIPELINE = "each machine has some of the target's layers, so these can't score prompts: name a draft model"
 
-_WHOLE = Refused("the draft is not the target's own first layers")
-
 
 @dataclass(frozen=True)
 class ModelPair:

@@ -15,7 +15,8 @@ import mlx.nn as nn
 import numpy as np
 
 from ..arrays import Positions
-from ..cache.positioned import PositionedKVCache, Runs, leaves, make_positioned_cache, place
+from ..cache.held import HeldTokens
+from ..cache.positioned import PositionedKVCache, leaves, make_positioned_cache, place
 from ..errors import SparseUnsupportedError
 from .rope import RotationCall, record_rotations
 
@@ -72,13 +73,23 @@ def layer_rotations(model: nn.Module) -> list[LayerRotation]:
     return rotations
 
 
-def move(cache: Sequence[Any], rotations: Sequence[LayerRotation], pieces: Sequence[Piece]) -> None:
-    """Make a cache hold what it has of these pieces alone, ascending, at the new places. The last ends the prompt."""
+def move(
+    cache: Sequence[Any], rotations: Sequence[LayerRotation], pieces: Sequence[Piece], edited: int | None = None
+) -> None:
+    """Make a cache hold what it has of these pieces alone, at the new places. The last ends the prompt.
+
+    They ascend, but for the front, which stays in the order of feeding: that shows what was read before a gap was
+    filled.
+
+    Args:
+        edited: the first position from which on tokens stand behind other text than they were read with; they are
+            estimates there. None: the text is the same.
+    """
     for part, rotation in zip(leaves(cache), rotations, strict=True):
         if not part.empty():
-            taken, runs = _slots_of(part.runs.expand(), pieces)
+            taken, held = _slots_of(part.held, pieces, edited)
             keys, values = _joined(part.keys, rotation.keys, taken), _joined(part.values, rotation.values, taken)
-            part.state = (keys, values, runs.size), pieces[-1].new + pieces[-1].size, runs.pairs()
+            part.state = (keys, values, held.size), pieces[-1].new + pieces[-1].size, held.runs()
             mx.eval(part.state)
 
 
@@ -108,17 +119,21 @@ def append(
             mx.eval(part.state)
 
 
-def _slots_of(held: Positions, pieces: Sequence[Piece]) -> tuple[list[tuple[Positions, int]], Runs]:
-    """Return the slots of pieces with one shift, with that, and the positions of all at their new places."""
-    taken, runs, order = list[tuple[Positions, int]](), Runs(), np.argsort(held).astype(np.int32)
+def _slots_of(
+    held: HeldTokens, pieces: Sequence[Piece], edited: int | None
+) -> tuple[list[tuple[Positions, int]], HeldTokens]:
+    """Return the slots of pieces with one shift, with that, and all tokens at their new places, as in `move`."""
+    positions, marked, taken, moved = held.positions, held.marked, list[tuple[Positions, int]](), []
+    order = np.argsort(positions).astype(np.int32)
     for shift, group in groupby(pieces, lambda piece: piece.new - piece.old):
-        ends = [(old, np.searchsorted(held, (old, old + size), sorter=order)) for old, _, size in group]
-        # The front stays in the order of feeding: it shows which tokens were read before a gap was filled.
+        ends = [(old, np.searchsorted(positions, (old, old + size), sorter=order)) for old, _, size in group]
         slots = np.concatenate([order[start:end] if old else np.sort(order[start:end]) for old, (start, end) in ends])
         if slots.size:
             taken.append((slots, shift))
-            runs.extend(held[slots] + np.int32(shift))
-    return taken, runs
+            new = positions[slots] + np.int32(shift)
+            is_estimate = (marked[slots] < 0) | (edited is not None and new >= edited)
+            moved.append(np.where(is_estimate, ~new, new))
+    return taken, HeldTokens.of(np.concatenate([positions[:0], *moved]))
 
 
 def _joined(array: mx.array, call: RotationCall | None, taken: Sequence[tuple[Positions, int]]) -> mx.array:

@@ -27,7 +27,8 @@ import numpy as np
 from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache, _BaseCache
 
 from ..arrays import Positions
-from .positioned import Positioned, PositionedKVCache, PositionedRotatingKVCache, Runs
+from .held import HeldTokens
+from .positioned import Positioned, PositionedKVCache, PositionedRotatingKVCache
 
 _Part = tuple[Sequence[mx.array], int]  # stored arrays of B rows, each (B, H, S, ...), and B; empty: no tokens
 _STEP = 256  # slots added at a time, averaged over layers, as in mlx-lm
@@ -41,7 +42,7 @@ _IDLE_BYTES = 512 << 20
 class BatchRow:
     """Slots of one row's tokens: those it joined with, and one more per step since."""
 
-    runs: Runs  # positions of its stored tokens when it joined
+    held: HeldTokens  # positions of its stored tokens when it joined
     slots: int  # number of tokens fed before it joined
     start: int  # position of the first token after joining
     joined_at: int = 0  # step of the batch
@@ -49,7 +50,7 @@ class BatchRow:
     @cached_property
     def positions(self) -> Positions:
         """Return the positions of the tokens that it joined with, in the order of feeding."""
-        return self.runs.expand()
+        return self.held.positions
 
     @cached_property
     def ascends(self) -> bool:
@@ -201,8 +202,8 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
         """Return a batch of single rows. The rows stay unchanged."""
         batch = cls._like(caches[0])
         batch._rows = [batch._joining(cache) for cache in caches]
-        parts = [(last_tokens(cache, row.runs.size), 1) for cache, row in zip(caches, batch._rows, strict=True)]
-        batch._lay(parts, max(row.runs.size for row in batch._rows))
+        parts = [(last_tokens(cache, row.held.size), 1) for cache, row in zip(caches, batch._rows, strict=True)]
+        batch._lay(parts, max(row.held.size for row in batch._rows))
         return batch
 
     @classmethod
@@ -211,10 +212,10 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
         return cls(cache.max_size if isinstance(cache, PositionedRotatingKVCache) else None)
 
     def _joining(self, cache: Any) -> BatchRow:
-        runs = Runs(cache.runs.pairs())
+        held = cache.held.copy()
         if self.max_size is not None:
-            runs.keep_last(self.max_size)
-        return BatchRow(runs, cache.slots, cache.next)
+            held.keep_last(self.max_size)
+        return BatchRow(held, cache.slots, cache.next)
 
     def extend(self, other: PositionedBatch) -> None:
         """Add the rows of `other` after these."""
@@ -325,12 +326,12 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
         row = self._rows[idx]
         generated = self._steps - row.joined_at
         cache = PositionedKVCache() if self.max_size is None else PositionedRotatingKVCache(self.max_size)
-        cache.runs = Runs(row.runs.pairs())
-        cache.runs.append(row.start, generated)
+        cache.held = row.held.copy()
+        cache.held.append(row.start, generated)
         cache.next = row.start + generated
         if self.max_size is not None:
-            cache.runs.keep_last(self.max_size)
-        count = cache.runs.size
+            cache.held.keep_last(self.max_size)
+        count = cache.held.size
         arrays = self._copy_tail(idx, count)
         if arrays and self.max_size is None:
             cache.inner.state = *arrays, count
@@ -347,7 +348,7 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
         return row.start + self._steps - row.joined_at
 
     def _stored_tokens(self, row: BatchRow) -> int:
-        count = row.runs.size + self._steps - row.joined_at
+        count = row.held.size + self._steps - row.joined_at
         return count if self.max_size is None else min(count, self.max_size)
 
     def _longest(self, rows: Sequence[BatchRow]) -> int:
@@ -372,7 +373,7 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
         if own >= window:
             return window
         before = int(row.positions.searchsorted(np.int32(row.start + own - window)))
-        return min(held, own + row.runs.size - before)
+        return min(held, own + row.held.size - before)
 
     def _mask_by_position(self, window: int, size: int) -> mx.array | None:
         shown = np.zeros((len(self._rows), size), dtype=bool)
@@ -477,7 +478,7 @@ class QuantizedBatchKVCache(PositionedBatch):
 
     def _joining(self, cache: QuantizedKVCache) -> BatchRow:
         count = int(cache.offset)
-        return BatchRow(Runs([(0, count)] if count else []), count, count)
+        return BatchRow(HeldTokens.all(count), count, count)
 
     def _as_stored(self, keys: mx.array, values: mx.array) -> Sequence[mx.array]:
         return [part for array in (keys, values) for part in mx.quantize(array, self.group_size, self.bits)]

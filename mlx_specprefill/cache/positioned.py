@@ -1,7 +1,7 @@
 """Caches in which a token's slot and its position differ: their masks, windows, snapshots, and their quantised form.
 
 mlx-lm's caches use one number for both: the storage slot and the RoPE position. After a sparse prefill the two differ
-by the sequence's shift. Here an ordinary mlx-lm cache keeps the storage, and a run list next to it keeps the positions.
+by the sequence's shift. Here an ordinary mlx-lm cache keeps the storage, and `HeldTokens` beside it the positions.
 Models see the position (through `offset`) and never the slot. A cache without gaps behaves, and computes, exactly as
 the mlx-lm cache inside it.
 
@@ -31,80 +31,9 @@ from mlx_lm.models.cache import (
 
 from ..arrays import Positions
 from ..errors import SparseUnsupportedError
+from .held import HeldTokens
 
 _GROUPS = 64, 32  # values that share a scale in MLX: as many as divide a head
-
-
-class Runs:
-    """Positions in the order of feeding, as maximal runs [start, start + count).
-
-    A prompt kept in chunks is a short list. No position occurs twice.
-    """
-
-    __slots__ = ("_runs", "size")
-
-    def __init__(self, runs: Sequence[tuple[int, int]] = ()) -> None:
-        self._runs = [list(run) for run in runs]
-        self.size = sum(count for _, count in runs)
-
-    @property
-    def contiguous(self) -> bool:
-        return len(self._runs) <= 1
-
-    @property
-    def end(self) -> int:
-        """Return the position after the last token fed; 0 if empty."""
-        return self._runs[-1][0] + self._runs[-1][1] if self._runs else 0
-
-    def append(self, start: int, count: int) -> None:
-        if count <= 0:
-            return
-        if self._runs and start == self.end:
-            self._runs[-1][1] += count
-        else:
-            self._runs.append([start, count])
-        self.size += count
-
-    def extend(self, positions: Positions) -> None:
-        """Append ascending positions."""
-        if positions.size == 0:
-            return
-        cuts = np.flatnonzero(np.diff(positions) != 1) + 1
-        for part in np.split(positions, cuts):
-            self.append(int(part[0]), int(part.size))
-
-    def keep_last(self, count: int) -> None:
-        """Drop all but the last `count` positions."""
-        excess = self.size - count
-        while excess > 0:
-            run = self._runs[0]
-            cut = min(excess, run[1])
-            run[0] += cut
-            run[1] -= cut
-            self.size -= cut
-            excess -= cut
-            if run[1] == 0:
-                self._runs.pop(0)
-
-    def drop_from(self, position: int) -> int:
-        """Drop the first position >= `position` and all fed after it; return their number."""
-        before = self.size
-        first = next((i for i, (start, count) in enumerate(self._runs) if start + count > position), len(self._runs))
-        dropped = self._runs[first:]
-        del self._runs[first:]
-        self.size -= sum(count for _, count in dropped)
-        if dropped:
-            start, _ = dropped[0]
-            self.append(start, position - start)
-        return before - self.size
-
-    def expand(self) -> Positions:
-        if not self._runs:
-            return np.zeros(0, dtype=np.int32)
-        return np.concatenate([np.arange(start, start + count, dtype=np.int32) for start, count in self._runs])
-
-    def pairs(self) -> list[tuple[int, int]]:
-        return [(start, count) for start, count in self._runs]
 
 
 class Positioned(_BaseCache):  # type: ignore[misc]
@@ -119,7 +48,7 @@ class Positioned(_BaseCache):  # type: ignore[misc]
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
-        self.runs = Runs()
+        self.held = HeldTokens()
         self.next = 0
         self._placed: tuple[Positions, int | mx.array] | None = None
 
@@ -178,14 +107,14 @@ class Positioned(_BaseCache):  # type: ignore[misc]
 
     def _record(self, count: int) -> None:
         if self._placed is None:
-            self.runs.append(self.next, count)
+            self.held.append(self.next, count)
         else:
             positions, _ = self._placed
             if positions.size != count:
                 raise ValueError(f"{positions.size} positions were placed for {count} tokens")
-            self.runs.extend(positions)
+            self.held.extend(positions)
             self._placed = None
-        self.next = max(self.next, self.runs.end)
+        self.next = max(self.next, self.held.end)
 
     @property
     def _recalling(self) -> bool:
@@ -197,7 +126,7 @@ class Positioned(_BaseCache):  # type: ignore[misc]
             return self._placed[0]
         return np.arange(self.next, self.next + count, dtype=np.int32)
 
-    def _joins(self, stored: Runs) -> bool:
+    def _joins(self, stored: HeldTokens) -> bool:
         """Return whether no position is missing between these and the next forward's tokens."""
         return self._placed is None and stored.contiguous and (stored.size == 0 or stored.end == self.next)
 
@@ -217,19 +146,19 @@ class Positioned(_BaseCache):  # type: ignore[misc]
     def trim(self, n: int) -> int:
         """Go back by n positions (not slots): drop the first token at or after `next - n` and all fed after it."""
         n = min(self.next, n)
-        self.inner.trim(self.runs.drop_from(self.next - n))
+        self.inner.trim(self.held.drop_from(self.next - n))
         self.next -= n
         return n
 
     @property
     def state(self) -> Any:
-        return self.inner.state, self.next, self.runs.pairs()
+        return self.inner.state, self.next, self.held.runs()
 
     @state.setter
     def state(self, value: Any) -> None:
-        inner_state, self.next, pairs = value
+        inner_state, self.next, runs = value
         self.inner = self.inner_type.from_state(inner_state)
-        self.runs = Runs([(int(start), int(count)) for start, count in pairs])
+        self.held = HeldTokens([(int(start), int(count), bool(estimated)) for start, count, estimated in runs])
         self._placed = None
 
     inner_type: type[Any] = KVCache
@@ -246,9 +175,9 @@ class PositionedKVCache(Positioned):
         super().__init__(KVCache())
 
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Any:
-        if not self._recalling and (window_size is None or self._joins(self.runs)):
+        if not self._recalling and (window_size is None or self._joins(self.held)):
             return self.inner.make_mask(N, window_size=window_size, return_array=return_array)
-        return _mask(self.runs.expand(), self._coming(N), window_size)
+        return _mask(self.held.positions, self._coming(N), window_size)
 
 
 class PositionedRotatingKVCache(Positioned):
@@ -268,17 +197,17 @@ class PositionedRotatingKVCache(Positioned):
         return int(self.inner.max_size)
 
     def _record(self, count: int) -> None:
-        self.runs.keep_last(self.max_size - 1)
+        self.held.keep_last(self.max_size - 1)
         super()._record(count)
 
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Any:
-        held = Runs(self.runs.pairs())
+        held = self.held.copy()
         held.keep_last(self.max_size - 1)
         if self._joins(held):
             return self.inner.make_mask(N, window_size=window_size, return_array=return_array)
         window = window_size or self.max_size
         coming = self._coming(N)
-        stored = held.expand()
+        stored = held.positions
         if N > 1:
             return _mask(stored, coming, window)
         reach = min(window, self.max_size)  # a dense ring holds no more, whatever the window (plamo3)
@@ -368,11 +297,6 @@ def fill(cache: list[Any], length: int) -> None:
 def _zeros(like: mx.array, length: int) -> mx.array:
     B, H, _, D = like.shape
     return mx.zeros((B, H, length, D), like.dtype)
-
-
-def can_cut(cache: Sequence[Any]) -> bool:
-    """Return whether every layer can go back by some tokens."""
-    return all(part.is_trimmable() for part in leaves(cache))
 
 
 def is_stateful(cache: Sequence[Any]) -> bool:

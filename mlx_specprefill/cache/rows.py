@@ -83,15 +83,15 @@ def give_back(batch: Sequence[Any], until: float = math.inf) -> bool:
     return _copy_rings(batch, lambda part: part.oversized, lambda part: part.compact(), until)
 
 
-def row_bytes(cache: Sequence[Any], rows: int) -> list[tuple[int, ...]]:
-    """Return the bytes of each row's tokens, by layer of attention. Recurrent states have no length.
+def row_bytes(cache: Sequence[Any], rows: int) -> list[int]:
+    """Return the bytes of each row's tokens. Recurrent states have no length.
 
     Args:
         cache: a batch, or the prompt cache of a single row.
         rows: how many it has.
     """
     parts = [part for part in leaves(cache) if isinstance(part, (PositionedBatch, Positioned, QuantizedKVCache))]
-    return list(zip(*map(_row_bytes, parts), strict=True)) or [()] * rows
+    return [sum(layers) for layers in zip(*map(_row_bytes, parts), strict=True)] or [0] * rows
 
 
 def _row_bytes(part: PositionedBatch | Positioned | QuantizedKVCache) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..cache.prefix.nodes import CacheHit, Fed
+from ..cache.prefix.nodes import CacheHit
 from ..constraints import GrammarState
 from ..events import TokenEvent, noop
 from ..prefill_report import PrefillReport, PrefixMiss, Reached, Reason, ReportedMode, ScorerKind, Stage, Timings
@@ -46,11 +46,6 @@ class Prefix:
     def tokens(self) -> int:
         """Return the prompt tokens that the target need not read."""
         return int(self.held.size) or self.length
-
-    @property
-    def dense(self) -> int:
-        """Return the tokens before its first gap."""
-        return Fed(self.held).dense_tokens if self.held.size else self.length
 
     @property
     def missing(self) -> TokenIds:
@@ -155,7 +150,8 @@ class ActiveRequest:
     def resume(self, hit: CacheHit) -> None:
         """Start from a cached prefix."""
         self.cache = hit.cache
-        self.prefix = Prefix(hit.length, NO_INDICES if hit.held is None else np.sort(hit.held))
+        is_dense = hit.held.dense == hit.length
+        self.prefix = Prefix(hit.length, NO_INDICES if is_dense else np.sort(hit.held.positions))
 
     def decide(self, plan: PrefillPlan) -> None:
         """Take the way that a plan allows behind the prefix that was found."""

@@ -17,6 +17,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..cache.budget import ByteBudget
+from ..cache.held import HeldTokens
 from ..cache.positioned import make_positioned_cache
 from ..cache.prefix.disk import DiskTier
 from ..cache.prefix.identity import model_identity
@@ -204,9 +205,11 @@ class EngineCaches:
         cache = self._draft if self._pair.mapping is None else None
         return None if cache is None else self._try(_NOT_FOUND, lambda: cache.covers(tokens, label), 0)
 
-    def others(self, request: GenerationRequest, selection_key: SelectionKey | None) -> list[tuple[TokenIds, TokenIds]]:
-        """Return the last used prompts that begin like this one and go on otherwise, each with the indices of the
-        tokens that the target has of it, in the order of feeding: first dense ones, then those that the key accepts.
+    def others(
+        self, request: GenerationRequest, selection_key: SelectionKey | None
+    ) -> list[tuple[TokenIds, HeldTokens]]:
+        """Return the last used prompts that begin like this one and go on otherwise, each with the tokens that the
+        target has of it: first dense ones, then those that the key accepts.
         """
         cache, label, key = self._target, request.label, self._full_key(selection_key)
         if cache is None:

@@ -460,20 +460,20 @@ class DecodeBatch:
             key: [size for group in groups for size in row_bytes(group.cache, len(group.rows))]
             for key, groups in kinds.items()
         }
-        room = self._room(sum(sum(size) for rows in sizes.values() for size in rows))
+        room = self._room(sum(map(sum, sizes.values())))
         left = _UNLIMITED if room is None else room
         for key, groups in kinds.items():
             left -= self._plan_kind(groups, sizes[key], left)
         for group in self._groups:
             limit_idle(group.cache, max(0, left) // len(self._groups))
 
-    def _plan_kind(self, groups: Seq[_Group], sizes: Seq[tuple[int, ...]], room: int) -> int:
+    def _plan_kind(self, groups: Seq[_Group], sizes: Seq[int], room: int) -> int:
         """Plan for groups with one kind of cache; return the bytes of padding.
 
         Args:
             sizes: of all their rows.
         """
-        most = min(room, self._most * max(1, sum(map(sum, sizes))))
+        most = min(room, self._most * max(1, sum(sizes)))
         ends = list(accumulate(len(group.rows) for group in groups))
         now = [range(end - len(group.rows), end) for group, end in zip(groups, ends, strict=True)]
         planned = broadcast(self._ranks, "groups", lambda: regroup(sizes, now, self._read, most))

@@ -17,9 +17,10 @@ from typing import Any, Literal
 import numpy as np
 
 from ..adapters.moved_keys import LayerRotation, Piece, layer_rotations, move
+from ..cache.held import HeldTokens
 from ..cache.prefix.nodes import CacheHit, common_length
 from ..cache.prefix.selection_key import SelectionKey
-from ..cache.prefix.tree import fed_of
+from ..cache.prefix.tree import held_by
 from ..errors import Refused, SparseUnsupportedError
 from ..loading import ModelPair
 from ..request import GenerationRequest, TokenIds
@@ -41,7 +42,7 @@ class Edit:
 
     Attributes:
         cached: the tokens of the cached prompt, as far as they are looked up.
-        held: indices of those that the target has, in the order of feeding.
+        held: those that the target has.
         pieces: kept, of what both prompts begin with and of each passage behind an edit.
         passages: the same behind an edit, with what the target has to read of them.
         unread: indices in front of the last kept token that the target has to read, ascending.
@@ -50,7 +51,7 @@ class Edit:
     """
 
     cached: TokenIds
-    held: TokenIds
+    held: HeldTokens
     pieces: tuple[Piece, ...]
     passages: tuple[Piece, ...]
     unread: TokenIds
@@ -134,15 +135,16 @@ class EditedPrefixes:
         """
         wanted, rotations = np.append(edit.cached, np.int32(0)), self.layers()
         hit = yield from self._caches.target_prefix(wanted, request.label, True, selection_key)
-        if hit is None or isinstance(rotations, Refused) or not np.array_equal(edit.held, _held_by(hit)):
+        if hit is None or isinstance(rotations, Refused) or edit.held.runs() != hit.held.runs():
             return None
-        move(hit.cache, rotations, edit.pieces)
-        return CacheHit(edit.length, hit.cache, fed_of(hit.cache).positions)
+        move(hit.cache, rotations, edit.pieces, int(edit.unread[0]))
+        return CacheHit(edit.length, hit.cache, held_by(hit.cache))
 
     def settle(self, cache: Sequence[Any], prefix: Prefix) -> None:
         """Store what was read in front of kept tokens where the prompt has it: shorter prompts find it there, too.
 
-        The first two change places, which shows that this is no dense prefix.
+        The first two change places, so that the dense beginning ends in front of the edit: behind a longer one no other
+        cached prompt would be looked for.
         """
         if prefix.unread.size and not isinstance(rotations := self.layers(), Refused):
             first, then = prefix.unread[:2].tolist()
@@ -157,11 +159,12 @@ class EditedPrefixes:
         is_known = selection_key is not None and not isinstance(self.layers("draft"), Refused)
         return selection_key if is_known else None
 
-    def _edit(self, prompt: TokenIds, old: TokenIds, held: TokenIds, chosen: TokenIds | None = None) -> Edit:
+    def _edit(self, prompt: TokenIds, old: TokenIds, held: HeldTokens, chosen: TokenIds | None = None) -> Edit:
         """Return what a prompt keeps of another one, up to the first place where it changes some of its text, or beside
         what is chosen.
         """
         end = start = read_to = common_length(prompt, old)
+        places = held.positions
         pieces, passages, unread, reused = [Piece(0, 0, start)] if start else [], list[Piece](), [NO_INDICES], 0
         for passage in kept_passages(prompt[:-_TAIL], old, start):
             is_change = passage.old > end or self._is_change(old, end, prompt, read_to, passage.new)
@@ -169,7 +172,7 @@ class EditedPrefixes:
                 break
             unread.append(np.arange(read_to, passage.new, dtype=np.int32))
             end, read_to, shift = passage.old + passage.size, passage.new + passage.size, passage.new - passage.old
-            cached = np.sort(held[(held >= passage.old) & (held < end)]) + np.int32(shift)
+            cached = np.sort(places[(places >= passage.old) & (places < end)]) + np.int32(shift)
             anew = _anew(passage, cached, chosen)
             unread.append(anew)
             stays = np.setdiff1d(np.arange(passage.new, read_to, dtype=np.int32), anew)
@@ -179,8 +182,8 @@ class EditedPrefixes:
         unread.append(np.arange(read_to, prompt.size, dtype=np.int32) if chosen is None else chosen[chosen >= read_to])
         anew = np.concatenate(unread)
         behind = anew >= (pieces[-1].new + pieces[-1].size if pieces else 0)
-        if np.array_equal(held[:end], np.arange(end)):  # else some of it may have been recalled for a later token
-            old, held = old[:end], held[:end]
+        if held.dense >= end:  # else some of it may have been recalled for a later token
+            old, held = old[:end], held.first(end)
         return Edit(old, held, tuple(pieces), tuple(passages), anew[~behind], anew[behind], reused)
 
     def _is_change(self, old: TokenIds, place: int, new: TokenIds, start: int, end: int) -> bool:
@@ -226,7 +229,3 @@ def _anew(passage: Piece, cached: TokenIds, chosen: TokenIds | None) -> TokenIds
         return cached[: math.ceil(cached.size * _SEAM)]
     edge = np.arange(passage.new, passage.new + _EDGE, dtype=np.int32)
     return np.union1d(edge, chosen[(chosen >= passage.new) & (chosen < passage.new + passage.size)])
-
-
-def _held_by(hit: CacheHit) -> TokenIds:
-    return np.arange(hit.length, dtype=np.int32) if hit.held is None else hit.held

@@ -6,12 +6,10 @@ as long as the longest. So rows share a forward if it pads them by fewer bytes t
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-Size = tuple[int, ...]  # bytes of one row's tokens, by layer; empty: no layer has a length
 Groups = Sequence[Sequence[int]]  # indices of the rows that share a forward
 
 _STEPS = 64  # within which other groups have to save what they copy; most answers are longer
@@ -20,28 +18,28 @@ _STEPS = 64  # within which other groups have to save what they copy; most answe
 @dataclass(frozen=True)
 class _Group:
     rows: tuple[int, ...]
-    longest: Size  # by layer
+    longest: int
 
     @property
     def padded(self) -> int:
-        return len(self.rows) * sum(self.longest)
+        return len(self.rows) * self.longest
 
     def join(self, other: _Group) -> _Group:
-        return _Group(self.rows + other.rows, tuple(map(max, self.longest, other.longest)))
+        return _Group(self.rows + other.rows, max(self.longest, other.longest))
 
 
-def group_rows(sizes: Sequence[Size], read: int, most: float) -> list[list[int]]:
+def group_rows(sizes: Sequence[int], read: int, most: float) -> list[list[int]]:
     """Return the groups of rows that share a forward, shortest rows first.
 
     Starts with a forward for each row. Joins the two neighbours by length that pads least, as long as that pads by no
     more than a forward less saves.
 
     Args:
+        sizes: bytes of each row's tokens. A longer row is longer in every layer that has a length.
         read: bytes of weights that a forward reads, however many rows it has.
         most: bytes of padding of all groups together.
     """
-    sizes = _by_kind_of_layer(sizes)
-    groups = [_Group((row,), sizes[row]) for row in sorted(range(len(sizes)), key=lambda row: sum(sizes[row]))]
+    groups = [_Group((row,), sizes[row]) for row in sorted(range(len(sizes)), key=lambda row: sizes[row])]
     while len(groups) > 1:
         joined = [first.join(second) for first, second in pairwise(groups)]
         added = [both.padded - groups[at].padded - groups[at + 1].padded for at, both in enumerate(joined)]
@@ -53,12 +51,12 @@ def group_rows(sizes: Sequence[Size], read: int, most: float) -> list[list[int]]
     return [list(group.rows) for group in groups]
 
 
-def regroup(sizes: Sequence[Size], groups: Groups, read: int, most: float) -> list[list[int]]:
+def regroup(sizes: Sequence[int], groups: Groups, read: int, most: float) -> list[list[int]]:
     """Return the groups to decode in from now on: `groups`, unless others are needed, or save what they copy.
 
     Args:
         groups: that the rows are in now.
-        read, most: as in `group_rows`.
+        sizes, read, most: as in `group_rows`.
     """
     best, now = group_rows(sizes, read, most), [list(group) for group in groups]
     if padding(sizes, now) > most:
@@ -69,18 +67,10 @@ def regroup(sizes: Sequence[Size], groups: Groups, read: int, most: float) -> li
     return best if _STEPS * saved > 2 * copied else now  # a copy reads and writes
 
 
-def padding(sizes: Sequence[Size], groups: Groups) -> int:
+def padding(sizes: Sequence[int], groups: Groups) -> int:
     """Return the bytes by which groups are larger than their rows."""
-    return _padded(sizes, groups) - sum(sum(sizes[row]) for group in groups for row in group)
+    return _padded(sizes, groups) - sum(sizes[row] for group in groups for row in group)
 
 
-def _padded(sizes: Sequence[Size], groups: Groups) -> int:
-    return sum(len(group) * sum(map(max, zip(*(sizes[row] for row in group), strict=True))) for group in groups)
-
-
-def _by_kind_of_layer(sizes: Sequence[Size]) -> list[Size]:
-    """Return the sizes with one entry for all layers in which every row has the same size."""
-    kinds = Counter(zip(*sizes, strict=True))
-    return list(zip(*([count * size for size in layer] for layer, count in kinds.items()), strict=True)) or [()] * len(
-        sizes
-    )
+def _padded(sizes: Sequence[int], groups: Groups) -> int:
+    return sum(len(group) * max((sizes[row] for row in group), default=0) for group in groups)

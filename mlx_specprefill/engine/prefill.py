@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from functools import partial
 
@@ -13,8 +13,9 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..arrays import Indices
+from ..cache.held import HeldTokens
 from ..cache.positioned import is_stateful
-from ..cache.prefix.nodes import CacheHit, Fed, common_length
+from ..cache.prefix.nodes import CacheHit, common_length
 from ..cache.prefix.selection_key import SelectionKey
 from ..config import EngineConfig
 from ..errors import Refused, RequestCancelled, device_error
@@ -27,18 +28,19 @@ from ..specprefill.plan import PrefillPlan, pays, plan_prefill, unless_nobody_as
 from ..specprefill.question import is_asked
 from ..specprefill.scorer import Scores
 from ..specprefill.selector import Selection, missing_of, select_tokens, selection_by, strongest
-from ..specprefill.sparse_prefill import TAIL, feed, forward_ends, recalling
+from ..specprefill.sparse_prefill import feed, forward_ends, recalling
 from ..specprefill.text import PromptText, TextReader
 from .active_request import NO_INDICES, ActiveRequest, Choice, Prefix
 from .caches import EngineCaches, empty_cache
 from .chunks import ChunkSizer
 from .costs import CostModel
 from .edited_prefix import Edit, EditedPrefixes
-from .scoring import DraftContextError, Extension, PromptScorer, Scoring
+from .scoring import DraftContextError, Extension, PromptScorer
 
 log = logging.getLogger(__name__)
 Model = Callable[..., mx.array]
 PrefillSteps = Generator[Progress | PromptLogprobs, None, mx.array]
+Choosing = Generator[Progress, None, Indices]
 _LEAST_RECALL = 256  # tokens that may always be recalled
 _LEAST_CHECKPOINT = 128  # tokens of a dense beginning that is worth a forward end
 _STATE_EVERY = 4096  # tokens between checkpoints of state that can't be trimmed
@@ -117,8 +119,7 @@ class Prefiller:
 
         Yield between prefill chunks; return the logits (1, V). Throw `RequestCancelled` into the generator to stop it.
         """
-        prompt = active.request.prompt
-        yield Progress("queued", 0, prompt.size)
+        yield Progress("queued", 0, len(active.request.prompt))
         try:
             if active.request.specprefill.enabled is None:
                 active.plan = self.plan_by_text(active.request, active.plan)
@@ -126,30 +127,15 @@ class Prefiller:
             reason = self._decide(active)
             if active.prefix.miss is not None:  # else no cached prompt has much of the rest
                 yield from self._reuse(active, reason)
-            scores = None
-            if active.way != "full":
-                text = self.text.read(prompt)
-            if self._is_scored(active):
-                yield Progress("draft", 0, prompt.size)
-                scoring = self._begin_scoring(active, text)
-                if scoring is not None:
-                    scores = self._note_scores(active, (yield from scoring))
-            if active.way != "full":
-                recalled, new = self._select(active, text, scores)
-                if active.prefix.miss is not None:
-                    recalled, new = yield from self._keep_around(active, recalled, new)
-                yield Progress("select", recalled.size + new.size, prompt.size)
-                yield from self._begin_drafting(active, scores)
-                scores = None  # frees the draft's cache, unless it is kept: the target needs the memory
-                yield from self._recall(active, recalled, new)
-                logits = yield from self._feed(active, new)
+            reading = None if active.way == "full" else (yield from self._choose(active))
+            if reading is not None:
+                logits = yield from self._read(active, reading)
         except RequestCancelled:
             raise
         except Exception as error:
             if device_error(error) is not None:  # a full prefill would need several times as much of the device
                 raise
             self._fall_back(active, error)
-            scores = None
         if active.way == "full":
             logits = yield from self.read_all(active)
         active.stage = "draft"
@@ -174,7 +160,7 @@ class Prefiller:
         hit = None
         if limit > 0:
             hit = yield from self.caches.target_prefix(request.prompt[: limit + 1], request.label, again, key)
-        active.resume(CacheHit(0, empty_cache(self.pair.target)) if hit is None else hit)
+        active.resume(CacheHit(0, empty_cache(self.pair.target), HeldTokens()) if hit is None else hit)
         if not again and (hit is None or not hit.is_whole):
             active.prefix = replace(active.prefix, miss=self.caches.miss(request, self.pair.tokenizer.decode))
 
@@ -221,24 +207,23 @@ class Prefiller:
             read = yield from self.scorer.follow(request, edit, rotations)
             active.choice = replace(active.choice, draft_read=read)
 
-    def _keep_around(
-        self, active: ActiveRequest, recalled: Indices, new: Indices
-    ) -> Generator[Progress, None, tuple[Indices, Indices]]:
+    def _keep_around(self, active: ActiveRequest, reading: Indices) -> Choosing:
         """Go on from a dense cached prompt that this one changes, if that pays, with what was chosen read anew.
 
-        Return what is then to be read, as `_select` does.
+        Return what is then to be read.
         """
         request, plan = active.request, active.plan
         may = active.way == "sparse" and self._may_reuse(active)
+        new = reading[reading >= active.prefix.length]
         edit = self.edits.find(request, None, new) if may else None
         if edit is None or common_length(edit.cached, request.prompt) < active.prefix.length:
-            return recalled, new
+            return reading
         pays = self._pays(edit, plan, self._predict_edit(request, edit, plan.predicted))
         hit = (yield from self.edits.restore(request, edit, None)) if pays else None
         if hit is None:
-            return recalled, new
+            return reading
         active.go_on_from(hit, edit.unread, replace(plan, reason=Reason("reused", edit.words)))
-        return edit.unread, edit.later
+        return np.concatenate([edit.unread, edit.later])
 
     def _may_reuse(self, active: ActiveRequest) -> bool:
         """Return whether the request leaves the way to the server, and the server reuses."""
@@ -296,23 +281,33 @@ class Prefiller:
         may_recall = active.prefix.missing.size > 0 and _asks(active.request, active.prefix.length)
         return self.pair.has_draft and may_recall
 
-    def _begin_scoring(self, active: ActiveRequest, text: PromptText) -> Scoring | None:
-        """Return the steps of the draft. None, and the prompt is read in full, if it is too long."""
-        active.plan = self.scorer.ask(active.request, active.plan, text)
-        active.stage = "draft"
-        try:
+    def _choose(self, active: ActiveRequest) -> Generator[Progress, None, Indices | None]:
+        """Return the prompt indices of the tokens to read, ascending. Those in front of the prefix's end are recalled.
+
+        None, and the prompt is read in full, if it is too long for the draft.
+        """
+        request, scores = active.request, None
+        text = self.text.read(request.prompt)
+        if self._is_scored(active):
+            yield Progress("draft", 0, len(request.prompt))
+            active.plan, active.stage = self.scorer.ask(request, active.plan, text), "draft"
             extension = _extension(active.prefix) if active.way == "extend" else None
-            return self.scorer.scores(active.request, active.plan, text, extension)
-        except DraftContextError as error:
-            active.decide(active.plan.as_full("draft-context", str(error)))
+            try:
+                scores = yield from self.scorer.scores(request, active.plan, text, extension)
+                active.choice = Choice(scores.scorer, scores.words, scores.read + active.choice.draft_read)
+            except DraftContextError as error:
+                active.decide(active.plan.as_full("draft-context", str(error)))
+        if active.way == "full":
             return None
+        reading = self._select(active, text, scores)
+        if active.prefix.miss is not None:
+            reading = yield from self._keep_around(active, reading)
+        yield Progress("select", reading.size, len(request.prompt))
+        yield from self._begin_drafting(active, scores)
+        return reading
 
-    def _note_scores(self, active: ActiveRequest, scores: Scores) -> Scores:
-        active.choice = Choice(scores.scorer, scores.words, scores.read + active.choice.draft_read)
-        return scores
-
-    def _select(self, active: ActiveRequest, text: PromptText, scores: Scores | None) -> tuple[Indices, Indices]:
-        """Return the prompt indices of dropped tokens to recall, and of new tokens to read. Both ascend."""
+    def _select(self, active: ActiveRequest, text: PromptText, scores: Scores | None) -> Indices:
+        """Return the indices of dropped tokens to recall, and of new tokens to read, ascending."""
         plan, L, M = active.plan, active.prefix.length, len(active.request.prompt)
         active.stage = "select"
         recalled, new = active.prefix.unread, np.arange(L, M, dtype=np.int32)
@@ -324,7 +319,7 @@ class Prefiller:
             first = L - L % selection_by(plan.rule, self.config.selection).chunk_size
             selection = self.select(text, scores, plan, first)
             new = selection.kept[selection.kept >= L - first] + np.int32(first)
-        return recalled, new
+        return np.concatenate([recalled, new])
 
     def _select_recalled(self, held: Indices, L: int, plan: PrefillPlan, scores: Scores, text: PromptText) -> Indices:
         """Return the dropped tokens among the first L that the question needs: their scores stand out."""
@@ -356,22 +351,21 @@ class Prefiller:
         part = text.part(start, start + importance.size)
         return select_tokens(importance, forced, part, plan.keep, selection_by(plan.rule, self.config.selection))
 
-    def _recall(self, active: ActiveRequest, recalled: Indices, new: Indices) -> Generator[Progress, None, None]:
-        """Prefill recalled tokens behind the cached prefix."""
+    def _read(self, active: ActiveRequest, reading: Indices) -> PrefillSteps:
+        """Prefill tokens behind the cached prefix: first those that are recalled, then those that follow it."""
         active.stage, cache = "prefill", active.cache
-        held, prompt = active.prefix.held, active.request.prompt
-        held = held if held.size else np.arange(active.prefix.length, dtype=np.int32)
+        held, prompt, L = active.prefix.held, active.request.prompt, active.prefix.length
+        recalled, new = reading[reading < L], reading[reading >= L]
+        held = held if held.size else np.arange(L, dtype=np.int32)
         kept = np.concatenate([np.sort(np.concatenate([held, recalled])), new])
         active.choice = replace(active.choice, kept=kept, recalled=int(recalled.size))
         if recalled.size:
             with recalling(cache):
-                ends = self._ends(recalled.size, tail=0)
+                ends = forward_ends(recalled.size, self.step, tail=0)
                 for done, _ in feed(self.pair.target, cache, prompt[recalled], recalled, ends):
-                    yield Progress("prefill", done, recalled.size + new.size)
+                    yield Progress("prefill", done, reading.size)
             self.edits.settle(cache, active.prefix)
-
-    def _ends(self, total: int, cuts: Sequence[int] = (), tail: int = TAIL) -> Iterator[int]:
-        return forward_ends(total, self.step, cuts, tail)
+        return (yield from self._feed(active, new))
 
     def _feed(self, active: ActiveRequest, kept: Indices | None = None) -> PrefillSteps:
         """Feed what is behind the cached prefix, and store the cache at each stop.
@@ -385,7 +379,7 @@ class Prefiller:
         indices = np.arange(start, len(active.request.prompt), dtype=np.int32) if kept is None else kept
         stops = self._stops(active, kept)
         model, tokens = _read_along(active, self.pair.target, indices), active.request.prompt[indices]
-        ends = self._ends(indices.size, tuple(stops))
+        ends = forward_ends(indices.size, self.step, tuple(stops))
         try:
             for fed, logits in feed(model, active.cache, tokens, kept, ends, logits=True):  # noqa: B007
                 if fed in stops:
@@ -415,7 +409,7 @@ class Prefiller:
             return {new.size: len(active.request.prompt)}
         ends = self.checkpoints(active.request, active.prefix.length)
         counts = {int(np.searchsorted(new, length)): length for length in ends}
-        dense = Fed(new - active.prefix.length).dense_tokens
+        dense = int(np.argmin(np.append(new == active.prefix.length + np.arange(new.size), False)))
         if not active.prefix.held.size and dense >= _LEAST_CHECKPOINT:
             counts[dense] = active.prefix.length + dense
         return {count: counts[count] for count in sorted(counts) if 0 < count < new.size}

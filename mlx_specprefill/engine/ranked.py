@@ -79,7 +79,7 @@ class RankedCaches(_Ranked, EngineCaches):
             return super(RankedCaches, self).target_prefix(prefix, label, again, selection_key)
 
         hit = yield from self._common(find, tokens, again)
-        held = 0 if hit is None or hit.held is None else 1 + zlib.crc32(hit.held.tobytes()) % _MOST
+        held = 0 if hit is None or hit.held.dense == hit.length else 1 + zlib.crc32(hit.held.marked.tobytes()) % _MOST
         lowest, highest = self._ranks.min_max(held)
         if lowest == highest:
             return hit

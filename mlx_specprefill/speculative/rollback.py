@@ -86,4 +86,4 @@ def _cut(part: Any, count: int) -> None:
     ring._idx = kept
     if isinstance(part, Positioned):
         part.next -= count
-        part.runs.drop_from(part.next)
+        part.held.drop_from(part.next)

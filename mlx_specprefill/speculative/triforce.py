@@ -20,7 +20,8 @@ import numpy as np
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, make_prompt_cache
 
 from ..adapters.capture import AttentionRecord, record_attention
-from ..cache.positioned import PositionedKVCache, Runs, leaves
+from ..cache.held import HeldTokens
+from ..cache.positioned import PositionedKVCache, leaves
 from ..config import SpeculationConfig
 from ..errors import SparseUnsupportedError
 from ..events import Progress
@@ -107,7 +108,7 @@ class RetrievalKVCache(PositionedKVCache):
         self.inner.offset = self._picked
         self.inner.update_and_fetch(self.source.keys[..., ring, :], self.source.values[..., ring, :])
         self.next = int(self.source.offset)
-        self.runs = Runs([(self.next - self.slots, self.slots)])
+        self.held = HeldTokens([(self.next - self.slots, self.slots, False)])
 
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Any:
         if window_size is not None:

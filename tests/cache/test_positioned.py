@@ -25,11 +25,11 @@ from mlx_lm.models.cache import (
 
 from mlx_specprefill.adapters.rope import adjust_offsets
 from mlx_specprefill.cache import positioned
+from mlx_specprefill.cache.held import HeldTokens
 from mlx_specprefill.cache.positioned import (
     Positioned,
     PositionedKVCache,
     PositionedRotatingKVCache,
-    Runs,
     leaves,
     make_positioned_cache,
     place,
@@ -47,66 +47,74 @@ def array(positions: Sequence[int]) -> np.ndarray:
     return np.array(positions, dtype=np.int32)
 
 
-def make_runs(positions: Sequence[int]) -> Runs:
-    runs = Runs()
-    runs.extend(array(positions))
-    return runs
+def make_held(positions: Sequence[int]) -> HeldTokens:
+    """Return tokens at these positions, of which every other run of five is estimated."""
+    return HeldTokens.of(marked(positions))
 
 
-def agrees(runs: Runs, positions: Sequence[int]) -> bool:
-    """Runs say what the list says, and the runs are maximal."""
-    pairs = runs.pairs()
-    maximal = all(a + n != b for (a, n), (b, _) in pairwise(pairs))
+def marked(positions: Sequence[int]) -> np.ndarray:
+    return array([~position if position // 5 % 2 else position for position in positions])
+
+
+def agrees(held: HeldTokens, positions: Sequence[int]) -> bool:
+    """They say what the list says, and the runs are maximal."""
+    runs, ours = held.runs(), marked(positions).tolist()
+    maximal = all(a + n != b or x != y for (a, n, x), (b, _, y) in pairwise(runs))
+    dense = list(takewhile(lambda pair: pair[0] == pair[1], enumerate(ours)))
     return (
-        runs.expand().tolist() == list(positions)
-        and runs.size == len(positions)
-        and runs.end == (positions[-1] + 1 if positions else 0)
-        and runs.contiguous == (len(pairs) <= 1)
+        held.positions.tolist() == list(positions)
+        and held.marked.tolist() == ours
+        and held.size == len(positions)
+        and held.end == (positions[-1] + 1 if positions else 0)
+        and held.dense == len(dense)
+        and held.contiguous == (len(runs) <= 1)
         and maximal
-        and all(count > 0 for _, count in pairs)
+        and all(count > 0 for _, count, _ in runs)
     )
 
 
-# --- runs ------------------------------------------------------------------------------------------------------------
+# --- tokens ----------------------------------------------------------------------------------------------------------
 
 
 @given(fed, st.integers(1, 24))
-def test_runs_hold_positions_in_the_order_of_feeding(positions: list[int], cut: int) -> None:
-    runs = make_runs(positions[:cut])
-    runs.extend(array(positions[cut:]))
-    assert agrees(runs, positions)
-    assert agrees(Runs(runs.pairs()), positions)
+def test_tokens_are_held_in_the_order_of_feeding(positions: list[int], cut: int) -> None:
+    held = make_held(positions[:cut])
+    for position in marked(positions[cut:]).tolist():
+        held.append(max(position, ~position), 1, position < 0)
+    assert agrees(held, positions)
+    assert agrees(held.copy(), positions)
 
 
 @given(fed, st.integers(0, 30))
 def test_keep_last(positions: list[int], count: int) -> None:
-    runs = make_runs(positions)
-    runs.keep_last(count)
-    assert agrees(runs, positions[max(0, len(positions) - count) :])
+    held = make_held(positions)
+    held.keep_last(count)
+    assert agrees(held, positions[max(0, len(positions) - count) :])
 
 
 @given(fed, st.integers(0, 70))
 def test_drop_from(positions: list[int], bound: int) -> None:
     """A recall that was fed after the first of them goes too."""
-    runs = make_runs(positions)
-    dropped = runs.drop_from(bound)
+    held = make_held(positions)
+    dropped = held.drop_from(bound)
     kept = list(takewhile(lambda position: position < bound, positions))
     assert dropped == len(positions) - len(kept)
-    assert agrees(runs, kept)
+    assert agrees(held, kept)
 
 
 @given(ascending, st.integers(0, 5), st.integers(0, 6))
 def test_append_after_the_end(positions: list[int], gap: int, count: int) -> None:
-    runs = make_runs(positions)
-    start = runs.end + gap
-    runs.append(start, count)
-    assert agrees(runs, [*positions, *range(start, start + count)])
+    held = make_held(positions)
+    start = held.end + gap
+    for position in range(start, start + count):
+        held.append(position, 1, position // 5 % 2 == 1)
+    assert agrees(held, [*positions, *range(start, start + count)])
 
 
 def test_changing_a_copy_leaves_the_original() -> None:
-    runs = make_runs([1, 2, 7])
-    Runs(runs.pairs()).keep_last(1)
-    assert agrees(runs, [1, 2, 7])
+    held = make_held([1, 2, 7])
+    held.copy().keep_last(1)
+    assert agrees(held, [1, 2, 7])
 
 
 # --- placing ---------------------------------------------------------------------------------------------------------
@@ -153,7 +161,7 @@ def test_tokens_that_were_not_placed_follow_the_last_position(cache: Positioned)
     cache.update_and_fetch(tokens(2), tokens(2))
     cache.update_and_fetch(tokens(1), tokens(1))
     assert (cache.offset, cache.slots, cache.shift) == (13, 5, 8)
-    assert cache.runs.expand().tolist() == [4, 9, 10, 11, 12]
+    assert cache.held.positions.tolist() == [4, 9, 10, 11, 12]
 
 
 def test_placing_nothing_or_on_both_sides_of_the_end_is_an_error(cache: Positioned) -> None:
@@ -173,9 +181,11 @@ def test_recalled_tokens_leave_the_next_position_as_it_is(cache: Positioned) -> 
     put(cache, [6, 8])
     assert (cache.offset, cache.next, cache.slots, cache.shift) == (11, 11, 7, 4)
     cache.update_and_fetch(tokens(1), tokens(1))
-    assert cache.runs.pairs() == [(0, 2), (10, 1), (3, 2), (6, 1), (8, 1), (11, 1)]
+    assert cache.held.runs() == [
+        (start, count, False) for start, count in ((0, 2), (10, 1), (3, 2), (6, 1), (8, 1), (11, 1))
+    ]
     restored = type(cache).from_state(cache.state)
-    assert (restored.next, restored.runs.pairs()) == (cache.next, cache.runs.pairs())
+    assert (restored.next, restored.held.runs()) == (cache.next, cache.held.runs())
 
 
 def test_a_forward_of_another_length_is_an_error(cache: Positioned) -> None:
@@ -228,7 +238,7 @@ def test_trim_goes_back_by_positions(positions: list[int], count: int) -> None:
     assert cache.trim(count) == min(count, end)
     left = [p for p in positions if p < end - count]
     assert (cache.next, cache.slots) == (max(0, end - count), len(left))
-    assert cache.runs.expand().tolist() == left
+    assert cache.held.positions.tolist() == left
 
 
 def test_a_recall_goes_with_what_was_fed_before_it() -> None:
@@ -236,9 +246,9 @@ def test_a_recall_goes_with_what_was_fed_before_it() -> None:
     for part in ([0, 1, 9], [3, 4], [10, 11, 14]):
         put(cache, part)
     assert cache.trim(5) == 5
-    assert (cache.next, cache.runs.expand().tolist()) == (10, [0, 1, 9, 3, 4])
+    assert (cache.next, cache.held.positions.tolist()) == (10, [0, 1, 9, 3, 4])
     assert cache.trim(1) == 1
-    assert (cache.next, cache.slots, cache.runs.expand().tolist()) == (9, 2, [0, 1])
+    assert (cache.next, cache.slots, cache.held.positions.tolist()) == (9, 2, [0, 1])
 
 
 def test_mlx_lm_trims_it_like_any_cache() -> None:
@@ -254,7 +264,7 @@ def test_a_ring_trims_until_it_has_wrapped() -> None:
     put(cache, [0, 1, 5, 9])
     assert cache.is_trimmable()
     assert cache.trim(5) == 5
-    assert (cache.next, cache.slots, cache.runs.expand().tolist()) == (5, 2, [0, 1])
+    assert (cache.next, cache.slots, cache.held.positions.tolist()) == (5, 2, [0, 1])
     put(cache, [5, 6, 7, 20, 21, 22, 23])
     assert not cache.is_trimmable()
 
@@ -413,7 +423,7 @@ def test_a_copy_is_independent() -> None:
     other = copy.deepcopy(cache)
     put(other, [9])
     assert (cache.next, cache.slots) == (5, 2)
-    assert cache.runs.expand().tolist() == [1, 4]
+    assert cache.held.positions.tolist() == [1, 4]
 
 
 # --- quantised caches can't carry the shift --------------------------------------------------------------------------

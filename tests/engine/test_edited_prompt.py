@@ -25,6 +25,7 @@ from mlx_specprefill import (
     SpecPrefillPolicy,
 )
 from mlx_specprefill.adapters.moved_keys import Piece
+from mlx_specprefill.cache.held import HeldTokens
 from mlx_specprefill.cache.prefix.nodes import common_length
 from mlx_specprefill.engine import edited_prefix, prefill
 from mlx_specprefill.engine.densify import READ_ALL
@@ -141,7 +142,7 @@ def test_an_insertion_that_makes_another_word_is_a_change(front: str, added: str
     old, new = (
         np.array([*map(ord, text)], dtype=np.int32) for text in (front + behind + words, front + added + behind + words)
     )
-    edit = EditedPrefixes(cast(Any, pair), cast(Any, None))._edit(new, old, np.arange(old.size))
+    edit = EditedPrefixes(cast(Any, pair), cast(Any, None))._edit(new, old, HeldTokens.all(old.size))
     assert (edit.reused > 1000) is kept
 
 
@@ -243,7 +244,7 @@ def test_it_has_to_be_soon(
     plan = replace(READ_ALL, mode=mode, predicted=Prediction(10_000.0, sparse_ms))
     tokens = np.arange(2000, dtype=np.int32)
     piece = Piece(600, 700, 1400)
-    edit = Edit(tokens, tokens, (piece,), (piece,), tokens[500:700], tokens[:200], 1400)
+    edit = Edit(tokens, HeldTokens.all(tokens.size), (piece,), (piece,), tokens[500:700], tokens[:200], 1400)
     assert (
         prefiller._pays(
             edit, plan, prefiller._predict_edit(GenerationRequest(random_prompt(2300), 2), edit, plan.predicted)

@@ -8,24 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_specprefill.engine.grouping import Groups, Size, group_rows, padding, regroup
+from mlx_specprefill.engine.grouping import Groups, group_rows, padding, regroup
 
-layers = st.integers(0, 3)
-rows = layers.flatmap(lambda count: st.lists(st.tuples(*[st.integers(0, 10_000)] * count), min_size=1, max_size=12))
-alike = st.lists(st.integers(0, 10_000), min_size=1, max_size=12).map(lambda sizes: [(size, size) for size in sizes])
+rows = st.lists(st.integers(0, 10_000), min_size=1, max_size=12)
 
 
-def padded(sizes: list[Size], groups: Groups) -> int:
-    """Bytes of all groups, each row as long as the longest of its group in every layer."""
-    count = len(sizes[0])
-    return sum(len(group) * max(sizes[row][layer] for row in group) for group in groups for layer in range(count))
+def padded(sizes: list[int], groups: Groups) -> int:
+    """Bytes of all groups, each row as long as the longest of its group."""
+    return sum(len(group) * max(sizes[row] for row in group) for group in groups)
 
 
-def true(sizes: list[Size]) -> int:
-    return sum(map(sum, sizes))
-
-
-def cost(sizes: list[Size], groups: Groups, read: int) -> int:
+def cost(sizes: list[int], groups: Groups, read: int) -> int:
     """Bytes that a step reads."""
     return read * len(groups) + padded(sizes, groups)
 
@@ -35,27 +28,27 @@ def partition(draw_groups: list[int]) -> list[list[int]]:
     return [[row for row, label in enumerate(draw_groups) if label == wanted] for wanted in sorted(set(draw_groups))]
 
 
-@given(rows | alike, st.integers(0, 100_000), st.sampled_from([0.0, 0.5, math.inf]))
-def test_every_row_has_one_place_and_the_padding_is_bounded(sizes: list[Size], read: int, share: float) -> None:
-    most = share * max(1, true(sizes))
+@given(rows, st.integers(0, 100_000), st.sampled_from([0.0, 0.5, math.inf]))
+def test_every_row_has_one_place_and_the_padding_is_bounded(sizes: list[int], read: int, share: float) -> None:
+    most = share * max(1, sum(sizes))
     groups = group_rows(sizes, read, most)
     assert sorted(row for group in groups for row in group) == list(range(len(sizes)))
-    assert padding(sizes, groups) == padded(sizes, groups) - true(sizes) <= most
+    assert padding(sizes, groups) == padded(sizes, groups) - sum(sizes) <= most
     assert cost(sizes, groups, read) <= cost(sizes, [[row] for row in range(len(sizes))], read)
 
 
-@given(alike, st.integers(1, 100_000))
-def test_no_two_groups_that_are_left_should_be_one(sizes: list[Size], read: int) -> None:
-    """Among rows that are alike in all layers, neighbours by length are all that could be."""
+@given(rows, st.integers(1, 100_000))
+def test_no_two_groups_that_are_left_should_be_one(sizes: list[int], read: int) -> None:
+    """Neighbours by length are all that could be."""
     groups = group_rows(sizes, read, math.inf)
     for index in range(len(groups) - 1):
         merged = [*groups[:index], groups[index] + groups[index + 1], *groups[index + 2 :]]
         assert cost(sizes, merged, read) >= cost(sizes, groups, read)
 
 
-@given(alike, st.integers(0, 100_000), st.floats(0, 2))
-def test_rows_of_one_length_always_share_a_forward(sizes: list[Size], read: int, share: float) -> None:
-    groups = group_rows(sizes, read, share * true(sizes))
+@given(rows, st.integers(0, 100_000), st.floats(0, 2))
+def test_rows_of_one_length_always_share_a_forward(sizes: list[int], read: int, share: float) -> None:
+    groups = group_rows(sizes, read, share * sum(sizes))
     for first in groups:
         for second in groups:
             if first is not second:
@@ -63,31 +56,23 @@ def test_rows_of_one_length_always_share_a_forward(sizes: list[Size], read: int,
 
 
 def test_rows_without_a_length_always_share_a_forward() -> None:
-    assert sorted(group_rows([()] * 5, 1, 0.0)[0]) == [0, 1, 2, 3, 4]
+    assert sorted(group_rows([0] * 5, 1, 0.0)[0]) == [0, 1, 2, 3, 4]
 
 
 def test_a_long_row_is_kept_from_short_ones_and_short_ones_share_a_forward() -> None:
-    sizes: list[Size] = [(6000,), *[(20,)] * 15]
+    sizes = [6000, *[20] * 15]
     assert group_rows(sizes, 5000, math.inf) == [list(range(1, 16)), [0]]
     assert len(group_rows(sizes, 100_000, math.inf)) == 1  # the weights are more than the padding
-    assert len(group_rows(sizes, 100_000, 0.5 * true(sizes))) == 2
-    assert len(group_rows([(20,), (200,), (90,)], 5000, math.inf)) == 1
+    assert len(group_rows(sizes, 100_000, 0.5 * sum(sizes))) == 2
+    assert len(group_rows([20, 200, 90], 5000, math.inf)) == 1
 
 
-def test_layers_are_padded_each_by_its_longest_row() -> None:
-    """One row is long in the first layers, the other in the last: as long in sum, they pad each other."""
-    first, last = (900, 100), (500, 500)
-    assert padding([first, last], [[0, 1]]) == 2 * (900 + 500) - 2000
-    assert len(group_rows([first, last], 1000, 700)) == 2
-    assert len(group_rows([first, last], 1000, 800)) == 1
-
-
-@given(rows | alike, st.data(), st.integers(0, 100_000), st.sampled_from([0.0, 0.5, math.inf]))
+@given(rows, st.data(), st.integers(0, 100_000), st.sampled_from([0.0, 0.5, math.inf]))
 def test_groups_change_only_if_they_have_to_or_it_pays(
-    sizes: list[Size], data: st.DataObject, read: int, share: float
+    sizes: list[int], data: st.DataObject, read: int, share: float
 ) -> None:
     labels = data.draw(st.lists(st.integers(0, 3), min_size=len(sizes), max_size=len(sizes)))
-    now, most = partition(labels), share * max(1, true(sizes))
+    now, most = partition(labels), share * max(1, sum(sizes))
     after = regroup(sizes, now, read, most)
     assert padding(sizes, after) <= most
     if after == now:
@@ -100,6 +85,6 @@ def test_groups_change_only_if_they_have_to_or_it_pays(
 @pytest.mark.parametrize(("read", "joins"), [(1000, False), (3000, True)])
 def test_a_newcomer_joins_where_the_copy_pays_within_an_answer(read: int, joins: bool) -> None:
     """Sixteen rows of 5 000 are copied, 85 000 bytes, read and written, to save a forward in each of 64 steps."""
-    sizes = [(5000,)] * 17
+    sizes = [5000] * 17
     groups = regroup(sizes, [list(range(16)), [16]], read, math.inf)
     assert (len(groups) == 1) == joins

@@ -45,8 +45,8 @@ def test_kept_keys_stand_at_their_new_places_and_what_is_read_beside_them(name: 
     )
     cache, whole, _, _ = read_both(name, before, after, old, new)
     first, dense = next(iter(leaves(cache))), next(iter(leaves(whole)))
-    places = np.argsort(first.runs.expand(), kind="stable")
-    assert first.runs.expand()[places].tolist() == list(range(len(after)))
+    places = np.argsort(first.held.positions, kind="stable")
+    assert first.held.positions[places].tolist() == list(range(len(after)))
     for ours, theirs in ((first.keys, dense.keys), (first.values, dense.values)):
         assert_close(ours[..., mx.array(places), :], theirs[..., : len(after), :], 1e-4)
 
@@ -73,7 +73,7 @@ def test_read_anew_between_kept_tokens_each_sees_what_is_in_front_of_it(name: st
     ours = answered(model, cache, prompt[last], last)
     assert_close(ours, model(mx.array(prompt)[None], cache=whole)[0, -1:], 1e-4)
     for mine, its in zip(leaves(cache), leaves(whole), strict=True):
-        places = mx.array(np.argsort(mine.runs.expand(), kind="stable"))
+        places = mx.array(np.argsort(mine.held.positions, kind="stable"))
         for array, other in ((mine.keys, its.keys), (mine.values, its.values)):
             assert_close(array[..., places, :], other[..., : prompt.size, :], 1e-3)
 
@@ -89,7 +89,7 @@ def test_a_text_that_was_read_in_part_is_moved_like_one_that_was_read_at_the_new
     for ours, theirs in zip(leaves(moved), leaves(there), strict=True):
         size = HELD.size + RECALLED.size
         assert (ours.next, ours.slots) == (len(text) + NEW, size)
-        order, other = (mx.array(np.argsort(part.runs.expand(), kind="stable")) for part in (ours, theirs))
+        order, other = (mx.array(np.argsort(part.held.positions, kind="stable")) for part in (ours, theirs))
         for mine, its in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
             assert_close(mine[..., order, :], its[..., other, :], 1e-3)
     last = np.array(random_prompt(LAST, 3), dtype=np.int32)
@@ -111,7 +111,7 @@ def test_of_a_text_that_was_read_in_part_pieces_are_kept_by_place(name: str) -> 
     move(fed, layer_rotations(model), [Piece(0, 0, 12), Piece(45, 60, 30), Piece(83, 100, 6)])
     held = np.union1d(HELD, RECALLED)
     kept = [*held[held < 12], *(held[(held >= 45) & (held < 75)] + 15), *(held[(held >= 83) & (held < 89)] + 17)]
-    assert next(iter(leaves(fed))).runs.expand().tolist() == kept
+    assert next(iter(leaves(fed))).held.positions.tolist() == kept
 
 
 @pytest.mark.parametrize("name", MOVED)

@@ -12,7 +12,7 @@ import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
 
-from mlx_specprefill.cache.positioned import Positioned, Runs, leaves, quantize_kv
+from mlx_specprefill.cache.positioned import Positioned, leaves, quantize_kv
 from mlx_specprefill.engine.caches import empty_cache
 from mlx_specprefill.engine.decode_batch import DecodeBatch, DecodeRow, Removed
 from mlx_specprefill.events import TokenEvent
@@ -137,10 +137,10 @@ def contents(cache: Sequence[Any]) -> list[Any]:
     where the tokens lie."""
     held: list[Any] = []
     for leaf in leaves(cache):
-        if hasattr(leaf, "runs"):
-            runs = Runs(leaf.runs.pairs())
-            runs.keep_last(getattr(leaf, "max_size", runs.size))  # a ring that was fed several rows holds more
-            held.append((leaf.next, leaf.slots, runs.pairs()))
+        if hasattr(leaf, "held"):
+            tokens = leaf.held.copy()
+            tokens.keep_last(getattr(leaf, "max_size", tokens.size))  # a ring that was fed several rows holds more
+            held.append((leaf.next, leaf.slots, tokens.runs()))
             leaf = leaf.inner
         if hasattr(leaf, "cache"):
             held += [None if array is None else np.array(array.astype(mx.float32)) for array in leaf.cache]

@@ -14,8 +14,8 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
-from ...request import TokenIds
-from ..positioned import Positioned, PositionedKVCache, PositionedRotatingKVCache, Runs, leaves
+from ..held import HeldTokens
+from ..positioned import Positioned, PositionedKVCache, PositionedRotatingKVCache, leaves
 
 Arrays = dict[str, mx.array]
 _Kind = Literal["tokens", "window", "recurrent"]
@@ -93,8 +93,7 @@ class Layout:
             arrays[f"{index}.keys"], arrays[f"{index}.values"] = mx.contiguous(keys), mx.contiguous(values)
             arrays[f"{index}.write"] = mx.array([write], dtype=mx.int32)
             if isinstance(part, Positioned) and part.shift:
-                held = part.runs.expand()[-keys.shape[2] :]
-                arrays[f"{index}.positions"] = mx.array(held)
+                arrays[f"{index}.positions"] = mx.array(part.held.positions[-keys.shape[2] :])
                 arrays[f"{index}.slots"] = mx.array([part.slots], dtype=mx.int32)
         return arrays
 
@@ -104,8 +103,8 @@ class Layout:
         excess: int,
         state: Arrays | None,
         length: int,
+        held: HeldTokens,
         room: int = 0,
-        held: TokenIds | None = None,
     ) -> list[Any]:
         """Return a prompt cache for `length` tokens that shares nothing writable with its source arrays.
 
@@ -117,12 +116,12 @@ class Layout:
             excess: number of tokens to cut from the end.
             state: of the other layers at exactly `length`; None if there are none.
             room: tokens that can be written without another copy.
-            held: positions of the tokens, in the order of feeding; None: all `length`.
+            held: the tokens.
         """
         cache = self._make()
         for index, (part, kind) in enumerate(zip(leaves(cache), self._kinds, strict=True)):
             if kind == "tokens":
-                _restore_tokens(part, index, chain, excess, length, room, held)
+                _restore_tokens(part, index, chain, excess, length, held, room)
             elif state is not None and kind == "recurrent":
                 _restore_recurrent(part, index, state)
             elif state is not None and f"{index}.keys" in state:
@@ -138,7 +137,8 @@ class Layout:
 def _check_counts(part: Any, length: int, more: bool) -> None:
     if isinstance(part, Positioned):
         placed = not isinstance(part.offset, int)
-        if placed or part.shift != 0 or not part.runs.contiguous:
+        runs = part.held.runs()
+        if placed or part.shift != 0 or len(runs) > 1 or any(estimated for _, _, estimated in runs):
             raise ValueError(f"a sparse cache (next position {part.next}, {part.slots} tokens) is no dense prefix")
         part = part.inner
     if part.offset < length or (part.offset > length and not more):
@@ -166,26 +166,16 @@ def _restore_tokens(
     chain: Sequence[Arrays],
     excess: int,
     length: int,
+    held: HeldTokens,
     room: int,
-    held: TokenIds | None,
 ) -> None:
     names = f"{index}.keys", f"{index}.values"
     if not chain or names[0] not in chain[0]:  # no layer uses it
         return
-    slots = length if held is None else held.size
-    spare = -(slots + room) % KVCache.step + room if room else 0
+    spare = -(held.size + room) % KVCache.step + room if room else 0
     keys, values = (_join([arrays[name] for arrays in chain], excess, spare) for name in names)
-    inner = keys, values, slots
-    if not isinstance(part, Positioned):
-        part.state = inner
-        return
-    part.state = inner, length, [(0, length)] if held is None else _runs_of(held)
-
-
-def _runs_of(positions: TokenIds) -> list[tuple[int, int]]:
-    runs = Runs()
-    runs.extend(positions)
-    return runs.pairs()
+    inner = keys, values, held.size
+    part.state = (inner, length, held.runs()) if isinstance(part, Positioned) else inner
 
 
 def _join(parts: list[mx.array], excess: int, spare: int) -> mx.array:
@@ -216,6 +206,8 @@ def _restore_window(part: Any, index: int, state: Arrays, length: int) -> None:
     if not isinstance(part, Positioned):
         part.state = inner
         return
-    held = min(length, ring.max_size)
-    runs = _runs_of(np.array(state[f"{index}.positions"])) if sparse else [(length - held, held)]
-    part.state = inner, length, runs
+    count = min(length, ring.max_size)
+    held = (
+        HeldTokens.of(np.array(state[f"{index}.positions"])) if sparse else HeldTokens([(length - count, count, False)])
+    )
+    part.state = inner, length, held.runs()

@@ -16,6 +16,7 @@ import numpy as np
 
 from ...request import SHARED, CacheLabel, TokenIds
 from ..budget import Evictable
+from ..held import HeldTokens
 from .identity import DIGEST_BYTES, labelled
 from .layout import Arrays
 from .selection_key import Accepts, SelectionKey
@@ -54,41 +55,14 @@ class CacheHit:
     """A found prefix. `cache` covers exactly the first `length` tokens and belongs to the caller.
 
     Attributes:
-        held: prompt indices in a sparse cache, int32, in the order of feeding; None: it holds all.
+        held: the tokens that it holds.
         is_whole: no stored prefix goes on from it.
     """
 
     length: int
     cache: list[Any]
-    held: TokenIds | None = None
+    held: HeldTokens
     is_whole: bool = False
-
-
-class Fed:
-    """TokenIds of a prompt that a cache has read.
-
-    Attributes:
-        positions: their prompt indices in the order of feeding, int32 (N,). One that is smaller than an earlier one was
-            recalled, for the sake of the next one that is not.
-        dense_tokens: tokens before the first gap.
-    """
-
-    def __init__(self, positions: TokenIds) -> None:
-        self.positions = positions
-        highest = np.maximum.accumulate(positions)
-        self._slots = np.flatnonzero(np.append(-1, highest[:-1]) < positions)  # of the tokens that were not recalled
-        self._ends = positions[self._slots]
-        gaps = np.flatnonzero(positions != np.arange(positions.size))
-        self.dense_tokens = int(gaps[0]) if gaps.size else positions.size
-
-    def slots(self, length: int) -> int:
-        """Return the number of tokens fed when the cache covered the prompt's first `length` tokens."""
-        count = int(np.searchsorted(self._ends, length))
-        return int(self._slots[count - 1]) + 1 if count else 0
-
-    def within(self, start: int, end: int) -> TokenIds | None:
-        """Return the positions of a block [start, end); None if the prefix up to its end is dense."""
-        return None if end <= self.dense_tokens else self.positions[self.slots(start) : self.slots(end)]
 
 
 class Record(Evictable):
@@ -128,7 +102,7 @@ class Node:
 
     Attributes:
         selection_key: how its tokens were chosen; None: it is dense.
-        positions: of a sparse block, as in `Fed`.
+        positions: of a sparse block, as in `HeldTokens.within`.
     """
 
     parent: Node | None
@@ -149,7 +123,7 @@ class Node:
 
     @property
     def fed(self) -> TokenIds:
-        """Return the positions of its tokens."""
+        """Return the positions of its tokens, as in `HeldTokens.within`."""
         if self.positions is not None:
             return self.positions
         return np.arange(self.end - self.tokens.size, self.end, dtype=np.int32)
@@ -209,12 +183,12 @@ class Match:
     """The node that `wanted` reaches, and the number of tokens that match.
 
     Attributes:
-        fed: what the blocks up to the node hold; None: the match is dense, or not looked at yet.
+        held: what the blocks up to the node hold; None: the match is dense, or not looked at yet.
     """
 
     node: Node
     length: int
-    fed: Fed | None = None
+    held: HeldTokens | None = None
 
 
 def longest_match(root: Node, wanted: TokenIds, accepts: Accepts) -> Match | None:

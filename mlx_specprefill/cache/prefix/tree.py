@@ -18,13 +18,13 @@ import numpy as np
 
 from ...request import SHARED, CacheLabel, TokenIds
 from ..budget import ByteBudget
+from ..held import HeldTokens
 from ..positioned import PositionedKVCache, leaves
 from .identity import block_digest
 from .layout import Arrays, Layout, nbytes_of
 from .nodes import (
     CacheEntry,
     CacheHit,
-    Fed,
     Match,
     Node,
     Record,
@@ -57,26 +57,26 @@ def finish(steps: Generator[Any, None, T]) -> T:
 
 @dataclass(frozen=True)
 class _Source:
-    """A cache to store blocks from; `fed` and `selection_key` are None if it is dense."""
+    """A cache to store blocks from; `held` and `selection_key` are None if it is dense."""
 
     cache: Sequence[Any]
-    fed: Fed | None
+    held: HeldTokens | None
     selection_key: SelectionKey | None
 
     def chosen(self, start: int, end: int) -> tuple[SelectionKey | None, TokenIds | None]:
         """Return selection key and positions of the block [start, end)."""
-        positions = None if self.fed is None else self.fed.within(start, end)
+        positions = None if self.held is None else self.held.within(start, end)
         return None if positions is None else self.selection_key, positions
 
     def delta(self, layout: Layout, start: int, end: int) -> Arrays:
         """Return the arrays of the block [start, end)."""
-        if self.fed is None or end <= self.fed.dense_tokens:
+        if self.held is None or end <= self.held.dense:
             return layout.delta(self.cache, start, end)
-        return layout.delta(self.cache, self.fed.slots(start), self.fed.slots(end))
+        return layout.delta(self.cache, self.held.slots(start), self.held.slots(end))
 
 
-def fed_of(cache: Sequence[Any]) -> Fed:
-    """Return the tokens that a positioned cache has read, from its first layer that drops none.
+def held_by(cache: Sequence[Any]) -> HeldTokens:
+    """Return the tokens that a positioned cache holds, from its first layer that drops none.
 
     Raises:
         ValueError: it has no such layer.
@@ -84,7 +84,7 @@ def fed_of(cache: Sequence[Any]) -> Fed:
     full = [part for part in leaves(cache) if isinstance(part, PositionedKVCache) and not part.empty()]
     if not full:
         raise ValueError("no layer of the cache holds all that it has read")
-    return Fed(min((part.runs.expand() for part in full), key=len))
+    return min((part.held for part in full), key=lambda held: held.size)
 
 
 def _covers(node: Node, other: Node) -> bool:
@@ -101,12 +101,12 @@ def _is_whole(match: Match) -> bool:
     return match.length == node.end and not node.children and max(others, default=0) < node.tokens.size
 
 
-def _positions_of(match: Match) -> tuple[TokenIds | None, int]:
-    """Return the positions of a match (None: all), and the number of excess tokens in its blocks."""
-    if match.fed is None:
-        return None, match.node.end - match.length
-    count = match.fed.slots(match.length)
-    return match.fed.positions[:count], match.fed.positions.size - count
+def _held_by(match: Match) -> tuple[HeldTokens, int]:
+    """Return the tokens of a match, and the number of excess tokens in its blocks."""
+    if match.held is None:
+        return HeldTokens.all(match.length), match.node.end - match.length
+    held = match.held.first(match.held.slots(match.length))
+    return held, match.held.size - held.size
 
 
 class PrefixCache:
@@ -201,14 +201,10 @@ class PrefixCache:
 
     def held(
         self, tokens: Sequence[int] | TokenIds, label: CacheLabel = SHARED, selection_key: SelectionKey | None = None
-    ) -> tuple[int, TokenIds]:
-        """Return the number of tokens that `lookup` would find, and the indices of those that it would have, in the
-        order of feeding. Reads and counts nothing.
-        """
+    ) -> tuple[int, HeldTokens]:
+        """Return the length that `lookup` would find, and the tokens held of it. Reads and counts nothing."""
         match = self._match(np.asarray(tokens, dtype=np.int32), label, selection_key)
-        length = 0 if match is None else match.length
-        positions = None if match is None else _positions_of(match)[0]
-        return length, np.arange(length, dtype=np.int32) if positions is None else positions
+        return (0, HeldTokens()) if match is None else (match.length, _held_by(match)[0])
 
     def others(
         self, tokens: TokenIds, label: CacheLabel, accepts: Accepts = lambda _: True, less: int = 0
@@ -232,9 +228,9 @@ class PrefixCache:
         match = self._find(root, wanted, accepted_by(selection_key))
         if match is None or match.node.selection_key is None:
             return match
-        fed = Fed(np.concatenate([step.fed for step in match.node.path()]))
-        if fed.dense_tokens < match.length:
-            return replace(match, fed=fed)
+        held = HeldTokens.of(np.concatenate([step.fed for step in match.node.path()]))
+        if held.dense < match.length:
+            return replace(match, held=held)
         # nothing is thinned so far, so it is no turn of this conversation
         return self._find(root, wanted, accepted_by(None))
 
@@ -255,8 +251,8 @@ class PrefixCache:
                 return None
             loaded.append(arrays)
         state = loaded[count] if len(loaded) > count else None
-        held, excess = _positions_of(match)
-        cache = self._layout.build(loaded[:count], excess, state, match.length, room, held)
+        held, excess = _held_by(match)
+        cache = self._layout.build(loaded[:count], excess, state, match.length, held, room)
         self._touch(records, hit=not again)
         for record, arrays in zip(records, loaded, strict=True):
             self._keep(record, arrays)
@@ -302,15 +298,16 @@ class PrefixCache:
             self._layout.check(cache, ids.size, more=state is not None)
         if ids.size == 0:
             return True
-        source = _Source(cache, None if selection_key is None else fed_of(cache), selection_key)
+        source = _Source(cache, None if selection_key is None else held_by(cache), selection_key)
         self._budget.begin_store()
         for record in reversed(beside):
             self._budget.touch(record)
         self._begin()
         root = self._roots.get(label) or self._make_root(label)
         try:
-            if source.fed is not None and not self._layout.stateful and source.fed.dense_tokens >= _WORTH_KEEPING:
-                self._grow(root, ids[: source.fed.dense_tokens], source, {})  # for dense requests
+            dense = 0 if source.held is None or self._layout.stateful else source.held.dense
+            if dense >= _WORTH_KEEPING:
+                self._grow(root, ids[:dense], source, {})  # for dense requests
             self._grow(root, ids, source, self._layout.state(cache) if state is None else state)
         finally:
             if root.children:

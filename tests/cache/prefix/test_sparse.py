@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from mlx_specprefill import CacheLabel
+from mlx_specprefill.cache.held import HeldTokens
 from mlx_specprefill.cache.positioned import Positioned, leaves, make_positioned_cache, place
 from mlx_specprefill.cache.prefix.disk import DiskTier
-from mlx_specprefill.cache.prefix.nodes import Fed
 from mlx_specprefill.cache.prefix.selection_key import SelectionKey
 from mlx_specprefill.cache.prefix.tree import PrefixCache
 from tests.cache.prefix.stores import BLOCK, decode, feed, held_bytes, same
@@ -70,21 +70,21 @@ def positions(cache: list[Any]) -> list[Any]:
     """Return every layer's positions. A ring may hold more than its window after a large chunk."""
     parts = [part for part in leaves(cache) if isinstance(part, Positioned)]
     most = [getattr(part, "max_size", FED.size) for part in parts]
-    return [(part.runs.expand()[-n:].tolist(), part.next, part.slots) for part, n in zip(parts, most, strict=True)]
+    return [(part.held.positions[-n:].tolist(), part.next, part.slots) for part, n in zip(parts, most, strict=True)]
 
 
 def test_what_was_fed_by_when_is_counted_one_by_one() -> None:
-    fed = Fed(FED)
+    fed = HeldTokens.of(FED)
     highest = np.maximum.accumulate(FED)
     for length in range(91):
         behind = [slot for slot in range(FED.size) if FED[slot] < length and FED[slot] == highest[slot]]
         assert fed.slots(length) == (behind[-1] + 1 if behind else 0)
-    assert fed.dense_tokens == 19
+    assert fed.dense == 19
     assert fed.within(8, 16) is None
     assert [int(i) for i in fed.within(16, 24)] == [16, 17, 18, 23]
     assert [int(i) for i in fed.within(48, 56)] == [20, 21, 27, *range(50, 56)]
     assert fed.within(33, 40).size == 0
-    assert Fed(np.arange(5, dtype=np.int32)).dense_tokens == 5
+    assert HeldTokens.of(np.arange(5, dtype=np.int32)).dense == 5
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -94,8 +94,7 @@ def test_a_stored_turn_comes_back_as_it_was(family: str) -> None:
         length = TURNS[count - 1][1][-1] + 1
         hit = prefixes.lookup((*PROMPT[:length], 3), selection_key=A)
         assert hit.length == length
-        assert hit.held is not None
-        assert [int(i) for i in hit.held] == [i for _, part in TURNS[:count] for i in part]
+        assert hit.held.positions.tolist() == [i for _, part in TURNS[:count] for i in part]
         reference = played(family, TURNS[:count])
         assert_close(hit.cache, reference)
         assert positions(hit.cache) == positions(reference)
@@ -109,9 +108,8 @@ def test_what_can_be_cut_is_served_at_any_length(length: int) -> None:
     prefixes = stored("llama")
     hit = prefixes.lookup((*PROMPT[:length], 3, 4), selection_key=A)
     assert hit.length == length
-    held = FED[: Fed(FED).slots(length)]
-    assert hit.held is not None
-    assert (hit.held == held).all()
+    held = FED[: HeldTokens.of(FED).slots(length)]
+    assert (hit.held.positions == held).all()
     assert next_position(hit.cache) == length
     whole = played("llama")
     for ours, theirs in zip(leaves(hit.cache), leaves(whole), strict=True):
@@ -134,7 +132,7 @@ def test_what_lies_before_the_first_gap_is_dense(family: str) -> None:
     assert found == (0 if STATEFUL[family] else 16)  # whole blocks
     prefixes.store(PROMPT[:18], dense(family, PROMPT[:18])[0])
     hit = prefixes.lookup(tokens, selection_key=A)
-    assert (hit.length, hit.held) == (18, None)
+    assert (hit.length, hit.held.dense) == (18, 18)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -144,7 +142,7 @@ def test_only_those_find_it_that_choose_alike(family: str) -> None:
     assert prefixes.covers(PROMPT, selection_key=A) == 90
     for selection_key in (B, None):
         hit = prefixes.lookup(PROMPT, selection_key=selection_key)
-        assert hit is None or (hit.length <= 19 and hit.held is None)
+        assert hit is None or (hit.length <= 19 and hit.held.dense == hit.length)
         assert prefixes.covers(PROMPT, selection_key=selection_key) == (0 if hit is None else hit.length)
         if hit is not None:
             assert_close(hit.cache, dense(family, PROMPT[: hit.length])[0])
@@ -156,10 +154,10 @@ def test_a_dense_prefix_as_long_is_preferred(family: str) -> None:
     prefixes = stored(family)
     prefixes.store(PROMPT[:68], dense(family, PROMPT[:68])[0])
     hit = prefixes.lookup((*PROMPT[:68], 3), selection_key=A)
-    assert hit.held is None
+    assert hit.held.dense == hit.length
     assert_close(hit.cache, dense(family, PROMPT[:68])[0])
     longer = prefixes.lookup(PROMPT, selection_key=A)
-    assert longer.held is not None
+    assert longer.held.dense < longer.length
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -198,6 +196,5 @@ def test_it_outlives_the_process(family: str, tmp_path: Path) -> None:
     assert after.length == before.length == 90
     assert same(after.cache, before.cache)
     assert positions(after.cache) == positions(before.cache)
-    assert after.held is not None
-    assert (after.held == FED).all()
+    assert (after.held.positions == FED).all()
     assert again.lookup((*PROMPT, 3), selection_key=B) is None or again.covers(PROMPT, selection_key=B) <= 19

@@ -156,6 +156,8 @@ def test_no_tick_exceeds_the_limit_by_more_than_a_chunks_scratch(pair: ModelPair
     with Engine(pair, replace(CONFIG, memory_limit=limit)) as engine:
         accountant = Accountant(engine)
         ends = list(random_history(engine, rng, 12))
+        assert eventually(lambda: engine.memory.reserved == 0)
+        assert engine.caches.budget.used == engine.caches.nbytes
     assert sum(isinstance(end, Finished) for end in ends) == len(ends) > 6
     assert accountant.peak <= limit + scratch + SMALL
 

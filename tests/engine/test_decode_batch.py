@@ -16,19 +16,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlx_lm.models.cache import QuantizedKVCache
 
 from mlx_specprefill.cache import batched
-from mlx_specprefill.cache.positioned import leaves, quantize_kv
+from mlx_specprefill.cache.positioned import leaves
 from mlx_specprefill.engine import decode_batch
 from mlx_specprefill.engine.decode_batch import DecodeBatch, DecodeRow, RowFailed
 from mlx_specprefill.events import TokenEvent
 from mlx_specprefill.request import SamplingParams
 from mlx_specprefill.sampling import greedy
-from tests.support.autoregressive import decode
 from tests.support.oracle import build, vocabulary
 from tests.support.rows import (
-    ROUNDED,
     Row,
     alone,
     assert_same_contents,
@@ -101,15 +98,6 @@ def test_a_row_keeps_neither_the_cache_it_brought_nor_its_prompts_logits(llama: 
     assert mx.get_active_memory() - before < 4 << 20
 
 
-def test_the_first_token_needs_no_forward(llama: Any) -> None:
-    batch, forwards = counted(llama)
-    row = batch_row(llama, 7, make_rows(VOCAB, 1)[0])
-    batch.add(row)
-    assert forwards == []
-    ((uid, event),) = batch.step()
-    assert (uid, event.token) == (7, int(greedy(row.logits).item()))
-
-
 def test_a_first_token_asked_for_ahead_is_not_returned_again(llama: Any) -> None:
     """Beside a row that is decoding already, and with nothing else changed."""
     rows = make_rows(VOCAB, 2)
@@ -170,34 +158,6 @@ def test_a_newcomer_without_room_goes_on_alone_until_all_layers_have_some(
     assert [got[uid] for uid in got] == [tokens(alone(llama, row, len(got[uid]))[0]) for uid, row in enumerate(rows)]
 
 
-def test_names_and_numbers(llama: Any) -> None:
-    batch = DecodeBatch(llama)
-    rows = make_rows(VOCAB, 3)
-    assert (len(batch), batch.uids, batch.step()) == (0, [], [])
-    for uid in (5, 3):
-        batch.add(batch_row(llama, uid, rows[0]))
-    assert (len(batch), batch.uids) == (2, [5, 3])
-    batch.step()
-    batch.remove(5)
-    assert batch.uids == [3]
-    with pytest.raises(KeyError):
-        batch.remove(5)
-    batch.remove(3)
-    assert (len(batch), batch.step()) == (0, [])
-
-
-def test_a_row_that_leaves_before_its_first_step_is_untouched(llama: Any) -> None:
-    batch = DecodeBatch(llama)
-    first, second = (batch_row(llama, uid, row) for uid, row in enumerate(make_rows(VOCAB, 2)))
-    before = copy.deepcopy(second.cache)
-    batch.add(first)
-    batch.step()
-    batch.add(second)
-    removed = batch.remove(1)
-    assert removed.tokens == ()
-    assert_same_contents(removed.cache, before, atol=0)
-
-
 # --- rows of other lengths -------------------------------------------------------------------------------------------
 
 
@@ -219,37 +179,6 @@ def test_a_long_row_makes_no_short_one_as_long_as_itself(llama: Any) -> None:
     batch.step()
     assert sorted(forwards) == [1, 4]
     assert padded(batch) < 1.02 * (700 + 83 + 5)
-
-
-def test_rows_that_have_grown_alike_share_a_forward(llama: Any) -> None:
-    """With 10 and 40 tokens they would be padded by more than half; with 20 and 50 by less."""
-    batch, forwards = by_length(llama, 10, 40)
-    for _ in range(64):
-        batch.step()
-    assert forwards[:2] == [1, 1]
-    assert forwards[-1] == 2
-
-
-def test_a_short_row_goes_on_alone_when_most_rows_of_its_group_have_left(llama: Any) -> None:
-    batch, forwards = by_length(llama, 10, 45, 45, 45, 45)
-    batch.step()
-    assert forwards == [5]
-    for uid in (1, 2, 3):
-        batch.remove(uid)
-    batch.step()
-    assert forwards == [5, 1, 1]
-
-
-def test_where_a_forward_costs_more_than_padding_short_rows_share_it(llama: Any) -> None:
-    """On a GPU: what a forward reads of the weights is more than 15 short rows are padded by, not a long one."""
-    batch, forwards = by_length(llama, 20, 90, 50, 30)
-    batch._most = math.inf
-    batch.step()
-    assert forwards == [4]
-    batch, forwards = by_length(llama, 20, 2000, 50, 30)
-    batch._most = math.inf
-    batch.step()
-    assert sorted(forwards) == [1, 3]
 
 
 def test_without_room_only_rows_of_one_length_share_a_forward(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,29 +278,6 @@ def test_a_processor_that_raises_at_once_keeps_its_row_out(llama: Any) -> None:
 
 
 # --- rows of other kinds ---------------------------------------------------------------------------------
-
-
-def test_quantised_rows_decode_beside_the_others_at_their_shift() -> None:
-    model = tiny_model("llama", head_dim=64, hidden_size=64)
-    batch, forwards = counted(model)
-    expected = {}
-    for uid, row in enumerate(make_rows(VOCAB, 4)):
-        spec = batch_row(model, uid, row)
-        if uid in (1, 2):
-            quantized, shift = quantize_kv(spec.cache, 8)
-            assert (shift > 0) == (row.kept is not None)
-            spec = replace(spec, cache=quantized, shift=shift)
-        expected[uid] = list(decode(model, copy.deepcopy(spec.cache), spec.logits, greedy, [], 10, 3, spec.shift))
-        batch.add(spec)
-    got: dict[int, list[TokenEvent]] = {uid: [] for uid in expected}
-    for _ in range(10):
-        for uid, event in batch.step():
-            got[uid].append(event)
-    for uid, events in expected.items():
-        assert tokens(got[uid]) == tokens(events)
-        assert logprob_error(got[uid], events) < (ROUNDED if uid in (1, 2) else CLOSE)
-    assert forwards[:2] == [2, 2]  # one for the plain rows, one for the quantised ones
-    assert all(isinstance(part, QuantizedKVCache) for part in batch.remove(1).cache)
 
 
 @pytest.mark.extended

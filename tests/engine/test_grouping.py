@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -55,10 +54,6 @@ def test_rows_of_one_length_always_share_a_forward(sizes: list[int], read: int, 
                 assert not {sizes[row] for row in first} & {sizes[row] for row in second}
 
 
-def test_rows_without_a_length_always_share_a_forward() -> None:
-    assert sorted(group_rows([0] * 5, 1, 0.0)[0]) == [0, 1, 2, 3, 4]
-
-
 def test_a_long_row_is_kept_from_short_ones_and_short_ones_share_a_forward() -> None:
     sizes = [6000, *[20] * 15]
     assert group_rows(sizes, 5000, math.inf) == [list(range(1, 16)), [0]]
@@ -80,11 +75,3 @@ def test_groups_change_only_if_they_have_to_or_it_pays(
     assert after == group_rows(sizes, read, most)
     assert padding(sizes, now) > most or cost(sizes, after, read) < cost(sizes, now, read)
     assert regroup(sizes, after, read, most) == after
-
-
-@pytest.mark.parametrize(("read", "joins"), [(1000, False), (3000, True)])
-def test_a_newcomer_joins_where_the_copy_pays_within_an_answer(read: int, joins: bool) -> None:
-    """Sixteen rows of 5 000 are copied, 85 000 bytes, read and written, to save a forward in each of 64 steps."""
-    sizes = [5000] * 17
-    groups = regroup(sizes, [list(range(16)), [16]], read, math.inf)
-    assert (len(groups) == 1) == joins

@@ -18,7 +18,7 @@ from mlx_specprefill.sampling import greedy
 from tests.support.autoregressive import decode
 from tests.support.oracle import build, vocabulary
 from tests.support.precision import bound, numbers
-from tests.support.rows import ROUNDED, Row, crowd, crowded, logprob_error, make_rows, quantised_row, together, tokens
+from tests.support.rows import ROUNDED, Row, crowd, logprob_error, make_rows, quantised_row, together, tokens
 from tests.support.tiny import generated, random_prompt, tiny_model, tiny_pair
 
 pytestmark = pytest.mark.extended
@@ -99,15 +99,6 @@ def eight_rows(model: nn.Module, bits: int) -> tuple[DecodeBatch, Counting]:
     return batch, counting
 
 
-def test_a_step_of_eight_rows_is_one_forward() -> None:
-    batch, counting = eight_rows(named("llama"), 8)
-    for _ in range(3):
-        assert len(batch.step()) == ROWS
-    batch.remove(5)
-    batch.step()
-    assert counting.seen == [(8, 1), (8, 1), (8, 1), (7, 1)]
-
-
 def test_rows_of_other_bits_take_a_forward_of_their_own() -> None:
     model = named("llama")
     batch, counting = eight_rows(model, 8)
@@ -145,22 +136,6 @@ def asked(seed: int, count: int, prompt: tuple[int, ...] | None = None) -> Gener
 @pytest.fixture(scope="module")
 def pair() -> ModelPair:
     return tiny_pair("llama", **FAMILIES["llama"])
-
-
-def test_an_engine_takes_one_forward_per_step(pair: ModelPair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All eight answers are long enough for all rows to be there; no step then has two forwards."""
-    with Engine(pair, configured(8)) as engine:
-        batch = crowded(engine.rows._batch)
-        batch._model = counting = Counting(pair.target)
-        steps: list[int] = []
-        step = batch.step
-        monkeypatch.setattr(batch, "step", lambda: (steps.append(len(batch)), step())[1])
-        with ThreadPoolExecutor(ROWS) as pool:
-            list(pool.map(lambda seed: list(engine.generate(asked(seed, 200))), range(ROWS)))
-    assert max(steps) == ROWS
-    # A newcomer takes one by itself while room is made for it.
-    assert len(counting.seen) <= len(steps) + ROWS
-    assert counting.seen.count((ROWS, 1)) >= steps.count(ROWS) - 1
 
 
 def test_prefixes_of_rows_that_were_batched_serve_the_next_turn(pair: ModelPair) -> None:

@@ -8,15 +8,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from benchmarks import agents, decode, long, peers
-from benchmarks.agents import FULL, NO_REUSE, OURS, Played, Turn, row
+from benchmarks import decode, peers
 from benchmarks.harness import UnequalWorkError, check_alike
 from benchmarks.harness.command import FOLDER, benchmark, main, parsed
 from benchmarks.harness.servers import Server
@@ -70,22 +68,12 @@ def test_every_benchmark_is_listed_with_a_line(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out == done.stdout
 
 
-def test_an_unknown_name_says_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["ttfft"]) == 2
-    assert capsys.readouterr().err == f"error: there is no benchmark 'ttfft': choose from {', '.join(NAMES)}\n"
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_quick_changes_options_that_exist_and_no_others(name: str) -> None:
     chosen = benchmark(name)
     usual, quick = vars(parsed(name, chosen, [])), vars(parsed(name, chosen, ["--quick"]))
     assert usual.keys() == quick.keys() >= chosen.QUICK.keys()
     assert {key: value for key, value in quick.items() if value != usual[key]} == {"quick": True, **chosen.QUICK}
-
-
-def test_what_is_given_beside_quick_wins() -> None:
-    options = parsed("ttft", benchmark("ttft"), ["--quick", "--repeats", "5"])
-    assert (options.repeats, options.keep) == (5, ["0.2"])
 
 
 @pytest.mark.parametrize(
@@ -139,14 +127,6 @@ def test_long(report: Report) -> None:
     assert all(row["peak_ratio"] > 0 and row["kept_tokens"] < row["tokens"] / 2 for row in found["rows"])
 
 
-def test_exponents_are_fitted() -> None:
-    rows = [{"tokens": n, "linear": 3.0 * n, "square": 0.1 * n * n, "less": -1.0} for n in (1000, 2000, 8000)]
-    assert long.exponent(rows, "linear") == pytest.approx(1)
-    assert long.exponent(rows, "square") == pytest.approx(2)
-    assert long.exponent(rows, "less") is None
-    assert long.exponent(rows[:1], "linear") is None
-
-
 @pytest.mark.nightly
 def test_deferred_tools_leave_a_quarter_of_the_first_prompt(report: Report) -> None:
     found = report("agents --tools 100 --tokens 7000 --target models/demo/target --draft models/demo/draft")
@@ -166,66 +146,6 @@ def test_agents(report: Report) -> None:
     (bars,) = found["bars"]
     assert all(bars[name] > 0 for name in ("target_vs_full", "sum_vs_full", "retry_vs_first", "restarted_vs_first"))
     assert bars["sum_vs_mlx_lm"] is None  # it did not take part
-
-
-def test_the_figures_of_a_session_of_an_agent() -> None:
-    """Four turns: the first chooses, the second goes on, the third recalls, the fourth begins anew."""
-    full = [
-        Turn(first_s=4.0, cached=0, target=1000, draft=0, recalled=0, new=800),
-        Turn(first_s=1.0, cached=1000, target=100, draft=0, recalled=0, new=90),
-        Turn(first_s=1.0, cached=1100, target=20, draft=0, recalled=0, new=20, right=True),
-        Turn(first_s=2.0, cached=1120, target=20, draft=0, recalled=0, new=20, right=True),
-    ]
-    ours = [
-        Turn(first_s=1.0, cached=0, target=300, draft=1000, recalled=0, new=800),
-        Turn(first_s=0.5, cached=300, target=100, draft=90, recalled=0, new=90),
-        Turn(first_s=1.5, cached=400, target=120, draft=20, recalled=100, new=20, right=True, back=2),
-        Turn(first_s=2.0, cached=200, target=440, draft=0, recalled=0, new=20, right=False, back=3, thinned=True),
-    ]
-    asked = Turn(first_s=9.0, cached=100, target=50, draft=9, recalled=0, new=20, right=True)  # begins anew, too
-    again = [
-        Turn(first_s=first_s, cached=639, target=target, draft=0, recalled=0, new=20)
-        for first_s, target in ((0.1, 1), (0.2, 2))
-    ]
-    plays = {OURS: [Played(ours, [asked], again)] * 2, FULL: [Played(full, [replace(asked, cached=1140)], again)] * 2}
-    rows = {arm: row("growth", arm, played) for arm, played in plays.items()}
-    assert rows[OURS].keys() == set(AGENTS_ROW)
-    assert [rows[OURS][name] for name in ("target", "draft", "recalled", "restarts")] == [1920, 2220, 200, 4]
-    assert (rows[OURS]["asked"], rows[OURS]["right"], rows[FULL]["restarts"]) == (6, 4, 0)
-    assert agents.bars("growth", rows, plays) == {
-        "session": "growth",
-        "target_vs_full": 960 / 1140,
-        "sum_vs_full": 5 / 8,
-        "sum_vs_mlx_lm": None,
-        "worst_turn_vs_full": 1.5,
-        "turns_above_full": 2,  # the fourth, twice; what the third read more it had recalled
-        "recalled_share": 100 / 960,
-        "second_draft_vs_new": 1.0,
-        "right_vs_full": 4 / 6,
-        "lost": 2,
-        "retry_vs_first": pytest.approx(0.05),
-        "restarted_vs_first": pytest.approx(0.1),
-    }
-    missed = {"session": "growth", "back": 3, "thinned": True, "recalled": 0, "right_full": True}
-    assert agents.wrong("growth", plays[OURS], plays[FULL]) == [missed | {"repeat": repeat} for repeat in (0, 1)]
-
-
-def test_the_figures_of_edited_turns() -> None:
-    """Two turns, the second behind an edit."""
-
-    def played(*waits: float) -> Played:
-        first, second = (
-            Turn(first_s=wait, cached=0, target=9, draft=0, recalled=0, new=9, right=True) for wait in waits
-        )
-        return Played([first, replace(second, edited=True)], [], [])
-
-    assert agents.edit_bars("growth", {OURS: [played(2.0, 1.0)], NO_REUSE: [played(2.0, 4.0)]}) == {
-        "session": "growth",
-        "sum_vs_no_reuse": 3 / 6,
-        "edited_vs_no_reuse": 1 / 4,
-        "right": 2,
-        "right_no_reuse": 2,
-    }
 
 
 def test_wrong_answers_end_with_status_1_and_a_report(

@@ -6,7 +6,6 @@ import argparse
 import itertools
 import json
 import os
-import random
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,12 +15,11 @@ from typing import Any
 
 import pytest
 from benchmarks import guard
-from benchmarks.guard import Commit, Pairs, checked_out, take_turns, uncommitted
-from benchmarks.harness import BenchError, servers
+from benchmarks.guard import Commit, Pairs, checked_out, take_turns
+from benchmarks.harness import servers
 from benchmarks.harness.command import main
 from benchmarks.harness.figures import median_interval
 from benchmarks.harness.servers import Reply
-from benchmarks.harness.text import Text
 
 pytestmark = pytest.mark.extended
 
@@ -60,18 +58,6 @@ class TestTurns:
         assert abs(found.ratio - 1.1) < 0.005
         assert (found.pairs, found.verdict) == (16, "more")
 
-    def test_alike_arms_are_seldom_told_apart(self) -> None:
-        """In 200 comparisons of noise, little more than the interval's confidence allows are told apart."""
-        rng, wrong = random.Random(0), 0
-        for _ in range(200):
-            found = rounds(lambda arm, _: {"ms": rng.lognormvariate(0, 0.3)}, 4).compared()["ms"]
-            wrong += found.verdict != "no difference seen"
-        assert wrong <= 20
-
-    def test_a_figure_that_one_arm_lacks_is_left_out(self) -> None:
-        pairs = rounds(lambda arm, _: {"both": 1.0, arm: 1.0}, 1)
-        assert pairs.taken.keys() == {"both"}
-
 
 class TestInterval:
     @pytest.mark.parametrize(
@@ -81,10 +67,6 @@ class TestInterval:
     def test_it_is_that_of_the_binomial_distribution(self, count: int, ends: tuple[Any, Any]) -> None:
         """The tables of confidence intervals for a median."""
         assert median_interval([float(value) for value in range(count, 0, -1)]) == ends
-
-    def test_too_few_pairs_say_nothing(self) -> None:
-        found = rounds(lambda arm, _: {"ms": 1.0 if arm == "old" else 9.0}, 2).compared()["ms"]
-        assert (found.ratio, found.low, found.verdict) == (9.0, None, "too few pairs")
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -130,26 +112,6 @@ class TestCommits:
         assert len(git(repository, "worktree", "list").splitlines()) == 1
         assert not commits[0].folder.exists()
 
-    def test_another_installation_is_not_taken_for_the_commit(self, repository: Path) -> None:
-        with checked_out({"old": "HEAD"}, repository) as (commit,), pytest.raises(BenchError, match="old"):
-            commit.check()
-
-    def test_nothing_is_left_after_an_error(self, repository: Path) -> None:
-        with (
-            pytest.raises(BenchError, match="git rev-parse --verify nowhere"),
-            checked_out({"a": "nowhere"}, repository),
-        ):
-            pass
-        with pytest.raises(KeyError), checked_out({"old": "HEAD~1"}, repository):
-            raise KeyError
-        assert len(git(repository, "worktree", "list").splitlines()) == 1
-
-    def test_changes_without_a_commit_are_seen(self, repository: Path) -> None:
-        assert not uncommitted(repository)
-        git(repository, "checkout", "--quiet", "HEAD~1")
-        (repository / "mlx_specprefill" / "__init__.py").write_text("NAME = 'three'\n")
-        assert uncommitted(repository)
-
 
 class Canned:
     """A server that answers at once, and says that it took some time."""
@@ -176,39 +138,6 @@ TIMES = {"timings": {"draft_ms": 300.0, "prefill_ms": 200.0}}
 
 def options(**changes: Any) -> argparse.Namespace:
     return argparse.Namespace(**{"old": "a", "new": "b", "seconds": 0.0, "tokens": 5, "long": 4000, **changes})
-
-
-def test_the_figures_of_a_canned_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "imported", lambda commit: {"import_ms": 7.0})
-    monkeypatch.setattr(servers, "peak_bytes", lambda pid: 3 * 2**20)
-    arm: Any = argparse.Namespace(commit=None, server=Canned(1.0, TIMES))
-    found = {
-        name: value for step in guard.steps_of(Text(0), options()).values() for name, value in step(arm, 0).items()
-    }
-    found |= guard.held(arm)
-    assert sorted(found) == sorted(FIGURES)
-    assert (found["sparse_4k_ms"], found["rest_ms"], found["peak_mib"]) == (1000.0, 500.0, 3.0)
-    assert found["decode_1_ms"] == 250.0  # a second for the four tokens behind the first
-    assert found["cpu_per_token_ms"] == 1e3 * 8 / 40
-    assert found["loop_per_token_us"] == pytest.approx(1e6 * 0.08 / 40)
-    lengths = [len(text.split()) for text, _ in arm.server.asked]
-    assert lengths[:3] == [1000, 4000, 4000]
-    assert [asked["specprefill"] for _, asked in arm.server.asked[:3]] == [True, True, False]
-
-
-def test_a_commit_that_reports_no_times_has_no_rest() -> None:
-    server: Any = Canned(1.0, {})
-    assert guard.first_token(server, Text(0), 10, "sparse_4k_ms") == {"sparse_4k_ms": 1000.0}
-
-
-def test_both_arms_get_the_same_prompts_and_no_other_pair_does() -> None:
-    arms: list[Any] = [argparse.Namespace(commit=None, server=Canned(1.0, TIMES)) for _ in range(2)]
-    steps = {name: step for name, step in guard.steps_of(Text(0), options()).items() if name != "import"}
-    for turn in range(2):
-        take_turns(arms[0], arms[1], steps, turn, Pairs())
-    old, new = ([text for text, _ in arm.server.asked] for arm in arms)
-    assert sorted(old) == sorted(new)
-    assert len(set(old)) == len(old)
 
 
 @pytest.fixture
@@ -264,7 +193,3 @@ def test_a_commit_that_is_none_is_one_line(capsys: pytest.CaptureFixture[str]) -
     assert main("guard --old no-such-branch".split()) == 2
     said = capsys.readouterr().err.splitlines()
     assert said[-1].startswith("error: git rev-parse --verify no-such-branch")
-
-
-def test_the_most_memory_is_no_less_than_what_is_held() -> None:
-    assert servers.peak_bytes(os.getpid()) > 2**20

@@ -11,15 +11,9 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from benchmarks.harness.agent_sessions import TEMPLATE
-from benchmarks.harness.pairs import demo_tokenizer
-from benchmarks.harness.shapes import SHAPES, config_of, random_model, random_pair, save_random
+from benchmarks.harness.shapes import SHAPES, config_of, random_model, save_random
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load
-
-from mlx_specprefill import EngineConfig
-from mlx_specprefill.adapters.depth import full_draft_model, layers_of
-from mlx_specprefill.config import DraftWindow
-from mlx_specprefill.engine.caches import draft_window
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo" / "target"
 LAYERS = {"nemotron-h-120b": 11}  # up to its first attention; 4 of the others
@@ -65,29 +59,6 @@ def test_small_versions_run_and_quantised_ones_too(shape: str, bits: int | None)
     assert len(model.layers) == LAYERS.get(shape, 4)
     assert np.isfinite(np.array(model(mx.array([[1, 2, 3]])))).all()
     assert any(hasattr(module, "bits") for module in model.modules()) == (bits is not None)
-
-
-def test_a_target_may_have_the_draft_of_another_shape() -> None:
-    options = cut("gpt-oss-120b", draft_of="qwen3-32b")
-    assert [config_of(options, side)["model_type"] for side in ("target", "draft")] == ["gpt_oss", "qwen3"]
-
-
-@pytest.mark.parametrize("shape", ["llama-3.1-8b", "gpt-oss-120b"])
-def test_a_random_draft_reads_within_a_window_as_a_calibrated_one(shape: str) -> None:
-    options = argparse.Namespace(**vars(small(shape)) | {"draft_layers": 2, "quantised": False, "dtype": "float32"})
-    pair = random_pair(options, demo_tokenizer())
-    assert draft_window(pair, EngineConfig()) == DraftWindow()
-    assert layers_of(pair.draft) == layers_of(full_draft_model(pair.draft))
-
-
-def test_an_odd_number_of_layers_keeps_their_kinds() -> None:
-    config = config_of(cut("gpt-oss-120b", layers=3), "target")
-    assert config["layer_types"] == ["sliding_attention", "full_attention", "sliding_attention"]
-
-
-def test_experts_are_never_fewer_than_a_token_is_routed_to() -> None:
-    text = config_of(cut("qwen3.5-122b-a10b", experts=2), "target")["text_config"]
-    assert (text["num_experts"], text["num_experts_per_tok"]) == (8, 8)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

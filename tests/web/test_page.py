@@ -182,58 +182,6 @@ def test_prompts_full_of_markup_are_text(page: Page, engine: FakeEngine) -> None
     assert page.run("return window.pwned") is None
 
 
-LARGE = """
-const chunks = Array.from({ length: 3125 }, (_, index) => ({
-  start: 32 * index, end: 32 * index + 32, kept_tokens: 32, reason: "test", score: 1 / (index + 1), rank: index + 1,
-  text: "The old clock remembered a row of lamps behind the school. ".repeat(2),
-  kept: index % 5 === 0, forced: index % 50 === 0,
-}));
-const body = JSON.stringify({ mode: "sparse", reason: "test", prompt_tokens: 100000, kept_tokens: 20000, chunks,
-  forced: [] });
-const serve = window.fetch;
-window.fetch = async (path, options) => (path.endsWith("/explain") ? new Response(body) : serve(path, options));
-"""
-RENDER = """
-const done = arguments[arguments.length - 1], begun = performance.now();
-document.getElementById("prompt").replaceChildren();
-new MutationObserver((_, observer) => {
-  observer.disconnect();
-  if (document.querySelectorAll("#prompt [data-index]").length !== 3125) throw new Error("not all chunks are there");
-  requestAnimationFrame(() => requestAnimationFrame(() => done(performance.now() - begun)));
-}).observe(document.getElementById("prompt"), { childList: true });
-document.getElementById("score").click();
-"""
-FRAMES = """
-const done = arguments[arguments.length - 1], list = document.getElementById("prompt");
-let left = 30, longest = 0, before = performance.now();
-const frame = (now) => {
-  longest = Math.max(longest, now - before);
-  before = now;
-  list.scrollTop += list.scrollHeight / 31;
-  if (left--) requestAnimationFrame(frame); else done(longest);
-};
-requestAnimationFrame(frame);
-"""
-
-
-def rendered(page: Page) -> float:
-    """Milliseconds from the click to the second frame with all chunks in it."""
-    page.until(lambda: page.find("#score").is_enabled())
-    took: float = page.driver.execute_async_script(RENDER)
-    return took
-
-
-@pytest.mark.nightly
-def test_a_hundred_thousand_tokens_render_and_scroll(page: Page) -> None:
-    page.run(LARGE)
-    page.find("#question").send_keys("Where?")
-    page.press("#score")
-    # The best of three: what else the machine does is not the page's doing.
-    renders, frames = zip(*((rendered(page), page.driver.execute_async_script(FRAMES)) for _ in range(3)), strict=True)
-    assert min(renders) < 20_000
-    assert min(frames) < 5_000
-
-
 def test_the_key_is_asked_for_and_nothing_shows_without_it(page: Page, live: Any, engine: FakeEngine) -> None:
     engine.script = lambda request: engine.tokens("seen")
     base, _ = live(api_keys=("geheim",))
@@ -328,65 +276,6 @@ def test_the_theme_is_chosen_and_remembered(page: Page) -> None:
     assert dark != "rgb(246, 246, 243)"
 
 
-@pytest.mark.parametrize(("theme", "width"), [("light", "wide"), ("dark", "narrow")])
-@pytest.mark.nightly
-def test_every_state_is_fit_for_screen_readers(
-    page: Page, live: Any, engine: FakeEngine, theme: str, width: str
-) -> None:
-    engine.says("| a | b |\n|---|---|\n| 1 | 2 |\n\n```python\nx\n```\n<think>hm</think>")
-    base, _ = live()
-    page.open(base, sample=True)
-    page.look(theme, width)
-    found = {}
-
-    def look(state: str) -> None:
-        assert page.fits(), state
-        found[state] = complaints(page)
-
-    look("sample")
-    page.find("[popovertarget=settings]").click()
-    page.set("#keep", "share")
-    look("settings")
-    page.press("#sample")
-    look("answers compared")
-    page.ask("And then?")
-    look("a plain answer")
-    page.drop("A line of words.")
-    page.find("#compare").click()
-    page.ask("And then?")
-    look("why everything was read")
-    page.find("#compare").click()
-    page.set("#mode", "sparse")
-    page.ask("And then?")
-    for shown in ("kept", "dropped"):
-        page.run(f"document.querySelector('[data-show={shown}]').click()")
-        look(shown)
-    page.set("#what-if", "40")
-    page.run("document.querySelector('#prompt').focus()")
-    look("another share, and why a part is read")
-    page.run("document.querySelector('.words summary').click()")
-    look("words")
-    page.run("[...document.querySelectorAll('.turn-actions button')].at(-1).click()")
-    look("edit")
-    page.find("#edit-dialog [value=cancel]").click()
-    for name in ("rename", "delete"):
-        page.run(f"document.getElementById('{name}').click()")
-        look(name)
-        page.find(f"#{name}-dialog [value=cancel]").click()
-    page.run("document.querySelector('.chip .name').click()")
-    look("preview")
-    page.find("#preview button").click()
-    if width == "narrow":
-        page.find("#shelf-button").click()
-    look("conversations")
-    page.run("document.getElementById('new').click()")
-    page.until(lambda: not page.all(".turn"))
-    page.drop("A line of words.\n" * 12_000)
-    look("too long")
-    assert all(found == [] for found in found.values()), found
-    page.driver.get_log("browser")  # it notes the refusal of the server to count all of it
-
-
 def test_what_is_on_its_way_is_fit_for_screen_readers(page: Page, live: Any, engine: FakeEngine) -> None:
     release = threading.Event()
     engine.script = lambda request: [Progress("draft", 3, 12), *engine.tokens("The beginning", end=False), release]
@@ -418,49 +307,6 @@ def test_everything_is_reached_with_the_tab_key(page: Page, width: str) -> None:
         page.driver.switch_to.active_element.send_keys(Keys.TAB)
         reached.add(page.driver.switch_to.active_element.get_attribute("id"))
     assert {"theme", "browse", "question", "compare", "send", "new"} <= reached
-
-
-@pytest.mark.nightly
-def test_all_of_it_works_without_a_mouse(page: Page, live: Any) -> None:
-    base, _ = live()
-    page.open(base, sample=True)
-
-    def keys(*typed: str) -> None:
-        page.driver.switch_to.active_element.send_keys(*typed)
-
-    def reach(name: str, back: bool = False) -> None:
-        for _ in range(60):
-            found = page.driver.switch_to.active_element
-            if name in (found.get_attribute("id"), found.text, found.get_attribute("data-show")):
-                return
-            keys(*((Keys.SHIFT, Keys.TAB) if back else (Keys.TAB,)))
-        raise AssertionError(name)
-
-    reach("sample")
-    keys(Keys.ENTER)
-    page.until(lambda: page.find("#send").is_displayed() and page.all(".headline"))
-    page.until(lambda: page.driver.switch_to.active_element.get_attribute("id") == "question")
-    reach("step-play")
-    keys(Keys.ENTER)
-    assert "Step 1 of 3" in page.find("#step").text
-    reach("dropped")
-    keys(Keys.SPACE)
-    reach("prompt")
-    keys(Keys.ARROW_DOWN)
-    assert "score" in page.find("#detail").text
-    reach("what-if")
-    keys(*[Keys.ARROW_LEFT] * 3)
-    assert "would read" in page.find("#map-facts").text
-    reach("Copy", back=True)
-    reach("Rename…", back=True)
-    keys(Keys.ENTER)
-    keys("Mine", Keys.ENTER)
-    page.until(lambda: "Mine" in page.find("#conversations").text)
-    reach("Mine", back=True)
-    reach("new", back=True)
-    keys(Keys.ENTER)
-    page.until(lambda: not page.all(".turn"))
-    assert page.driver.switch_to.active_element.get_attribute("id") == "question"
 
 
 def test_a_refused_key_leaves_a_way_back(page: Page, live: Any, engine: FakeEngine) -> None:

@@ -35,7 +35,7 @@ from mlx_specprefill.sampling import greedy
 from tests.support.examples import examples
 from tests.support.oracle import build
 from tests.support.precision import assert_close
-from tests.support.rows import assert_same_contents, contents, make_rows
+from tests.support.rows import assert_same_contents, make_rows
 
 WINDOW = 6
 
@@ -223,18 +223,6 @@ def test_a_row_that_was_taken_out_goes_on_alone(ring: bool) -> None:
         assert seen(None if mask is None else mask[None], keys, 0) == model.visible(0, None)
 
 
-def test_merging_and_taking_out_leave_their_source_as_it_is() -> None:
-    sources = [[single(True, [0, 1, 7, 8])], [single(True, range(9))]]
-    before = copy.deepcopy(sources)
-    batch = merge_rows(sources)
-    extracted = contents(extract_row(batch, 0))
-    for _ in range(3):
-        batch[0].update_and_fetch(mx.zeros((2, 1, 1, 1)), mx.zeros((2, 1, 1, 1)))
-    for ours, theirs in zip(sources, before, strict=True):
-        assert_same_contents(ours, theirs, atol=0)
-    assert str(extracted) == str(contents(before[0]))
-
-
 def test_only_one_token_per_row_and_step() -> None:
     (cache,) = merge_rows([[single(False, [0, 1])], [single(False, [0])]])
     with pytest.raises(ValueError, match="one token each, not 2"):
@@ -357,16 +345,6 @@ def test_what_lies_idle_is_bounded() -> None:
     assert batch[0].nbytes <= 2 * merge_rows(wide_rows([101] * 2))[0].nbytes
 
 
-def test_rows_of_gigabytes_leave_none_of_them_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batched, "_IDLE_BYTES", 300 << 10)  # less than a row
-    batch = merge_rows(wide_rows([200] * 6))
-    filter_batch(batch, others(2, 6, True))
-    give_back(batch)
-    assert batch[0].keys.shape[0] == 5
-    extend_batch(batch, merge_rows(wide_rows([150])))
-    assert batch[0].keys.shape[0] == 6
-
-
 @pytest.mark.parametrize("ring", [False, True])
 def test_nothing_of_a_row_that_left_shows_through_a_mask(ring: bool) -> None:
     """Attention weighs what is hidden with 0, and 0 times infinity is no number."""
@@ -381,21 +359,6 @@ def test_nothing_of_a_row_that_left_shows_through_a_mask(ring: bool) -> None:
         keys, values = batch[0].update_and_fetch(mx.zeros((4, 1, 1, 1)), mx.zeros((4, 1, 1, 1)))
         assert np.isfinite(np.array(keys[2:])).all()
         assert np.isfinite(np.array(values[2:])).all()
-
-
-def test_layers_grow_at_different_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step in which all are copied would be a long one."""
-    monkeypatch.setattr(batched, "_STEP", 8)
-    rows = [[single(False, range(3)) for _ in range(4)] for _ in range(3)]
-    batch = merge_rows(rows[:2])
-    extend_batch(batch, merge_rows(rows[2:]))
-    grown = []
-    for step in range(12):
-        sizes = [part.nbytes for part in batch]
-        for part in batch:
-            part.update_and_fetch(mx.zeros((3, 1, 1, 1)), mx.zeros((3, 1, 1, 1)))
-        grown += [step] * sum(part.nbytes > before for part, before in zip(batch, sizes, strict=True))
-    assert len(set(grown)) >= 4
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
@@ -436,14 +399,6 @@ def test_caches_with_one() -> None:
     keys = [batch_key(cache) for cache in (positioned, stock, wider)]
     assert len(set(keys)) == 3
     assert batch_key(copy.deepcopy(positioned)) == keys[0]
-
-
-def test_layers_that_no_forward_writes_to() -> None:
-    batch = merge_rows([[PositionedKVCache()], [PositionedKVCache()]])
-    extend_batch(batch, merge_rows([[PositionedKVCache()]]))
-    filter_batch(batch, [0, 2])
-    assert batch[0].empty()
-    assert extract_row(batch, 1)[0].empty()
 
 
 @pytest.mark.extended

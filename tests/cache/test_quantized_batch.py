@@ -15,7 +15,6 @@ from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attenti
 from mlx_lm.models.cache import QuantizedKVCache
 
 from mlx_specprefill.cache import batched
-from mlx_specprefill.cache.batched import QuantizedBatchKVCache
 from mlx_specprefill.cache.positioned import PositionedKVCache
 from mlx_specprefill.cache.rows import (
     batch_key,
@@ -147,30 +146,6 @@ def leave(batch: list[Any], rows: list[QuantizedKVCache], index: int) -> None:
     rows[:] = [rows[row] for row in keep]
 
 
-def test_a_row_that_was_taken_out_goes_on_alone() -> None:
-    rows = [single(count) for count in (30, 3)]
-    batch = merge_rows([[row] for row in rows])
-    step(batch[0], rows, 2, None)
-    taken = extract_row(batch, 1)[0]
-    before = stored(rows[0])
-    for _ in range(300):  # mlx-lm's cache grows within
-        keys, values = new_tokens(1, 1)
-        for cache in (taken, rows[1]):
-            cache.update_and_fetch(keys, values)
-    assert_same_triples(taken, rows[1])
-    assert_same_triples(extract_row(batch, 0)[0], rows[0])
-    assert all((a == b).all() for a, b in zip(before, stored(rows[0]), strict=True))
-
-
-@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
-def test_dtypes_stay(dtype: mx.Dtype) -> None:
-    batch = merge_rows([[single(count, 4, dtype)] for count in (3, 9)])
-    for _ in range(5):
-        fetched = batch[0].update_and_fetch(*new_tokens(2, 1, dtype))
-    for packed, scales, biases in (*fetched, *extract_row(batch, 0)[0].state[:2]):
-        assert (packed.dtype, scales.dtype, biases.dtype) == (mx.uint32, dtype, dtype)
-
-
 def test_all_that_it_holds_is_counted() -> None:
     """Slots that grow and spare rows too; 8 bits and two float32 per 32 values are a third of float32."""
     rows = [[single(count)] for count in (500, 300, 200, 100)]
@@ -206,15 +181,6 @@ def test_nothing_of_a_row_that_left_shows_through_a_mask() -> None:
         keys, values = batch[0].update_and_fetch(*new_tokens(4, 1))
         for part in (*keys[1:], *values[1:]):
             assert np.isfinite(np.array(part[2:])).all()
-
-
-def test_layers_that_no_forward_writes_to() -> None:
-    batch = merge_rows([[QuantizedKVCache(32, 8)], [QuantizedKVCache(32, 8)]])
-    extend_batch(batch, merge_rows([[QuantizedKVCache(32, 8)]]))
-    filter_batch(batch, [0, 2])
-    assert isinstance(batch[0], QuantizedBatchKVCache)
-    assert batch[0].empty()
-    assert extract_row(batch, 1)[0].empty()
 
 
 def test_models_may_tie_other_work_to_its_keys() -> None:

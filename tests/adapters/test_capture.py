@@ -271,25 +271,6 @@ def test_tiles_of_any_size_give_the_same_rows(name: str, monkeypatch: pytest.Mon
             np.testing.assert_allclose(np.array(row), np.array(expected), rtol=1e-5, atol=1e-8)
 
 
-@pytest.mark.extended
-def test_tiles_take_a_part_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    span = 1 << 18
-    queries, keys = mx.random.normal((1, 32, 1, 4)), mx.random.normal((1, 8, span, 4))
-    mx.eval(queries, keys)
-
-    def peak() -> int:
-        before, capture = mx.get_active_memory(), QueryCapture(span, 13)
-        mx.reset_peak_memory()
-        with capture.row(span):
-            capture.observe(queries, keys, 1.0, None, None)
-        mx.eval(capture.rows)
-        return mx.get_peak_memory() - before
-
-    in_tiles = peak()
-    monkeypatch.setattr("mlx_specprefill.adapters.capture.TILE", 32 * span)
-    assert in_tiles < peak() / 2
-
-
 def test_quantized_caches_are_seen_through_their_softmax() -> None:
     model = tiny("llama", hidden_size=256, num_key_value_heads=2)
     exact = capture_rows(model, 1)
@@ -378,57 +359,6 @@ def test_heads_of_a_passage_equal_attention_by_hand(name: str, passage: tuple[in
             assert {call for call, _ in capture.attention} == set(numbers)
 
 
-@pytest.mark.parametrize("name", list(FAMILIES))
-def test_only_the_heads_that_are_asked_for_are_read(name: str) -> None:
-    family = FAMILIES[name]
-    model = tiny(family.model, **family.changes)
-    every = read_heads(model, (30, 38), None, (25,))
-    call = max(call for call, _ in every.attention)
-    some = read_heads(model, (30, 38), {call: [1, 0]}, (25,))
-    assert list(some.attention) == [(call, 1), (call, 0)]
-    assert some.calls == every.calls
-    for key, row in some.attention.items():
-        assert mx.array_equal(row, every.attention[key])
-        assert (row.shape, row.dtype) == ((M,), mx.float32)
-        assert np.array(row).max() > 2 / M  # far from uniform, or the comparison says little
-
-
-@pytest.mark.parametrize("name", ["llama-window", "gpt_oss", "qwen3_5", "nemotron_h", "gemma2"])
-def test_a_number_means_the_same_layer_at_every_length(name: str) -> None:
-    """Windows that are shorter than the prompt are not read, but counted."""
-    family = FAMILIES[name]
-    model = tiny(family.model, **family.changes)
-    counted = set()
-    for length in (1, 2, 9, 19, M):
-        capture = HeadCapture(length, {})
-        with capture.of_passage(length, length, slice(0, length)):
-            model(mx.array(TOKENS[:length])[None], cache=make_prompt_cache(model))
-        counted.add(capture.calls)
-    counted |= {read_heads(model, (30, 38), {}, (22, 27)).calls, read_heads(model, (M - 1, M), {}, (30, M - 1)).calls}
-    assert counted == {CALLS.get(name, (None, family.layers))[1]}
-
-
-def test_heads_of_a_quantized_cache_are_seen_through_its_softmax() -> None:
-    model = tiny("llama", hidden_size=256, num_key_value_heads=2)
-    exact = read_heads(model, (30, 38), None, (25,))
-    caches = [QuantizedKVCache(group_size=32, bits=8) for _ in model.layers]
-    quantized = read_heads(model, (30, 38), None, (25,), caches)
-    assert quantized.attention.keys() == exact.attention.keys()
-    assert quantized.calls == exact.calls
-    for key, row in exact.attention.items():
-        assert np.corrcoef(np.array(row), np.array(quantized.attention[key]))[0, 1] > 0.95
-
-
-def test_reading_heads_changes_no_logit() -> None:
-    model, tokens, capture = tiny("gpt_oss"), mx.array(TOKENS[:M])[None], HeadCapture(M, None)
-    with capture.of_passage(M, M, slice(3, 9)):
-        captured = model(tokens, cache=make_prompt_cache(model))
-    assert mx.array_equal(captured, model(tokens, cache=make_prompt_cache(model)))
-    calls = capture.calls
-    mx.eval(model(tokens))
-    assert capture.calls == calls  # nothing is captured outside
-
-
 # --- pooling ---------------------------------------------------------------------------------------------------------
 
 
@@ -469,13 +399,6 @@ def test_capturing_changes_no_logit() -> None:
             return model(mx.array([[TOKENS[M - 1]]]), cache=caches)
 
     assert mx.array_equal(last(True), last(False))
-
-
-def test_batches_and_chunks_are_not_rows() -> None:
-    model, capture = tiny("llama"), QueryCapture(M, 13)
-    with capture.row(M):
-        mx.eval(model(mx.array(TOKENS[:M])[None]), model(mx.array([[1], [2]])))
-    assert capture.rows == []
 
 
 def test_no_capture_stays_active_after_its_block() -> None:

@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx_lm.models import deepseek_v2, hunyuan, hunyuan_v1_dense, internlm3, rope_utils
+from mlx_lm.models import deepseek_v2, hunyuan, hunyuan_v1_dense, rope_utils
 from mlx_lm.models.rope_utils import initialize_rope
 
 from mlx_specprefill.adapters.rope import PositionMappedRoPE, adjust_offsets
@@ -102,12 +102,6 @@ def test_rows_of_a_batch_have_positions_of_their_own(name: str) -> None:
     assert same_bits(sparse, mx.stack([dense[0][:, first], dense[1][:, second]]))
 
 
-def test_one_row_of_positions_serves_a_whole_batch() -> None:
-    x, rope = keys(2), nn.RoPE(DIMS)
-    kept = mx.array(KEPT)
-    assert same_bits(rope(x[..., kept, :], offset=kept[None]), rope(x)[..., kept, :])
-
-
 def test_inputs_without_a_head_axis() -> None:
     x, rope = keys(1)[:, 0], nn.RoPE(DIMS)
     kept = mx.array(KEPT)
@@ -165,12 +159,6 @@ def test_dynamic_ntk_is_inert_for_integers() -> None:
     assert same_bits(rope(x, offset=33), call.__wrapped__(rope, x, 33))
 
 
-def test_internlm3_builds_its_rope_elsewhere() -> None:
-    """It defines a dynamic NTK class of its own that would need the same care, if anything used it."""
-    source = inspect.getsource(internlm3)
-    assert source.count("DynamicNTKScalingRoPE") == 1
-
-
 # --- shifts ----------------------------------------------------------------------------------------------------------
 
 
@@ -201,16 +189,6 @@ def test_shifts_end_with_their_block_even_after_an_error() -> None:
     with pytest.raises(KeyError), adjust_offsets([57]):
         raise KeyError
     assert same_bits(rope(x, offset=3), before)
-
-
-def test_blocks_nest() -> None:
-    x, rope = keys(1), nn.RoPE(DIMS)
-    with adjust_offsets([10]):
-        with adjust_offsets([20]):
-            inner = rope(x, offset=0)
-        outer = rope(x, offset=0)
-    assert same_bits(inner, rope(x, offset=20))
-    assert same_bits(outer, rope(x, offset=10))
 
 
 def test_shifts_of_one_thread_are_unseen_by_another() -> None:

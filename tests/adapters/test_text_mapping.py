@@ -163,14 +163,6 @@ def test_the_drafts_start_token_comes_first_and_has_no_text():
     assert kind("gemma").bos_token_id not in read.tokens[1:]
 
 
-def test_bytes_that_are_no_character_keep_their_places():
-    target = kind("single bytes")
-    tokens = np.array(plain(target, "ab中cd"), dtype=np.int32)[[0, 1, 3, 5, 6]]  # the middle byte of three alone
-    read = TextMapping(target, kind("byte-level")).read(tokens)
-    assert kind("byte-level").decode(read.tokens.tolist()) == "ab?cd"
-    assert read.target_ends.tolist() == [1, 2, 3, 4, 5]
-
-
 def test_a_prompt_without_text_is_refused():
     target = kind("single bytes")
     with pytest.raises(SparseUnsupportedError, match="no text"):

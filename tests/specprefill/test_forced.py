@@ -55,16 +55,6 @@ def test_the_frame_is_the_template_and_the_question():
     np.testing.assert_array_equal(frame, expected)
 
 
-def test_only_what_is_kept_anyway_is_part_of_the_frame():
-    M = 320  # 20 tokens of the message's end are forced
-    user = PromptSpan("user", 0, 4, M - 5, M - 3)
-    forced = kept([user], M)
-    frame = template_mask([user], (M - 5 - 48, M - 5), forced)
-    assert not frame[~forced].any()
-    assert frame[-(M // 16) - 5 :].all()
-    assert template_mask([], (M - 1, M - 1), kept([], M)).nonzero()[0].tolist() == [0]
-
-
 def test_a_short_last_user_message_is_kept_whole():
     document = message("user", 0, 9000)
     question = message("user", document.end, 1000)
@@ -82,15 +72,6 @@ def test_of_a_long_last_user_message_both_ends_are_kept():
     assert content[: M // 64].all()
     assert content[-(M // 16) :].all()
     assert not content[CONFIG.chunk_size + M // 64 : -(M // 16) - 1].any()
-
-
-def test_limits_cap_the_ends_of_very_long_prompts():
-    M = 100_000
-    mask = kept([PromptSpan("user", 0, 4, M - 5, M - 3)], M)
-    assert mask[4 : 4 + 128].all()
-    assert not mask[4 + 128]
-    assert mask[M - 5 - 512 : M].all()
-    assert not mask[M - 5 - 513]
 
 
 def test_system_prompt_and_tools_are_verbatim_up_to_the_limit():
@@ -114,14 +95,6 @@ def test_tool_results_after_the_question_keep_their_ends():
     assert content[:64].all()
     assert content[-128:].all()
     assert not content[64:-128].any()
-
-
-def test_raw_completion_is_treated_as_one_user_message():
-    M = 6400
-    mask = kept([], M)
-    assert mask[: M // 64].all()
-    assert mask[-(M // 16) :].all()
-    assert mask.sum() < M // 8
 
 
 @st.composite

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +31,7 @@ from mlx_specprefill.specprefill.head_calibration import (
     find_heads,
 )
 from mlx_specprefill.specprefill.text import PromptText
-from tests.support.tiny import CONFIGS, tiny_model
+from tests.support.tiny import tiny_model
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 SCORING, SELECTION = ScoringConfig(), SelectionConfig()
@@ -80,15 +78,6 @@ def even(calls: int, heads: int = 4) -> dict[tuple[int, int], float]:
 # --- which heads -----------------------------------------------------------------------------------------------------
 
 
-def test_gain_is_what_lies_on_gold_beyond_an_even_spread() -> None:
-    """Outside the template, whatever the template draws."""
-    (one,) = [read("copy", 1, {(0, 0): 0.5})]
-    one.rows[0, 0][:4] = 30.0
-    ranked = _rank_heads([one])
-    assert [(head.call, head.head) for head in ranked] == [(0, 0)]
-    assert ranked[0].weight == pytest.approx(0.5 - GOLD / 376, abs=1e-6)
-
-
 def test_heads_are_ranked_by_their_mean_gain_over_the_kinds() -> None:
     """Not over the items: a kind with many items counts as one with few."""
     some = [read("copy", 1, {(0, 0): 0.9, (0, 1): 0.5})] * 9 + [read("needle", 2, {(0, 0): 0.1, (0, 1): 0.7})]
@@ -124,22 +113,6 @@ def test_the_depth_is_the_least_that_holds_the_head(call: int) -> None:
     assert (found.depth, found.heads[0].call) == (call + 1, call)
 
 
-def test_the_depth_is_the_least_that_keeps_as_much_as_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recall by the last call among the heads: within .02 of .95 are .94 at six layers and .931 at four."""
-    by_call = {11: 0.91, 7: 0.95, 5: 0.94, 3: 0.931, 2: 0.92}
-
-    def recall(heads: Any, *_: Any) -> dict[str, float]:
-        return {"copy": by_call[max(head.call for head in heads)]}
-
-    monkeypatch.setattr(calibration, "_recall", recall)
-    looks = {**even(12), (11, 0): 0.9, (7, 0): 0.8, (5, 0): 0.7, (3, 0): 0.6, (2, 0): 0.5}
-    assert chosen(looks).depth == 4
-    by_call[3] = 0.929  # as much as all layers, but not as the best depth
-    assert chosen(looks).depth == 6
-    by_call[5] = 0.9
-    assert chosen(looks).depth == 8
-
-
 # --- what can't be calibrated ----------------------------------------------------------------------------------------
 
 
@@ -168,29 +141,6 @@ def test_calls_of_windows_are_never_eligible() -> None:
     assert eligible_calls(tiny_model("llama")) == {0, 1, 2}
     assert eligible_calls(tiny_model("nemotron_h")) == {0, 1}
     assert eligible_calls(tiny_model("qwen3_5")) == {0, 1}
-
-
-@pytest.mark.extended
-def test_windows_that_gain_most_are_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a short item a window sees everything, and may look at gold."""
-    tokenizer = load(DEMO / "draft")
-    model = tiny_model("gpt_oss", vocab_size=len(tokenizer.get_vocab()), sliding_window=4096)
-    monkeypatch.setattr(calibration, "_ITEMS", 2)
-    monkeypatch.setattr(calibration, "_CHARACTERS", 300)
-    seen: list[_Read] = []
-    original = calibration._read
-
-    def reading(*given: Any) -> _Read:
-        one = original(*given)
-        for (call, _), row in one.rows.items():
-            row[one.gold] += 50.0 if call in (0, 2) else 0.5
-        seen.append(one)
-        return one
-
-    monkeypatch.setattr(calibration, "_read", reading)
-    found = find_heads(model, tokenizer, SCORING, SELECTION)
-    assert {call for one in seen for call, _ in one.rows} == {0, 1, 2, 3}
-    assert {head.call for head in found.heads} <= {1, 3}
 
 
 def test_a_draft_without_attention_to_the_whole_prompt_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,23 +234,3 @@ def test_places_in_the_rendered_prompt() -> None:
         assert len(said["gold"]) > len(item.gold) - 4
         assert said["document"][40:-40] in item.document
         assert len(said["document"]) > len(item.document) - 4
-
-
-def test_a_calibration_reads_each_item_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert {"num_hidden_layers", "vocab_size"} <= CONFIGS["llama"].keys()
-    tokenizer = load(DEMO / "draft")
-    model = tiny_model("llama", vocab_size=len(tokenizer.get_vocab()))
-    monkeypatch.setattr(calibration, "_ITEMS", 1)
-    monkeypatch.setattr(calibration, "_CHARACTERS", 300)
-    fed: list[int] = []
-    inner = type(model).__call__
-
-    def counting(self: Any, tokens: mx.array, *args: Any, **kwargs: Any) -> Any:
-        fed.append(int(tokens.size))
-        return inner(self, tokens, *args, **kwargs)
-
-    monkeypatch.setattr(type(model), "__call__", counting)
-    with suppress(SparseUnsupportedError):  # random heads
-        find_heads(model, tokenizer, replace(SCORING, prefill_step=40), SELECTION)
-    expected = sum(calibration._render(tokenizer, item)[0].size for item in calibration_items(1, 300))
-    assert sum(size for size in fed if size > 2) == expected

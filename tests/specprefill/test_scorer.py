@@ -20,7 +20,6 @@ from mlx_specprefill.specprefill.scorer import (
     HeadScorer,
     PaperScorer,
     add_asks,
-    importance_of,
     scorer_for,
 )
 from tests.support.precision import assert_close, numbers
@@ -131,13 +130,6 @@ def test_importance_equals_brute_force(family):
     assert scores.importance.dtype == np.float32
 
 
-def test_the_papers_rule_has_no_template():
-    model, prompt = tiny_model("llama", seed=3), random_prompt(M)
-    template = np.zeros(M, dtype=np.bool_)
-    template[:40] = True
-    np.testing.assert_array_equal(run(model, prompt, template=template)[0].importance, run(model, prompt)[0].importance)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_calibrated_heads_equal_brute_force(family):
     """In one forward with other tokens before and after the question, whose attention does not count."""
@@ -170,29 +162,6 @@ def test_a_template_gets_no_importance_and_lends_none(family):
     assert_close(scores.importance, expected, rtol=2e-5, atol=1e-8)
     assert scores.importance[M - 16 :].max() == 0  # the taps of a mean over 13 reach no counted token from here
     assert np.isclose(scores.importance.sum(), 0.875, atol=0.1)  # but for the edges, the heads' weights
-
-
-def test_each_head_counts_by_its_weight_whatever_it_gives_the_template():
-    """Two heads that look at one token each; the first spends most of its attention on the template."""
-    rows = {(0, 0): np.zeros(9, np.float32), (2, 1): np.zeros(9, np.float32)}
-    rows[0, 0][[0, 3]] = 0.99, 0.01
-    rows[2, 1][6] = 1.0
-    template = np.arange(9) == 0
-    found = importance_of(rows, (Head(0, 0, 0.6), Head(2, 1, 0.2)), template, 1)
-    np.testing.assert_allclose(found, np.eye(9)[3] * 0.6 + np.eye(9)[6] * 0.2, rtol=1e-6)
-
-
-def test_a_head_without_attention_outside_the_template_is_left_out():
-    rows = {(0, 0): np.eye(5, dtype=np.float32)[0], (0, 1): np.eye(5, dtype=np.float32)[4]}
-    found = importance_of(rows, (Head(0, 0, 1.0), Head(0, 1, 1.0)), np.arange(5) == 0, 1)
-    np.testing.assert_array_equal(found, np.eye(5)[4])
-
-
-def test_a_prompt_that_is_all_template_has_no_importance():
-    all_of_it = np.ones(M, dtype=np.bool_)
-    scores, _ = run_heads(tiny_model("llama"), random_prompt(M), heads_of("llama"), template=all_of_it)
-    assert scores.importance.shape == (M,)
-    assert not scores.importance.any()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -234,45 +203,6 @@ def test_which_scorer_a_rule_means():
     assert scorer_for("paper", heads, config) == PaperScorer(config)
 
 
-def test_the_question_is_read_in_one_forward():
-    draft = Counting(tiny_model("llama", seed=6))
-    for step, end, shapes in (
-        (40, M - 1, [40, 33, 17]),  # a step that would end within the question ends before it
-        (40, M - 10, [40, 24, 26]),
-        (80, M - 1, [73, 17]),
-        (89, M - 1, [73, 17]),
-        (90, M - 1, [90]),
-        (8, M - 1, [8] * 9 + [1, 17]),
-    ):
-        draft.shapes = []
-        _, yields = run_heads(
-            draft, random_prompt(M), heads_of("llama"), ScoringConfig(prefill_step=step), (end - 16, end)
-        )
-        assert draft.shapes == shapes, (step, end)
-        assert yields == len(shapes)
-
-
-class Counting:
-    """Counts the forwards of a draft after its prompt."""
-
-    def __init__(self, model):
-        self.model, self.shapes = model, []
-        self.layers = model.layers
-
-    def __call__(self, tokens, cache):
-        self.shapes.append(tokens.shape[1])
-        return self.model(tokens, cache=cache)
-
-
-def test_forwards_after_the_prompt():
-    draft = Counting(tiny_model("llama", seed=6))
-    config = ScoringConfig(prefill_step=40)
-    scores, yields = run(draft, random_prompt(M), config, cache=make_prompt_cache(draft.model))
-    assert draft.shapes == [40, 40, 9, 1] + [1] * 7
-    assert scores.words.startswith("8 look-ahead rows")
-    assert yields == 4
-
-
 @pytest.mark.parametrize("step", [0, 2, 5])
 def test_rows_after_the_end_of_the_answer_are_not_used(step):
     """The end comes out of step s: rows 0..s count."""
@@ -285,18 +215,6 @@ def test_rows_after_the_end_of_the_answer_are_not_used(step):
     assert ended.lookahead == free.lookahead[: first + 1]
     short, _ = run(model, prompt, ScoringConfig(rows=first + 1))
     np.testing.assert_array_equal(ended.importance, short.importance)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_draft_is_at_the_end_of_the_prompt_after_its_heads_were_read(family):
-    model, prompt = tiny_model(family, seed=8), random_prompt(M, 3)
-    used, fresh = make_prompt_cache(model), make_prompt_cache(model)
-    run_heads(model, prompt, heads_of(family), ScoringConfig(prefill_step=64), cache=used)
-    for start, end in pairwise((0, 64, M)):
-        model(mx.array(prompt[start:end])[None], cache=fresh)
-    for token in random_prompt(5, 9):
-        ours, theirs = (model(mx.array([[token]]), cache=cache) for cache in (used, fresh))
-        assert mx.array_equal(ours, theirs)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -358,23 +276,6 @@ def test_a_cached_prefix_does_not_change_what_calibrated_heads_find(family, leng
 
 
 @pytest.mark.parametrize(
-    "bad",
-    [
-        {"rows": 0},
-        {"question_rows": (-1, 4)},
-        {"question_rows": (0, 4)},
-        {"question_rows": (8, 4)},
-        {"pool_width": 12},
-        {"pool_width": 0},
-        {"prefill_step": 0},
-    ],
-)
-def test_bad_configurations_are_refused(bad):
-    with pytest.raises(ValueError, match=next(iter(bad))):
-        ScoringConfig(**bad)
-
-
-@pytest.mark.parametrize(
     ("begins", "end", "expected"),
     [
         ((0, 40, 60), 80, (60, 80)),  # the last line asks
@@ -388,12 +289,6 @@ def test_bad_configurations_are_refused(bad):
 def test_the_last_line_asks(begins, end, expected):
     config = ScoringConfig(question_rows=(10, 30))
     assert question_span(M, config, end, np.array(begins, dtype=np.int32)) == expected
-
-
-def test_without_messages_and_text_the_last_tokens_ask():
-    task = scoring_input(tiny_model("llama"), random_prompt(M), ScoringConfig(question_rows=(10, 30)))
-    assert task.question == (M - 10, M)
-    assert question_span(5, ScoringConfig()) == (0, 5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -449,14 +344,6 @@ def test_lines_without_a_mark_take_half_of_what_is_chosen_at_most(seed):
         best, own = np.argsort(-found)[:chosen], np.argsort(-importance)[:chosen]
         assert np.isin(best, own).sum() >= chosen // 2
         assert np.isin(np.argsort(-asked.max(axis=0))[: chosen // 2], best).all()
-
-
-def test_a_line_with_a_mark_adds_all_of_its_weight_and_no_number_stays_none():
-    importance, asked = np.float32([1, 2, 3, 4]), np.float32([[4, 0, 0, 0], [0, 5, 0, 0]])
-    assert add_asks(importance, asked, [Ask(0, 3, 3.0), Ask(3, 6, 3.0)]).tolist() == [13, 17, 3, 4]
-    assert add_asks(importance, asked, [Ask(0, 3, 3.0), Ask(3, 6, 1.0)]).tolist() == [13, 4, 3, 4]
-    asked[1, 2] = np.nan
-    assert np.isnan(add_asks(importance, asked, [Ask(0, 3, 3.0), Ask(3, 6, 1.0)])[2])
 
 
 def spans_of(*kinds_and_lengths):

@@ -63,32 +63,6 @@ def test_equals_brute_force_with_ties_and_a_ragged_last_chunk(case):
     assert selection.kept.dtype == np.int32
 
 
-@given(cases(), st.integers(0, 100))
-def test_a_larger_share_keeps_a_superset(case, other):
-    scores, forced, keep, size = case
-    low, high = sorted((keep, Fraction(other, 100)))
-    small = select_chunks(np.array(scores, np.float32), np.array(forced), low, size).kept
-    large = select_chunks(np.array(scores, np.float32), np.array(forced), high, size).kept
-    assert set(small.tolist()) <= set(large.tolist())
-
-
-@given(cases())
-def test_ends_of_the_range(case):
-    scores, forced, _, size = case
-    everything = select_chunks(np.array(scores, np.float32), np.array(forced), Fraction(1), size)
-    assert everything.kept.tolist() == list(range(len(forced)))
-    nothing = select_chunks(np.array(scores, np.float32), np.array(forced), Fraction(0), size)
-    assert nothing.kept.tolist() == [i for i, f in enumerate(forced) if f]
-
-
-def test_half_of_the_budget_goes_to_scored_chunks():
-    forced = np.array([True] * 60 + [False] * 40)
-    scores = np.linspace(0, 1, 10, dtype=np.float32)
-    selection = select_chunks(scores, forced, Fraction(2, 5), 10)  # budget 4, 6 chunks forced
-    assert selection.chunk_forced.sum() == 6
-    assert selection.chunk_chosen.nonzero()[0].tolist() == [8, 9]
-
-
 def test_the_ceiling_is_exact():
     """0.07 * 100 is 7.000000000000001 in binary floating point: a float ceiling would keep 8 chunks."""
     assert math.ceil(100 * 0.07) == 8
@@ -118,11 +92,6 @@ def test_kept_spans_are_maximal_and_cover(indices):
     spans = kept_spans(kept)
     assert [i for start, end in spans for i in range(start, end)] == kept.tolist()
     assert all(before[1] < after[0] for before, after in itertools.pairwise(spans))
-
-
-def test_chunk_scores_must_match_the_prompt():
-    with pytest.raises(ValueError, match="2 chunk scores for 3 chunks"):
-        select_chunks(np.zeros(2, np.float32), np.zeros(65, dtype=bool), Fraction(1, 5), 32)
 
 
 def selected(scores, keep, forced=()):
@@ -256,13 +225,6 @@ def test_what_is_carried_over_the_end_of_a_line_is_not_asked_for():
     assert selection.token_scores[[24, 39, 40]].tolist() == pytest.approx([60, 60, (4 * 20 + 9) / 13])
 
 
-def test_a_sentence_that_goes_on_brings_its_next_chunk_and_a_new_one_does_not():
-    importance = np.array([0, 0, 0, 8, 0, 0, 0, 0, 1, 0, 0, 0], dtype=np.float32)
-    rule = SelectionConfig(chunk_size=4)
-    np.testing.assert_allclose(chunk_scores(importance, [0, 2, 6, 9], rule), [2, 8 / 13, 0.25])
-    np.testing.assert_allclose(chunk_scores(importance, [0, 4, 8], rule), chunk_means(importance, 4))
-
-
 @pytest.mark.parametrize("size", [4, 8])
 @pytest.mark.parametrize("shift", range(8))
 def test_where_chunks_begin_does_not_decide_between_lines(size, shift):
@@ -281,30 +243,6 @@ def test_with_room_for_it_a_long_line_is_whole():
         importance, forced, text_of([0, 64, 160]), Fraction(6, 32), SelectionConfig(chunk_size=16)
     ).kept
     assert kept.tolist() == [*range(64, 160)]
-
-
-def test_a_line_that_is_too_long_is_kept_together_in_pieces():
-    """Minified code, or a list on one line: pieces of 32 tokens, four chunks each, from where the line begins."""
-    importance = np.zeros(128, dtype=np.float32)
-    importance[43:56] = 4
-    rule = SelectionConfig(chunk_size=8)
-    got = chunk_scores(importance, [0, 8, 120], rule)
-    assert got.nonzero()[0].tolist() == [5, 6, 7, 8]
-    assert got[5:9].tolist() == [4, 4, 4, 4]
-    whole = chunk_scores(importance, [0, 8, 120], replace(rule, sentence_limit=112))
-    assert whole.nonzero()[0].tolist() == [*range(1, 15)]
-    cut = chunk_scores(importance, [0, 8, 120], replace(rule, sentence_limit=111))
-    np.testing.assert_array_equal(cut, got)
-
-
-def test_what_a_selection_costs_depends_on_the_length_only():
-    """The budget is spent on other chunks, not enlarged."""
-    rng = np.random.default_rng(3)
-    importance, forced = rng.random(640).astype(np.float32), np.zeros(640, dtype=bool)
-    text = text_of(np.arange(0, 640, 24))
-    for together in (False, True):
-        config = SelectionConfig(by_sentence=together)
-        assert select_tokens(importance, forced, text, Fraction(1, 5), config).kept.size == 128
 
 
 def test_the_papers_chunks_compete_by_their_means_alone():

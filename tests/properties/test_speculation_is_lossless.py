@@ -159,17 +159,6 @@ def test_a_budget_for_everything_accepts_everything(name: str) -> None:
     assert running.acceptance.rate == 1.0
 
 
-@pytest.mark.parametrize("strategy", ["draft", "triforce"])
-@pytest.mark.extended
-def test_answers_longer_than_the_budget(strategy: SpeculationName) -> None:
-    """Rings fill up many times, and chunks of the answer itself are chosen."""
-    row, config = rows_of("llama")[2], replace(SMALL, budget=32)
-    expected, _ = alone(model_of("llama"), row, 100)
-    events, running = speculate("llama", strategy, row, config, model_of("llama", 9), count=100)
-    assert tokens(events) == tokens(expected)
-    assert len(running.tokens) > 3 * config.budget
-
-
 @pytest.mark.extended
 @pytest.mark.parametrize(("name", "strategy"), cases("llama", "qwen3_5", "gpt_oss"))
 def test_nothing_follows_the_end(name: str, strategy: SpeculationName) -> None:

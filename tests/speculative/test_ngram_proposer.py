@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import mlx.nn as nn
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -91,11 +90,6 @@ def test_the_answer_itself_is_searched_however_long_it_gets() -> None:
     assert given.propose(text[:5], 2, sampler()).tokens == []
     text += [20, 21, 22]
     assert given.propose(text, 2, sampler()).tokens == [23, 24]
-
-
-@pytest.mark.parametrize(("least", "tokens"), [(2, [4, 5]), (3, [])])
-def test_too_short_a_match_proposes_nothing(least: int, tokens: list[int]) -> None:
-    assert proposer([1, 2, 3, 4, 5], ngram_match=least).propose([9, 2, 3], 2, sampler()).tokens == tokens
 
 
 def test_what_the_grammar_forbids_is_not_proposed() -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import KVCache
 
-from mlx_specprefill.speculative.triforce import RetrievalKVCache, attention_shares, best_chunks
+from mlx_specprefill.speculative.triforce import RetrievalKVCache
 
 HEADS, KV, D = 6, 2, 8
 
@@ -112,32 +112,3 @@ def test_a_full_ring_asks_for_new_chunks_and_means_are_kept() -> None:
     fresh.rebuild(queries)
     small.rebuild(queries)
     np.testing.assert_array_equal(np.array(small.chosen), np.array(fresh.chosen))
-
-
-def test_one_head_that_retrieves_is_not_outvoted() -> None:
-    keys = np.zeros((1, 10, D), dtype=np.float32)
-    keys[0, 7, 0] = 30.0
-    keys[0, 3, 1] = 6.0
-    queries = np.zeros((4, D), dtype=np.float32)
-    queries[0, 0], queries[1:, 1] = 1.0, 1.0
-    assert 7 in np.array(best_chunks(attention_shares(mx.array(queries), mx.array(keys), 1), 2)).tolist()[0]
-
-
-def test_a_passage_goes_on_in_the_next_chunk() -> None:
-    scores = np.zeros((1, 10), dtype=np.float32)
-    scores[0, 4] = 1.0
-    assert np.array(best_chunks(mx.array(scores), 3)).tolist() == [[0, 4, 5]]
-
-
-def test_one_key_among_others_is_found_where_its_mean_is_second() -> None:
-    """A key that is looked at, in a chunk whose other keys are not: their mean is below a dull chunk's."""
-    chunks, chunk = 12, 4
-    keys = np.full((1, 1, chunks * chunk, D), -0.5, dtype=np.float32)
-    keys[0, 0, 3 * chunk : 4 * chunk, 0] = 1.5
-    keys[0, 0, 5 * chunk : 6 * chunk, 0] = [-3.0, -3.0, 11.0, -3.0]
-    queries = mx.zeros((2, D))
-    queries[:, 0] = 3.0
-    small = RetrievalKVCache(filled(mx.array(keys), mx.array(keys)), 16, chunk)
-    assert small.chunks == 2
-    small.rebuild(queries)
-    assert np.array(small.chosen).tolist()[0] == [0, 5]

@@ -125,14 +125,3 @@ def test_a_token_is_read_while_the_next_forward_runs(temperature: float, monkeyp
         running.step()
     assert order == ["queue token", "queue forward", "read token, 1 at once"] * 3
     assert sampler.waited == 1
-
-
-def test_a_forward_runs_while_its_step_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the next token will have to be known before it is fed."""
-    queued: list[int] = []
-    monkeypatch.setattr(mx, "async_eval", lambda *arrays: queued.append(len(arrays)))
-    running, _ = begun(tiny_model("llama"), Row(random_prompt(40) * 3), match=1)
-    while not running.ended:
-        running.step()
-    assert len(queued) >= running.steps
-    assert running.acceptance.judged > 0

@@ -60,16 +60,6 @@ def same(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
     return len(a) == len(b) and all(i == j and np.array_equal(x, y) for (i, x), (j, y) in zip(a, b, strict=True))
 
 
-def overwrite(cache: Sequence[Any]) -> None:
-    """Assign into every array in place, which changes the array object itself."""
-    for part in leaves(cache):
-        part = getattr(part, "inner", part)
-        for array in part.cache if isinstance(part, ArraysCache) else [part.keys, part.values]:
-            if array is not None:
-                array[...] = 99.0
-                mx.eval(array)
-
-
 def fake_caches(
     stateful: bool = False, window: int | None = None, dtype: mx.Dtype = mx.float32, width: int = 4
 ) -> Callable[[], Any]:

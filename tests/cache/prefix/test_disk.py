@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import random
@@ -206,17 +205,6 @@ def test_what_memory_evicts_is_served_from_disk(tmp_path: Path) -> None:
         for base in range(0, 4000, 100):
             assert found(prefixes, range(base, base + 50)) == 20
             assert held_bytes(prefixes) == prefixes._budget.used <= 4000
-
-
-def test_what_disk_refused_at_first_is_written_when_memory_lets_it_go(tmp_path: Path) -> None:
-    make = fake_caches()
-    with cached(tmp_path, make, budget=4000, pending_limit=1) as prefixes:
-        prefixes.store(range(20), filled(make, range(20)))
-        assert not records(tmp_path)
-        prefixes.disk._pending_limit = LARGE
-        prefixes.store(range(50, 70), filled(make, range(50, 70)))
-        prefixes.store(range(80, 110), filled(make, range(80, 110)))
-        assert found(prefixes, range(20)) == 20
 
 
 def test_another_identity_sees_nothing(tmp_path: Path) -> None:
@@ -606,14 +594,6 @@ def writers(folder: Path) -> Iterator[Any]:
             process.wait()
             if process.stdout is not None:
                 process.stdout.close()
-
-
-def test_metadata_is_plain_json(tmp_path: Path) -> None:
-    stored(tmp_path)
-    data = records(tmp_path)[0].read_bytes()
-    size = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + size])
-    assert set(header["__metadata__"]) == {"format", "version", "key", "namespace"}
 
 
 # --- privacy ----------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from mlx_specprefill.cache.prefix.selection_key import SelectionKey, accepted_by
 from mlx_specprefill.cache.prefix.stored import StoredPrefixCache
 from mlx_specprefill.cache.prefix.tree import PrefixCache
 from mlx_specprefill.request import SHARED
-from tests.cache.prefix.stores import BLOCK, contents, decode, fake_caches, feed, filled, held_bytes, overwrite, same
+from tests.cache.prefix.stores import BLOCK, contents, decode, fake_caches, feed, filled, held_bytes, same
 from tests.support import precision
 from tests.support.precision import numbers
 from tests.support.rows import next_position
@@ -244,28 +244,6 @@ def _valid(cache: list[Any]) -> list[bytes]:
     return found
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_hits_can_be_written_to(family: str) -> None:
-    model, prompt = model_of(family), random_prompt(30, 3)
-    prefixes = prefix_cache(family)
-    for end in (16, 30):
-        cache, _ = dense(family, prompt[:end])
-        prefixes.store(prompt[:end], cache)
-        overwrite(cache)  # what was stored is the caller's to change, too
-    for end in (16, 30):
-        first = prefixes.lookup(prompt[:end])
-        assert first.length == end
-        reference = copy.deepcopy(first.cache)
-        assert_close(first.cache, dense(family, prompt[:end])[0])
-        overwrite(first.cache)
-        second = prefixes.lookup(prompt[:end])
-        assert same(second.cache, reference)
-        decode(model, second.cache, feed(model, second.cache, (5, 6, 7)), 4)
-        overwrite(second.cache)
-        third = prefixes.lookup(prompt[:end])
-        assert same(third.cache, reference)
-
-
 @pytest.mark.parametrize("following", [5, 300])
 def test_a_hit_is_copied_once_and_by_the_forward(following: int) -> None:
     """The look-up computes nothing; the forward writes into the room that the copy was made with."""
@@ -363,36 +341,6 @@ def test_a_tail_gives_way_to_the_block_that_covers_it() -> None:
     assert [entry.tokens for entry in prefixes.entries()] == [24]
 
 
-def test_a_state_is_served_at_its_own_length_only() -> None:
-    make = fake_caches(stateful=True, window=6)
-    prefixes = PrefixCache("m", make, ByteBudget(LARGE), block_size=BLOCK)
-    tokens = tuple(range(40))
-    prefixes.store(tokens[:11], filled(make, tokens[:11], 4))
-    prefixes.store(tokens[:24], filled(make, tokens[:24], 4))
-    lengths = [hit.length if (hit := prefixes.lookup(tokens, limit)) else 0 for limit in (10, 11, 23, 24, 39)]
-    assert lengths == [0, 11, 11, 24, 24]
-    hit = prefixes.lookup(tokens)
-    assert _valid(hit.cache) == _valid(filled(make, tokens[:24], 4))
-
-
-@pytest.mark.parametrize("chunk", [1, 4, 9, 30])
-@pytest.mark.parametrize("length", [3, 6, 7, 17, 30])
-def test_a_ring_comes_back_in_every_phase(length: int, chunk: int) -> None:
-    """Whatever the ring looked like, its next writes leave the restored one and the original alike."""
-    make = fake_caches(window=6)
-    prefixes = PrefixCache("m", make, ByteBudget(LARGE), block_size=BLOCK)
-    original = filled(make, range(length), chunk)
-    prefixes.store(range(length), original)
-    hit = prefixes.lookup(range(length))
-    assert hit is not None
-    for count in (1, 1, 3, 1, 7, 1):
-        row = mx.full((1, 2, count, 4), float(count))
-        pairs = [part.update_and_fetch(row, row[..., :2]) for part in (original[-1], hit.cache[-1])]
-        assert all(mx.array_equal(a, b).item() for a, b in zip(*pairs, strict=True))
-        assert original[-1]._idx == hit.cache[-1]._idx
-        assert original[-1].offset == hit.cache[-1].offset
-
-
 # --- what must not get in ---------------------------------------------------------------------------------------------
 
 
@@ -419,14 +367,6 @@ def test_a_sparse_cache_whose_last_gap_left_the_window_is_refused(family: str) -
         model(mx.array([prompt[i] for i in kept[start:end]])[None], cache=cache)
     with pytest.raises(ValueError, match="sparse"):
         prefix_cache(family).store(prompt, cache)
-
-
-def test_a_placed_cache_is_refused() -> None:
-    prompt = random_prompt(20)
-    cache, _ = dense("llama", prompt)
-    place(cache, np.array([22, 25], dtype=np.int32))
-    with pytest.raises(ValueError, match="sparse"):
-        prefix_cache("llama").store(prompt, cache)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -525,19 +465,6 @@ def test_a_shared_prefix_that_nobody_asks_for_goes_in_the_end() -> None:
     for seed in range(200, 200 + 2 * int(GRACE)):
         serve(prefixes, make, short(seed))
     assert serve(prefixes, make, agent) < 1024
-
-
-def test_looking_up_again_does_not_count_as_another_request() -> None:
-    make = fake_caches()
-    prefixes = PrefixCache("m", make, ByteBudget(700 * _PER_TOKEN), block_size=64)
-    serve(prefixes, make, tuple(range(512)))
-    for _ in range(3):
-        assert prefixes.lookup(range(512), again=True) is not None
-    assert prefixes.hits == 0
-    assert prefixes.entries()[0].hits == 0
-    for seed in range(6):
-        serve(prefixes, make, short(seed))
-    assert prefixes.lookup(range(512)) is None or prefixes.lookup(range(512)).length < 512
 
 
 def test_leaves_go_before_what_they_continue() -> None:

@@ -5,12 +5,10 @@ and goes meanwhile, and nothing is left of what went.
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import random
-import threading
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import mlx.core as mx
 import pytest
 from fastapi import FastAPI
 
@@ -34,7 +31,6 @@ from mlx_specprefill_server.server_state import ServerState
 from mlx_specprefill_server.settings import Settings
 from tests.support.application import app_over
 from tests.support.tiny import save_checkpoint
-from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.extended
 
@@ -156,44 +152,6 @@ def test_mixed_requests_are_answered_as_by_servers_with_one_model(folder: Path, 
     assert sum(loads) > 3  # some of them have come and gone
 
 
-def names_of_threads() -> Counter[str]:
-    """Without those of the server's pools, of which there are more when all others are at work, up to a limit."""
-    names = (thread.name for thread in threading.enumerate())
-    return Counter(name for name in names if not name.startswith(("asyncio_", "bodies_")))
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.nightly
-def test_nothing_is_left_after_50_swaps(folder: Path, tmp_path: Path) -> None:
-    with several(folder, tmp_path, max_models=1) as (models, host):
-        gone: list[weakref.ref[Any]] = []
-
-        async def swap(client: Client, number: int) -> None:
-            body = bodies(5)[number % 5] | {"model": FAMILIES[number % 3]}
-            await answer(client, body)
-            service = models.get(body["model"]).service
-            parts = service, service.engine, service.engine.pair.target, service.engine.pair.draft
-            gone.extend(map(weakref.ref, parts))
-
-        async def work(client: Client) -> tuple[int, Counter[str], int]:
-            for number in range(15):  # whatever is made once has been made
-                await swap(client, number)
-            assert await models.unload(models.get(FAMILIES[2]))
-            before = mx.get_active_memory(), names_of_threads()
-            for number in range(50):
-                await swap(client, number)
-            assert await models.unload(models.get(FAMILIES[49 % 3]))
-            return *before, host.free() or 0
-
-        memory, threads, free = served(create_app(models), work)
-        assert sum(entry.loads for entry in models) == 15 + 50
-        gc.collect()
-        assert [ref() for ref in gone] == [None] * len(gone)
-        assert eventually(lambda: mx.get_active_memory() <= memory), mx.get_active_memory() - memory
-        assert eventually(lambda: not names_of_threads() - threads), names_of_threads()  # a pool's end takes a moment
-        assert free == host.limit()
-
-
 class HoldingPool(ThreadPoolExecutor):
     """Its threads hold on to their last calls, as any pool's do for a moment."""
 
@@ -313,40 +271,3 @@ def test_each_model_has_its_part_of_the_memory_and_a_folder_of_its_own(folder: P
     assert [config.memory_limit for config in configs] == [1 << 29, 1 << 28, 1 << 30]
     assert [config.prefix_cache_dir for config in configs] == [tmp_path / "prefixes" / name for name in FAMILIES]
     assert {config.prefix_disk_bytes for config in configs} == {1000}
-
-
-DEMOS = Path(__file__).parents[2] / "models"
-DEMO_TABLE = """
-[{name}]
-target = "{folder}/target"
-draft = "{folder}/draft"
-threshold = 512
-"""
-
-
-@pytest.mark.nightly
-def test_a_limit_of_bytes_holds_two_models_and_a_long_request_has_the_room_of_one(tmp_path: Path) -> None:
-    names = ("demo", "demo-qwen3_5", "demo-gpt_oss")
-    (tmp_path / "models.toml").write_text("".join(DEMO_TABLE.format(name=n, folder=DEMOS / n) for n in names))
-    with several(tmp_path, tmp_path) as (models, host):
-        needs = {entry.id: host.need(entry) for entry in models}
-    assert min(needs.values()) > 10 << 20
-    limit = sum(sorted(needs.values())[-2:]) + (8 << 20)
-
-    def there() -> set[str]:
-        return {entry.id for entry in models if entry.service is not None}
-
-    async def work(client: Client) -> None:
-        for name in names:
-            await answer(client, bodies(1)[0] | {"model": name, "prompt": "Hello", "max_tokens": 2})
-            assert name in there()
-        assert there() == set(names[1:])
-        service = models.get(names[2]).service
-        engine: Any = service.engine
-        assert engine.memory.weights == needs[names[2]]  # as was predicted
-        long = {"model": names[2], "prompt": [5] * 3500, "max_tokens": 1, "specprefill": False, "stream": False}
-        await answer(client, long)
-        assert there() == {names[2]}
-
-    with several(tmp_path, tmp_path, memory_limit=limit) as (models, _):
-        served(create_app(models), work)

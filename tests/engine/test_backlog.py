@@ -225,20 +225,6 @@ def test_what_the_draft_read_in_a_pause_serves_the_turn_that_ends_it(monkeypatch
         assert engine.caches.draft_covers(talk.prompt, SHARED) == len(talk.prompt)
 
 
-def test_a_mapped_draft_reads_in_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "_QUIET_S", 0.0)
-    tokenizer, ids = permuted()
-    pair, talk = mapped_pair(behind(ids), tokenizer), Dialogue()
-    with Engine(pair, PAUSING) as engine:
-        for text in (6 * TEXT, 2 * TEXT):
-            talk.ask(engine, "tool", tokens_of(text).tolist())
-            pause(engine)
-        known = len(talk.prompt)
-        last = talk.ask(engine, "tool", tokens_of(4 * TEXT).tolist())
-    assert last.report.mode == "sparse"
-    assert 0 < last.report.draft_tokens <= len(talk.prompt) - known
-
-
 def test_a_draft_reads_in_pauses_no_more_than_its_context(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "_QUIET_S", 0.0)
     pair, found = with_heads(tiny_pair(), HEADS), []

@@ -176,13 +176,6 @@ def test_the_meter_counts_whole_seconds_of_the_last_five() -> None:
     assert meter.per_second() == 0
 
 
-def test_generated_tokens_are_metered(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    counted: list[int] = []
-    monkeypatch.setattr(engine.loop.meter, "add", counted.append)
-    ask(engine, sparse=False)
-    assert sum(counted) == 3
-
-
 # --- the first token does not wait for the store ---------------------------------------------------------------------
 
 

@@ -165,53 +165,6 @@ def test_a_thousand_idle_chunks_cost_little_and_move_no_prediction(machine: str)
     assert took < 1.4 * sum(law.ms(2048, depth) for depth in range(0, 16384, 2048))
 
 
-class Touched(ForwardCost):
-    """A mixture of 256 experts: of its fixed part only what the chosen 8 of each token touch is read."""
-
-    def ms(self, tokens: int, depth: int = 0) -> float:
-        return super().ms(tokens, depth) - 0.85 * self.fixed * (1 - 8 / 256) ** tokens
-
-
-class Roof(ForwardCost):
-    """A GPU that reads weights and computes at once: the longer of the two counts."""
-
-    def ms(self, tokens: int, depth: int = 0) -> float:
-        return super().ms(tokens, depth) - min(self.fixed, tokens * self.token)
-
-
-class Late(ForwardCost):
-    """Kernels that are not filled by short forwards, whose tokens take up to twice as long."""
-
-    def ms(self, tokens: int, depth: int = 0) -> float:
-        return super().ms(tokens, depth) + tokens * self.token * 64 / (64 + tokens)
-
-
-BY_SIZE = {
-    "122B-A10B, M2 Ultra": (840, 5.2, 2e-5),
-    "35B-A3B, M4 Max": (60, 0.55, 5e-6),
-    "8B dense, H100": (6, 0.04, 1e-6),
-    "gpt-oss, H100": (25, 0.06, 2e-6),
-    "0.5B, a CPU of two cores": (60, 8, 2e-3),
-}
-
-
-@pytest.mark.parametrize("law", [Touched, Roof, Late])
-@pytest.mark.parametrize("machine", BY_SIZE)
-def test_nor_where_short_forwards_follow_another_line(machine: str, law: type[ForwardCost]) -> None:
-    config = EngineConfig(prefill_step=128) if "CPU" in machine else GPU
-    step, run = config.prefill_step, Machine(law(*BY_SIZE[machine]), config=config, noise=0.05)
-    for tokens in (300, 2000, 900, 5000):
-        run.prefill(tokens)
-    before = run.costs.cost("target").prefill_ms(8192, 0, step)
-    chunks: list[tuple[int, float]] = []
-    while len(chunks) < 1000:
-        chunks += run.prefill(16384, background=True)
-    assert run.costs.cost("target").prefill_ms(8192, 0, step) == pytest.approx(before, rel=0.15)
-    run.noise = 0.0
-    took = sum(ms for _, ms in run.prefill(16384 + 32, background=True))
-    assert took < 1.45 * sum(run.law.ms(step, depth) for depth in range(0, 16384, step))
-
-
 @pytest.mark.parametrize("machine", DENSE)
 def test_background_chunks_leave_a_third_of_their_time_for_what_slows_them(machine):
     run = Machine(DENSE[machine])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import threading
 from fractions import Fraction
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -23,7 +22,7 @@ from mlx_specprefill import (
     TokenEvent,
 )
 from tests.support.leaving import events_until, read_in
-from tests.support.tiny import FAMILIES, VOCAB, generated, greedy, random_prompt, tiny_pair
+from tests.support.tiny import FAMILIES, generated, greedy, random_prompt, tiny_pair
 from tests.support.waiting import eventually
 
 POLICY = SpecPrefillPolicy(threshold=200, keep_pct=Fraction(3, 10), densify=False)
@@ -55,18 +54,6 @@ def test_a_second_identical_request_feeds_one_token_and_answers_the_same(family)
     assert cold.report.cached_tokens == 0
     assert first == second == greedy(pair.target, prompt, 6)
     assert warm.report.cached_tokens == 149
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_next_turn_starts_where_the_last_answer_ended(family):
-    pair = tiny_pair(family)
-    prompt, spans = chat(80, 60)
-    with Engine(pair, CONFIG) as engine:
-        answer, _ = ask(engine, prompt, spans)
-        longer = (*prompt, *answer, *random_prompt(40, 9))
-        tokens, last = ask(engine, longer)
-    assert last.report.cached_tokens >= len(prompt) + len(answer) - 2
-    assert tokens == greedy(pair.target, longer, 6)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -214,27 +201,3 @@ def test_slices_that_take_next_to_nothing_share_a_tick():
         for _ in range(4):
             assert ended.acquire(timeout=60)
     assert order[-8:] == ["TokenEvent", "Finished"] * 4  # of one step: they have joined together
-
-
-def test_many_requests_at_once_each_get_their_own_answer():
-    pair = tiny_pair()
-    prompts = [random_prompt(20 + 37 * i, seed=i) for i in range(10)]
-    expected = [greedy(pair.target, prompt, 12) for prompt in prompts]
-    answers, done = {i: list[Any]() for i in range(10)}, threading.Semaphore(0)
-    with Engine(pair, CONFIG) as engine:
-
-        def collect(i):
-            def on_event(event):
-                if isinstance(event, TokenEvent):
-                    answers[i].append(event.token)
-                if isinstance(event, Finished):
-                    done.release()
-
-            return on_event
-
-        for i, prompt in enumerate(prompts):
-            engine.submit(GenerationRequest(prompt, 12, specprefill=OFF), collect(i))
-        for _ in prompts:
-            assert done.acquire(timeout=60)
-    assert [answers[i] for i in range(10)] == expected
-    assert max(max(tokens) for tokens in expected) < VOCAB

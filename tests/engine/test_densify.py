@@ -87,14 +87,6 @@ def test_another_label_is_another_conversation() -> None:
     assert drained(turns) == [(1, 2, 3), (1, 2)]
 
 
-def test_a_replaced_turn_can_be_discarded() -> None:
-    queue, old, new = BackgroundQueue(lambda turn: turn.handle.expecting), turn(1), turn(1, 2)
-    queue.add(old)
-    queue.add(new)
-    queue.discard(old)
-    assert queue.first() is new
-
-
 def test_the_least_urgent_turn_goes_when_there_are_too_many() -> None:
     waiting, rest = turn(0, expecting=True), [turn(i) for i in range(1, 10)]
     assert drained([waiting, *rest]) == [(0,), *((i,) for i in range(9, 2, -1))]
@@ -297,17 +289,3 @@ def test_a_prompt_without_room_is_told_once(caplog: pytest.LogCaptureFixture) ->
     assert [text for text in caplog.messages if "can't all be kept" in text] == [
         "900 tokens can't all be kept in the prefix cache of 0 MB, and are read again: --prefix-cache-size allows more"
     ]
-
-
-def test_a_turn_that_has_left_the_queue_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In another thread too, at any moment."""
-    monkeypatch.setattr(loop.EngineCore, "_quiet_s", 0.0)
-    counted: list[int] = []
-    with Engine(tiny_pair(), CONFIG) as engine:
-        turns = engine.densifier.turns
-        leave = turns.discard
-        monkeypatch.setattr(turns, "discard", lambda turn: (counted.append(engine.densifier.count), leave(turn)))
-        generated(engine.generate(GenerationRequest(random_prompt(TURN), 8)))
-        engine.cached()  # the turn has ended, and is queued
-        assert eventually(lambda: not turns, 60)
-    assert counted == [1]

@@ -193,19 +193,3 @@ def test_labels_hold_over_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with Engine(tiny_pair(), config) as engine:
         assert look(engine, asked(SECRET, BOB, False), monkeypatch)[0] == 0
         assert look(engine, asked(SECRET, ANN, False), monkeypatch)[0] == LENGTH - 1
-
-
-def test_each_owner_lists_and_drops_its_own(quiet: Callable[[], None]) -> None:
-    with Engine(tiny_pair(), CONFIG) as engine:
-        for label in (ANN, BOB, CacheLabel("ann", "salt")):
-            for sparse in (True, False):
-                generated(engine.generate(asked(SECRET, label, sparse)))
-        everything = {entry.id for entry in engine.cached()}
-        of = {owner: {entry.id for entry in engine.cached(owner)} for owner in ("ann", "bob", "eve")}
-        assert of["ann"] | of["bob"] == everything
-        assert (len(of["ann"]), of["eve"]) == (2 * len(of["bob"]), set())
-        victim = next(iter(of["bob"]))
-        assert not engine.drop_cached(victim, "ann")
-        assert engine.drop_cached(victim, "bob")
-        assert engine.drop_cached(owner="ann")
-        assert {entry.id for entry in engine.cached()} == of["bob"] - {victim}

@@ -28,7 +28,6 @@ from mlx_specprefill import (
 )
 from mlx_specprefill.adapters.heads import Head
 from mlx_specprefill.engine import scoring
-from mlx_specprefill.engine.costs import CostModel
 from mlx_specprefill.specprefill.mapped import map_task
 from mlx_specprefill.specprefill.scorer import HeadScorer, PaperScorer
 from tests.support.precision import assert_close, numbers
@@ -36,7 +35,7 @@ from tests.support.scoring import scoring_input
 from tests.support.steps import finish
 from tests.support.tiny import generated, tiny_model
 from tests.support.tiny import tokenizer as words
-from tests.support.tokenizers_of_all_kinds import byte_level, kind, wrapped
+from tests.support.tokenizers_of_all_kinds import kind, wrapped
 
 MERGES = 300
 VOCAB = 256 + MERGES + 2
@@ -109,12 +108,6 @@ def test_the_targets_weights_behind_a_permuted_vocabulary_find_the_same(rule):
     direct = importance(pair(), tokens_of(), rule=rule)
     assert direct.max() > 0
     assert importance(mapped, tokens_of(), rule=rule).tolist() == direct.tolist()
-
-
-def test_single_bytes_find_the_same_where_the_prompt_has_single_bytes():
-    prompt = tokens_of(tokenizer=without_merges())
-    assert prompt.size == len((TEXT + ASKED).encode())
-    assert importance(pair(tokenizer=without_merges()), prompt).tolist() == importance(pair(), prompt).tolist()
 
 
 @pytest.mark.parametrize("scorer", [HeadScorer(HEADS, ScoringConfig()), PaperScorer(ScoringConfig())])
@@ -267,21 +260,3 @@ def test_a_pair_says_how_its_tokens_meet(mapped, caplog):
     assert "draft draft: mapped by text, 1.0000 of the bytes aligned: " in caplog.text
     with pytest.raises(PairMismatchError, match=r"different vocabularies .*can't be mapped by text"):
         pair(tokenizer=words())
-
-
-def test_predictions_count_the_drafts_tokens():
-    made = pair(tokenizer=wrapped(byte_level(0), eos_token="<|im_end|>"))
-    assert made.draft_ratio > 1.2
-    assert pair().draft_ratio == 1
-    one, two = CostModel(pair(), EngineConfig()), CostModel(made, EngineConfig())
-    assert two.predict(1001, 201, 500, (512, 512), 500).full_ms == one.predict(1001, 201, 500, (512, 512), 500).full_ms
-    by_hand = two.cost("draft").prefill_ms(round(501 * made.draft_ratio), round(500 * made.draft_ratio), 512)
-    by_hand += two.cost("target").prefill_ms(201, 500, 512)
-    assert two.predict(1001, 201, 500, (512, 512), 500).sparse_ms == pytest.approx(by_hand)
-
-
-def test_predictions_count_what_the_draft_has_not_read():
-    """A draft that lags reads the turns before, too."""
-    costs = CostModel(pair(), EngineConfig())
-    by_hand = costs.cost("draft").prefill_ms(901, 100, 512) + costs.cost("target").prefill_ms(201, 500, 512)
-    assert costs.predict(1001, 201, 500, (512, 512), 100).sparse_ms == pytest.approx(by_hand)

@@ -309,15 +309,6 @@ def test_the_cache_of_the_model_that_was_used_least_recently_goes_first_and_ones
     assert own.background
 
 
-def test_what_would_not_be_enough_is_not_reclaimed() -> None:
-    own, other = Part({1: 100}, cached=200), Part({2: 100}, cached=100, reserved=300)
-    memory = common(own, other)
-    assert memory.can_reclaim(500, own)
-    assert not memory.can_reclaim(501, own)
-    other.idle = 50  # of what is reserved
-    assert memory.can_reclaim(550, own)
-
-
 def test_prefixes_of_an_engine_have_what_all_others_leave() -> None:
     own, other = Part({1: 100}, cached=200), Part({2: 150}, cached=100, reserved=250)
     memory = common(own, other)
@@ -325,27 +316,6 @@ def test_prefixes_of_an_engine_have_what_all_others_leave() -> None:
     memory.loading = 150
     assert memory.room_for_prefixes(own) == 250
     assert common(own).room_for_prefixes(own) == math.inf  # its own limit decides
-
-
-def test_only_what_lasts_makes_a_request_impossible() -> None:
-    own, pinned, other = Part({1: 100}), Part({2: 300, 9: 50}, pinned=True), Part({3: 400, 9: 50})
-    memory = common(own, pinned, other)
-    assert memory.room(own) == 550
-    assert memory.missing(550) == 400
-
-
-def test_memory_is_waited_for_while_others_run_or_somebody_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    own, other = Part({1: 100}), Part({2: 700}, reserved=100)
-    memory, asked = common(own, other), list[int]()
-    assert memory.can_be_freed(500, own, 1)
-    other.reserved = 0
-    assert not memory.can_be_freed(500, own, 1)
-    memory.on_pressure = asked.append
-    assert memory.can_be_freed(500, own, 1)
-    assert memory.can_be_freed(500, own, 1)
-    assert asked == [500]  # once
-    monkeypatch.setattr("mlx_specprefill.engine.shared_memory._PATIENCE_S", 0.0)
-    assert not memory.can_be_freed(500, own, 1)
 
 
 def test_every_request_has_its_own_patience(monkeypatch: pytest.MonkeyPatch) -> None:

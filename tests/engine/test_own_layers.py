@@ -28,7 +28,7 @@ from mlx_specprefill import (
 )
 from mlx_specprefill.adapters.depth import FirstLayers, first_layers
 from mlx_specprefill.engine.costs import CostModel
-from mlx_specprefill.engine.footprint import measure_footprint, weight_bytes
+from mlx_specprefill.engine.footprint import weight_bytes
 from mlx_specprefill.errors import SparseUnsupportedError
 from mlx_specprefill.specprefill.scorer import PaperScorer, Scores
 from tests.support.scoring import scoring_input
@@ -166,12 +166,6 @@ def test_layers_of_another_model_that_do_not_run_are_counted_all_the_same() -> N
     assert weight_bytes(pair.draft, target) == weight_bytes(draft)
 
 
-def test_its_sequences_need_the_memory_of_its_layers() -> None:
-    whole = tiny_model("llama", 1)
-    of_one, of_all = (measure_footprint(first_layers(whole, count)).per_token for count in (1, 3))
-    assert of_all == 3 * of_one > 0
-
-
 def test_costs_are_kept_per_depth(tmp_path: Path) -> None:
     config = replace(CONFIG, calibration_file=tmp_path / "costs.json")
     target = tiny_model("llama", 1)
@@ -218,14 +212,3 @@ def test_all_of_its_layers_look_ahead(count: int | None) -> None:
 def test_depths_that_can_not_be(family: str, count: int, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         first_layers(tiny_model(family), count)
-
-
-def test_first_layers_of_first_layers() -> None:
-    whole = tiny_model("llama")
-    two = first_layers(whole, 2)
-    assert first_layers(two, 2) is two
-    one = first_layers(two, 1)
-    assert isinstance(one, FirstLayers)
-    assert one.whole is whole
-    with pytest.raises(ValueError, match="it has 2 layers"):
-        first_layers(two, 3)

@@ -8,7 +8,6 @@ from fractions import Fraction
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 import pytest
 
 from mlx_specprefill import (
@@ -169,10 +168,3 @@ def test_sessions_of_one_rule_are_not_gone_on_with_by_the_other() -> None:
 def _indices(report: PrefillReport) -> list[int]:
     assert report.kept_spans is not None
     return [index for start, end in report.kept_spans for index in range(start, end)]
-
-
-def test_a_request_may_bring_scores_whatever_the_rule() -> None:
-    options = SpecPrefillOptions(enabled=True, importance=np.zeros(len(PROMPT), dtype=np.float32))
-    with Engine(pair_with_heads(), CONFIG) as engine:
-        _, last = generated(engine.generate(GenerationRequest(PROMPT, 1, specprefill=options)))
-    assert (last.report.scorer, last.report.scoring) == ("request", "the request's own scores")

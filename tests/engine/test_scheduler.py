@@ -61,16 +61,6 @@ def test_a_short_prompt_starts_with_the_second_chunk_at_the_latest(count, ran):
         run.chunk()
 
 
-def test_a_short_prompt_waits_for_no_two_chunks_of_the_oldest_however_short_they_are():
-    run = Run(*[10**6] * 31, max_rows=10**6)
-    for number in range(300):
-        newcomer = run.admit(50)
-        first = run.chunk(10 if run.scheduler.pick() == 0 else MS)
-        assert newcomer in (first, run.chunk(10 if run.scheduler.pick() == 0 else MS))
-        for _ in range(number % 7):
-            run.chunk(10 if run.scheduler.pick() == 0 else MS)
-
-
 @pytest.mark.extended
 @pytest.mark.parametrize("own", [MS, MS // 2, MS // 4])
 @pytest.mark.parametrize("count", [1, 4, 31])
@@ -82,11 +72,6 @@ def test_the_oldest_long_prefill_gets_a_fifth_of_the_time(count, own):
             run.admit(CHUNK)
         now += own if run.chunk(own if run.scheduler.pick() == 0 else MS) == 0 else MS
     assert run.spent[0] >= now / 5 - 1000
-
-
-def test_the_oldest_takes_the_time_that_nobody_else_wants():
-    run = Run(10**6)
-    assert {run.chunk() for _ in range(100)} == {0}
 
 
 def test_a_prompt_that_was_read_waits_for_nobody():
@@ -163,15 +148,6 @@ def test_short_is_one_chunk_or_half_of_the_median_request(left, is_short):
     assert (scheduler.next_waiting() == 100) == is_short
 
 
-def test_short_prompts_take_any_place():
-    scheduler = Scheduler(max_rows=8)
-    for uid in range(20):
-        scheduler.add(uid, 100)
-    assert len(admitted(scheduler)) == 8
-    scheduler.remove(3)
-    assert scheduler.next_waiting() == 8
-
-
 def test_a_short_request_passes_one_for_which_there_is_no_memory_but_not_for_ever():
     scheduler, passed = Scheduler(max_rows=1000), 0
     scheduler.add(0, 10**6)
@@ -185,19 +161,6 @@ def test_a_short_request_passes_one_for_which_there_is_no_memory_but_not_for_eve
         passed += 1
     assert passed == 64
     assert scheduler.next_waiting() == 0
-
-
-def test_places_are_limited_and_handed_on():
-    scheduler = Scheduler(max_rows=2)
-    for uid in range(3):
-        scheduler.add(uid)
-    scheduler.admit(scheduler.next_waiting())
-    scheduler.admit(scheduler.next_waiting())
-    assert scheduler.next_waiting() is None
-    scheduler.to_decode(0)
-    assert scheduler.next_waiting() is None
-    scheduler.remove(0)
-    assert scheduler.next_waiting() == 2
 
 
 def test_background_runs_only_when_nothing_else_wants_the_device():

@@ -7,7 +7,6 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -33,10 +32,8 @@ from mlx_specprefill import (
     make_pair,
 )
 from mlx_specprefill.engine import speculation as module
-from mlx_specprefill.speculative.row import SpeculativeRow
 from tests.server.fakes import byte_tokenizer
 from tests.support import precision
-from tests.support.precision import near_ties
 from tests.support.tiny import EOS, generated, random_prompt, tiny_head, tiny_model, tiny_pair
 
 SMALL = SpeculationConfig(budget=64, chunk=4, sinks=4, window=16, ngram_match=1)
@@ -93,31 +90,6 @@ def test_an_answer_is_the_plain_one(engine: Engine, how: SpeculationName, sparse
     assert (speculation.strategy, speculation.reason) == (how, "requested")
     assert speculation.tokens_per_step is not None
     assert 1.0 <= speculation.tokens_per_step <= 9.0
-
-
-@pytest.mark.parametrize("sparse", [False, True])
-def test_the_first_token_needs_no_forward(engine: Engine, monkeypatch: pytest.MonkeyPatch, sparse: bool) -> None:
-    """Neither the plain nor the drafted one: it comes of the prompt's last forward."""
-    rows: list[SpeculativeRow] = []
-    steps: list[int] = []
-
-    def noted(*args: Any, **options: Any) -> Any:
-        rows.append(SpeculativeRow(*args, **options))
-        return rows[-1]
-
-    monkeypatch.setattr("mlx_specprefill.engine.rows.SpeculativeRow", noted)
-    ended = threading.Event()
-
-    def on_event(event: Event) -> None:  # on the thread that runs the forwards
-        if isinstance(event, TokenEvent):
-            steps.append(rows[0].steps)
-        elif isinstance(event, (Finished, Failed)):
-            ended.set()
-
-    engine.submit(asked(12, "ngram", sparse), on_event)
-    assert ended.wait(60)
-    assert steps[0] == 0
-    assert steps[-1] > 0
 
 
 def collected(inbox: queue.SimpleQueue[Any]) -> tuple[list[int], Any]:
@@ -221,34 +193,6 @@ def test_what_is_reported_and_adjusted_is_that_of_a_plain_answer(engine: Engine,
     assert [event.logprob for event in ours] == pytest.approx([event.logprob for event in theirs], abs=1e-4)
     for mine, other in zip(ours, theirs, strict=True):
         assert [best.token for best in mine.top_logprobs] == [best.token for best in other.top_logprobs]
-
-
-@pytest.mark.parametrize("how", NAMES)
-@pytest.mark.parametrize("count", [1, 2, 5])
-@pytest.mark.extended
-def test_no_token_more_than_was_asked_for(engine: Engine, how: SpeculationName, count: int) -> None:
-    answer, _ = generated(engine.generate(asked(3, None, True)))
-    tokens, last = generated(engine.generate(asked(3, how, True, count=count)))
-    assert tokens == answer[:count]
-    assert (last.reason, last.completion_tokens) == ("length", count)
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen3_5", pytest.param("nemotron_h", marks=near_ties())])
-def test_a_draft_like_its_target_is_always_right(family: str) -> None:
-    """A share of 99 % keeps every chunk of so short a prompt, so both models have read the same."""
-    target = tiny_model(family, seed=1)
-    pair = replace(tiny_pair(family, family), target=target, draft=target)
-    with Engine(pair, configured()) as engine:
-        for sparse in (False, True):
-            request = asked(1, "draft", sparse)
-            request = replace(request, specprefill=replace(request.specprefill, keep_pct=Fraction(99, 100)))
-            _, last = generated(engine.generate(request))
-            report, speculation = told(last)
-            assert report.mode == ("sparse" if sparse else "full")
-            assert report.kept_tokens == report.prompt_tokens
-            assert speculation.acceptance_rate == 1.0
-            steps = -(-COUNT // (SMALL.gamma + 1))
-            assert speculation.tokens_per_step == COUNT / steps
 
 
 COLUMNS = len(byte_tokenizer()) + 9

@@ -189,16 +189,6 @@ def test_verdicts_of_a_quantised_cache_equal_a_dense_rerun(family: str) -> None:
     hold_to_the_truth(family, False, 8, 4)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("kv_bits", [None, 8], ids=["plain", "quantised"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_two_hundred_verdicts_equal_a_dense_rerun(family: str, kv_bits: int | None) -> None:
-    """Try both kinds of draft where there are two."""
-    kinds = [False, True] if family in OWN_LAYERS else [False]
-    counts = [len(hold_to_the_truth(family, own, kv_bits, 26 // len(kinds))) for own in kinds]
-    assert sum(counts) == 26
-
-
 # --- on random models -------------------------------------------------------------------------------------------------
 
 

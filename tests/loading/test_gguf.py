@@ -19,7 +19,6 @@ from mlx_specprefill.adapters.gguf.header import TensorInfo
 from mlx_specprefill.adapters.gguf.weights import EXACT_BITS, GROUP, packed_bits, read_arrays
 from mlx_specprefill.adapters.probe import largest_hidden
 from mlx_specprefill.cache.prefix.identity import model_identity
-from mlx_specprefill.errors import Refused
 from tests.support.gguf_files import CONFIGS, F32, contents, from_safetensors, random_weights, rounded, tiny
 
 PROMPT = mx.array(np.random.default_rng(3).integers(3, 250, (1, 24)))
@@ -147,25 +146,6 @@ def test_the_identity_for_caches(tmp_path):
         model, _, read = load_gguf(file, dtype=mx.float32, pack=pack)
         names.append(model_identity(model, read))
     assert names[0] == names[1] != names[2]
-
-
-def test_no_mtp_head_is_looked_for(tmp_path):
-    pair = load_pair(tiny("llama").write(tmp_path / "tiny.gguf"))
-    assert pair.own_parts["mtp"] == Refused("MTP heads of llama are not supported")
-
-
-def test_bits_are_kept_per_tensor(tmp_path):
-    config = CONFIGS["llama"]
-    file = contents("llama", config, random_weights(config), mixed).write(tmp_path / "tiny.gguf")
-    model, _, read = load_gguf(file)
-    assert read["quantization"]["lm_head"] == {"group_size": 32, "bits": 8}
-    assert read["quantization"]["model.layers.0.mlp.up_proj"] == {"group_size": 32, "bits": 4}
-    assert model.model.embed_tokens.bits == 8
-    assert model.layers[0].self_attn.q_proj.bits == 4
-    assert {str(array.dtype) for _, array in nn.utils.tree_flatten(model.parameters())} == {
-        "mlx.core.uint32",
-        "mlx.core.float16",
-    }
 
 
 def random_rows(kind, rows=6, blocks=40):

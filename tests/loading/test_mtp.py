@@ -96,16 +96,6 @@ def text_config(name: str) -> dict[str, Any]:
     return {key: value for key, value in vars(args).items() if key != "rope_scaling"}
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_the_head_is_cast_with_its_model(tmp_path: Path, dtype: Any) -> None:
-    folder = save_checkpoint(tmp_path / "m", "qwen3_5", 1)
-    write(folder, head_tensors(tiny_head(tiny_model("qwen3_5", 1))))
-    head = load_pair(folder, dtype=dtype).own_parts["mtp"]
-    assert isinstance(head, MTPHead)
-    assert head.layers.norm.weight.dtype == getattr(mx, dtype)
-
-
 @pytest.mark.parametrize("layout", ["joined", "single", "stacked"])
 def test_experts_in_every_layout(layout: str) -> None:
     """Gate and up projection in one tensor, one tensor per expert, or mlx-lm's own stacks."""

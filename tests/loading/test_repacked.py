@@ -19,7 +19,7 @@ from gguf import GGMLQuantizationType as Kind
 from mlx.utils import tree_flatten
 from typer.testing import CliRunner
 
-from mlx_specprefill import load_pair, repacked_files, stored
+from mlx_specprefill import load_pair, repacked_files
 from mlx_specprefill.adapters.gguf import load_gguf, repacked, weights
 from mlx_specprefill_server import cli
 from tests.support.gguf_files import CONFIGS, contents, random_weights
@@ -79,13 +79,6 @@ def test_the_second_load_repacks_nothing(tmp_path: Path, conversions: Conversion
     assert progress[-1][0] == progress[-1][1] > 0
 
 
-def test_forms_do_not_meet(tmp_path: Path, conversions: Conversions) -> None:
-    file, folder = write(tmp_path / "a.gguf"), tmp_path / "kept"
-    for dtype in (None, mx.float32, mx.bfloat16):
-        assert same(load(file, folder, dtype=dtype), load(file, None, dtype=dtype))
-    assert len(list(repacked_files(folder))) == 3
-
-
 def test_unpacked_weights_are_not_kept(tmp_path: Path, conversions: Conversions) -> None:
     """Six to eight times the bytes are read no faster than the file is converted."""
     file, folder = write(tmp_path / "a.gguf"), tmp_path / "kept"
@@ -108,14 +101,6 @@ def test_a_changed_file_is_repacked(tmp_path: Path, conversions: Conversions, sa
     assert same(load(file, folder), load(file, None, pack=True))
     assert len(conversions) == len(set(conversions))  # those of the load that keeps nothing
     assert [source for _, source in repacked_files(folder)] == [str(file)]
-
-
-def test_what_only_its_time_tells(tmp_path: Path, conversions: Conversions, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stored, "files_digest", lambda _: "samples that missed the change")
-    file, folder = write(tmp_path / "a.gguf"), tmp_path / "kept"
-    load(file, folder)
-    write(file, seed=1)
-    assert same(load(file, folder), load(file, None))
 
 
 @pytest.mark.parametrize("left", [0, 7, 1000, -1])
@@ -167,23 +152,6 @@ def test_a_full_disk_keeps_none(tmp_path: Path, conversions: Conversions, monkey
     monkeypatch.setattr(shutil, "disk_usage", lambda _: disk(1 << 40, 0, (1 << 40) // 10 + 1000))
     load(file, folder)
     assert list(repacked_files(folder)) == []
-
-
-def test_what_is_of_no_use_any_more_makes_room_on_a_full_disk(
-    tmp_path: Path, conversions: Conversions, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The disk has room for the weights of one file, and those of its earlier state are still there."""
-    file, folder = write(tmp_path / "a.gguf"), tmp_path / "kept"
-    load(file, folder)
-    write(file, seed=1)
-    [(kept, _)] = repacked_files(folder)
-    disk = namedtuple("disk", "total used free")
-    room, tenth = kept.stat().st_size, (1 << 40) // 10
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: disk(1 << 40, 0, tenth + room * (not kept.exists())))
-    load(file, folder)
-    conversions.clear()
-    assert same(load(file, folder), load(file, None))
-    assert len(conversions) == len(set(conversions))  # those of the load that keeps nothing
 
 
 def test_a_disk_that_fills_up_is_left_as_it_was(

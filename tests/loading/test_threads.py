@@ -133,12 +133,6 @@ def test_a_second_start(family: str, tmp_path: Path) -> None:
     assert (report.mode, report.reason) == ("sparse", "requested")
 
 
-@pytest.mark.parametrize("family", SCALED)
-def test_a_target_alone(family: str, tmp_path: Path) -> None:
-    with Engine(load_pair(scaled(tmp_path / "target", family))) as engine:
-        assert report_of(engine).mode == "full"
-
-
 class Hidden(nn.Module):
     """Scales embeddings by a lazy array that nobody finds among the module's own."""
 

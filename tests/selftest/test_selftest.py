@@ -11,14 +11,13 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_specprefill import Check, Engine, check_device, loading, selftest, sync_ms
+from mlx_specprefill import Check, check_device, loading, selftest, sync_ms
 from mlx_specprefill.cache.positioned import quantize_kv
 from mlx_specprefill.engine import prefill as engine_prefill
 from mlx_specprefill.engine import rows
 from mlx_specprefill.selftest import FAMILIES, VOCAB, Case, Dtype, save_checkpoint
 from mlx_specprefill.specprefill import sparse_prefill
 from mlx_specprefill.speculative import row as speculative_row
-from mlx_specprefill.speculative import strategies
 from mlx_specprefill.speculative.strategies import STRATEGIES
 from mlx_specprefill.speculative.verification import Verdict
 
@@ -130,36 +129,6 @@ def test_lazy_frequencies_fail_on_the_second_thread(
     found = operations(folder, name)
     assert {"sparse prefill", "full prefill without a draft"} <= failed(found)
     assert "There is no Stream" in "".join(check.words for check in found)
-
-
-def test_no_truth_is_computed_while_the_engine_answers(folder: Callable[[str], Path], monkeypatch: Patch) -> None:
-    """The truth's device is the default one of all threads meanwhile."""
-    awaited, seen = 0, []
-    wait, error = selftest._await_answer, selftest._error
-
-    def waiting(inbox: Any) -> Any:
-        nonlocal awaited
-        awaited += 1
-        return wait(inbox)
-
-    def comparing(*given: Any) -> float:
-        seen.append(awaited)
-        return error(*given)
-
-    monkeypatch.setattr(selftest, "_await_answer", waiting)
-    monkeypatch.setattr(selftest, "_error", comparing)
-    case = Case("llama", folder("llama"), "float32")
-    with Engine(case.pair, selftest._CONFIG) as engine:
-        selftest._answer_error(case, engine, *[selftest._Request(sparse) for sparse in (True, False, True)])
-    assert seen == [3, 3, 3]
-
-
-@pytest.mark.nightly
-def test_a_refused_strategy_fails(folder: Callable[[str], Path], monkeypatch: Patch) -> None:
-    monkeypatch.setattr(strategies, "rollback_refusal", lambda model: "not today")
-    found = operations(folder)
-    assert failed(found) == DRAFTED
-    assert {check.words for check in found if check.state == "failed"} == {"RuntimeError: not today"}
 
 
 def test_a_model_that_can_not_be_loaded_fails(monkeypatch: Patch) -> None:

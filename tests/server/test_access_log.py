@@ -267,11 +267,3 @@ def test_a_span_carries_the_report(engine: FakeEngine, monkeypatch: pytest.Monke
     assert span.name == "POST /v1/chat/completions"
     assert span.attributes["specprefill.mode"] == "sparse"
     assert SECRET not in span.to_json()
-
-
-def test_no_spans_without_the_setting(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    spans, provider = InMemorySpanExporter(), TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(spans))
-    monkeypatch.setattr(application, "OFF", {**application.OFF, "tracer_provider": provider})
-    client_of(engine).post("/v1/chat/completions", json=CHAT)
-    assert spans.get_finished_spans() == ()

@@ -256,37 +256,26 @@ def test_the_last_token_of_room_can_be_used(client: TestClient, engine: FakeEngi
     ("field", "value"),
     [
         ("max_tokens", -2),
-        ("max_tokens", 1e30),
         ("max_tokens", "10"),
-        ("max_completion_tokens", -2),
         ("stop", ""),
-        ("stop", [""]),
-        ("stop", [1]),
-        ("stop", {"a": 1}),
         ("stop", ["a"] * 65),
         ("logprobs", 1),
         ("top_logprobs", 3),
         ("stream_options", 5),
         ("n", 33),
-        ("n", 0),
-        ("n", True),
         ("best_of", 2),
         ("response_format", "json"),
         ("tool_choice", "required"),
-        ("tool_choice", {"type": "function", "function": {"name": "f"}}),
         ("functions", [{"name": "f"}]),
         ("modalities", ["text", "audio"]),
         ("grammar", "root ::= x"),
         ("continue_final_message", "yes"),
         ("tool_choice", {"type": "allowed_tools", "allowed_tools": {"mode": "none", "tools": []}}),
-        ("tool_choice", {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"type": "function"}]}}),
         ("tool_choice", {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"name": "f"}]}}),
         ("messages", "hi"),
         ("messages", []),
-        ("messages", {}),
         ("tools", {"a": 1}),
         ("chat_template_kwargs", {"tokenize": True}),
-        ("chat_template_kwargs", 4),
         ("reasoning_effort", 4),
     ],
 )
@@ -304,18 +293,12 @@ def test_top_logprobs_has_a_range(client: TestClient) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"n": 1},
         {"response_format": {"type": "text"}},
         {"tool_choice": "auto"},
-        {"tool_choice": "none"},
-        {"functions": []},
         {"modalities": ["text"]},
         {"min_tokens": 0},
-        {"user": "u", "metadata": {"a": 1}, "store": True, "service_tier": "auto", "prompt_cache_key": "k"},
         {"no_such_field": {"deep": [1, 2]}},
-        {"stream_options": {}},
         {"stream_options": {"include_usage": True, "else": 1}},
-        {"top_logprobs": 0},
         {"parallel_tool_calls": False},
     ],
 )
@@ -514,13 +497,6 @@ def test_the_content_type_does_not_matter(client: TestClient, content_type: str 
     headers = {} if content_type is None else {"content-type": content_type}
     answer = client.post(URL, content=b'{"messages":[{"role":"user","content":"Hi"}]}', headers=headers)
     assert answer.status_code == 200
-
-
-@pytest.mark.parametrize("body", [b"nonsense", b"[]", b"null"])
-def test_bodies_that_are_not_json_objects(client: TestClient, body: bytes) -> None:
-    answer = client.post(URL, content=body)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["code"] == "invalid_json"
 
 
 def test_token_ids(client: TestClient, engine: FakeEngine) -> None:

@@ -250,13 +250,6 @@ async def test_a_server_that_stops_lets_nobody_wait(host: FakeHost) -> None:
     host.held_up.set()
 
 
-async def test_a_server_that_stops_loads_nothing(host: FakeHost) -> None:
-    models = models_of(host, entry("a"))
-    models.state.stop()
-    with pytest.raises(EngineClosedError):
-        await use(models, "a")
-
-
 async def test_an_entry_that_goes_lets_go_of_its_service(host: FakeHost) -> None:
     models = models_of(host, entry("a"))
     a: Entry = models.default

@@ -183,15 +183,6 @@ def test_a_client_that_leaves_ends_the_waiting_not_the_loading(live: Any, host: 
     assert host.engines["a"].requests == []
 
 
-def test_no_room_is_a_status_not_a_stream(live: Any, host: FakeHost) -> None:
-    base, _ = live
-    whole(base, "/v1/completions")
-    host.engines["a"]._waiting = 1
-    with streaming(base, "/v1/completions", model="b") as reply:
-        assert (reply.status_code, reply.headers["retry-after"]) == (503, "5")
-    host.engines["a"]._waiting = 0
-
-
 def test_the_time_of_a_request_counts_while_it_waits(live: Any, host: FakeHost) -> None:
     base, _ = live
     host.held_up.clear()

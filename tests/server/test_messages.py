@@ -143,28 +143,6 @@ def test_a_stream_says_what_a_whole_message_says(engine: FakeEngine) -> None:
     assert partial == ['{"path": "a', '.txt"}', "{}"]
 
 
-def test_blocks_open_and_close_one_after_the_other(engine: FakeEngine) -> None:
-    payloads = streamed(answer_of(engine, EVERYTHING).stream())
-    opened = None
-    blocks = 0
-    for payload in payloads[2:-2]:
-        assert payload["index"] == blocks
-        match payload["type"]:
-            case "content_block_start":
-                assert opened is None
-                opened = payload["content_block"]["type"]
-            case "content_block_delta":
-                kind = payload["delta"]["type"]
-                allowed = {"text": ["text_delta"], "tool_use": ["input_json_delta"]}
-                assert kind in allowed.get(str(opened), ["thinking_delta", "signature_delta"])
-            case "content_block_stop":
-                assert opened is not None
-                opened = None
-                blocks += 1
-    assert opened is None
-    assert blocks == 4
-
-
 @pytest.mark.parametrize(
     ("end", "stop_reason", "stop_sequence"),
     [
@@ -425,7 +403,6 @@ def said(role: str, *blocks: Any) -> dict[str, Any]:
     [
         ({"max_tokens": None}, "max_tokens"),
         ({"messages": []}, "messages"),
-        ({"messages": "Hi"}, "messages"),
         ({"messages": [*HI, CALLED]}, "messages"),
         ({"messages": ["Hi"]}, "messages[0]"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
@@ -433,36 +410,23 @@ def said(role: str, *blocks: Any) -> dict[str, Any]:
         (said("user", "Hi"), "messages[0].content[0]"),
         (said("user", {"text": "Hi"}), "messages[0].content[0].type"),
         (said("user", {"type": "text"}), "messages[0].content[0].text"),
-        (said("user", {"type": "video"}), "messages[0].content[0].type"),
         (said("user", {"type": "what"}), "messages[0].content[0].type"),
-        (said("user", {"type": "document"}), "messages[0].content[0].source"),
         (said("user", {"type": "document", "source": {"type": "url"}}), "messages[0].content[0].source.type"),
-        (said("user", {"type": "tool_result"}), "messages[0].content[0].tool_use_id"),
         (said("user", result({"type": "text"})), "messages[0].content[0].content[0].text"),
         (said("user", result({"type": "document", "source": {}})), "messages[0].content[0].content[0].source.type"),
-        (said("assistant", {"type": "tool_use", "id": "a"}), "messages[0].content[0].name"),
-        (said("assistant", {"type": "tool_use", "name": "a"}), "messages[0].content[0].id"),
         (said("assistant", {"type": "tool_use", "id": "a", "name": "a", "input": [1]}), "messages[0].content[0].input"),
         (said("assistant", {"type": "thinking"}), "messages[0].content[0].thinking"),
-        ({"system": 1}, "system"),
         ({"system": [IMAGE]}, "system[0].type"),
-        ({"tools": {}}, "tools"),
-        ({"tools": [1]}, "tools[0]"),
         ({"tools": [{}]}, "tools[0].name"),
         ({"tools": [{"name": "a", "input_schema": []}]}, "tools[0].input_schema"),
-        ({"tools": [{"name": "a", "description": 1}]}, "tools[0].description"),
-        ({"tool_choice": "auto"}, "tool_choice"),
         ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
         ({"temperature": 1.5}, "temperature"),
-        ({"stop_sequences": "a"}, "stop_sequences"),
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"thinking": "on"}, "thinking"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
-        ({"output_format": {"type": "xml"}}, "output_format.type"),
         ({"output_format": {"type": "text"}, "output_config": {"format": {"type": "text"}}}, "output_format"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
-        ({"container": "c"}, "container"),
     ],
 )  # fmt: skip
 def test_bad_input(client: TestClient, engine: FakeEngine, fields: dict[str, Any], field: str) -> None:

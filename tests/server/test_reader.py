@@ -175,13 +175,6 @@ def test_reasoning_tokens_are_counted_with_their_tags() -> None:
     assert end.reasoning_tokens == 0
 
 
-def test_tokens_travel_with_the_part_of_the_answer_that_they_begin() -> None:
-    deltas, _ = answer(["<think>", "Hm", ".", "</think>", "\n\nYes", " E", "N", "!", "\n", CALL], stops=("END",))
-    thought = [token.token for d in deltas if isinstance(d, ReasoningDelta) for token in d.tokens]
-    said = [token.token for d in deltas if isinstance(d, TextDelta) for token in d.tokens]
-    assert (thought, said) == ([1, 2], [4, 5, 6, 7])
-
-
 @given(
     words=st.lists(st.sampled_from(["a", " b", "EN", "D", "\n", "<think>", "</think>", "<", CALL, "<tool_call>{"])),
     stops=st.sampled_from([(), ("END",), ("b<", "D")]),
@@ -284,13 +277,6 @@ def test_end_tokens_count_but_are_not_shown() -> None:
     shown, deltas = read(one, [*ids("hi"), TOKENIZER.eos_token_id])
     assert shown == ["h", "i", ""]
     assert (one.completion_tokens, text_of(deltas)) == (3, "hi")
-
-
-def test_tokens_after_a_stop_string_count_no_more() -> None:
-    one = plain(("b",))
-    shown, deltas = read(one, ids("abccc"))
-    assert shown == ["a", "", "", "", ""]
-    assert (one.completion_tokens, text_of(deltas)) == (2, "a")
 
 
 @pytest.mark.parametrize("every_token", [False, True])

@@ -198,14 +198,6 @@ def test_wrong_bytes_spoil_no_text_before_or_behind(name: str) -> None:
         assert decoded <= MOST_DECODED * len(ids)
 
 
-@pytest.mark.parametrize("name", BYTE_LEVEL)
-def test_wrong_bytes_of_a_byte_level_tokenizer_are_the_whole_decode(name: str) -> None:
-    rng = random.Random(name)
-    for _ in range(200):
-        ids = rng.choices(range(256), k=rng.choice((3, 20, 100)))
-        assert "".join(stream(name, encode(name, "e"), ids)[0]) == whole(name, encode(name, "e"), ids)
-
-
 @pytest.mark.parametrize("name", FALLBACK + BYTE_LEVEL)
 def test_a_stop_string_is_found_inside_a_run(name: str) -> None:
     stop = StopMatcher(("🎈🎆",))

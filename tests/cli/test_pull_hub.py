@@ -82,10 +82,6 @@ class TestAWholePull:
         assert said == f"org/target: {len(files)} files, {sum(map(len, files.values())) / 2**20:.1f} MB to fetch\n"
         assert capfd.readouterr().err == ""
 
-    def test_nothing_else_is_asked_of_the_hub(self, hub: Hub) -> None:
-        pull("org/target")
-        assert {path.split("/org/target")[0] for _, path, _ in hub.asked} == {"/api/models", ""}
-
     def test_only_files_that_loading_takes_are_fetched(self, hub: Hub) -> None:
         others = {"pytorch_model.bin": b"x" * 20_000, "README.md": b"text", "original.gguf": b"x" * 20_000}
         hub.repositories["org/target"] |= others
@@ -138,12 +134,6 @@ class TestLoadingWhatIsNotHere:
         said = capsys.readouterr().err
         assert "org/target: " in said
         assert "MB to fetch" in said
-
-    def test_what_is_here_is_not_asked_for(self, hub: Hub) -> None:
-        pull("org/target")
-        hub.asked.clear()
-        load(Pair(target="org/target"), "auto")
-        assert hub.asked == []
 
     def test_what_memory_has_no_room_for_is_refused(self, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("MLX_SPECPREFILL_MEMORY_LIMIT", "1MB")
@@ -264,10 +254,6 @@ class TestWhatIsRefused:
         hub.repositories["org/text"] = {"README.md": b"text", "config.json": b"{}"}
         assert "org/text has no model*.safetensors; its GGUF files: none" in refused("org/text")
 
-    def test_a_configuration_that_is_none(self, hub: Hub) -> None:
-        hub.repositories["org/target"]["config.json"] = b"[1]"
-        assert "org/target can't be fetched" in refused("org/target")
-
     def test_one_that_is_not_there(self, hub: Hub) -> None:
         assert f"{hub.url} has no model org/nothing, or it is private: check the name" in refused("org/nothing")
 
@@ -278,19 +264,10 @@ class TestWhatIsRefused:
         assert f"org/target is gated: accept its conditions at {hub.url}/org/target" in said
         assert "HF_TOKEN" in said
 
-    @pytest.mark.parametrize(
-        ("status", "code", "words"),
-        [
-            (401, "GatedRepo", "org/target is gated"),
-            (403, "GatedRepo", "org/target is gated"),
-            (401, "", "org/target can't be fetched: Client error '401 Unauthorized'"),
-            (403, "", "org/target can't be fetched: 403 Forbidden"),
-        ],
-    )
-    def test_one_whose_page_is_open_and_whose_files_are_not(self, hub: Hub, status: int, code: str, words: str) -> None:
+    def test_one_whose_page_is_open_and_whose_files_are_not(self, hub: Hub) -> None:
         """As the hub has it for gated models."""
-        hub.withheld["org/target"] = (status, code)
-        assert words in refused("org/target")
+        hub.withheld["org/target"] = (401, "GatedRepo")
+        assert "org/target is gated" in refused("org/target")
 
     def test_a_broken_hub(self, hub: Hub) -> None:
         hub.refused["org/target"] = (500, "")

@@ -88,7 +88,6 @@ class Package:
 
 
 _CODEX = ("exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
-_CLAUDE = ("--allowedTools=Bash,Edit", "-p")
 _AIDER = ("--yes-always", "--no-git", "--no-check-update", "--no-analytics", "--no-browser", "--message")
 _OFFLINE = {"OPENCODE_DISABLE_MODELS_FETCH": "1", "OPENCODE_DISABLE_AUTOUPDATE": "1"}
 

@@ -69,17 +69,6 @@ def test_the_cost_is_told_first_and_only_of_what_is_left(tmp_path):
     assert run(FakeModel(gold))[1][0] == "to measure: 4 items, 8 prompts, about 4,000 tokens"
 
 
-def test_an_arm_that_some_items_lack_is_counted_by_those_that_have_it():
-    """Gold chunks, for example, don't apply where everything counts."""
-
-    def lacking(arm, item, number):
-        return None if arm.kind == "sparse" and number == 3 else gold(arm, item, number)
-
-    report, told = run(FakeModel(lacking))
-    assert (report["cells"][0]["n"], report["cells"][0]["arms"]["sparse@0.2"]["n"]) == (4, 3)
-    assert "| 500 | 3 | 1.00 | sparse@0.2 |" in told[-1]
-
-
 def test_no_difference_is_given_where_full_prefill_fails():
     report, told = run(FakeModel(lambda arm, item, number: "no idea" if number < 2 else gold(arm, item, number)))
     assert report["cells"][0]["full"] == 0.5

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from mlx_specprefill import Engine, GenerationRequest, load_pair
-from mlx_specprefill_evals.arms import ARM_KINDS, FULL, SERVED_KINDS, Arm, arms
+from mlx_specprefill_evals.arms import ARM_KINDS, FULL, SERVED_KINDS, arms
 from mlx_specprefill_evals.errors import NotMeasuredError
 from mlx_specprefill_evals.facts import Turn
-from mlx_specprefill_evals.forced import divergence
 from mlx_specprefill_evals.local import LocalModel, examination
-from mlx_specprefill_evals.prompted import Prompted
 from mlx_specprefill_evals.tasks import TASKS, Item, Space, make_item
 from mlx_specprefill_server.prompt.conversation import conversation
 from mlx_specprefill_server.prompt.prompt import PromptBuilder
@@ -149,29 +146,6 @@ def test_a_session_is_judged_turn_by_turn_and_goes_on_where_it_was(model):
         assert 5 * reply.score == pytest.approx(round(5 * reply.score))
     assert engine.stats().prefix_hits >= before + 4  # full prefill reads the document once
     assert {entry.kind for entry in engine.cached("evaluation")} == {"target", "draft", "session"}
-
-
-def test_divergence_by_hand():
-    p, q = np.log([[0.5, 0.5], [0.9, 0.1]]), np.log([[0.25, 0.75], [0.9, 0.1]])
-    measured = divergence(p, q)
-    assert measured["kl"] == pytest.approx((0.5 * np.log(2) + 0.5 * np.log(2 / 3)) / 2)
-    assert measured["top1"] == 0.5  # 0.5 against 0.75 prefers the other token, the second row the same one
-
-
-def test_what_needs_no_draft_is_chosen_in_the_published_chunks(model):
-    """32 tokens at a time and nothing for lines; forced tokens come on top."""
-    item = make_item(TASKS["copy"], "copy", 0, Space(700, model.count))
-    prompt, gold, _ = model._continued(item, item.known)
-    prompted = Prompted(model._engine, prompt, gold, 1, 0)
-    forced = prompted.mask([(start, end) for start, end, _ in prompted.inspection("paper").forced_ranges])
-    for arm in arms(["paper", "random", "lexical", "oracle", "recency"], ["0.2"])[1:]:
-        request = prompted.request(arm)
-        assert request.specprefill.rule == "paper"
-        kept = prompted.mask(model._engine.replay(request, (5, 6)).report.kept_spans)
-        borders = range(32, kept.size, 32)
-        chunks = zip(np.split(kept, borders), np.split(forced, borders), strict=True)
-        assert all(chunk.all() == chunk.any() for chunk, given in chunks if not given.any())
-    assert prompted.request(Arm("sparse", Fraction(1, 5))).specprefill.rule == "default"
 
 
 @pytest.mark.parametrize("kind", SERVED_KINDS)

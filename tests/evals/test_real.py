@@ -10,13 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from mlx_specprefill_evals import bm25, corpus
-from mlx_specprefill_evals.corpus import Module, Paragraph
+from mlx_specprefill_evals import corpus
 from mlx_specprefill_evals.errors import NothingToDoError
 from mlx_specprefill_evals.paraphrases import FACTS
 from mlx_specprefill_evals.tasks import CALLS, REAL, Item, Space, make_item
 from mlx_specprefill_evals.tasks.calls import GROUP
-from mlx_specprefill_evals.tasks.real import _calls_in
 
 NAMES = sorted(REAL)
 EMPTY = frozenset(
@@ -56,15 +54,6 @@ def test_a_python_without_sources_has_no_real_text(monkeypatch: pytest.MonkeyPat
         corpus.modules.cache_clear()
 
 
-def test_prose_is_told_from_code() -> None:
-    prose = Paragraph(
-        "Values that can't be determined are returned as they were given. They stay. It is so.", "x", True
-    )
-    assert corpus.sentences(prose) == ["Values that can't be determined are returned as they were given."]
-    assert corpus.sentences(Paragraph(prose.text, "x", False)) == []
-    assert all(">>>" not in paragraph.text for paragraph in corpus.paragraphs() if paragraph.prose)
-
-
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.nightly
 def test_the_gold_passage_holds_the_answer_and_lies_before_the_question(name: str) -> None:
@@ -86,17 +75,6 @@ def test_copies_and_clozes_break_off_inside_their_sentence() -> None:
         assert made.turns[0].question.count(begun) == 2
 
 
-def test_distractors_are_the_paragraphs_most_like_the_one_that_answers() -> None:
-    made = item("cloze", 1, 4000)
-    document = made.turns[0].question.rpartition("\n\n")[0].split("\n\n")
-    own = next(text for text in document if made.gold[0] in text)
-    prose = [paragraph.text for paragraph in corpus.paragraphs() if paragraph.prose]
-    scores = bm25.Index(map(bm25.words, prose)).scores(bm25.words(own))
-    ranked = [prose[at] for at in (-scores).argsort(kind="stable")]
-    assert {*document} - {own} <= {*ranked[:60]}
-    assert document[-1] != own
-
-
 def test_labels_come_with_examples_of_every_class() -> None:
     made = item("many_shot", 2)
     labels = re.findall(r"^Label: (\w+)$", made.turns[0].question, re.M)
@@ -116,17 +94,6 @@ def test_a_helper_is_defined_far_above_its_call_and_mentioned_nowhere_else() -> 
         assert ast.parse(f"f({made.known.answer}") if made.known else None
 
 
-def test_calls_are_those_whose_arguments_are_named_as_the_parameters() -> None:
-    source = (
-        "def helper(first, second):\n    pass\n\ndef other(first):\n    pass\n\n"
-        "def caller(first, second):\n    other(1)\n    return helper(first, second)\n"
-        "def again(first, second):\n    return helper(first, second)\n"
-    )
-    (call,) = _calls_in(Module("m", source))
-    assert source[call.arguments : call.end] == "first, second)"
-    assert source[call.defined :].startswith("def helper(")
-
-
 def test_facts_and_questions_share_no_word_that_says_something() -> None:
     for fact, question in FACTS:
         assert not content_words(fact) & content_words(question), (fact, question)
@@ -143,13 +110,6 @@ def test_a_session_asks_for_five_sentences_and_goes_on_from_each_answer() -> Non
     for turn in turns:
         assert turn.turns[-1].answer == turn.known.opening + turn.known.answer + '".'
         assert turn.known.answer.strip() in turn.gold[0]
-
-
-def test_bm25_frequency() -> None:
-    index = bm25.Index([["a", "b"], ["a", "a"]])
-    assert (index.frequency("a"), index.frequency("b"), index.frequency("c")) == (2, 1, 0)
-    assert index.scores(["c"]).tolist() == [0, 0]
-    assert index.scores(["b"])[0] > 0
 
 
 @pytest.mark.parametrize("name", sorted(CALLS))

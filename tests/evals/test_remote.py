@@ -100,14 +100,6 @@ def test_a_system_message_comes_first():
         assert body["messages"][1]["role"] == "user"
 
 
-def test_the_server_can_decide_alone():
-    with serving(good) as (server, url):
-        replies = RemoteModel(url).ask(ITEM, arms(["served"], ["0.25"]), 9, 0, False)
-    fields = [{key: value for key, value in body.items() if "specprefill" in key} for body, _ in server.bodies[1::2]]
-    assert [arm.name for arm in replies] == ["full", "served"]
-    assert fields == [{"specprefill": False}, {}]
-
-
 def test_no_arm_finds_what_another_left_in_the_cache():
     with serving(good) as (server, url):
         RemoteModel(url).ask(ITEM, arms(["sparse", "served"], ["0.25", "0.5"]), 9, 0, False)
@@ -126,12 +118,6 @@ def test_answers_are_compared_with_those_of_a_full_prefill():
         replies = RemoteModel(url).ask(ITEM, arms(["sparse"], ["0.25", "0.5"]), 9, 0, False)
     assert [reply.measures["same"] for reply in replies.values()] == [1.0, 0.0, 1.0]
     assert all(reply.measures["seconds"] > 0 for reply in replies.values())
-
-
-def test_full_alone_sends_nothing_that_other_servers_do_not_know():
-    with serving(good) as (server, url):
-        RemoteModel(url).ask(ITEM, [FULL], 9, 0, False)
-    assert not any("specprefill" in body for body, _ in server.bodies)
 
 
 @pytest.mark.parametrize(

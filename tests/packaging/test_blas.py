@@ -132,14 +132,6 @@ class TestChoice:
         assert status == _blas.BlasStatus("loaded", library="libopenblas.so.0")
         assert made_global == ["libopenblas.so.0"]
 
-    def test_mkl_of_the_environment_is_found(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        (tmp_path / "lib").mkdir()
-        mkl = tmp_path / "lib" / "libmkl_rt.so.2"
-        mkl.touch()
-        monkeypatch.setattr(sys, "prefix", str(tmp_path))
-        status, _ = self.load(monkeypatch, {str(mkl): {"cblas_sgemm"}})
-        assert status.library == str(mkl)
-
     def test_the_wheels_library_is_the_last_that_is_tried(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
@@ -150,15 +142,6 @@ class TestChoice:
         wheels = {str(package / "lib" / "libopenblas_python.so"): {"cblas_sgemm"}}
         assert self.load(monkeypatch, wheels)[1] == list(wheels)
         assert self.load(monkeypatch, {**wheels, "libopenblas.so.0": {"cblas_sgemm"}})[1] == ["libopenblas.so.0"]
-
-    def test_a_library_without_cblas_is_passed_over(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        status, made_global = self.load(monkeypatch, {"libopenblas.so.0": {"sgemm_"}})
-        assert status.state == "missing"
-        assert made_global == []
-
-    def test_nothing_found_advises(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        status, _ = self.load(monkeypatch, {})
-        assert status.notice == _blas.ADVICE
 
     def test_a_cuda_build_needs_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(_blas, "_cuda_build", lambda: True)

@@ -116,22 +116,6 @@ class TestInstalledOnce:
         ensure(moved)
         assert len(self.installs(moved / ".venv/bin/calls")) == 2
 
-    def test_the_site_needs_a_set_of_its_own(self, clone: Path, calls: Path) -> None:
-        ensure(clone, "dev")
-        ensure(clone, "docs")
-        ensure(clone, "docs")
-        assert [line.rsplit("[")[-1] for line in self.installs(calls)] == ["dev]", "docs]"]
-
-    def test_the_developer_set_serves_too(self, clone: Path, calls: Path) -> None:
-        ensure(clone, "dev")
-        ensure(clone, "run")
-        assert [line.endswith("[dev]") for line in self.installs(calls)] == [True]
-
-    def test_the_serving_set_is_not_enough_for_tests(self, clone: Path, calls: Path) -> None:
-        ensure(clone, "run")
-        ensure(clone, "dev")
-        assert len(self.installs(calls)) == 2
-
 
 def calls_of(clone: Path) -> list[str]:
     return (clone / ".venv/bin/calls").read_text().splitlines()
@@ -195,17 +179,6 @@ class TestBench:
         assert calls[-1] == "-P -m benchmarks"
         assert len([line for line in calls_of(clone) if line.endswith("[bench]")]) == 1
 
-    def test_the_developer_set_is_enough(self, clone: Path) -> None:
-        write_program(clone / ".venv/bin/python", LOGGING_PYTHON)
-        ensure(clone, "dev")
-        assert not [line for line in self.run(clone) if line.endswith("[bench]")]
-
-    def test_it_finds_its_modules_from_any_folder(self, clone: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-        write_program(clone / ".venv/bin/python", LOGGING_PYTHON + 'echo "$PYTHONPATH"\n')
-        elsewhere = tmp_path_factory.mktemp("elsewhere")
-        done = subprocess.run([clone / "scripts/bench"], cwd=elsewhere, capture_output=True, text=True, check=True)
-        assert str(clone / "scripts") in done.stdout.splitlines()[-1].split(os.pathsep)
-
 
 class TestDocs:
     @pytest.mark.parametrize(
@@ -220,7 +193,3 @@ class TestDocs:
         write_program(clone / ".venv/bin/python", LOGGING_PYTHON)
         subprocess.run([clone / "scripts/docs", *arguments.split()], check=True, capture_output=True)
         assert calls_of(clone)[-1].endswith(ran)
-
-    def test_another_word_is_refused(self, clone: Path) -> None:
-        done = subprocess.run([clone / "scripts/docs", "server"], capture_output=True, text=True, check=False)
-        assert (done.returncode, done.stderr) == (1, "docs: build or serve is expected, got server\n")

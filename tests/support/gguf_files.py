@@ -17,7 +17,7 @@ from gguf.quants import dequantize, quantize
 from mlx_lm.utils import load_model
 from tokenizers.pre_tokenizers import ByteLevel
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = range(1, 6)
 F32 = GGMLQuantizationType.F32
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"

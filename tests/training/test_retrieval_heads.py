@@ -15,7 +15,6 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from mlx_specprefill import load_pair
-from mlx_specprefill.adapters.depth import first_layers, layers_of
 from mlx_specprefill.adapters.retrieval_heads import RetrievalDraft
 from tests.support.tiny import save_checkpoint
 
@@ -23,7 +22,7 @@ torch = pytest.importorskip("torch", reason="needs the extra `train`")
 
 import train_retrieval_heads as script  # noqa: E402
 from retrieval import student, text  # noqa: E402
-from retrieval.collect import Layout, Target, lay_out  # noqa: E402
+from retrieval.collect import Target, lay_out  # noqa: E402
 from retrieval.text import Document, Question, make_document  # noqa: E402
 
 TEMPLATE = "{% for m in messages %}<s>{{ m['role'] }}\n{{ m['content'] }}</s>\n{% endfor %}<s>assistant\n"
@@ -85,28 +84,6 @@ def test_both_commands(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureF
         run(*train, "--layers", 3)
 
 
-def test_no_prompt_and_none_with_teachers(checkpoint: Path, tmp_path: Path) -> None:
-    data, file = tmp_path / "data", tmp_path / "heads.safetensors"
-    train = ("train", "--target", checkpoint, "--data", data, "--layers", 2, "--steps", 1, "--file", file)
-    with pytest.raises(SystemExit, match=r"no prompts in .*run `collect` first"):
-        run(*train)
-    run("collect", "--target", checkpoint, "--data", data, "--layers", 2, "--prompts", 2, "--part", 1, "--parts", 2)
-    run(*train)
-    assert [path.name for path in data.iterdir()] == ["0001.pt"]
-    assert file.exists()
-
-
-def test_the_forward_is_that_of_the_model(checkpoint: Path) -> None:
-    target, model, _ = target_of(checkpoint)
-    tokens = torch.randint(3, 250, (60,), generator=torch.Generator().manual_seed(0))
-    plain = Layout(tokens, torch.arange(60), torch.zeros(60, dtype=torch.long), 0, torch.zeros(60), torch.zeros(0, 60))
-    states, _ = target(plain, (1, 2), ())
-    for layers, state in states.items():
-        expected = np.array(first_layers(model, layers)(mx.array(tokens.numpy())[None])[0])
-        assert np.abs(state.numpy() - expected).max() < 1e-4 * np.abs(expected).max()
-    assert len(layers_of(model)) == 3
-
-
 def test_questions_in_one_pass_are_as_if_asked_alone(checkpoint: Path) -> None:
     target, _, tokenizer = target_of(checkpoint)
     asked = (Question("fact", "Who pays?", ((0, 6),)), Question("fact", "On which day is it?", ((7, 13), (20, 22))))
@@ -121,19 +98,6 @@ def test_questions_in_one_pass_are_as_if_asked_alone(checkpoint: Path) -> None:
         assert torch.allclose(ours, attention[0][alone.groups == 1][:, alone.groups == 0], atol=1e-5)
         found = tokenizer.decode(both.tokens[: both.gold.shape[1]][both.gold[number]])
         assert found == "".join(PROSE[start:end] for start, end in question.gold)
-
-
-def test_weights_for_states_that_are_not_whitened() -> None:
-    torch.manual_seed(0)
-    states = torch.randn(40, 24) * torch.linspace(0.1, 30, 24) + 5
-    whitening, model = student.Whitening([states], 1e-5), student.Heads(24, 2, 8)
-    model.bias.data.normal_()
-    folded = model.folded(whitening)
-    normed = torch.nn.functional.rms_norm(states, (24,), eps=1e-5)
-    q = normed @ folded["q_proj.weight"].T + folded["q_proj.bias"]
-    q, k = (x.unflatten(-1, (2, 8)).transpose(0, 1) for x in (q, normed @ folded["k_proj.weight"].T))
-    expected = model(whitening(states), torch.arange(40)).softmax(-1)
-    assert torch.allclose((q @ k.transpose(-1, -2) / 8**0.5).softmax(-1), expected, atol=1e-4)
 
 
 def test_answers_stand_where_they_are_said_to() -> None:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 import threading
-import time
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from selenium.webdriver.common.keys import Keys
 
-from mlx_specprefill import GenerationRequest, Prediction, PrefixMiss, Progress, Timings
+from mlx_specprefill import GenerationRequest, Prediction, PrefixMiss, Timings
 
 from ..server import fakes
 from ..server.fakes import FakeEngine
@@ -186,27 +184,6 @@ def test_behind_an_edit_it_says_what_stays(
     assert facts in turn.find_element("css selector", ".facts").text
 
 
-def test_the_headline_does_not_wait_for_the_last_word(page: Page, live: Any, engine: FakeEngine) -> None:
-    release = threading.Event()
-
-    def script(request: GenerationRequest) -> Iterable[Any]:
-        if request.specprefill.enabled is False:
-            return [*engine.tokens("It is 4.5 m.", end=False), release, engine.pair.tokenizer.eos_token_id]
-        return engine.tokens("It is 4.5 m.")
-
-    engine.script = script
-    base, _ = live()
-    page.open(base)
-    page.set("#mode", "sparse")
-    page.find("#compare").click()
-    page.find("#question").send_keys("How long?", Keys.ENTER)
-    said = r"First word after \S+ m?s( instead of|; full reading:) \S+ m?s\. \d+ % of the text was not read\."
-    page.until(lambda: page.all(".headline") and re.fullmatch(said, page.find(".headline").text.strip()))
-    assert page.find("#stop").is_displayed()
-    release.set()
-    page.until(lambda: page.find(".headline").text.endswith("Same answer."))
-
-
 def test_the_sample_is_read_selectively_and_its_answers_are_short(page: Page, live: Any, engine: FakeEngine) -> None:
     """Small models go on and on, and whoever tries it waits for both answers."""
     base, _ = live()
@@ -302,39 +279,6 @@ def test_a_prediction_that_was_missed_is_not_advertised(page: Page, live: Any, m
     plain = fakes.report_of
     monkeypatch.setattr(fakes, "report_of", lambda request: replace(plain(request), predicted=Prediction(0.001, 0.001)))
     assert "instead" not in headline_of(page, live)
-
-
-LEAST_FILLED = """
-window.filled = 1;
-new MutationObserver(() => {
-  const bar = document.querySelector("#turns .bar"), part = bar?.lastElementChild;
-  const { insetInlineStart: from, inlineSize: size } = part?.style ?? {};
-  if (part) window.filled = Math.min(filled, (parseFloat(from) + parseFloat(size)) / 100);
-}).observe(document.getElementById("turns"), { childList: true, subtree: true });
-"""
-
-
-def test_while_it_is_read_the_scale_ends_where_it_is_expected_to(page: Page, engine: FakeEngine) -> None:
-    release = threading.Event()
-
-    def script(request: GenerationRequest) -> Iterable[Any]:
-        yield Progress("draft", 0, 12, cached=0)
-        time.sleep(0.3)
-        yield Progress("draft", 3, 12, cached=0)
-        yield release
-        yield from engine.tokens("Hello")
-
-    engine.script = script
-    page.run(LEAST_FILLED)
-    page.drop("A text.")
-    page.find("#compare").click()
-    page.find("#question").send_keys("Well?", Keys.ENTER)
-    page.until(lambda: "small model reads, 25 %" in page.find("#map-facts").text)
-    assert page.run("return window.filled") < 0.6
-    second = page.all(".lane")[1].text
-    assert second == "Full reading\nwaits for the end of the first answer"
-    release.set()
-    page.until(lambda: not page.find("#stop").is_displayed())
 
 
 def test_instructions_temperature_and_length_reach_the_model(page: Page, engine: FakeEngine) -> None:

@@ -44,16 +44,6 @@ for (const scores of ["yes", "no"]) for (const plain of ["yes", "no"]) {
 }
 return found;
 """
-ON_THE_WAY = """
-const moving = document.getAnimations(), least = [];
-for (const one of moving) one.pause();
-for (let ms = 0; ms <= 500; ms += 50) {
-  for (const one of moving) one.currentTime = ms;
-  least.push(Math.min(...[...document.querySelectorAll("#prompt [data-index]:not([hidden])")].map(contrast)));
-}
-for (const one of moving) one.finish();
-return [moving.length, Math.min(...least)];
-"""
 
 
 def scored(page: Page, live: Any, theme: str) -> None:
@@ -71,27 +61,3 @@ def test_every_part_is_readable_with_every_score(page: Page, live: Any, theme: s
     found = page.run(ALL_COMBINATIONS)
     assert len(found) == 72
     assert {what: ratio for what, ratio in found.items() if ratio < LEAST} == {}
-
-
-@pytest.mark.parametrize("theme", ["light", "dark"])
-@pytest.mark.nightly
-def test_a_step_s_colours_are_readable_on_their_way(page: Page, live: Any, theme: str) -> None:
-    scored(page, live, theme)
-    for button in ("step-back", "step-on"):
-        begun = f"document.getElementById('{button}').click()"
-        count, least = page.run(f"{begun}; {ON_THE_WAY}")
-        assert count > 0
-        assert least >= LEAST
-    page.until(lambda: page.run("return document.getAnimations().length === 0"))
-
-
-@pytest.mark.nightly
-def test_another_theme_is_there_at_once(page: Page, live: Any) -> None:
-    """From light to dark the text's colour meets that of its ground: nobody could read it halfway."""
-    scored(page, live, "light")
-    page.find("#step-back").click()
-    page.until(lambda: page.run("return document.getAnimations().length === 0"))
-    page.look("dark")
-    assert page.run("return document.getAnimations().length") == 0
-    page.find("#theme").click()  # light, whatever the system prefers
-    assert page.run("return document.getAnimations().length") == 0

@@ -136,19 +136,6 @@ def test_another_tab_says_that_an_answer_is_coming(page: Page, tabs: Tabs, engin
     assert "another tab" not in page.all(".turn")[-1].text
 
 
-def test_another_tab_at_its_end_follows_what_is_asked_elsewhere(page: Page, tabs: Tabs, engine: FakeEngine) -> None:
-    engine.says("".join(f"Line {row}.\n\n" for row in range(60)))
-    for tab in (0, 1):
-        tabs.to(tab)
-        page.look("light", "laptop")
-    page.ask("A long answer")
-    tabs.to(0)
-    page.until(lambda: tabs.questions() == ["First", "A long answer"])
-    page.until(lambda: "Line 59." in page.all(".answer")[-1].text)
-    below = "return document.getElementById('chat').getBoundingClientRect().bottom - innerHeight"
-    page.until(lambda: page.run(below) <= 1, within=10)
-
-
 def test_what_one_tab_took_away_no_other_brings_back(page: Page, tabs: Tabs, engine: FakeEngine) -> None:
     page.ask("Second")
     page.until(lambda: page.find("#chat").get_attribute("data-kept") == "yes")

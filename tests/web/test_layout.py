@@ -185,25 +185,6 @@ def test_a_conversation_is_opened_at_its_end_and_reloaded_where_it_was(page: Pag
     assert 0 < answer <= composer
 
 
-CUT = """
-const pen = document.createElement("canvas").getContext("2d");
-return [...document.querySelectorAll("#settings select")].filter((field) => {
-  const style = getComputedStyle(field);
-  pen.font = style.font;
-  const room = field.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight);
-  return [...field.options].some((option) => pen.measureText(option.textContent).width > room);
-}).map((field) => field.id);
-"""
-
-
-@pytest.mark.parametrize("width", ["laptop", "narrow"])
-def test_the_arrow_of_a_setting_cuts_none_of_its_words(page: Page, width: str) -> None:
-    page.look("light", width)
-    page.find("[popovertarget=settings]").click()
-    assert page.run(CUT) == []
-    assert page.fits()
-
-
 @pytest.mark.parametrize("width", ["laptop", "narrow"])
 def test_each_view_stays_where_it_was_scrolled_to(page: Page, engine: FakeEngine, width: str) -> None:
     engine.says(LONG)

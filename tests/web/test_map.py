@@ -22,29 +22,6 @@ def figures(text: str) -> tuple[str, ...]:
     return found.groups()
 
 
-@pytest.mark.nightly
-def test_the_map_agrees_with_the_answer_of_every_question(page: Page, server: Server) -> None:
-    document, question = haystack("Berta", "903344", 1400, 0.5, seed=21).rsplit("\n\n", 1)
-    later, other = haystack("Carla", "118822", 900, 0.3, seed=22).rsplit("\n\n", 1)
-    page.open(server.base)
-    page.drop(document)
-    first = page.ask(question)
-    said = [figures(first.text)]
-    assert figures(page.find("#map-facts").text) == said[0]
-    page.drop(later, "later.txt")
-    second = page.ask(other)
-    assert "118822" in second.find_element("css selector", ".answer").text
-    assert "Already read:" in second.text
-    said.append(figures(second.text))
-    assert figures(page.find("#map-facts").text) == said[1]
-    assert page.find("#map-question").text == other
-    marked = sum(len(span.get_attribute("textContent")) for span in page.all("#prompt .kept, #prompt .always"))
-    assert marked
-    first.find_element("xpath", ".//button[.='What was read']").click()
-    assert figures(page.find("#map-facts").text) == said[0]
-    assert page.find("#map-question").text == question
-
-
 def test_a_full_reading_is_shown_as_one(page: Page) -> None:
     page.drop("The river waited for the stone bridge. " * 20)
     page.set("#mode", "full")
@@ -151,20 +128,3 @@ def test_the_minimap_shows_the_whole_text_and_goes_anywhere_in_it(page: Page) ->
         page.until(lambda at=share: at - 0.2 < min(page.run(MINIMAP)["seen"]) < at < max(page.run(MINIMAP)["seen"]), 20)
         picture = page.run(MINIMAP)
         assert (min(picture["seen"]), max(picture["seen"])) == pytest.approx(picture["shown"], abs=0.05)
-
-
-@pytest.mark.nightly
-def test_the_three_steps_can_be_walked_through(page: Page) -> None:
-    page.score("Where?", "The river waited for the stone bridge. " * 20)
-    page.find("#step-back").click()
-    assert "Step 1 of 3. The small model reads everything" in page.find("#step").text
-    assert page.find("#scores").is_selected()
-    assert not page.find("#step-back").is_enabled()
-    page.find("#step-on").click()
-    assert "Step 2 of 3. The best parts are chosen" in page.find("#step").text
-    page.find("#step-play").click()
-    assert "Step 1 of 3." in page.find("#step").text
-    page.until(lambda: "Step 2 of 3." in page.find("#step").text)
-    page.find("#step-on").click()
-    assert "Step 3 of 3. The large model reads only these" in page.find("#step").text
-    assert not page.find("#chunk-3").is_displayed()

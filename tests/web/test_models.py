@@ -95,21 +95,3 @@ def test_models_are_loaded_and_unloaded_in_the_server_view(
     host.held_up.set()
     page.until(lambda: "in memory · answers as small" in row(1))
     time.sleep(0.1)
-
-
-@pytest.mark.nightly
-def test_a_model_that_fails_says_why(page: Page, several: tuple[str, Models], host: FakeHost) -> None:
-    base, _ = several
-    host.broken["big"] = "its weights are cut off"
-    page.open(base)
-    page.until(lambda: "fixed: in memory" in options(page))
-    page.find("#question").send_keys("Who are you?")
-    page.press("#send")
-    page.until(lambda: "its weights are cut off" in page.find("#notice").text)
-    page.until(lambda: "big: failed to load" in options(page))
-    page.until(lambda: "big can't be loaded: its weights are cut off" in page.find("#models").text)
-    Select(page.find("#model")).select_by_value("fixed")
-    page.until(lambda: "Large model fixed" in page.find("#models").text)
-    page.find("#question").clear()
-    page.ask("Who are you?")
-    assert "I am fixed" in page.all(".arm .answer")[-1].text

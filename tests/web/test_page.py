@@ -299,16 +299,6 @@ def test_what_is_on_its_way_is_fit_for_screen_readers(page: Page, live: Any, eng
     assert all(found == [] for found in found.values()), found
 
 
-@pytest.mark.parametrize("width", ["wide", pytest.param("narrow", marks=pytest.mark.nightly)])
-def test_everything_is_reached_with_the_tab_key(page: Page, width: str) -> None:
-    page.look("light", width)
-    reached = set()
-    for _ in range(30):
-        page.driver.switch_to.active_element.send_keys(Keys.TAB)
-        reached.add(page.driver.switch_to.active_element.get_attribute("id"))
-    assert {"theme", "browse", "question", "compare", "send", "new"} <= reached
-
-
 def test_a_refused_key_leaves_a_way_back(page: Page, live: Any, engine: FakeEngine) -> None:
     base, _ = live(api_keys=("geheim",))
     page.open(base)

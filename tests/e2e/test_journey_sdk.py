@@ -146,22 +146,6 @@ def test_what_an_agent_looked_for_is_found_in_any_tool_result(client: openai.Ope
     assert found >= 2
 
 
-def test_a_later_question_finds_what_the_first_one_did_not_ask_for(client: openai.OpenAI) -> None:
-    """The first turn reads a part of the text, chosen for its question; the second asks for another fact of it."""
-    found = 0
-    for index, (name, code, words, depth) in enumerate(NEEDLES):
-        text, first = haystack(name, code, words, depth, seed=index + 80).rsplit("\n\n", 1)
-        messages: Any = user(f"The secret code for Laura is {int(code) - 7}. {text}\n\n{first}")
-        asked: dict[str, Any] = {"model": "any", "max_tokens": 30, "extra_body": {"specprefill": True}}
-        answer = client.chat.completions.create(messages=messages, **asked)
-        assert report_of(answer)["mode"] == "sparse"
-        messages.append({"role": "assistant", "content": answer.choices[0].message.content})
-        messages += user("What is the secret code for Laura?")
-        answer = client.chat.completions.create(messages=messages, **asked)
-        found += str(int(code) - 7) in (answer.choices[0].message.content or "")
-    assert found >= len(NEEDLES) - 1
-
-
 def test_full_prefill_answers_too(client: openai.OpenAI) -> None:
     code, messages = needle(0)
     answer = client.chat.completions.create(

@@ -27,6 +27,7 @@ from mlx_specprefill import (
     SpecPrefillOptions,
     SpecPrefillPolicy,
     TokenEvent,
+    load_pair,
 )
 from mlx_specprefill.adapters.capture import QueryCapture
 from mlx_specprefill.adapters.heads import DraftHeads, Head
@@ -37,6 +38,7 @@ from tests.support.precision import assert_close
 from tests.support.tiny import FAMILIES, generated, greedy, random_prompt, tiny_pair
 from tests.support.waiting import eventually
 
+DEMO = Path(__file__).parents[2] / "models" / "demo"
 POLICY = SpecPrefillPolicy(threshold=300, keep_pct=Fraction(3, 10), densify=False)
 CONFIG = EngineConfig(policy=POLICY, prefill_step=128, prefix_cache_bytes=64 << 20)
 AUTO, OFF = SpecPrefillOptions(return_spans=True), SpecPrefillOptions(False, return_spans=True)
@@ -410,6 +412,99 @@ def test_another_models_folder_is_not_used(tmp_path: Path) -> None:
     with Engine(tiny_pair("qwen3"), config) as engine:
         _, last = generated(engine.generate(GenerationRequest(prompt, ANSWER, specprefill=OFF)))
     assert last.report.cached_tokens == 0
+
+
+# --- two needles, one of them dropped: the bundled pair --------------------------------------------------------------
+
+NAMES = "Anna Peter Maria Thomas Laura Daniel Sophie Martin Julia Simon Clara Robert".split()
+WORDS = """river stone market winter letter garden window bridge captain morning silver forest teacher engine harbor
+village paper cotton ladder mirror pocket summer tunnel valley writer yellow basket candle doctor eagle""".split()
+
+
+def haystack(seed: int, words: int) -> tuple[str, dict[str, str]]:
+    """Sentences with one code per name, evenly spread; the codes."""
+    rng = np.random.default_rng(seed)
+    sentences = ["The " + " ".join(rng.choice(WORDS, 7)) + "." for _ in range(words // 8)]
+    codes = {name: str(rng.integers(100_000, 1_000_000)) for name in NAMES}
+    for place, (name, code) in enumerate(codes.items()):
+        sentences.insert((2 * place + 1) * len(sentences) // (2 * len(codes)), f"The secret code for {name} is {code}.")
+    return " ".join(sentences), codes
+
+
+class Chat:
+    """A conversation with an engine in the demo pair's chat format."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.messages: list[dict[str, str]] = []
+
+    def ask(self, text: str) -> tuple[str, Finished]:
+        self.messages.append({"role": "user", "content": text})
+        pair = self.engine.pair
+        prompt = tuple(pair.tokenizer.apply_chat_template(self.messages, add_generation_prompt=True))
+        request = GenerationRequest(
+            prompt, 24, specprefill=AUTO, spans=self._spans(prompt), stop_token_ids=pair.eos_token_ids
+        )
+        events = list(self.engine.generate(request))
+        tokens = [e.token for e in events if isinstance(e, TokenEvent) and e.token not in pair.eos_token_ids]
+        answer = pair.tokenizer.decode(tokens)
+        self.messages.append({"role": "assistant", "content": answer})
+        assert isinstance(events[-1], Finished)
+        return answer, events[-1]
+
+    def _spans(self, prompt: tuple[int, ...]) -> tuple[PromptSpan, ...]:
+        """Messages as the template bounds them: it says <|im_start|>role newline ... <|im_end|> newline."""
+        start, end = (self.engine.pair.tokenizer.convert_tokens_to_ids(f"<|im_{name}|>") for name in ("start", "end"))
+        starts = [i for i, token in enumerate(prompt) if token == start]
+        ends = [i for i, token in enumerate(prompt) if token == end]
+        kinds = [message["role"] for message in self.messages]
+        return tuple(PromptSpan(kind, a, a + 3, z, z + 2) for kind, a, z in zip(kinds, starts, ends, strict=False))
+
+
+def index_of(pair: ModelPair, prompt_text: Sequence[int], code: str) -> set[int]:
+    """Prompt indices of a code's digits."""
+    text, where = pair.tokenizer.decode(list(prompt_text)), set()
+    at, reached = text.index(code), 0
+    for index, token in enumerate(prompt_text):
+        piece = len(pair.tokenizer.decode([token]))
+        if reached < at + len(code) and reached + piece > at:
+            where.add(index)
+        reached += piece
+    return where
+
+
+@pytest.mark.timeout(900)  # eight turns of the bundled pair, and as often a prompt made dense
+@pytest.mark.parametrize("idle", [True, False], ids=["densified", "re-scored"])
+@pytest.mark.extended
+def test_the_second_needle_is_found_though_the_first_turn_dropped_it(idle: bool) -> None:
+    """Turn 1 asks for A and drops B. Turn 2 asks for B: answered from the dense copy, or by scoring again."""
+    pair = load_pair(DEMO / "target", DEMO / "draft")
+    policy = SpecPrefillPolicy(threshold=512, keep_pct=Fraction(1, 5), densify=idle)
+    right = swaps = 0
+    with Engine(pair, EngineConfig(policy=policy)) as engine:
+        for seed in range(4):
+            chat, (text, codes) = Chat(engine), haystack(seed, 700)
+            done = engine.stats().densified
+            first, end = chat.ask(f"{text}\n\nWhat is the secret code for {NAMES[2]}?")
+            assert end.report.mode == "sparse"
+            dropped = next((name for name in NAMES if not in_kept(pair, chat, end, codes[name])), None)
+            if idle:
+                assert eventually(lambda done=done: engine.stats().densified > done, 200)
+            if dropped is None or codes[NAMES[2]] not in first:
+                continue
+            second, end = chat.ask(f"What is the secret code for {dropped}?")
+            assert end.report.mode == ("full" if idle else "sparse")
+            assert idle or in_kept(pair, chat, end, codes[dropped])
+            swaps += 1
+            right += codes[dropped] in second
+    assert swaps >= 2
+    assert right == swaps
+
+
+def in_kept(pair: ModelPair, chat: Chat, end: Finished, code: str) -> bool:
+    """Return whether the target has read all digits of a code in the first message."""
+    prompt = pair.tokenizer.apply_chat_template(chat.messages[:1], add_generation_prompt=True)
+    return index_of(pair, prompt, code) <= kept_of(end)
 
 
 # --- several answers to one prompt -----------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from .cache.positioned import make_positioned_cache, place
 from .config import EngineConfig, SpeculationConfig, SpeculationName
 from .engine.engine import Engine
 from .events import Event, Failed, Finished, TokenEvent
-from .loading import ModelPair, load_pair
+from .loading import load_pair
 from .reading import read_model
 from .request import GenerationRequest, SpecPrefillOptions, TokenIds
 from .speculative.strategies import STRATEGIES
@@ -111,23 +111,13 @@ class Case:
     """
 
     def __init__(self, name: str, folder: Path, dtype: Dtype) -> None:
-        self.name, self.dtype, self._folder = name, dtype, folder
+        self.name, self.dtype = name, dtype
         self.pair = load_pair(folder, folder, heads=_heads(FAMILIES[name]), exit_early=False, dtype=dtype)
         with _cpu():
             self._exact, _, _ = read_model(folder, dtype, lambda done, total: None)
             self._exact.set_dtype(mx.float32)
             mx.eval(self._exact.parameters())
         self._known: dict[bytes, Floats] = {}
-
-    # Each loads its own weights: what a start leaves undone would be done by another.
-
-    def alone(self) -> ModelPair:
-        """Load the model without a draft."""
-        return load_pair(self._folder, dtype=self.dtype)
-
-    def own(self) -> ModelPair:
-        """Load the model with its own first layers as a draft."""
-        return load_pair(self._folder, "self", heads=_heads(FAMILIES[self.name]), dtype=self.dtype)
 
     def after_all(self, answer: TokenIds) -> Floats:
         """Return the logits (L, V) of an answer's tokens to the whole prompt, from one forward without a cache."""
@@ -256,11 +246,6 @@ def _operations(case: Case) -> Iterator[Check]:
         for name in STRATEGIES if case.dtype == "float32" else (_FEW_ROWS,):
             if name != "mtp" or case.pair.model_type in ARCHITECTURES:
                 yield check(f"drafted by {name}", _answer_error, engine, _Request(True, name))
-    if case.dtype == "float32":
-        with Engine(case.alone(), _CONFIG) as engine:
-            yield check("full prefill without a draft", _answer_error, engine, full)
-        with Engine(case.own(), _CONFIG) as engine:
-            yield check("scored by its first layers", _answer_error, engine, sparse)
     if "sliding_window" not in FAMILIES[case.name]:
         with Engine(case.pair, replace(_CONFIG, kv_bits=8)) as engine:
             yield check("quantised KV cache", _answer_error, engine, full, limit=limit + _PACKED)
@@ -331,13 +316,9 @@ def _truth(case: Case, engine: Engine, last: Finished, answer: TokenIds) -> Floa
 
 def sync_ms() -> float:
     """Return the milliseconds from queueing a small operation to its result, a median."""
-    return median(_times(lambda: mx.eval(mx.zeros(8) + 1), 200))
-
-
-def _times(run: Callable[[], None], repeats: int) -> list[float]:
     times = []
-    for _ in range(repeats):
+    for _ in range(200):
         begun = time.perf_counter()
-        run()
+        mx.eval(mx.zeros(8) + 1)
         times.append(1e3 * (time.perf_counter() - begun))
-    return times
+    return median(times)

@@ -1,4 +1,4 @@
-"""What is remembered of texts has a bound in bytes, goes by use, and does not come back once it is forgotten."""
+"""Memory of texts has a bound in bytes, goes by use, and does not come back once it is forgotten."""
 
 from __future__ import annotations
 

@@ -212,7 +212,7 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
         return cls(cache.max_size if isinstance(cache, PositionedRotatingKVCache) else None)
 
     def _joining(self, cache: Any) -> BatchRow:
-        held = cache.held.copy()
+        held = HeldTokens(cache.held.runs())
         if self.max_size is not None:
             held.keep_last(self.max_size)
         return BatchRow(held, cache.slots, cache.next)
@@ -326,7 +326,7 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
         row = self._rows[idx]
         generated = self._steps - row.joined_at
         cache = PositionedKVCache() if self.max_size is None else PositionedRotatingKVCache(self.max_size)
-        cache.held = row.held.copy()
+        cache.held = HeldTokens(row.held.runs())
         cache.held.append(row.start, generated)
         cache.next = row.start + generated
         if self.max_size is not None:

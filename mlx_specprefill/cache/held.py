@@ -43,16 +43,6 @@ class HeldTokens:
             held.extend(~part if is_estimated else part, is_estimated)
         return held
 
-    def copy(self) -> HeldTokens:
-        return HeldTokens(self.runs())
-
-    def first(self, count: int) -> HeldTokens:
-        """Return the first `count` tokens, in the order of feeding."""
-        held = HeldTokens()
-        for start, size, estimated in self._runs:
-            held.append(start, min(size, count - held.size), bool(estimated))
-        return held
-
     def runs(self) -> list[Run]:
         return [(start, count, bool(estimated)) for start, count, estimated in self._runs]
 

@@ -201,7 +201,7 @@ class PositionedRotatingKVCache(Positioned):
         super()._record(count)
 
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Any:
-        held = self.held.copy()
+        held = HeldTokens(self.held.runs())
         held.keep_last(self.max_size - 1)
         if self._joins(held):
             return self.inner.make_mask(N, window_size=window_size, return_array=return_array)

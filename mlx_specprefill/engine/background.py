@@ -213,8 +213,7 @@ class BackgroundPrefill:
         """Read what is left of the turn. Return the verdict if one is wanted."""
         request = replace(turn.request, specprefill=SpecPrefillOptions(), prompt_logprobs=None)
         if not turn.drafts and turn.is_to_verify:
-            parts = turn.answer, self._guide, self._quantize
-            return (yield from verify(self._prefiller, request, *parts))
+            return (yield from verify(self._prefiller, request, turn.answer, self._guide, self._quantize))
         text = replace(request, prompt=turn.tokens)
         if turn.drafts:
             yield from self._prefiller.scorer.catch_up(text)

@@ -183,7 +183,7 @@ class EditedPrefixes:
         anew = np.concatenate(unread)
         behind = anew >= (pieces[-1].new + pieces[-1].size if pieces else 0)
         if held.dense >= end:  # else some of it may have been recalled for a later token
-            old, held = old[:end], held.first(end)
+            old, held = old[:end], HeldTokens.all(end)
         return Edit(old, held, tuple(pieces), tuple(passages), anew[~behind], anew[behind], reused)
 
     def _is_change(self, old: TokenIds, place: int, new: TokenIds, start: int, end: int) -> bool:

@@ -7,25 +7,11 @@ as long as the longest. So rows share a forward if it pads them by fewer bytes t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 Groups = Sequence[Sequence[int]]  # indices of the rows that share a forward
 
 _STEPS = 64  # within which other groups have to save what they copy; most answers are longer
-
-
-@dataclass(frozen=True)
-class _Group:
-    rows: tuple[int, ...]
-    longest: int
-
-    @property
-    def padded(self) -> int:
-        return len(self.rows) * self.longest
-
-    def join(self, other: _Group) -> _Group:
-        return _Group(self.rows + other.rows, max(self.longest, other.longest))
 
 
 def group_rows(sizes: Sequence[int], read: int, most: float) -> list[list[int]]:
@@ -39,16 +25,15 @@ def group_rows(sizes: Sequence[int], read: int, most: float) -> list[list[int]]:
         read: bytes of weights that a forward reads, however many rows it has.
         most: bytes of padding of all groups together.
     """
-    groups = [_Group((row,), sizes[row]) for row in sorted(range(len(sizes)), key=lambda row: sizes[row])]
+    groups = [[row] for row in sorted(range(len(sizes)), key=lambda row: sizes[row])]
     while len(groups) > 1:
-        joined = [first.join(second) for first, second in pairwise(groups)]
-        added = [both.padded - groups[at].padded - groups[at + 1].padded for at, both in enumerate(joined)]
+        added = [_padded(sizes, [[*pair[0], *pair[1]]]) - _padded(sizes, pair) for pair in pairwise(groups)]
         at = added.index(min(added))
         if added[at] > min(read, most):
             break
-        groups[at : at + 2] = [joined[at]]
+        groups[at : at + 2] = [groups[at] + groups[at + 1]]
         most -= added[at]
-    return [list(group.rows) for group in groups]
+    return groups
 
 
 def regroup(sizes: Sequence[int], groups: Groups, read: int, most: float) -> list[list[int]]:

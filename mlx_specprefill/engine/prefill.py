@@ -35,12 +35,10 @@ from .caches import EngineCaches, empty_cache
 from .chunks import ChunkSizer
 from .costs import CostModel
 from .edited_prefix import Edit, EditedPrefixes
-from .scoring import DraftContextError, Extension, PromptScorer
+from .scoring import DraftContextError, Extension, PromptScorer, Scoring
 
 log = logging.getLogger(__name__)
-Model = Callable[..., mx.array]
 PrefillSteps = Generator[Progress | PromptLogprobs, None, mx.array]
-Choosing = Generator[Progress, None, Indices]
 _LEAST_RECALL = 256  # tokens that may always be recalled
 _LEAST_CHECKPOINT = 128  # tokens of a dense beginning that is worth a forward end
 _STATE_EVERY = 4096  # tokens between checkpoints of state that can't be trimmed
@@ -72,7 +70,8 @@ class Prefiller:
         self.text = TextReader(pair.tokenizer)
         self.scorer = self._scorer_type(pair, config, caches, partial(chunks.size, "draft"))
         self.edits = EditedPrefixes(pair, caches)
-        self._refusal = _refusal_of(pair)
+        words = pair.sparse_refusal
+        self._refusal = None if words is None else Reason("unsupported" if pair.has_draft else "no-draft", words)
         self.fallbacks: Counter[str] = Counter()
 
     def plan(self, request: GenerationRequest, cached: int | None = None) -> PrefillPlan:
@@ -127,8 +126,13 @@ class Prefiller:
             reason = self._decide(active)
             if active.prefix.miss is not None:  # else no cached prompt has much of the rest
                 yield from self._reuse(active, reason)
-            reading = None if active.way == "full" else (yield from self._choose(active))
-            if reading is not None:
+            text, scores = None if active.way == "full" else self.text.read(active.request.prompt), None
+            if text is not None and (scoring := self._scoring(active, text)) is not None:
+                yield Progress("draft", 0, len(active.request.prompt))
+                scores = yield from scoring
+            if text is not None and active.way != "full":
+                reading = yield from self._choose(active, text, scores)
+                scores = None  # frees the draft's cache, unless it is kept: the target needs the memory
                 logits = yield from self._read(active, reading)
         except RequestCancelled:
             raise
@@ -207,7 +211,7 @@ class Prefiller:
             read = yield from self.scorer.follow(request, edit, rotations)
             active.choice = replace(active.choice, draft_read=read)
 
-    def _keep_around(self, active: ActiveRequest, reading: Indices) -> Choosing:
+    def _keep_around(self, active: ActiveRequest, reading: Indices) -> Generator[Progress, None, Indices]:
         """Go on from a dense cached prompt that this one changes, if that pays, with what was chosen read anew.
 
         Return what is then to be read.
@@ -281,28 +285,29 @@ class Prefiller:
         may_recall = active.prefix.missing.size > 0 and _asks(active.request, active.prefix.length)
         return self.pair.has_draft and may_recall
 
-    def _choose(self, active: ActiveRequest) -> Generator[Progress, None, Indices | None]:
-        """Return the prompt indices of the tokens to read, ascending. Those in front of the prefix's end are recalled.
-
-        None, and the prompt is read in full, if it is too long for the draft.
-        """
-        request, scores = active.request, None
-        text = self.text.read(request.prompt)
-        if self._is_scored(active):
-            yield Progress("draft", 0, len(request.prompt))
-            active.plan, active.stage = self.scorer.ask(request, active.plan, text), "draft"
-            extension = _extension(active.prefix) if active.way == "extend" else None
-            try:
-                scores = yield from self.scorer.scores(request, active.plan, text, extension)
-                active.choice = Choice(scores.scorer, scores.words, scores.read + active.choice.draft_read)
-            except DraftContextError as error:
-                active.decide(active.plan.as_full("draft-context", str(error)))
-        if active.way == "full":
+    def _scoring(self, active: ActiveRequest, text: PromptText) -> Scoring | None:
+        """Return the steps of the draft, if it scores the prompt. Where that is too long, all of it is read."""
+        if not self._is_scored(active):
             return None
+        active.plan, active.stage = self.scorer.ask(active.request, active.plan, text), "draft"
+        L, dropped = active.prefix.length, active.prefix.missing
+        extension = Extension(L, int(dropped[-1]) + 1) if active.way == "extend" else None
+        try:
+            return self.scorer.scores(active.request, active.plan, text, extension)
+        except DraftContextError as error:
+            active.decide(active.plan.as_full("draft-context", str(error)))
+            return None
+
+    def _choose(
+        self, active: ActiveRequest, text: PromptText, scores: Scores | None
+    ) -> Generator[Progress, None, Indices]:
+        """Return the prompt indices of the tokens to read, ascending. The first may be recalled ones of the prefix."""
+        if scores is not None:
+            active.choice = Choice(scores.scorer, scores.words, scores.read + active.choice.draft_read)
         reading = self._select(active, text, scores)
         if active.prefix.miss is not None:
             reading = yield from self._keep_around(active, reading)
-        yield Progress("select", reading.size, len(request.prompt))
+        yield Progress("select", reading.size, len(active.request.prompt))
         yield from self._begin_drafting(active, scores)
         return reading
 
@@ -382,19 +387,16 @@ class Prefiller:
         ends = forward_ends(indices.size, self.step, tuple(stops))
         try:
             for fed, logits in feed(model, active.cache, tokens, kept, ends, logits=True):  # noqa: B007
-                if fed in stops:
-                    self._store(active, stops[fed])
+                if fed in stops:  # nearly all of the prompt is stored once the first token is out
+                    later = stops[fed] >= len(active.request.prompt) - 1
+                    active.keep_prompt(self.caches, stops[fed], later)
                 yield Progress("prefill", before + fed, before + indices.size)
         except RequestCancelled:
             if fed and kept is None:
-                self._store(active, start + fed)
+                active.keep_prompt(self.caches, start + fed)
             raise
         assert logits is not None, "the last token's were asked for"
         return logits
-
-    def _store(self, active: ActiveRequest, length: int) -> None:
-        """Store the cache of the prompt's first `length` tokens; if that is nearly all, once the first token is out."""
-        active.keep_prompt(self.caches, length, later=length >= len(active.request.prompt) - 1)
 
     def _stops(self, active: ActiveRequest, new: Indices | None) -> dict[int, int]:
         """Return the counts of new tokens after which a forward ends, ascending, and the length that the cache then
@@ -457,22 +459,10 @@ class Prefiller:
         return logits
 
 
-def _refusal_of(pair: ModelPair) -> Reason | None:
-    words = pair.sparse_refusal
-    return None if words is None else Reason("unsupported" if pair.has_draft else "no-draft", words)
-
-
-def _read_along(active: ActiveRequest, model: Model, fed: Indices) -> Model:
+def _read_along(active: ActiveRequest, model: Callable[..., mx.array], fed: Indices) -> Callable[..., mx.array]:
     """Return the model that reads the prompt indices `fed` as what drafts the answer runs it."""
     proposer = None if active.drafting is None else active.drafting.proposer
     return model if proposer is None else proposer.read_along(model, fed)
-
-
-def _extension(prefix: Prefix) -> Extension:
-    """Return what a draft needs to know of a sparse prefix behind which new text is read whole."""
-    start = prefix.length
-    dropped = prefix.missing
-    return Extension(start, int(dropped[-1]) + 1 if dropped.size else 0)
 
 
 def _asks(request: GenerationRequest, start: int) -> bool:

@@ -16,7 +16,6 @@ from typing import Any
 from urllib.parse import quote
 from uuid import uuid4
 
-from opentelemetry import trace
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -142,11 +141,6 @@ class AccessLogMiddleware:
             if message["type"] == "http.response.start":
                 request_trace.status = message["status"]
                 MutableHeaders(scope=message)[REQUEST_ID] = request_trace.id
-            elif not message.get("more_body", False):  # a trace's span ends with this message
-                span = trace.get_current_span()
-                if span.is_recording():
-                    spent = {"request_id": request_trace.id, **_usage_fields(request_trace.answers)}
-                    span.set_attributes({f"specprefill.{name}": value for name, value in spent.items()})
             await send(message)
 
         try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import cache, partial
 
 from fastapi import FastAPI
-from fastapi.telemetry import TelemetryConfig
 from starlette.middleware.cors import CORSMiddleware
 
 from . import __version__, errors
@@ -21,9 +20,6 @@ from .paths import HeadMiddleware, PathMiddleware
 from .routes import page, prompts, status
 from .routes.openapi_document import openapi_document
 
-ON: TelemetryConfig = {"auto_configure": True, "logs": False}  # records of exceptions might quote prompts
-OFF: TelemetryConfig = {"auto_configure": False, "tracing": False, "metrics": False, "logs": False}
-
 
 def create_app(models: Models) -> FastAPI:
     """Return the ASGI application of one model or several. `app.state.models.state.stop()` ends all answers."""
@@ -34,7 +30,7 @@ def create_app(models: Models) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        telemetry=ON if settings.otel else OFF,
+        telemetry={"auto_configure": False, "tracing": False, "metrics": False, "logs": False},
     )
     app.state.models = models
     errors.install(app)

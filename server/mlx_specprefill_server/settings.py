@@ -100,7 +100,6 @@ class Settings(BaseSettings):
     log_format: LogFormat = Field(
         default="text", description="Format of the log. text: lines. json: one object per line."
     )
-    otel: bool = Field(default=False, description="Send OpenTelemetry traces and metrics, as the OTEL_* variables say.")
     tool_parser: ToolParser | None = Field(
         default=None, description="Format of the model's tool calls. Default: detected from its chat template."
     )

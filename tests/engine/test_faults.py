@@ -1,4 +1,4 @@
-"""What fails beside a request's prefill: its own answer ends with the error, the others and the loop go on."""
+"""Faults beside a request's prefill: its own answer ends with the error, the others and the loop go on."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def oldest_python() -> list[float]:
 # value here is no figure, or another test knows it.
 PROSE: dict[str, Callable[[], list[float]] | str] = {
     "takes half of the target's time allows": lambda: [gain(0.5 + KEPT)],
-    "is scored by 20 of its 30 layers": lambda: [20, 30, gain(20 / 30 + KEPT * (1 - 20 / 30))],
+    "is scored by 20 of its 30 layers": lambda: [20, 30, gain(20 / 30 + KEPT)],
     "with Python 3.11 or newer": oldest_python,
     "read in steps of some two seconds alone": lambda: [chunks._ALONE_MS / 1000, STEP_S],
     "takes such a step, so that": lambda: [12, round(12 * STEP_S, 1)],

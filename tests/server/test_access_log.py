@@ -13,17 +13,11 @@ from typing import Any
 
 import httpx
 import pytest
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from starlette.testclient import TestClient
 
 from mlx_specprefill import GenerationRequest, Timings
 from mlx_specprefill.prefill_report import Reached
-from mlx_specprefill_server import app as application
 from mlx_specprefill_server.monitoring.logs import configure_logging
-from mlx_specprefill_server.settings import Settings
-from tests.support.application import app_over
 from tests.support.waiting import eventually
 
 from . import fakes
@@ -254,16 +248,3 @@ def test_the_level_is_kept(client: TestClient, capsys: pytest.CaptureFixture[str
     logging.getLogger("library").info("quiet")
     logging.getLogger("library").warning("loud")
     assert [line.split(": ")[1] for line in written(capsys)] == ["loud"]
-
-
-def test_a_span_carries_the_report(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    spans, provider = InMemorySpanExporter(), TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(spans))
-    on = {**application.ON, "tracer_provider": provider, "auto_configure": False, "operation_spans": False}
-    monkeypatch.setattr(application, "ON", on)
-    client = TestClient(app_over(engine, Settings(otel=True)), base_url="http://localhost")
-    client.post("/v1/chat/completions", json=CHAT)
-    (span,) = spans.get_finished_spans()
-    assert span.name == "POST /v1/chat/completions"
-    assert span.attributes["specprefill.mode"] == "sparse"
-    assert SECRET not in span.to_json()

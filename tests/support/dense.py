@@ -1,4 +1,4 @@
-"""What the exact cache holds of a prompt, compared with full reading."""
+"""The exact cache's part of a prompt, compared with full reading."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
 
+from mlx_specprefill.cache.held import HeldTokens
 from mlx_specprefill.cache.positioned import Positioned, leaves, quantize_kv
 from mlx_specprefill.engine.caches import empty_cache
 from mlx_specprefill.engine.decode_batch import DecodeBatch, DecodeRow, Removed
@@ -138,7 +139,7 @@ def contents(cache: Sequence[Any]) -> list[Any]:
     held: list[Any] = []
     for leaf in leaves(cache):
         if hasattr(leaf, "held"):
-            tokens = leaf.held.copy()
+            tokens = HeldTokens(leaf.held.runs())
             tokens.keep_last(getattr(leaf, "max_size", tokens.size))  # a ring that was fed several rows holds more
             held.append((leaf.next, leaf.slots, tokens.runs()))
             leaf = leaf.inner

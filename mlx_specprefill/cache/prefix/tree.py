@@ -105,7 +105,7 @@ def _held_by(match: Match) -> tuple[HeldTokens, int]:
     """Return the tokens of a match, and the number of excess tokens in its blocks."""
     if match.held is None:
         return HeldTokens.all(match.length), match.node.end - match.length
-    held = match.held.first(match.held.slots(match.length))
+    held = HeldTokens.of(match.held.marked[: match.held.slots(match.length)])
     return held, match.held.size - held.size
 
 

@@ -50,7 +50,7 @@ def remove_volatile_lines(conversation: Conversation) -> tuple[Conversation, tup
 
 
 class ToolMemory:
-    """What is remembered of tools under a label: the order in which each set was first sent, and how many tokens the
+    """A memory of tools under a label: the order in which each set was first sent, and how many tokens the
     deferred ones of a request have. It holds digests only. Used on the event loop.
 
     Args:

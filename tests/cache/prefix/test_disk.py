@@ -11,7 +11,6 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -142,25 +141,6 @@ def test_records_are_read_in_order_and_only_a_few_ahead(tmp_path: Path, monkeypa
         assert not tier.has("04")
 
 
-def test_a_record_is_read_while_later_ones_wait_to_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    may_write, write = threading.Event(), DiskTier._write_file
-
-    def write_file(tier: DiskTier, row: DiskRow, *how: Any) -> bytes:
-        assert row.key == "aa" or may_write.wait(60)
-        return write(tier, row, *how)
-
-    monkeypatch.setattr(DiskTier, "_write_file", write_file)
-    with opened(tmp_path) as tier:
-        try:
-            assert tier.write(row("aa"), {"a": mx.ones(3)})
-            assert tier.write(row("bb"), {"a": mx.zeros(3)})
-            (back,) = finish(tier.read(["aa"], "n"))
-            assert back is not None
-            assert not (tmp_path / "bb.safetensors").exists()
-        finally:
-            may_write.set()
-
-
 def test_files_are_safetensors(tmp_path: Path) -> None:
     with opened(tmp_path) as tier:
         tier.write(row("ab"), {"x": mx.arange(6).reshape(2, 3).astype(mx.bfloat16)})
@@ -256,15 +236,6 @@ def test_the_byte_limit_holds_and_the_oldest_use_goes_first(tmp_path: Path) -> N
     assert kept == [0, 300, 400, 500]
 
 
-def test_a_chain_longer_than_the_limit_keeps_its_beginning(tmp_path: Path) -> None:
-    make = fake_caches()
-    with cached(tmp_path, make, limit=10_000) as prefixes:
-        prefixes.store(range(200), filled(make, range(200)))
-    assert sum(path.stat().st_size for path in records(tmp_path)) <= 10_000
-    with cached(tmp_path, make) as prefixes:
-        assert 3 * BLOCK <= found(prefixes, range(200)) < 200
-
-
 # --- damage -----------------------------------------------------------------------------------------------------------
 
 
@@ -284,51 +255,23 @@ def _flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-def _flip_header(path: Path) -> None:
-    data = path.read_bytes()
-    path.write_bytes(data.replace(b'"0.keys"', b'"2.keys"'))
-
-
-DAMAGE = {
-    "a flipped bit": _flip,
-    "a renamed array": _flip_header,
-    "a truncated file": lambda path: path.write_bytes(path.read_bytes()[:-7]),
-    "an empty file": lambda path: path.write_bytes(b""),
-    "garbage": lambda path: path.write_bytes(os.urandom(1000)),
-    "a folder": lambda path: (path.unlink(), path.mkdir()),
-    "another record's file": lambda path: path.write_bytes(
-        next(p for p in records(path.parent) if p != path).read_bytes()
-    ),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGE, ids=lambda name: name.replace(" ", "-"))
-@pytest.mark.parametrize(("victim", "left"), [(0, 0), (2, 16), (3, 24)])
-def test_a_damaged_file_is_never_served(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str, victim: int, left: int
-) -> None:
-    path = stored(tmp_path)[victim]
-    DAMAGE[damage](path)
+def test_a_damaged_file_is_never_served(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = stored(tmp_path)[2]
+    _flip(path)
     with caplog.at_level(logging.WARNING), cached(tmp_path) as prefixes:
-        assert found(prefixes, range(28)) == left
+        assert found(prefixes, range(28)) == 16
         assert path.name in caplog.text
         prefixes.store(range(28), filled(fake_caches(), range(28)))  # and can be stored again
         prefixes._budget.shrink(LARGE)
-        assert damage == "a folder" or found(prefixes, range(28)) == 28
+        assert found(prefixes, range(28)) == 28
 
 
-@pytest.mark.parametrize(("victim", "left"), [(0, 0), (2, 16), (3, 24)])
-@pytest.mark.parametrize("running", [True, False])
-def test_a_missing_file_is_a_miss(tmp_path: Path, victim: int, left: int, running: bool) -> None:
-    path = stored(tmp_path)[victim]
-    if not running:
+def test_a_missing_file_is_a_miss(tmp_path: Path) -> None:
+    path = stored(tmp_path)[2]
+    with cached(tmp_path) as prefixes:
         path.unlink()
-    with cached(tmp_path) as prefixes:
-        path.unlink(missing_ok=True)
-        assert found(prefixes, range(28)) == left
-    with cached(tmp_path) as prefixes:
-        assert found(prefixes, range(28)) == left
-    assert len(records(tmp_path)) == left // BLOCK
+        assert found(prefixes, range(28)) == 16
+    assert len(records(tmp_path)) == 2
 
 
 def test_a_file_of_another_identity_is_never_served(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -350,17 +293,6 @@ def test_a_file_of_another_identity_is_never_served(tmp_path: Path, caplog: pyte
     assert "belongs elsewhere" in caplog.text
 
 
-def test_rows_whose_tokens_do_not_match_their_key_are_dropped(tmp_path: Path) -> None:
-    stored(tmp_path)
-    with sqlite3.connect(tmp_path / "index.sqlite") as database:
-        database.execute("UPDATE records SET tokens = zeroblob(32) WHERE end = 16")
-    database.close()
-    with cached(tmp_path) as prefixes:
-        assert found(prefixes, range(28)) == 8
-        assert found(prefixes, [*range(8), *[0] * 8]) == 8
-    assert len(records(tmp_path)) == 1
-
-
 def test_files_without_a_row_are_swept_up_and_strangers_left_alone(tmp_path: Path) -> None:
     stored(tmp_path)
     swept = [tmp_path / "ab12.safetensors", tmp_path / "ab12-state.safetensors", tmp_path / "ab12.77-0.tmp"]
@@ -374,28 +306,19 @@ def test_files_without_a_row_are_swept_up_and_strangers_left_alone(tmp_path: Pat
 
 
 # Dense prefixes of version 6 may lack the states of a target's first layers.
-@pytest.mark.parametrize("how", ["garbage", "truncated", "version 6", "version 99", "another table"])
-def test_a_broken_index_starts_empty(tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture) -> None:
+# Dense prefixes of version 6 may lack the states of a target's first layers.
+@pytest.mark.parametrize("version", [6, 99])
+def test_an_index_of_another_version_starts_empty(
+    tmp_path: Path, version: int, caplog: pytest.LogCaptureFixture
+) -> None:
     stored(tmp_path)
-    index = tmp_path / "index.sqlite"
-    if how == "garbage":
-        index.write_bytes(os.urandom(5000))
-    elif how == "truncated":
-        index.write_bytes(index.read_bytes()[:5000])
-    else:
-        with sqlite3.connect(index) as database:
-            version = how.removeprefix("version ")
-            database.execute(f"PRAGMA user_version = {version}" if version.isdigit() else "DROP TABLE records")
-            if how == "another table":
-                database.execute("CREATE TABLE records (other TEXT)")
-        database.close()
+    with sqlite3.connect(tmp_path / "index.sqlite") as database:
+        database.execute(f"PRAGMA user_version = {version}")
+    database.close()
     with caplog.at_level(logging.WARNING), cached(tmp_path) as prefixes:
         assert "starts empty" in caplog.text
         assert found(prefixes, range(28)) == 0
         assert records(tmp_path) == []
-        prefixes.store(range(28), filled(fake_caches(), range(28)))
-    with cached(tmp_path) as prefixes:
-        assert found(prefixes, range(28)) == 28
 
 
 def _other(path: Path) -> Path:

@@ -16,21 +16,18 @@ from mlx_lm.tool_parsers import (
     kimi_k2,
     kimi_k3,
     longcat,
-    minimax_m2,
     mistral,
     muse_spark,
     pythonic,
     qwen3_coder,
 )
 
-from mlx_specprefill_server.parsers.base import find_first
 from mlx_specprefill_server.parsers.formats import detect
 from mlx_specprefill_server.settings import ToolParser
 
 from ..fakes import byte_tokenizer
 from .reading import TOOLS, Read, collected, read, tool
 
-MARKED = ("<tool_call>", "<tool", "[TOOL_CALLS]", "<a>", "\u00e9<")
 PARIS = '{"city": "Paris"}'
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 XML = "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>"
@@ -81,56 +78,31 @@ DAYS = ("get_weather", '{"city": "Paris", "days": 3}')
 # What models write as they should, or with a slip that still has only one meaning: format, text, calls, shape, text.
 GOOD: list[tuple[ToolParser | None, str, list[tuple[str, str]], str, str]] = [
     ("hermes", "Hello.\n", [], "t", "Hello.\n"),
-    ("hermes", CALL, [WEATHER], "c", ""),
     ("hermes", f"Let me see.\n\n{CALL}\n{CALL}\n", [WEATHER, WEATHER], "tcc", "Let me see."),
-    ("hermes", f"{CALL}\nDone", [WEATHER], "ct", "Done"),
     ("hermes", f"I ask.\n\n{CALL}\n\nDone.\n", [WEATHER], "tct", "I ask.\n\n\n\nDone."),
-    ("hermes", f"I ask. {CALL}\n{CALL} Done.", [WEATHER] * 2, "tcct", "I ask. \n Done."),
     ("xml", f"I ask. {XML}{XML}Done.", [WEATHER] * 2, "tcct", "I ask. Done."),
-    ("glm", f"I ask.\n{GLM}\nDone.", [WEATHER], "tct", "I ask.\n\nDone."),
-    ("gemma", f"I ask. {GEMMA} Done.", [WEATHER], "tct", "I ask.  Done."),
     ("mistral", f"I ask.{MISTRAL}\nDone.", [WEATHER], "tct", "I ask.\nDone."),
-    ("hermes", CALL.replace(' "arguments"', ' "parameters"'), [WEATHER], "c", ""),
     ("hermes", '<tool_call>{"arguments": {"city": "Paris"}, "name": "get_weather"}</tool_call>', [WEATHER], "c", ""),
-    ("hermes", CALL.replace(PARIS, json.dumps(PARIS)), [WEATHER], "c", ""),
-    ("hermes", '<tool_call>{"name": "now"}</tool_call>', [("now", "{}")], "c", ""),
     ("hermes", '<tool_call>{"name": "now", "arguments": null}</tool_call>', [("now", "{}")], "c", ""),
-    ("hermes", '<tool_call>{"id": 3, "name": "now", "arguments": {}}</tool_call>', [("now", "{}")], "c", ""),
     ("hermes", CALL.replace("get_weather", "functions.get_weather"), [WEATHER], "c", ""),
     ("hermes", CALL.replace("get_weather", "get_weather<|channel|>commentary"), [WEATHER], "c", ""),
     ("hermes", CALL.replace("\n</tool_call>", ""), [WEATHER], "c", ""),  # no end tag
-    ("hermes", CALL.replace("<tool_call>\n", ""), [WEATHER], "c", ""),  # no tag at all, then only an end tag
     ("hermes", CALL.replace("<tool_call>\n", "I ask. "), [WEATHER], "tc", "I ask."),
-    ("hermes", CALL.replace("}}", "}"), [WEATHER], "c", ""),
     ("hermes", CALL.replace("}}\n", "\n"), [WEATHER], "c", ""),
     ("hermes", CALL.replace('"Paris"', '"Paris",'), [WEATHER], "c", ""),
     ("hermes", '<tool_call>[{"name": "now"}, {"name": "now"}]</tool_call>', [("now", "{}")] * 2, "cc", ""),
     ("hermes", '<tool_call>{"name": "now"}\n{"name": "now"}</tool_call>', [("now", "{}")] * 2, "cc", ""),
-    ("hermes", '<|python_tag|>{"name": "get_weather", "parameters": {"city": "Paris"}}', [WEATHER], "c", ""),
-    ("hermes", f"{LLAMA}; {LLAMA}", [WEATHER] * 2, "cc", ""),
-    ("hermes", f"{LLAMA};{LLAMA};\n", [WEATHER] * 2, "cc", ""),
     ("hermes", f"{LLAMA}\n{LLAMA}", [WEATHER] * 2, "cc", ""),
     ("hermes", f"<|python_tag|>{LLAMA}; {LLAMA};", [WEATHER] * 2, "cc", ""),
-    ("hermes", f"{LLAMA}; then I wait.", [WEATHER], "ct", "; then I wait."),
     ("hermes", f'{LLAMA}; {{"city": "Paris"}}', [WEATHER], "ct", '; {"city": "Paris"}'),
     ("hermes", CALL.replace(">\n", ">\n```json\n").replace("\n<", "\n```\n<"), [WEATHER], "c", ""),
-    ("hermes", CALL.replace(">\n", ">```").replace("\n<", "```<"), [WEATHER], "c", ""),
-    ("xml", XML.replace("call>\n<f", "call>\n```xml\n<f").replace("\n</tool", "\n```\n</tool"), [WEATHER], "c", ""),
-    ("hermes", CALL.replace(">\n", ">\n``` tool_call\n").replace("\n<", "\n```\n<"), [WEATHER], "c", ""),
-    ("hermes", f"<tool_call>{OPENAI}</tool_call>", [WEATHER], "c", ""),
     ("hermes", f"<tool_call>\n[{OPENAI}, {OPENAI}]\n</tool_call>", [WEATHER] * 2, "cc", ""),
-    ("hermes", f"<tool_call>{OPENAI.replace(json.dumps(PARIS), PARIS)}</tool_call>", [WEATHER], "c", ""),
     ("hermes", OPENAI, [WEATHER], "c", ""),
     ("hermes", CALL.replace('"name"', '"function"'), [WEATHER], "c", ""),
     ("hermes", XML, [WEATHER], "c", ""),
     ("xml", CALL, [WEATHER], "c", ""),
-    ("xml", f"I ask.\n\n{XML}\n{XML}", [WEATHER, WEATHER], "tcc", "I ask."),
-    ("xml", XML.replace("<tool_call>\n", ""), [WEATHER], "c", ""),
     ("xml", XML.replace("<tool_call>\n", "I ask. "), [WEATHER], "tc", "I ask."),
-    ("xml", XML.replace("</parameter>\n", ""), [WEATHER], "c", ""),
     ("xml", XML.replace("</parameter>\n</function>\n", ""), [WEATHER], "c", ""),
-    ("xml", XML.replace("</function>\n", ""), [WEATHER], "c", ""),
-    ("xml", XML.replace("\n</tool_call>", ""), [WEATHER], "c", ""),
     ("xml", XML.replace("\n</function>\n</tool_call>", ""), [WEATHER], "c", ""),
     ("xml", XML.replace("get_weather>", "get_weather"), [WEATHER], "c", ""),
     ("xml", "<function=now>\n</function>", [("now", "{}")], "c", ""),
@@ -138,13 +110,8 @@ GOOD: list[tuple[ToolParser | None, str, list[tuple[str, str]], str, str]] = [
     ("glm", GLM.replace("\n", ""), [WEATHER], "c", ""),
     ("glm", "<tool_call>now</tool_call>", [("now", "{}")], "c", ""),
     ("glm", f"<tool_call>get_weather\n{PARIS}</tool_call>", [WEATHER], "c", ""),
-    ("minimax", f"I ask.\n{MINIMAX}\n{MINIMAX}", [WEATHER, WEATHER], "tcc", "I ask."),
-    ("minimax", MINIMAX.replace("\n", ""), [WEATHER], "c", ""),
     ("minimax", MINIMAX.replace("</invoke>\n", ""), [WEATHER], "c", ""),
-    ("minimax", MINIMAX.replace("\n</minimax:tool_call>", ""), [WEATHER], "c", ""),
-    ("gemma", f"I ask. {GEMMA}{GEMMA}", [WEATHER, WEATHER], "tcc", "I ask."),
     ("gemma", OLD_GEMMA, [WEATHER], "c", ""),
-    ("gemma", "<|tool_call>call:now{}<tool_call|>", [("now", "{}")], "c", ""),
     (
         "gemma",
         '<|tool_call>call:x{a:[1,{b:<|"|>}]"<|"|>}],c:true,d:null,e:-1.5e3,f:bare}<tool_call|>',
@@ -152,27 +119,14 @@ GOOD: list[tuple[ToolParser | None, str, list[tuple[str, str]], str, str]] = [
         "c",
         "",
     ),
-    ("mistral", f"I ask.{MISTRAL}{MISTRAL}", [WEATHER, WEATHER], "tcc", "I ask."),
     ("mistral", f"{MISTRAL}get_weather[ARGS]{PARIS}", [WEATHER, WEATHER], "cc", ""),
     ("mistral", MISTRAL.replace("[ARGS]", "[CALL_ID]abc123[ARGS]"), [WEATHER], "c", ""),
     ("mistral", f'[TOOL_CALLS] [{{"name": "get_weather", "arguments": {PARIS}, "id": "x"}}]', [WEATHER], "c", ""),
     ("mistral", f"I ask.\nget_weather[TOOL_CALLS]{PARIS}", [WEATHER], "tc", "I ask."),  # the name before its mark
-    (
-        "mistral",
-        f"get_weather[TOOL_CALLS][ARGS]{PARIS}now[TOOL_CALLS]{{}}{MISTRAL}",
-        [WEATHER, ("now", "{}"), WEATHER],
-        "ccc",
-        "",
-    ),
     ("mistral", f"It is now{MISTRAL}", [WEATHER], "tc", "It is now"),
-    ("mistral", "I use now, then get_weather.", [], "t", "I use now, then get_weather."),
-    ("harmony", HARMONY, [WEATHER], "c", ""),
     ("harmony", f" to=functions.get_weather<|channel|>commentary json<|message|>{PARIS}", [WEATHER], "c", ""),
     ("harmony", HARMONY.replace("get_weather", "get_weather<|channel|>commentary"), [WEATHER], "c", ""),
-    ("harmony", HARMONY.replace("functions.", ""), [WEATHER], "c", ""),
-    ("harmony", f" to=get_weather<|channel|>commentary json<|message|>{PARIS}", [WEATHER], "c", ""),
     ("harmony", "<|channel|>commentary to=user<|message|>Hello.", [], "t", "Hello."),
-    ("harmony", "<|channel|>commentary to=assistant<|channel|>final<|message|>Hello.", [], "t", "Hello."),
     ("harmony", f"{HARMONY}{AGAIN}{HARMONY}", [WEATHER, WEATHER], "cc", ""),
     (
         "harmony",
@@ -181,11 +135,8 @@ GOOD: list[tuple[ToolParser | None, str, list[tuple[str, str]], str, str]] = [
         "rtc",
         "I ask.",
     ),
-    ("harmony", "<|channel|>final<|message|>Hello.<|return|>", [], "t", "Hello."),
     ("harmony", "<|channel|>analysis<|message|>Hm.<|channel|>final<|message|>Hello.", [], "rt", "Hello."),
-    ("harmony", "Hello.", [], "t", "Hello."),
     # a header without its end
-    ("harmony", "<|channel|>final Hello.<|return|>", [], "t", "Hello."),
     (
         "harmony",
         f"<|channel|>analysis Hm.<|end|>{AGAIN}<|channel|>commentary I ask.<|end|>{AGAIN}{HARMONY}",
@@ -195,46 +146,18 @@ GOOD: list[tuple[ToolParser | None, str, list[tuple[str, str]], str, str]] = [
     ),
     # the type of the text in other places
     ("harmony", HARMONY.replace(" <|constrain|>json<|message|>", "<|message|><|constrain|>json"), [WEATHER], "c", ""),
-    (
-        "harmony",
-        HARMONY.replace(" to=functions.get_weather <|constrain|>json", " <|constrain|>json to=get_weather"),
-        [WEATHER],
-        "c",
-        "",
-    ),
-    (
-        "harmony",
-        f" to=functions.get_weather <|constrain|>json<|channel|>commentary<|message|>{PARIS}",
-        [WEATHER],
-        "c",
-        "",
-    ),
     ("seed", SEED, [WEATHER], "c", ""),
-    ("seed", SEED.replace("=city>\n", "=city>").replace("\n</parameter>", "</parameter>"), [WEATHER], "c", ""),
     ("granite", f"<|tool_call|>[{LLAMA}, {LLAMA}]", [WEATHER] * 2, "cc", ""),
-    ("granite", f"I ask.\n<|tool_call|> {LLAMA}", [WEATHER], "tc", "I ask."),
-    ("granite", f"<|tool_call|>[{LLAMA}]<|/tool_call|>", [WEATHER], "c", ""),  # Phi-4
     ("granite", f"<tool_call>[{LLAMA}]", [WEATHER], "c", ""),
     ("lfm2", f"<|tool_call_start|>[{LLAMA}]<|tool_call_end|>", [WEATHER], "c", ""),
     ("harmony", f"{TO_WEATHER.replace('get_weather', 'now')}<|call|>", [("now", "{}")], "c", ""),
-    ("command", COMMAND, [WEATHER], "c", ""),
     ("command", "<|START_RESPONSE|>Hello.<|END_RESPONSE|>", [], "t", "Hello."),
-    ("command", f"<|START_RESPONSE|>I ask.<|END_RESPONSE|>{COMMAND}", [WEATHER], "tc", "I ask."),
     ("command", COMMAND.replace("<|END_ACTION|>", ""), [WEATHER], "c", ""),
-    ("deepseek", f"I ask.{DEEPSEEK}", [WEATHER], "tc", "I ask."),
     ("deepseek", DEEPSEEK.removeprefix("<｜tool▁calls▁begin｜>"), [WEATHER], "c", ""),
     ("deepseek", DEEPSEEK.replace("<｜tool▁call▁end｜>", ""), [WEATHER], "c", ""),
     ("deepseek", f"{DEEPSEEK[: -len('<｜tool▁calls▁end｜>')]}{DEEPSEEK}", [WEATHER] * 2, "cc", ""),
     ("deepseek", f"I ask.\n{CALL}", [WEATHER], "tc", "I ask."),  # the distillations
-    ("dsml", f"I ask.\n\n{DSML}", [WEATHER], "tc", "I ask."),
     ("dsml", DSML.replace(' string="true"', ""), [WEATHER], "c", ""),
-    (
-        "dsml",
-        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="now"/>\n</｜DSML｜function_calls>',
-        [("now", "{}")],
-        "c",
-        "",
-    ),
     (
         "dsml",
         DSML.replace("<｜DSML｜invoke", '<｜DSML｜invoke name="now" />\n<｜DSML｜invoke', 1),
@@ -242,17 +165,10 @@ GOOD: list[tuple[ToolParser | None, str, list[tuple[str, str]], str, str]] = [
         "cc",
         "",
     ),
-    ("minimax", MINIMAX.replace("<invoke", '<invoke name="now"/>\n<invoke', 1), [("now", "{}"), WEATHER], "cc", ""),
-    ("kimi", KIMI, [WEATHER], "c", ""),
     ("kimi", KIMI.removeprefix("<|tool_calls_section_begin|>"), [WEATHER], "c", ""),
     ("dsml4", DSML.replace("function_calls>", "tool_calls>"), [WEATHER], "c", ""),
-    ("command", "<|START_TEXT|>Hello.<|END_TEXT|>", [], "t", "Hello."),
-    (None, CALL, [WEATHER], "c", ""),
-    (None, f"[{LLAMA}, {LLAMA}]", [WEATHER] * 2, "cc", ""),
-    (None, f"I ask.\n\n[{LLAMA}]", [WEATHER], "tc", "I ask."),
     (None, f'<TOOLCALL>[{LLAMA}, {{"name": "now"}}]</TOOLCALL>', [WEATHER, ("now", "{}")], "cc", ""),
     (None, f"I ask.\n<tool_calls>\n{LLAMA}\n{LLAMA}\n</tool_calls>", [WEATHER] * 2, "tcc", "I ask."),
-    (None, f'<tool_calls>[{{"name": "get_weather", "arguments": {PARIS}}}]</tool_calls>', [WEATHER], "c", ""),
     (
         None,
         f'<|tools_prefix|>[{{"get_weather": {PARIS}}}, {{"now": {{}}}}]<|tools_suffix|>',
@@ -266,17 +182,10 @@ GOOD: list[tuple[ToolParser | None, str, list[tuple[str, str]], str, str]] = [
     (None, f"<function_call> {LLAMA}\n", [WEATHER], "c", ""),
     (None, f"functools[{LLAMA}]", [WEATHER], "c", ""),
     (None, f"I ask.\nAction: ```json\n[{LLAMA.replace('name', 'tool_name')}]\n```", [WEATHER], "tc", "I ask."),
-    (None, f"Action:\n```json\n[\n {LLAMA}\n]```", [WEATHER], "c", ""),
     (None, f"<|tool_call|>[{LLAMA}]<|/tool_call|>", [WEATHER], "c", ""),  # Phi-4-mini
     (None, f"```tool_code\n{PYTHON}\nnow()\n```", [WEATHER, ("now", "{}")], "cc", ""),  # Gemma 3
-    (None, f"I ask.\n```tool_code\n[{PYTHON}]\n```\n", [WEATHER], "tc", "I ask."),
-    (None, f"[{PYTHON}, now()]", [WEATHER, ("now", "{}")], "cc", ""),
-    (None, f"<|python_start|>[{PYTHON}]<|python_end|>", [WEATHER], "c", ""),
-    (None, f"<|python_start|>{LLAMA}<|python_end|>", [WEATHER], "c", ""),
     (None, f"I ask.\n<function_calls>\n{PYTHON}\nnow()\n</function_calls>", [WEATHER, ("now", "{}")], "tcc", "I ask."),
-    (None, f"<|python_tag|>{PYTHON}", [WEATHER], "c", ""),
     (None, f"<|python_tag|>{PYTHON.replace('(', '.call(')}", [WEATHER], "c", ""),
-    (None, f"<|python_tag|>[{PYTHON}]", [WEATHER], "c", ""),
     (
         None,
         "[write(path='a', content={'it\\'s': [None, True, -1.5, \"\"]})]",
@@ -287,8 +196,6 @@ GOOD: list[tuple[ToolParser | None, str, list[tuple[str, str]], str, str]] = [
     ("lfm2", "<|tool_call_start|>[get_weather(city='Paris')<|tool_call_end|>", [WEATHER], "c", ""),
     (None, "[now(a=9 , b=[1], c=None)]", [("now", '{"a": 9, "b": [1], "c": null}')], "c", ""),  # not declared
     # strings without quotes, as some templates show them, and with their own quotes in them
-    (None, "[get_weather(city=Paris)]", [WEATHER], "c", ""),
-    (None, "I ask.\n[get_weather(city=Paris, days=3), now()]", [DAYS, ("now", "{}")], "tcc", "I ask."),
     (
         None,
         "[get_weather(city=Paris, days=03, exact=True)]",
@@ -305,37 +212,16 @@ GOOD: list[tuple[ToolParser | None, str, list[tuple[str, str]], str, str]] = [
     ),
     (
         "lfm2",
-        "<|tool_call_start|>[write(path='it', content='sed -n '3,4p' a')]<|tool_call_end|>",
-        [("write", '{"path": "it", "content": "sed -n \'3,4p\' a"}')],
-        "c",
-        "",
-    ),
-    (
-        "lfm2",
         """<|tool_call_start|>[write(content='python -c "print(f(\'a\', sep='\\n'))"'), now()]<|tool_call_end|>""",
         [("write", '{"content": "python -c \\"print(f(\'a\', sep=\'\\n\'))\\""}'), ("now", "{}")],
         "cc",
         "",
     ),
-    (
-        "lfm2",
-        '<|tool_call_start|>[write(path="say "hi"", content="a", )]<|tool_call_end|>',
-        [("write", '{"path": "say \\"hi\\"", "content": "a"}')],
-        "c",
-        "",
-    ),
     (None, f"<function=get_weather>{PARIS}</function>", [WEATHER], "c", ""),
-    (None, f"I ask.\n{STEP}\nDone.", [WEATHER], "tct", "I ask.\n\nDone."),
-    (None, STEP.replace("\n", ""), [WEATHER], "c", ""),
-    (None, STEP.replace("sep｜>", "sep｜>\n").replace("function", ""), [WEATHER], "c", ""),
     (None, STEP.replace(STEP_CALL, STEP_CALL * 2), [WEATHER] * 2, "cc", ""),
-    (None, f'{{"tool_calls": [{LLAMA}, {{"name": "now", "arguments": {{}}}}]}}', [WEATHER, ("now", "{}")], "cc", ""),
     (None, f'{{"thought": "Hm.", "tool_calls": [{OPENAI}]}}\n', [WEATHER], "c", ""),  # xLAM
-    (None, f'I ask.\n{{"tool_calls": [{LLAMA}]}}', [WEATHER], "tc", "I ask."),
     (None, f"I ask.\n[{PYTHON}, now()]", [WEATHER, ("now", "{}")], "tcc", "I ask."),
-    ("hermes", f"I ask.[{PYTHON}]\n", [WEATHER], "tc", "I ask."),
     (None, f"Not {LLAMA} but\n{CALL}", [WEATHER], "tc", f"Not {LLAMA} but"),
-    (None, f"Not [now()]\n{CALL}\nDone.", [WEATHER], "tct", "Not [now()]\n\nDone."),
 ]
 
 
@@ -355,73 +241,44 @@ def test_calls_are_read_however_the_text_is_cut(
 
 # What is no call: it comes back as it is. The last column: how much of the arguments had been passed on before.
 BAD: list[tuple[ToolParser, str, str]] = [
-    ("hermes", "<tool_call>not json</tool_call>", ""),
     ("hermes", "<tool_call>{not json}</tool_call>", ""),
     ("hermes", "<tool_call>\n</tool_call>", ""),
     ("hermes", '<tool_call>{"arguments": {}}</tool_call>', ""),
     ("hermes", '<tool_call>{"name": "get_weather", "arguments": "Paris"}</tool_call>', ""),
-    ("hermes", '<tool_call>{"name": "get_weather", "arguments": {"city": }}</tool_call>', ""),
-    ("hermes", '<tool_call>{"name": "get_weather", "arguments": {city: "Paris"}}</tool_call>', ""),
-    ("hermes", '<tool_call>{"name": "get_weather", "arguments": {"city": Paris}}</tool_call>', ""),
     ("hermes", '<tool_call>{"name": "a b", "arguments": {}}</tool_call>', ""),
     ("hermes", '<tool_call>{"name": "get_weather", "arguments": {"city": "Par', '{"city": "Par'),
     ("hermes", '<tool_call>{"name": "get_weather", "arguments": {"days": 1, x}}</tool_call>', '{"days": 1'),
     ("hermes", '{"name": "Anna", "arguments": {}}', ""),
     ("hermes", "```tool_code\nprint(get_weather)\n```", ""),
     ("hermes", '{"name": "get_weather"}', ""),
-    ("hermes", '{"city": "Paris"}', ""),
     ("xml", "<tool_call>\n<function=>\nParis\n</tool_call>", ""),
     ("xml", "<tool_call>\n<function=get_weather>\nParis\n</function>\n</tool_call>", ""),
     ("xml", "<tool_call>\n<function=get_weather>\n<parameter=city>\nPar", '{"city": "Par'),
     ("glm", "<tool_call>unheard_of</tool_call>", ""),
     ("glm", "<tool_call>get_weather\nParis</tool_call>", ""),
     ("gemma", '<|tool_call>call:get_weather{city:<|"|>Par', '{"city": "Par'),
-    ("gemma", "<|tool_call>call:get_weather{city}<tool_call|>", ""),
     ("minimax", "<minimax:tool_call>\n</minimax:tool_call>", ""),
-    ("minimax", '<minimax:tool_call>\n<invoke name="get_weather">\nParis</invoke>', ""),
-    ("minimax", '<minimax:tool_call>\n<invoke name="get_weather"><parameter name="city">Par', '{"city": "Par'),
     ("mistral", "[TOOL_CALLS]get_weather[ARGS]Paris", ""),
-    ("mistral", "[TOOL_CALLS]", ""),
     ("mistral", "now[TOOL_CALLS]{x", ""),
-    ("mistral", "unheard_of[TOOL_CALLS]{x}", ""),
     # marks that other families have: only a known tool is called behind them
     *(
         ("hermes", text, "")
         for text in (
-            '<tool_calls>[{"name": "unheard_of", "arguments": {}}]</tool_calls>',
             '<tool_calls>[{"unheard_of": {}}]</tool_calls>',
-            "<|python_start|>[unheard_of()]<|python_end|>",
             "[unheard_of()]",
-            "[now](http://localhost)",
-            "[now",
-            "[1, 2]",
             "[get_weather('Paris')]",
-            "[get_weather(city=)]",
             "[get_weather(city=Paris]",
             "import functools",
-            "functools[0]",
-            "Action: now()",
-            "<function_calls> are none",
-            '[{"name": "Anna", "arguments": {}}]',
-            '{"tool_calls": []}',
             '{"tool_calls": [{"name": "Anna", "arguments": {}}]}',
             # known tools in prose
-            f"Write {LLAMA} to ask.",
-            f"Write [{LLAMA}] to ask.",
-            f'Write {{"tool_calls": [{LLAMA}]}} to ask.',
-            f"Write [{PYTHON}] to ask.",
             f"Write {LLAMA} or [{PYTHON}] to ask.",
             "See [now()](http://localhost)",
-            "See [now(), then",
             '{"function": ' * 2000,
         )
     ),
     ("lfm2", "<|tool_call_start|>[get_weather(city='Paris' days=3)]<|tool_call_end|>", '{"city": "Paris"'),
-    ("lfm2", "<|tool_call_start|>[write(path='a' content='b')]<|tool_call_end|>", '{"path": "a"'),
     ("lfm2", "<|tool_call_start|>[get_weather(city=Paris, unit=C)]<|tool_call_end|>", ""),
-    ("lfm2", "<|tool_call_start|>[get_weather(city=(Paris), days=3)]<|tool_call_end|>", ""),
     ("harmony", f'{TO_WEATHER}{{"city": oops}}', ""),
-    ("harmony", f'{TO_WEATHER}{{"city": "Par', '{"city": "Par'),
     ("harmony", "<|channel|>commentary to=functions.get_wea", ""),
 ]
 
@@ -480,34 +337,22 @@ def xml_value(schema: Any, text: str) -> Any:
     [
         ({"type": "string"}, "42", "42"),
         ({"type": "string"}, "null", "null"),
-        ({"type": "string"}, "{}", "{}"),
         ({"type": "string"}, "", ""),
-        ({"type": "string"}, "\n a \n", "\n a \n"),
-        ({"type": "string", "enum": ["1", "2"]}, "1", "1"),
         ({"enum": ["1", "2"]}, "1", "1"),
         ({"enum": [1, 2]}, "1", 1),
         ({"type": "integer"}, " 42 ", 42),
         ({"type": "integer"}, "42.0", 42),
         ({"type": "integer"}, "forty", "forty"),
-        ({"type": "number"}, "42", 42),
-        ({"type": "number"}, "-1.5e3", -1500.0),
         ({"type": "float"}, "3.5", 3.5),  # Python's words
-        ({"type": "int"}, "3", 3),
-        ({"type": "list"}, "[1]", [1]),
-        ({"type": "str"}, "3", "3"),
         ({"type": "boolean"}, "true", True),
         ({"type": "boolean"}, "True", True),
         ({"type": "boolean"}, "1", "1"),
         ({"type": "array"}, '["a", 1]', ["a", 1]),
         ({"type": "array"}, "['a', None]", ["a", None]),
-        ({"type": "object"}, '{"a": {"b": "c\\n"}}', {"a": {"b": "c\n"}}),
         ({"type": ["string", "null"]}, "null", None),
-        ({"type": ["string", "null"]}, "42", "42"),
         ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "None", None),
-        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "3", 3),
         ({}, "42", "42"),
         ({}, '{"a": 1}', {"a": 1}),
-        (None, "plain", "plain"),
     ],
 )
 def test_values_take_the_type_of_the_schema(schema: Any, text: str, value: Any) -> None:
@@ -526,13 +371,9 @@ def test_text_values_arrive_character_by_character_as_they_are(value: str) -> No
     ("schema", "is_text", "text", "value"),
     [
         ({"type": "integer"}, True, "3", 3),
-        ({"type": "object"}, True, '{"a": 1}', {"a": 1}),
         ({"type": "string"}, False, "null", "null"),
-        ({"type": "string"}, False, "3", "3"),
-        ({"type": ["string", "integer"]}, True, "3", "3"),
         ({"type": ["string", "integer"]}, False, "3", 3),
         ({"type": ["string", "null"]}, True, "null", "null"),
-        ({}, True, "3", "3"),
         ({}, False, "3", 3),
         ({"type": "number"}, False, "3.0", 3.0),
     ],
@@ -615,14 +456,6 @@ def test_well_formed_calls_mean_what_they_mean_to_mlx_lm(city: str, days: int, e
         if fmt == "xml" and city.lower() == "null":
             theirs["arguments"]["city"] = city  # qwen3_coder makes null of it even where the schema says string
         assert ours == theirs, fmt
-
-
-def test_nested_braces_which_mlx_lms_function_gemma_gets_wrong() -> None:
-    text = "call:get_weather{options:{a:1},city:<escape>}<escape>}"
-    right = {"options": {"a": 1}, "city": "}"}
-    assert function_gemma.parse_tool_call(text, TOOLS)["arguments"] != right
-    ((_, arguments),) = read("gemma", f"<start_function_call>{text}<end_function_call>").calls
-    assert json.loads(arguments) == right
 
 
 # --- formats that are read whole, by mlx-lm --------------------------------------------------------------------------
@@ -721,10 +554,7 @@ def test_formats_can_be_set_by_hand() -> None:
         (longcat, "native"),
         (pythonic, "lfm2"),
         (kimi_k2, "kimi"),
-        (minimax_m2, "minimax"),
-        (gemma4, "gemma"),
         (function_gemma, "gemma"),
-        (mistral, "mistral"),
         (qwen3_coder, "hermes"),
         (muse_spark, "muse"),
     ],
@@ -736,13 +566,6 @@ def test_formats_that_mlx_lm_has_chosen_are_read_by_the_own_parser_if_there_is_o
 
 def test_a_model_that_mlx_lm_has_no_parser_for_has_no_native_format() -> None:
     assert detect(byte_tokenizer(), "native").tools is None
-
-
-@given(st.lists(st.sampled_from(MARKED), max_size=4, unique=True), st.text(alphabet="<tol_ca>[TOOL] é", max_size=30))
-def test_tags_are_found_as_by_looking_for_each_at_every_place(marks: list[str], text: str) -> None:
-    places = [(at, mark) for at in range(len(text)) for mark in marks if text.startswith(mark, at)]
-    begins = [at for at in range(len(text)) if any(mark.startswith(text[at:]) for mark in marks)]
-    assert find_first(text, marks) == min(places, default=(min(begins, default=len(text)), ""))
 
 
 @pytest.mark.parametrize("tag", ["answer", "response"])
@@ -765,8 +588,6 @@ def test_the_tags_that_a_template_puts_around_answers_are_none_of_the_text(tag: 
 # A call that the model shows in a document: (before it, behind it).
 SHOWN = [
     ("An example:\n```\n", "\n```\nIs that right?"),
-    ("An example:\n\n  ```json\n", "\n  ```"),
-    ("```\n", "\n```\nThat is how to ask."),
     ("~~~\n", "\n~~~\nThat is how to ask."),
     ("````\n```\n", "\n```\n````\nSo."),
     ("```\nf()\n```\n\nAnd:\n```\n", "\n```\n"),

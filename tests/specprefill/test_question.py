@@ -45,7 +45,6 @@ def asked(spans: list[PromptSpan], length: int, *questions: tuple[int, int]) -> 
 PLACES = {
     "in front of the document": ([("user", 100)], (0, 0)),
     "in the middle": ([("user", 100)], (0, 50)),
-    "in front of rules": ([("user", 100)], (0, 90)),
     "in the system message": ([("system", 5), ("user", 100)], (0, 2)),
     "a turn before the document": ([("user", 1), ("assistant", 3), ("user", 100)], (0, 0)),
     "in front of tool results": ([("user", 30), ("assistant", 2), ("tool", 50)], (0, 3)),
@@ -118,13 +117,9 @@ RULE = "- Keep it short.\n- Use no lists and no headings.\n- Say so where the te
 AROUND = {
     "in front": "{order}\n\n{document}",
     "in front of a tag": '{order}\n<file name="a.txt">\n{document}\n</file>',
-    "in front of a fence": "{order}\n```text\n{document}\n```",
-    "in a tag": "<task>\n{order}\n</task>\n\n<content>\n{document}\n</content>",
     "between": "{document}\n\n{order}\n\n{document}",
     "before rules": f"{{document}}\n\n{{order}}\n\nRules for the answer:\n{RULE}\n{RULE}\n{RULE}\n{RULE}",
     "before a signature": "{document}\n\n{order}\n\nKind regards,\nJ. Doe\nHarbour Office\n4 Quay Street",
-    "before a long schema": f"{{document}}\n\n{{order}}\n```json\n{LONG.replace(' ', chr(10))}\n```",
-    "behind another one": "Read this with care.\n\n{document}\n\n{order}\n\nThanks in advance!",
 }
 # How a tokenizer may cut line breaks: one by one, blank lines in one, or with the stop in front of them.
 BREAKS = (r" ?\w+|\W", r"\n+| ?\w+|\W", r"[.!]?\n+| ?\w+|\W")
@@ -153,29 +148,17 @@ def by_text(text: str, system: str = "") -> dict[str, float]:
 
 
 ASKING = "\n".join([LONG, "Who is the owner?", *[LONG] * 6, "Where is the port?", LONG])  # a document's own
-CODE = "\n".join(f"    def ship{number}(self):\n        return {number}\n" for number in range(40))
-
-
-def test_an_order_within_a_document_asks_if_it_is_the_only_one() -> None:
-    assert by_text(f"{ASKING}\n{ORDER}\n{ASKING}")[ORDER] > 2
-    found = by_text(f"{ASKING}\n{ORDER}\n{ASKING}\n{ORDER.replace('List', 'Name')}\n{LONG}")
-    assert found[ORDER] == 1
-
-
 ORDERS = (
     "who owns the ports of Norway",
-    "when was the port built",
     "Please list the ports.",
-    "Question: name the ports.",
+    "## Pilot's question: ports closed in winter",
     "Nenne bitte die Häfen.",
     ORDER,
 )
 NO_ORDERS = (
     "When the port was built, all left.",
     "list = [port for port in ports]",
-    "Listed are the ports of Norway.",
     "    Give the port.",
-    "    query: Port | None = None",
     "The question of ports: none is open.",
 )
 
@@ -183,37 +166,6 @@ NO_ORDERS = (
 @pytest.mark.parametrize("order", ORDERS)
 def test_an_order_asks_where_people_do(order: str) -> None:
     assert by_text(f"{order}\n{ASKING}")[order] > 2
-
-
-# Apps wrap texts in rules, and put what their user typed behind a label.
-MANNERS = (
-    "You are a pilot's aide. Write an answer that the pilot can read aloud. Give the names of all ports that matter. "
-    "Where the text lacks the answer, say that it is not there. Write as a harbour office writes, in full sentences."
-)
-LABELLED = (
-    "Question: ports closed in winter",
-    "QUERY: ports closed in winter",
-    "## Pilot's question: ports closed in winter",
-    "The first query is as follows: ports closed in winter",
-    "Frage: Häfen im Winter geschlossen",
-)
-WRAPPED = {
-    "in front of the text": "{manners}\n\n{line}\n=====\n{document}\n=====\nAnswer:",
-    "in front of rules": "Read this.\n\n{document}\n\n----\n\n{line}\n\n{manners}\n\nAnswer (200 words):",
-    "between rules": "{manners}\n{document}\n{line}\n{manners}\n{manners}",
-}
-
-
-@pytest.mark.parametrize("line", LABELLED)
-@pytest.mark.parametrize("around", WRAPPED)
-@pytest.mark.parametrize("document", [ASKING, DOCUMENT])
-def test_what_is_labelled_as_a_question_asks(line: str, around: str, document: str) -> None:
-    text = WRAPPED[around].format(line=line, manners=MANNERS, document=document)
-    assert by_text(text).get(line, 0) > 2
-
-
-def test_a_question_near_the_end_asks_beside_those_of_the_document() -> None:
-    assert by_text(f"{ASKING}\nWhere does ship 7 sail?\nThanks a lot in advance.")["Where does ship 7 sail?"] > 2
 
 
 @pytest.mark.parametrize("line", NO_ORDERS)
@@ -227,71 +179,11 @@ def test_a_system_message_asks_where_the_document_is_alone() -> None:
     assert by_text(f"We need the names.\n\n{ASKING}", f"You know harbours. {told}\n")[told] == 1
 
 
-def test_an_indented_paragraph_is_no_order() -> None:
-    found = by_text(f"{CODE}\n\nWe need the class of ship 7.\n\n{CODE}")
-    assert {line for line, weight in found.items() if weight > 1} == {"We need the class of ship 7."}
-
-
-@pytest.mark.parametrize("line", [ORDER, "We need the ports of winter.", *LABELLED])
-@pytest.mark.parametrize("blank", ["    ", "\t"])
-def test_a_template_that_is_indented_whole_asks_as_another(line: str, blank: str) -> None:
-    """As a text between quotes within code is. Code begins with no capital letter."""
-    text = f"Use what follows.\n\n{DOCUMENT}\n\n{line}\n\nBe brief.\n".replace("\n\n", f"\n\n{blank}")
-    assert by_text(f"{blank}{text}")[line] == by_text(text.replace(blank, ""))[line] >= 2
-
-
-NEED = "I'd like you to name the ports that are closed in winter."
-DETAILED = (
-    f"{NEED} The readers are pilots of a small port. At most three sentences are wanted, with no headings in between. "
-    "Each name should be followed by its country in brackets. What the text leaves out does not belong in the answer."
-)
-
-
-@pytest.mark.parametrize("around", [around for around in AROUND if around != "between"])
-@pytest.mark.parametrize("document", [ASKING, f"# Is this the port?\n{CODE}"])
-def test_an_order_asks_with_the_rules_in_its_paragraph(around: str, document: str) -> None:
-    assert by_text(AROUND[around].format(order=DETAILED, document=document)).get(NEED) == 2.0
-
-
-def test_the_paragraph_in_front_of_a_question_is_text() -> None:
-    text = f"These are the harbours of Norway.\n\n{ASKING}\n\nBoats of class 7 are late in winter.\n\n"
-    assert by_text(f"{text}Who owns the boats? Be brief.").get("Boats of class 7 are late in winter.", 1) == 1
-    assert by_text(f"{text}Thanks for all your help.")["Boats of class 7 are late in winter."] == 2
-
-
-MANUAL = "\n".join(f"Check that the valve of ship {number} is closed." for number in range(40))
-
-
-@pytest.mark.parametrize("last", ["Answer briefly.", "Who sails it?"])
-def test_the_orders_of_a_manual_hide_no_question(last: str) -> None:
-    """Neither one in the middle, nor that there are two."""
-    question = "Which ship has the blue flag?"
-    assert by_text(f"{MANUAL}\n{question}\n{MANUAL}\n{last}").get(question) == 3.0
-
-
-FORMATS = "Give a short answer.", "Return only the names.", "Answer in French."
-ASKED_OTHERWISE = "I need the ports that are closed in winter.", "Refactor the ports.", "Donne-moi les ports en hiver."
-
-
-@pytest.mark.parametrize("last", FORMATS)
-@pytest.mark.parametrize("order", ASKED_OTHERWISE)
-@pytest.mark.parametrize("apart", ["\n", "\n\n"])
-def test_an_order_in_the_last_line_is_never_certain_to_be_the_only_one(last: str, order: str, apart: str) -> None:
-    assert order in by_text(f"{order}{apart}{LONG}{apart}{last}")
-    assert order in by_text(f"{LONG}{apart}{order}\n{last}")
-
-
-def test_an_order_beside_it_leaves_a_question_certain() -> None:
-    assert by_text(f"{LONG}\n\nWho owns the ships?", "You know harbours. Answer briefly.\n") == {}
-
-
 # People begin with the order and go on with the text as it comes: without a blank line, in the same line, behind a
 # sentence about themselves, in any language. The text may have short lines or end with a question.
 BEGUN = {
     "in the text's line": f"Перепиши понятнее: {LONG}\n{ASKING}",
-    "in the line before": f"Перепиши понятнее\n{ASKING}",
     "behind another sentence": f"I run a small port and have to plan the winter. Перепиши понятнее {LONG}\n{ASKING}",
-    "before short paragraphs": f"Перепиши понятнее: {LONG}\n\n" + "\n\n".join(["Boats\n1\n2\n3\n4"] * 300),
     "before a question of the text": f"Rewrite this text, перепиши понятнее.\n\n{LONG}\n\nWho owns the ships?",
 }
 
@@ -319,10 +211,7 @@ def user(text: str) -> dict[str, str]:
 CONVERSATIONS = {
     "last": [user(f"{TEXT}\n\n{QUESTION}")],
     "in front": [user(f"{QUESTION}\n\n{TEXT}")],
-    "in front of a file": [user(f'{QUESTION}\n\n<file name="a.txt">\n{TEXT}\n</file>')],
-    "an order in front": [user(f"Tell me with whom parcels for the lighthouse are left.\n\n{TEXT}")],
     "then rules": [user(f"{TEXT}\n\n{QUESTION}{RULES}")],
-    "then a signature": [user(f"{TEXT}\n\n{QUESTION}\n\nBest wishes,\nJ. Doe\nHarbour Office\n4 Quay Street")],
     "system": [{"role": "system", "content": f"You answer questions about texts. {QUESTION}"}, user(TEXT)],
     "a turn before": [user(QUESTION), {"role": "assistant", "content": "Send me the text."}, user(TEXT)],
 }

@@ -175,47 +175,23 @@ def test_every_text_lies_in_a_span_of_its_role(name: str, talk: Talk) -> None:
 
 # --- what is asked, and what is learnt --------------------------------------------------------------------------------
 
-LEARNT: dict[str, dict[str, Any]] = {
-    "all is shown": {},
-    "arguments one by one": {},
-    "no calls": {"calls": "written"},
-    "no calls, trained on tags": {"calls": "written", "notation": "tags"},
-    "no calls, trained on Python": {"calls": "written", "notation": "python"},
-    "no calls, trained on a list": {"calls": "written", "notation": "list"},
-    "no calls, no results": {"shows_tools": False, "calls": "written", "results": "user"},
-    "no system, all alternate": {
-        "shows_tools": False, "system": "user", "calls": "written", "results": "user", "alternates": True,
-    },
-    "ids of nine, text or calls": {
-        "beside": "apart", "beside_earlier": "apart", "ids": "short", "unanswered": False, "alternates": True,
-    },
-    "ids of nine or more": {"ids": "short"},
-    "system in the last message": {"system": "user", "unanswered": False, "alternates": True},
-    "no empty answer": {"empty": False, "unanswered": False, "alternates": True},
-    "one call at a time": {"parallel": False, "beside": "apart", "beside_earlier": "apart", "opens": True},
-    "the first call": {"parallel": False},
-    "one channel for text and reasoning": {
-        "parallel": False, "beside": "joined", "beside_earlier": "apart", "orphans": False,
-    },
-    "the last call's name": {"parallel": False},
-    "calls beside null": {"calls": "text", "null": True, "beside": "apart", "beside_earlier": "apart"},
-    "arguments as text": {"calls": "text"},
-    "ids name the function": {"ids": "naming"},
-    "ids name the function, results too": {"ids": "naming"},
-    "ids by the template": {"ids": "naming each"},
-    "text behind the results": {"beside": "apart", "beside_earlier": "apart", "orphans": False},
-    "signatures of tools": {"fills_tools": True, "beside": "apart", "beside_earlier": "apart"},
-    "no orphans": {"orphans": False},
-    "a user has to ask": {"asks": True},
-    "system beside a user": {"asks": True},
-    "arguments in Python": {"calls": "text"},
-}  # fmt: skip
+# Templates that show no calls, and the notation in which these are written as text.
+WRITTEN = {
+    "no calls": "json",
+    "no calls, trained on tags": "tags",
+    "no calls, trained on Python": "python",
+    "no calls, trained on a list": "list",
+    "no calls, no results": "json",
+    "no system, all alternate": "json",
+}
+ONE_BY_ONE = {"one call at a time", "the first call", "one channel for text and reasoning", "the last call's name"}
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_the_form_that_is_learnt(name: str) -> None:
-    notation = LEARNT[name].get("notation", "json")
-    assert form(name) == Form(**{"notation": notation, **LEARNT[name]})
+def test_calls_are_written_or_taken_apart_only_where_a_template_does_not_show_them(name: str) -> None:
+    assert (form(name).calls == "written") is (name in WRITTEN)
+    assert form(name).notation == WRITTEN.get(name, "json")
+    assert form(name).parallel is (name not in ONE_BY_ONE)
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -232,10 +208,6 @@ def test_a_template_is_asked_a_bounded_number_of_times(name: str, monkeypatch: p
 @pytest.mark.parametrize("name", FORMS)
 def test_a_system_message_alone_is_shown(name: str, has_tools: bool) -> None:
     assert "M1M" in text(name, [{"role": "system", "content": "M1M"}], TOOLS if has_tools else [])
-
-
-def test_without_a_template_nothing_is_asked() -> None:
-    assert PromptBuilder(byte_tokenizer(None)).forms == {}
 
 
 # --- the beginning stays ----------------------------------------------------------------------------------------------

@@ -77,24 +77,6 @@ def test_a_token_across_the_end_of_a_content_belongs_to_it() -> None:
     assert to_tokens([span], [(0, 6), (6, 9), (9, 19)]) == (PromptSpan("user", 0, 1, 2, 2),)  # a border of messages
 
 
-def test_mistral_moves_the_system_prompt() -> None:
-    assert parts("mistral", build("mistral", DIALOGUE)) == [
-        ("user", "<s>[INST] ", "user", "[/INST]"),
-        ("assistant", " ", "Yes.", "</s>"),
-        ("system", "[INST] ", "Be brief.", ""),
-        ("user", "\n\n ", "user", "\n[/INST]"),
-    ]
-
-
-def test_qwen_3_tools_belong_to_the_system_message() -> None:
-    prompt = build("qwen3", [turn("system", "Be brief."), turn("user", "Read a.txt")], [TOOL])
-    system, user = parts("qwen3", prompt)
-    assert system[:3] == ("system", "<|im_start|>system\n", "Be brief.")
-    assert system[3].startswith("\n\n# Tools")
-    assert system[3].endswith("</tools><|im_end|>\n")
-    assert user == ("user", "<|im_start|>user\n", "Read a.txt", "<|im_end|>\n")
-
-
 def test_qwen_3_tool_loop() -> None:
     messages = [
         turn("user", "Read it."),
@@ -114,25 +96,6 @@ def test_qwen_3_tool_loop() -> None:
         ("assistant", "<|im_start|>assistant\n", f"Done.\n{call}", "<|im_end|>\n"),
         ("user", "<|im_start|>user\n", "Thanks.", "<|im_end|>\n"),
     ]
-
-
-def test_reasoning_inside_contents() -> None:
-    thought = turn("assistant", "<think>\nhm\n</think>\n\nDone.")
-    earlier = parts("qwen3", build("qwen3", [turn("user", "Go."), thought, turn("user", "On.")]))
-    assert earlier[1] == ("assistant", "<|im_start|>assistant\n", "Done.", "<|im_end|>\n")
-    last = parts("qwen3", build("qwen3", [turn("user", "Go."), thought, turn("tool", "ok")]))
-    assert last[1] == ("assistant", "<|im_start|>assistant\n", thought["content"], "<|im_end|>\n")
-
-
-def test_reasoning_counts_as_what_the_assistant_said() -> None:
-    messages = [
-        turn("user", "Go."),
-        turn("assistant", "Wait.", reasoning="so be it", tool_calls=[CALL]),
-        turn("tool", "ok"),
-    ]
-    assistant = parts("qwen3", build("qwen3", messages))[1]
-    assert assistant[1] == "<|im_start|>assistant\n"
-    assert assistant[2].startswith("<think>\nso be it\n</think>\n\nWait.\n<tool_call>")
 
 
 def test_harmony() -> None:
@@ -168,12 +131,6 @@ def test_a_template_that_looks_into_contents_gets_only_what_is_unmistakable() ->
     assert len(prompt.spans) == 2  # what precedes it is one span of unknown content
     prompt = build("nosy", [turn("user", long), turn("assistant", long)])
     assert prompt.spans == ()
-
-
-def test_qwen_3_looks_at_tool_results_in_user_messages() -> None:
-    result = "<tool_response>A result that occurs once.</tool_response>"
-    messages = [turn("user", "Go."), turn("assistant", "<think>\nhm\n</think>\n\nYes."), turn("user", result)]
-    assert [part[2] for part in parts("qwen3", build("qwen3", messages)) if part[0] == "user"] == [result]
 
 
 @pytest.mark.extended

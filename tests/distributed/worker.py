@@ -174,18 +174,6 @@ def turns(engine: Engine) -> dict[str, Any]:
     return found | {"tokens third": answer, "dense": report.cached_tokens}
 
 
-def cancelled(engine: Engine) -> dict[str, Any]:
-    """Some that were given up, while a model read the prompt or in their answer, leave the others alone."""
-    sparse = Fraction(1, 5)
-    for asked, events in ((request(1500, None), 2), (request(1000, sparse), 4), (request(PROMPT, None), 12)):
-        given_up = engine.generate(asked)
-        for _ in range(events):
-            next(given_up)
-        given_up.close()
-    tokens, report = answered(engine, request(1000, sparse))
-    return {"tokens": tokens, "kept": report.kept_tokens}
-
-
 def broken(engine: Engine) -> dict[str, Any]:
     """The draft fails: what follows is a full prefill, on all ranks."""
 
@@ -286,15 +274,13 @@ def equal(ranks: Ranks) -> dict[str, Any]:
     found = {name: compared(ranks, name, everything) for name in NAMES}
     found["llama, 8 rows"] = compared(ranks, "llama", mixed)
     found["turns"] = compared(ranks, "llama", turns, SPARSE)
-    found["cancelled"] = compared(ranks, "llama", cancelled)
     found["broken"] = compared(ranks, "llama", broken)
     return found
 
 
 def more(ranks: Ranks) -> dict[str, Any]:
     found = {name: compared(ranks, name, everything) for name in MORE_NAMES}
-    found["gpt_oss, 8 rows"] = compared(ranks, "gpt_oss", mixed)
-    found["quantised cache"] = compared(ranks, "qwen3", cancelled, replace(CONFIG, kv_bits=8))
+    found["quantised cache"] = compared(ranks, "qwen3", sparse_answer, replace(CONFIG, kv_bits=8))
     disk = Path(sys.argv[2]).with_name("prefixes")
     found["first"] = compared(ranks, "qwen3", stored, replace(CONFIG, prefix_cache_dir=disk))
     found["stored"] = compared(ranks, "qwen3", stored, replace(CONFIG, prefix_cache_dir=disk))

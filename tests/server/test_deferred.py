@@ -28,7 +28,7 @@ from .calling import called, engine_that_sees_all, prompts
 from .conftest import client_of
 from .fakes import FakeEngine, FakePair, byte_tokenizer
 from .form_templates import FORMS
-from .test_forms import LEARNT
+from .test_forms import HIDE_TOOLS
 
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 CITY = {"type": "object", "properties": {"city": {"type": "string", "description": "A town."}}, "required": ["city"]}
@@ -408,7 +408,7 @@ def test_a_tool_is_written_as_the_template_writes_it(name: str, tool: Any) -> No
     builder = PromptBuilder(byte_tokenizer(FORMS[name]))
     first = functions(CLOCK)[0]
     given = conversation([ASKED], [first, tool])
-    front = asyncio.run(builder.text(given)) if LEARNT[name].get("shows_tools", True) else ""
+    front = asyncio.run(builder.text(given)) if name not in HIDE_TOOLS else ""
     written = builder._tools.write(tool)
     if front:
         one = asyncio.run(builder.text(conversation([ASKED], [first])))

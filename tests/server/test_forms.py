@@ -184,12 +184,14 @@ WRITTEN = {
     "no calls, no results": "json",
     "no system, all alternate": "json",
 }
+HIDE_TOOLS = {"no calls, no results", "no system, all alternate"}
 ONE_BY_ONE = {"one call at a time", "the first call", "one channel for text and reasoning", "the last call's name"}
 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_calls_are_written_or_taken_apart_only_where_a_template_does_not_show_them(name: str) -> None:
     assert (form(name).calls == "written") is (name in WRITTEN)
+    assert form(name).shows_tools is (name not in HIDE_TOOLS)
     assert form(name).notation == WRITTEN.get(name, "json")
     assert form(name).parallel is (name not in ONE_BY_ONE)
 

@@ -78,7 +78,7 @@ async def start_answers(service: Service, body: ChatFields, identity: Identity) 
     hidden = await service.tools.tokens(waiting, label, service.prompts.count_tools) if waiting else 0
     forced = choice not in ("auto", "none")
     warnings = [*service.other_name(body.model), *body.ignored, *prompt.left_out]
-    if tools and not (forced or service.prompts.takes_tools):
+    if tools and not service.prompts.takes_tools:
         warnings.append("the model's chat template has no place for tools: the model is not told of them")
     constraint: Constraint | None = None
     free = output is None and not forced  # of a grammar that says where the answer ends

@@ -342,3 +342,8 @@ def test_the_count_is_that_of_the_offered_tools(showing: TestClient, engine: Fak
         counts.append(len(engine.requests[-1].prompt))
         assert counted["input_tokens"] == counts[-1]
     assert len(set(counts)) == 3
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "get_weather"}}])
+def test_a_template_without_tools_is_warned_of_whatever_is_chosen(client: TestClient, choice: Any) -> None:
+    assert "no place for tools" in " ".join(ask(client, tools=TOOLS, tool_choice=choice)["warnings"])

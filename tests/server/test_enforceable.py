@@ -168,7 +168,7 @@ def test_forced_tools_are_named(client: TestClient, engine: FakeEngine, choice: 
 
     engine.says('<tool_call>\n{"name": "label", "arguments": {}}\n</tool_call>')
     for strict in (None, False):
-        assert post(strict).json()["warnings"] == [f"tools: label: {SENTENCE}"]
+        assert f"tools: label: {SENTENCE}" in post(strict).json()["warnings"]
     refused = post(strict=True)
     assert refused.status_code == 400
     assert refused.json()["error"]["message"] == f"tools: label: {SENTENCE}"

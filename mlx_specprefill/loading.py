@@ -106,7 +106,7 @@ class ModelPair:
     @cached_property
     def split(self) -> Ranks | None:
         """Return the ranks over which the draft's heads are split, as the target's own; None if they are not."""
-        return self.ranks if self.draft is not None and full_draft_model(self.draft) is self.target else None
+        return self.ranks if self.scores_itself else None
 
     def broadcast(self, what: str, find: Callable[[], T]) -> T:
         """Return a property of the draft, found by rank 0, or by all ranks if each holds a part of it.

@@ -37,7 +37,7 @@ from .caches import draft_window
 
 log = logging.getLogger(__name__)
 ForwardKind = Literal["draft", "target", "select"]
-"""The draft, the whole target, the target's layers behind the scoring layers, and the selection of tokens."""
+"""The draft, the target, and the selection of tokens."""
 _REMEMBERED = 96  # forwards
 _HALF_LIFE = 12  # forwards after which an observation counts half, to follow a machine that becomes busy
 _LEAST_TOKENS = 8  # shorter forwards are not timed

@@ -411,7 +411,7 @@ class Prefiller:
             return {new.size: len(active.request.prompt)}
         ends = self.checkpoints(active.request, active.prefix.length)
         counts = {int(np.searchsorted(new, length)): length for length in ends}
-        dense = int(np.argmin(np.append(new == active.prefix.length + np.arange(new.size), False)))
+        dense = common_length(new, active.prefix.length + np.arange(new.size, dtype=np.int32))
         if not active.prefix.held.size and dense >= _LEAST_CHECKPOINT:
             counts[dense] = active.prefix.length + dense
         return {count: counts[count] for count in sorted(counts) if 0 < count < new.size}

@@ -70,7 +70,7 @@ class _Source:
 
     def delta(self, layout: Layout, start: int, end: int) -> Arrays:
         """Return the arrays of the block [start, end)."""
-        if self.held is None or end <= self.held.dense:
+        if self.held is None:
             return layout.delta(self.cache, start, end)
         return layout.delta(self.cache, self.held.slots(start), self.held.slots(end))
 

@@ -166,9 +166,10 @@ def starts_with(cursor: Cursor, marks: Sequence[str]) -> Waiting:
 
 
 def skip(cursor: Cursor, *marks: str) -> Waiting:
-    """Read which of the marks comes next, and return it; "" if none does."""
+    """Read which of the marks comes next, and return it, else "". Half a mark is read where an answer was cut off."""
     mark = yield from starts_with(cursor, marks)
-    cursor.take(len(mark))
+    is_cut = cursor.ended and not cursor.complete and any(one.startswith(cursor.buffer) for one in marks)
+    cursor.take(len(cursor.buffer if is_cut else mark))
     return mark
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..deltas import CallBroken, CallEnd, CallStart, ContentDelta, ReasoningDelta, TextDelta
 from ..notations import END_CALL
-from .base import Cursor, MalformedError, Reading, Tools, find_first, skip, spaces, starts_with
+from .base import Cursor, MalformedError, Reading, Tools, find_first, overlap, skip, spaces, starts_with
 from .calls import FENCE, CallReader, fence
 from .code import Code
 
@@ -106,9 +106,8 @@ class TaggedText:
             return
         start = cursor.offset
         space = yield from spaces(cursor)
-        mark = yield from starts_with(cursor, begins)
+        mark = yield from skip(cursor, *begins)
         if self._think and mark in self._think:
-            cursor.take(len(mark))
             self._turn(True)
             yield from self._tag(cursor, mark == self._think[0])
             return
@@ -156,14 +155,18 @@ class TaggedText:
         """Yield everything up to a tag, which is not read; "" means the end."""
         while True:
             at, mark = find_first(cursor.buffer, self._marks[self.thinking])
-            if mark:
-                yield from self._say(cursor.offset, cursor.take(at))
+            yield from self._say(cursor.offset, cursor.take(at))
+            if cursor.ended and not mark:
+                yield from self._say(cursor.offset, cursor.take(len(cursor.buffer) - self._half(cursor)))
+            if mark or cursor.ended:
                 return mark
-            held = 0 if cursor.ended else len(cursor.buffer) - at
-            yield from self._say(cursor.offset, cursor.take(len(cursor.buffer) - held))
-            if cursor.ended:
-                return ""
             yield None
+
+    def _half(self, cursor: Cursor) -> int:
+        """Return how much of a tag ends an answer that was cut off. In text one character may be anything: a < b."""
+        tags = [mark for mark in self._marks[self.thinking] if mark[0] in "<[" and mark not in self._bare]
+        half = 0 if cursor.complete or (self._code and not self.thinking) else overlap(cursor.buffer, tags)
+        return half * (half > 1 or self.thinking)
 
     def _say(self, start: int, text: str) -> Reading[None]:
         """Yield text without the white space at its ends. White space at its end waits for more text."""

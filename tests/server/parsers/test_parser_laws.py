@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from mlx_specprefill_server.settings import ToolParser
 from tests.support.examples import examples
 
-from .reading import Read, read
+from ..notations import NOTATIONS
+from .reading import STRING, Read, collected, read, tool
 from .test_formats import CALL, GEMMA, GLM, HARMONY, LLAMA, MINIMAX, MISTRAL, STEP, XML
+from .test_reasoning import SKETCHED
 
 FORMATS: list[ToolParser] = ["hermes", "xml", "glm", "minimax", "gemma", "mistral", "harmony"]
 CALLS = [CALL, XML, GLM, MINIMAX, GEMMA, MISTRAL, HARMONY]
@@ -33,6 +35,8 @@ TEXTS = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=4), max_size=14).
 TAGS = re.compile(
     r"</?think>|<\|(?:channel|start|message|end|call|return|constrain)\|>|assistant|analysis|commentary|final"
 )
+HALF = re.compile(r"</?[\w|:]*|\[[A-Z_]*")  # of a tag
+FIRST = re.compile(r"<(?!\|message)[^>=]+[>=]|\[TOOL_CALLS\]")  # tag of a call
 
 
 def unsaid(text: str, out: Read) -> list[str]:
@@ -59,6 +63,8 @@ def test_any_text(fmt: ToolParser, text: str, cuts: list[int], complete: bool, o
         assert isinstance(json.loads(arguments), dict)
         arguments.encode()  # no half of a surrogate pair
     lost = [stretch for stretch in unsaid(text, out) if TAGS.sub("", stretch).strip()]
+    if lost and not complete and text.endswith(lost[-1]) and HALF.fullmatch(lost[-1].strip()):
+        lost.pop()
     if not out.calls:
         assert not lost or fmt == "harmony", lost
     names = {name for name, _ in out.calls}
@@ -71,6 +77,43 @@ def read_again(fmt: ToolParser, text: str, cuts: list[int], prompt: str, complet
     assert "".join(part.text for part in out.said) == "".join(part.text for part in whole.said)
     out.said = whole.said
     return out
+
+
+def cut_off(notation: str, text: str, cuts: list[int], complete: bool = False) -> Read:
+    parser = NOTATIONS[notation].format.parser([tool("f", a=STRING)], "")
+    deltas = [delta for start, end in pairwise([0, *cuts, len(text)]) for delta in parser.push(text[start:end])]
+    return collected(deltas + parser.finish(complete))
+
+
+@pytest.mark.parametrize("notation", NOTATIONS)
+def test_a_call_that_is_cut_off_behind_its_arguments_shows_no_half_of_its_end_tag(notation: str) -> None:
+    whole = NOTATIONS[notation].write({"a": "xyz"})
+    for cut in range(1, len(whole) + 1):
+        for cuts in ([], list(range(1, cut))):
+            out = cut_off(notation, whole[:cut], cuts)
+            assert not (out.calls and out.text), whole[:cut]
+    assert out.calls
+
+
+@pytest.mark.parametrize("notation", [name for name in NOTATIONS if name != "harmony"])  # its tags are tokens
+@pytest.mark.parametrize("before", ["", "Hello.", "```\n", "See `"])
+def test_half_of_the_first_tag_of_a_call_is_text_where_no_call_can_begin(notation: str, before: str) -> None:
+    found = FIRST.search(NOTATIONS[notation].write({"a": "xyz"}))
+    assert found is not None
+    for size in range(1, len(found[0])):
+        text = before + found[0][:size]
+        for cuts in ([], list(range(1, len(text)))):
+            assert cut_off(notation, text, cuts).text == (text if size == 1 or "`" in before else before)
+            assert cut_off(notation, text, cuts, complete=True).text == text
+
+
+@pytest.mark.parametrize(("tags", "fmt"), {think: fmt for fmt, _, think in SKETCHED}.items())
+def test_reasoning_that_is_cut_off_shows_no_half_of_its_tags(tags: tuple[str, str], fmt: ToolParser | None) -> None:
+    text = f"{tags[0]}Hm.{tags[1]}"
+    for cut in range(1, len(text) + 1):
+        for cuts in ([], list(range(1, cut))):
+            out = read(fmt, text[:cut], cuts, think=tags, complete=False)
+            assert (out.text, out.reasoning) == ("", "Hm."[: max(0, cut - len(tags[0]))]), text[:cut]
 
 
 @pytest.mark.extended

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
+
+# The marks that end a value, each with the texts of which one must follow; none: any.
+Ends = Mapping[str, Sequence[str]]
 
 
 class Marks(NamedTuple):
@@ -40,3 +44,12 @@ class Tags(NamedTuple):
     def end_name(self) -> str:
         """The end of the name in the tag of a parameter."""
         return '"' if self.kinds else self.close
+
+    def ends(self, names: Iterable[str] = ()) -> Ends:
+        """Return the ends of a value. Models sometimes omit its end tag, also before parameters of these names."""
+        return {
+            self.end_parameter: (self.parameter, self.end_function, self.end_call, self.function, self.call),
+            self.end_function: (self.end_call, self.function, self.call),
+            self.end_call: (self.call,),
+            f"\n{self.parameter}": tuple(f"{name}{self.end_name}" for name in names),
+        }

@@ -45,6 +45,7 @@ PYTHON_MARKS: Mapping[str, str] = {
 
 CALL, END_CALL = "<tool_call>", "</tool_call>"
 KEY, END_KEY, VALUE, END_VALUE = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
+GLM_ENDS = {END_VALUE: (KEY, END_CALL, CALL), END_CALL: (CALL,)}  # of a value
 
 KIMI = Marks(
     "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>",

@@ -177,12 +177,14 @@ def key_of(value: Any) -> Hashable:
 
 
 def members(way: Together) -> dict[str, Schema]:
-    """Return the schemas of an object's members by name. Names that one of the schemas rules out are left out."""
+    """Return the schemas of an object's members by name: of those that are described or required, and not ruled out."""
     parts: dict[str, list[Any]] = {}
     for schema in way:
         for name, inner in mapping_of(schema.get("properties")).items():
             parts.setdefault(name, []).append(inner)
     closed = [mapping_of(schema.get("properties")) for schema in way if schema.get("additionalProperties") is False]
+    others = [inner for schema in way if isinstance(inner := schema.get("additionalProperties"), dict)]
+    parts |= dict.fromkeys(sorted(required(way) - parts.keys()), others)
     possible = {name: inner for name, inner in parts.items() if all(name in known for known in closed)}
     return {name: _all_of(inner) for name, inner in possible.items() if False not in inner}
 
@@ -193,9 +195,7 @@ def required(way: Together) -> set[str]:
 
 
 def _all_of(schemas: list[Any]) -> Schema:
-    if len(schemas) > 1:
-        return {"allOf": schemas}
-    return schemas[0] if isinstance(schemas[0], dict) else {}
+    return mapping_of(schemas[0]) if len(schemas) == 1 else {"allOf": schemas}
 
 
 class Places(Mapping[str, Place]):

@@ -28,7 +28,13 @@ def as_json(value: Any) -> str:
         case Number():
             return str(value)
         case dict():
-            return "{" + ", ".join(f"{json.dumps(name)}: {as_json(inner)}" for name, inner in value.items()) + "}"
+            return (
+                "{"
+                + ", ".join(
+                    f"{json.dumps(name, ensure_ascii=False)}: {as_json(inner)}" for name, inner in value.items()
+                )
+                + "}"
+            )
         case list():
             return "[" + ", ".join(map(as_json, value)) + "]"
     return json.dumps(value, ensure_ascii=False)

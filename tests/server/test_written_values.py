@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from typing import Any
@@ -85,6 +86,7 @@ VALUES: list[tuple[Any, str]] = [
     ({"type": "integer"}, "-" + "7" * 5000),
     ({"const": "null"}, '"null"'),
     (TEXT, '"x)], g(y=\'2\')"'),
+    ({"type": "object"}, '{"a": "</parameter><parameter=b> </arg_value></tool_call>\\n</parameter>\\n"}'),
 ]  # fmt: skip
 
 
@@ -165,6 +167,15 @@ def test_a_schema_that_wants_marks_is_named(name: str, word: str) -> None:
         given[0]["function"]["strict"] = True
         with pytest.raises(InvalidRequestError, match=f"`{word}` at v can't be enforced"):
             constraint_of(None, given, "required", notation.format.tools, special=SPECIAL)
+
+
+@pytest.mark.parametrize("name", NOTATIONS)
+def test_a_required_member_that_no_property_describes_has_the_type_of_additional_ones(name: str) -> None:
+    parameters = {"type": "object", "required": ["v"], "additionalProperties": {"type": "integer"}}
+    made = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    parser = NOTATIONS[name].format.parser(made, "")
+    out = collected([*parser.push(NOTATIONS[name].write({"v": 5})), *parser.finish(True)])
+    assert [json.loads(written) for _, written in out.calls] == [{"v": 5}]
 
 
 def test_calls_are_refused_where_they_can_not_be_forced() -> None:

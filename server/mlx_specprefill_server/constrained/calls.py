@@ -22,6 +22,7 @@ from ..notations import (
     END_VALUE,
     FUNCTION_GEMMA,
     GEMMA_4,
+    GLM_ENDS,
     GRANITE,
     HARMONY,
     KEY,
@@ -135,8 +136,7 @@ def with_patterns(tools: Sequence[Tool], inputs: Mapping[str, str]) -> Sequence[
 
 def _with_pattern(tool: Tool, pattern: str) -> Tool:
     function = tool["function"]
-    properties = {"input": {"type": "string", "pattern": pattern}}
-    parameters = {**function["parameters"], "properties": properties}
+    parameters = {**function["parameters"], "properties": {"input": {"type": "string", "pattern": pattern}}}
     return {**tool, "function": {**function, "parameters": parameters}}
 
 
@@ -221,8 +221,7 @@ def _mistral(lark: Lark, tool: ForcedTool) -> str:
         given = f"({lark.literal(MISTRAL_CALL_ID)} {lark.define('ID', f'/{SHORT_ID.pattern}/')})?"
         head = f"{lark.literal(f'{MISTRAL_TAG}{tool.name}')} {given if MISTRAL_CALL_ID in lark.special else ''}"
         return f"{head} {lark.literal(MISTRAL_ARGUMENTS)} {_arguments(lark, tool)}"
-    head = lark.literal(f'{{"name": "{tool.name}", "arguments": ')
-    return f'{head} {_arguments(lark, tool)} "}}"'
+    return _granite(lark, tool)
 
 
 def _harmony(lark: Lark, tool: ForcedTool) -> str:
@@ -270,7 +269,7 @@ def _in_tags(lark: Lark, tool: ForcedTool, tags: Tags) -> str:
     line = "\n" if tags.lines else ""
     begin = lark.literal(f"{tags.call}\n{tags.function}{tool.name}{tags.close}\n")
     end = lark.literal(f"{tags.end_function}\n{tags.end_call}")
-    fields = Unquoted(lark, tool, tags.kinds).tagged(
+    fields = Unquoted(lark, tool, tags.ends(), tags.kinds).tagged(
         lambda name: lark.literal(f"{tags.parameter}{name}{tags.end_name}{line}"), f"{line}{tags.end_parameter}\n"
     )
     return f"{begin} {fields} {end}"
@@ -288,7 +287,7 @@ def _glm(lark: Lark, tool: ForcedTool) -> str:
     def begin(name: str) -> str:
         return f"{newline} {lark.literal(f'{KEY}{name}{END_KEY}')} {newline} {lark.literal(VALUE)}"
 
-    fields = Unquoted(lark, tool).tagged(begin, END_VALUE)
+    fields = Unquoted(lark, tool, GLM_ENDS).tagged(begin, END_VALUE)
     return f"{lark.literal(f'{CALL}{tool.name}')} {fields} {newline} {lark.literal(END_CALL)}"
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from mlx_specprefill import InvalidRequestError, grammar_error
 
 from ..big_json import dumps
+from ..call_marks import Ends
 from ..errors import refusal
 from ..notations import MUSE_MESSAGE, MUSE_START
 from ..schemas import mapping_of
@@ -131,28 +132,20 @@ class Lark:
         """Return text that matches a regular expression as a whole."""
         return self.rule("regex", terminal(pattern))
 
-    def free_text(self, end: str) -> str:
-        """Return any text up to and including the literal `end`."""
-        before, marked = self._at_token(end)
-        if marked:
-            text = self.rule("ANY", terminal(f"(?s:.)*{escaped(before)}"))
-            return self.rule("text", f"{text} {self.literal(marked)}")
-        return self.rule("text", "/(?s:.)*/", f"[suffix={_quote(end)}]")
-
-    def limited_text(self, patterns: Sequence[str], end: str) -> str:
-        """Return text that matches all regular expressions as a whole, up to and including the literal `end`, which it
-        does not hold.
+    def free_text(self, end: str, ends: Ends | None = None, patterns: Sequence[str] = ()) -> str:
+        """Return text that matches all regular expressions as a whole, up to and including the literal `end`. It spells
+        no mark of `ends` before one of the mark's texts, and with patterns no mark at all.
         """
-        all_of = " & ".join(map(terminal, [*patterns, without(end.strip())]))
-        before, marked = self._at_token(end)
-        if marked:
-            return self.rule("text", f"{self.rule('TEXT', f'({all_of}) {_quote(before)}')} {self.literal(marked)}")
-        return self.rule("text", self.rule("TEXT", f"({all_of}) {_quote(end)}"), "[lazy]")
-
-    def _at_token(self, text: str) -> tuple[str, str]:
-        """Return the text before the first special token, and the rest. No text can hold a token."""
-        found = self._markers.search(text) if self._markers else None
-        return (text[: found.start()], text[found.start() :]) if found else (text, "")
+        ends = ends or {end: ()}
+        all_of = " & ".join(map(terminal, [*patterns, without(*ends)]))
+        if not patterns:
+            spaces = r"[\s\x1c-\x1f]*"  # as in Python
+            held = (f"{escaped(mark)}{spaces}({'|'.join(map(escaped, texts))})" for mark, texts in ends.items())
+            all_of = f"/(?s:.)*/ & ~{terminal('(?s:.)*(' + '|'.join(held) + ')(?s:.)*')}"
+        found = self._markers.search(end) if self._markers else None
+        at = found.start() if found else len(end)  # of a token, which no text can hold
+        text = self.rule("TEXT", f"({all_of}) {_quote(end[:at])}")
+        return self.rule("text", f"{text} {self.literal(end[at:])}") if found else self.rule("text", text, "[lazy]")
 
     def muse_head(self, recipient: str) -> str:
         """Return the header of one of Muse's messages. The prompt holds the beginning of the first one."""
@@ -186,17 +179,21 @@ def terminal(pattern: str) -> str:
     return f"/(?:{body})/"
 
 
-def without(mark: str) -> str:
-    """Return a regular expression of all texts that do not hold a mark, in which its first character stands once.
+def without(*marks: str) -> str:
+    """Return a regular expression of all texts without marks, which begin with one character that each has once.
 
-    It says what may come behind each beginning of the mark. The complement of "holds it" says the same, but that no
-    text is left behind the mark is more than the grammar library finds out beside a limit of a length, and then the
-    mark is permitted.
+    It says what may come behind each beginning of a mark. The complement says the same, but that no text is left behind
+    a mark is more than the grammar library finds out beside a limit of a length, and then the mark is permitted.
     """
-    first, rest = re.escape(mark[0]), ""
-    for character in map(re.escape, reversed(mark[1:])):
-        rest = f"(?:[^{first}{character}][^{first}]*{f'|{character}{rest}' if rest else ''})?"
-    return f"[^{first}]*(?:{first}{rest})*"
+    first = re.escape(marks[0][0])
+    return f"[^{first}]*(?:{first}{_rest(first, [mark.strip()[1:] for mark in marks])})*"
+
+
+def _rest(first: str, tails: Sequence[str]) -> str:
+    """Return what may come behind the beginning of marks that would go on with these tails, up to the next one."""
+    following = {tail[0]: [other[1:] for other in tails if other[0] == tail[0]] for tail in tails}
+    ways = (f"|{re.escape(one)}{_rest(first, rest)}" for one, rest in following.items() if "" not in rest)
+    return f"(?:[^{first}{''.join(map(re.escape, following))}][^{first}]*{''.join(ways)})?"
 
 
 def escaped(text: str) -> str:

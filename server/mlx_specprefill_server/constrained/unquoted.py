@@ -5,12 +5,13 @@ They ask `schemas` what may stand in a place, as the parsers do: what the gramma
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..big_json import dumps
+from ..call_marks import Ends
 from ..errors import refusal
 from ..schemas import (
     Resolver,
@@ -18,7 +19,6 @@ from ..schemas import (
     Together,
     items_of,
     listed,
-    mapping_of,
     members,
     required,
     types_of,
@@ -49,14 +49,16 @@ class Unquoted:
     """Rules of one tool's arguments.
 
     Args:
+        ends: the marks that no text may hold, see `Lark.free_text`.
         kinds: what stands before a text, and before JSON.
 
     Raises:
         InvalidRequestError: by its methods: no arguments match the schema, or a limit can't be followed with `strict`.
     """
 
-    def __init__(self, lark: Lark, tool: ForcedTool, kinds: Sequence[str] = ()) -> None:
+    def __init__(self, lark: Lark, tool: ForcedTool, ends: Ends | None = None, kinds: Sequence[str] = ()) -> None:
         self.lark = lark
+        self._ends = ends or {}
         self._before_text, self._before_json = map(lark.literal, kinds or ("", ""))
         self._has_kinds = bool(kinds)
         self._tool = tool
@@ -70,34 +72,24 @@ class Unquoted:
         Args:
             begin: returns the rule of what stands before the value of a name; `end` follows the value.
         """
-        choices = dict.fromkeys(self._pairs(way, begin, end) for way in self.objects(self._root))
-        return self._choice("arguments", list(choices))
+        return self._choice("arguments", (self._pairs(way, begin, end) for way in self.objects(self._root)))
 
     def _pairs(self, way: Together, begin: Callable[[str], str], end: str) -> str:
         self._check_count(way, ())
         needed = required(way)
         pairs = [
             f"({begin(name)} {self._value(schema, end, (name,))}){'' if name in needed else '?'}"
-            for name, schema in self.fields(way).items()
+            for name, schema in members(way).items()
         ]
         return self.lark.rule("pairs", " ".join(pairs) or '""')
 
     def objects(self, schema: Schema) -> list[Together]:
         """Return the ways to match a schema by an object whose required members may all be there."""
         found = [way for way in self._resolver.ways(schema) if "object" in types_of(way)]
-        possible = [way for way in found if required(way) <= self.fields(way).keys()]
+        possible = [way for way in found if required(way) <= members(way).keys()]
         if not possible:
             raise refusal(_FIELD, f"{self._tool.name}: no arguments match the schema")
         return possible
-
-    def fields(self, way: Together) -> dict[str, Schema]:
-        """Return the schemas of the members that are written: those that are described, and all required ones."""
-        found, others = members(way), [schema.get("additionalProperties", {}) for schema in way]
-        if False not in others:
-            undescribed = {"allOf": [schema for schema in others if isinstance(schema, dict)]}
-            named = {name for schema in way for name in mapping_of(schema.get("properties"))}
-            found |= dict.fromkeys(sorted(required(way) - named), undescribed)
-        return found
 
     def _value(self, schema: Schema, end: str, path: tuple[str, ...]) -> str:
         """Return the rule of a value and the literal `end`: text as it is, every other type as JSON.
@@ -123,7 +115,7 @@ class Unquoted:
             ]
         elif "null" in known.types and not known.open:
             rules.append(f"{self._before_json} {self.lark.literal(f'null{end}')}")
-        return self._choice("value", list(dict.fromkeys(rules)))
+        return self._choice("value", rules)
 
     def _untexted(self, way: Together) -> Sequence[str]:
         """Return the rule of those values that are no text, if there are some."""
@@ -138,28 +130,36 @@ class Unquoted:
     def text(self, way: Together, end: str, path: tuple[str, ...]) -> str:
         """Return the rule of a text and the literal `end`: one of an enumeration, or free within its limits."""
         words = [limit for schema in way for limit in limits(schema)]
-        values = listed(way)
+        values = self._listed(way, path)
         texts = [value for value in values or () if isinstance(value, str)]
-        if any(end.strip() in text for text in texts):
-            self._ignore("const" if any("const" in schema for schema in way) else "enum", path)
-            values = None
         if values is not None and not words:
             return f"{self.lark.any_of(texts)} {self.lark.literal(end)}"
         patterns = [] if values is None else ["|".join(map(escaped, texts))]
         for word, pattern in words:
-            together = " & ".join(map(terminal, [*patterns, pattern or "", without(end.strip())]))
+            together = " & ".join(map(terminal, [*patterns, pattern or "", without(*self._ends)]))
             if pattern is None or self.lark.objection(f"start: TEXT\nTEXT: {together}"):
                 self._ignore(word, path)
             else:
                 patterns.append(pattern)
-        return self.lark.limited_text(patterns, end) if patterns else self.lark.free_text(end)
+        return self.lark.free_text(end, self._ends, patterns)
 
-    def listed_pairs(self, needed: Sequence[str], optional: Sequence[str], separator: str) -> str:
-        """Return the rule of required members, then optional ones, with separators between."""
-        between = self.lark.literal(separator)
-        if needed:
-            return " ".join([f" {between} ".join(needed), *(f"({between} {pair})?" for pair in optional)])
-        return f"{self._some_of(optional, between)}?" if optional else '""'
+    def _listed(self, way: Together, path: tuple[str, ...]) -> list[Any] | None:
+        """Return the only values that are allowed; None if they are not listed, or can't be since one holds a mark."""
+        values = listed(way)
+        written = dumps(values)
+        if any(dumps(mark.strip())[1:-1] in written for mark in self._ends):
+            self._ignore("const" if any("const" in schema for schema in way) else "enum", path)
+            return None
+        return values
+
+    def listed_pairs(self, way: Together, separator: str, pair: Callable[[str, Schema], str]) -> str:
+        """Return the rule of required members, then optional ones, with separators between, from that of each."""
+        between, needed, rules = self.lark.literal(separator), required(way), (list[str](), list[str]())
+        for name, schema in members(way).items():
+            rules[name in needed].append(pair(name, schema))
+        if rules[True]:
+            return " ".join([f" {between} ".join(rules[True]), *(f"({between} {rule})?" for rule in rules[False])])
+        return f"{self._some_of(rules[False], between)}?" if rules[False] else '""'
 
     def _some_of(self, pairs: Sequence[str], between: str) -> str:
         """Return the rule of one or more of the pairs, in their order. Halves keep it flat."""
@@ -183,8 +183,8 @@ class Unquoted:
         definitions = self._root.get("$defs")
         return self.lark.enforced_json({**schema, "$defs": definitions} if definitions else schema)
 
-    def _choice(self, kind: str, rules: Sequence[str]) -> str:
-        return rules[0] if len(rules) == 1 else self.lark.rule(kind, " | ".join(rules))
+    def _choice(self, kind: str, rules: Iterable[str]) -> str:
+        return self.lark.rule(kind, " | ".join(dict.fromkeys(rules)))
 
 
 class Keywords(Unquoted):
@@ -192,15 +192,11 @@ class Keywords(Unquoted):
 
     def arguments(self) -> str:
         """Return the rule of all arguments."""
-        return self._choice("arguments", list(dict.fromkeys(map(self._keywords, self.objects(self._root)))))
+        return self._choice("arguments", map(self._keywords, self.objects(self._root)))
 
     def _keywords(self, way: Together) -> str:
         self._check_count(way, ())
-        needed = required(way)
-        pairs: dict[bool, list[str]] = {True: [], False: []}
-        for name, schema in self.fields(way).items():
-            pairs[name in needed].append(f"{self.lark.literal(f'{name}=')} {self._json(schema)}")
-        return self.lark.rule("keywords", self.listed_pairs(pairs[True], pairs[False], ", "))
+        return self.listed_pairs(way, ", ", lambda name, one: f"{self.lark.literal(f'{name}=')} {self._json(one)}")
 
 
 class Gemma(Unquoted):
@@ -211,7 +207,7 @@ class Gemma(Unquoted):
     """
 
     def __init__(self, lark: Lark, tool: ForcedTool, quote: str) -> None:
-        super().__init__(lark, tool)
+        super().__init__(lark, tool, {quote: ()})
         self._quote = quote
         self._todo: list[tuple[str, list[Together], tuple[str, ...]]] = []  # rules that have a name, and no body yet
 
@@ -225,14 +221,10 @@ class Gemma(Unquoted):
     def _object(self, way: Together, path: tuple[str, ...]) -> str:
         """Return the rule of an object: required members, then optional ones, in the schema's order."""
         self._check_count(way, path)
-        needed = required(way)
-        pairs: dict[bool, list[str]] = {True: [], False: []}
-        for name, schema in self.fields(way).items():
-            value = self._any_value(schema, (*path, name))
-            pairs[name in needed].append(self.lark.rule("pair", f"{self._key(name)} {value}"))
-        if not any(pairs.values()):
+        if not members(way):
             return self._map(way, path)
-        return self.lark.rule("object", f'"{{" {self.listed_pairs(pairs[True], pairs[False], ",")} "}}"')
+        pairs = self.listed_pairs(way, ",", lambda key, one: f"{self._key(key)} {self._any_value(one, (*path, key))}")
+        return self.lark.rule("object", f'"{{" {pairs} "}}"')
 
     def _key(self, name: str) -> str:
         plain = _PLAIN_KEY.fullmatch(name)
@@ -268,7 +260,7 @@ class Gemma(Unquoted):
     def _typed(self, way: Together, path: tuple[str, ...]) -> Sequence[str]:
         if not way:
             return [self._anything()]
-        types, values, rules = types_of(way), listed(way), list[str]()
+        types, values, rules = types_of(way), self._listed(way, path), list[str]()
         if values is not None:
             rules = [self._literal(value) for value in values if not isinstance(value, str)]
         if "string" in types:
@@ -293,7 +285,7 @@ class Gemma(Unquoted):
                 return f'"{{" {self._joined(pairs)} "}}"'
             case list():
                 return f'"[" {self._joined([self._literal(inner) for inner in value])} "]"'
-        return self.lark.literal(json.dumps(value))
+        return self.lark.literal(dumps(value).decode())
 
     def _joined(self, rules: Sequence[str]) -> str:
         return ' "," '.join(rules) or '""'

@@ -127,9 +127,16 @@ class Cursor:
         self._trail.append(taken)
         return taken
 
-    def mark(self) -> None:
-        """Allow the text from here on to be taken back."""
-        self._trail = []
+    def mark(self) -> list[str]:
+        """Allow the text from here on to be taken back. Return the text since the mark before."""
+        before, self._trail = self._trail, []
+        return before
+
+    def unmark(self, before: list[str]) -> str:
+        """Return the text since the mark, which is then that since the mark `before`."""
+        before.append(self.trail())
+        self._trail = before
+        return before[-1]
 
     def trail(self) -> str:
         """The text since the mark."""

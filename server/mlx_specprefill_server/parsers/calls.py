@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 
 from ..deltas import CallDelta, CallEnd, CallStart, ContentDelta, new_call_id
-from .base import Cursor, MalformedError, Reading, Tools, peek, skip, spaces
+from .base import Cursor, MalformedError, Reading, Tools, Waiting, peek, skip, spaces
 
 LONGEST_NAME = 256
 FENCE = "```"
@@ -37,7 +37,7 @@ def emit(text: str) -> Reading[None]:
     yield CallDelta(text)
 
 
-def capture(reading: Reading[None]) -> Reading[str]:
+def capture(reading: Reading[None]) -> Waiting:
     """Read arguments without yielding them."""
     texts = []
     for delta in reading:

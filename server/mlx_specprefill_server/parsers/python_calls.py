@@ -7,13 +7,14 @@ only where the list goes on.
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
+from functools import partial
 
 import orjson
 
 from ..deltas import CallDelta
 from ..schemas import Place
-from .base import Cursor, MalformedError, Reading, Tools, peek, skip, spaces, starts_with
+from .base import Cursor, MalformedError, Reading, Tools, ahead, past_spaces, peek, skip, spaces, starts_with
 from .calls import call, declared, expect, until
 from .json_text import LONGEST_WORD, NUMBER, QUOTES, WORDS, JsonReader
 from .values import ANYTHING, Value, literal
@@ -54,7 +55,7 @@ def _ends(cursor: Cursor) -> Reading[bool]:
 def _arguments(cursor: Cursor, known: Mapping[str, Place], listed: bool) -> Reading[None]:
     yield from expect(cursor, "(")
     before = "{"
-    while not (yield from _closes(cursor)):
+    while not (yield from JsonReader(cursor).ends(")")):
         name = yield from declared(cursor, known, "=")
         if not name:
             name = (yield from until(cursor, "=", never=NOT_IN_NAMES)).strip()
@@ -71,15 +72,17 @@ def _arguments(cursor: Cursor, known: Mapping[str, Place], listed: bool) -> Read
 def _value(cursor: Cursor, before: str, known: Mapping[str, Place], place: Place, listed: bool) -> Reading[None]:
     """Read one value. `before` is passed on when it begins."""
     if not listed or (yield from starts_with(cursor, (*QUOTES, *OPENS))) or (yield from _is_word(cursor)):
-        yield from JsonReader(cursor, before=before, ends_text=_text_ends if listed else None).value()
+        yield from JsonReader(cursor, before=before, ends_text=partial(_text_ends, known) if listed else None).value()
         return
-    texts: list[str] = []
+    text = ""
     ends = {")": ("]", ","), ",": (")", *(f"{name}=" for name in known))}
-    for _ in Value(cursor, "", (), ends).read(texts.append):
-        if sum(map(len, texts)) > LONGEST_WORD:
+    for part in Value(cursor, "", ends).read():
+        text += part or ""
+        if len(text) > LONGEST_WORD:
             raise MalformedError("no end of a text without quotes")
-        yield None
-    text = "".join(texts).strip()
+        if part is None:
+            yield None
+    text = text.strip()
     if not text or text.count("(") != text.count(")") or AMBIGUOUS.search(text):
         raise MalformedError(f"not a value: {text[:20]!r}")
     yield CallDelta(before + literal(text, place))
@@ -95,13 +98,13 @@ def _is_word(cursor: Cursor) -> Generator[None, None, bool]:
     return found[1] in WORDS or NUMBER.fullmatch(found[1]) is not None
 
 
-def _text_ends(cursor: Cursor) -> Generator[None, None, bool]:
+def _text_ends(names: Iterable[str], cursor: Cursor) -> Generator[None, None, bool]:
     """Return whether the quote at the cursor ends its string. Quotes within it may not be escaped."""
+    at = yield from past_spaces(cursor, 1)
+    if cursor.buffer[at : at + 1] == ",":
+        at = yield from past_spaces(cursor, at + 1)
+    if (yield from ahead(cursor, at, [f"{name}=" for name in names if not re.fullmatch(r"[\w.-]+", name)])):
+        return True
     while not cursor.ended and UNDECIDED.match(cursor.buffer, 1):
         yield
     return bool(GOES_ON.match(cursor.buffer, 1) or UNDECIDED.match(cursor.buffer, 1))
-
-
-def _closes(cursor: Cursor) -> Reading[bool]:
-    yield from spaces(cursor)
-    return bool((yield from skip(cursor, ")")))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..call_marks import Tags
-from ..notations import CALL, END_CALL, END_KEY, END_VALUE, KEY, VALUE, XML
+from ..notations import END_CALL, END_KEY, END_VALUE, GLM_ENDS, KEY, VALUE, XML
 from ..schemas import TYPES
 from .base import Cursor, MalformedError, Reading, Tools, skip, spaces, starts_with
 from .calls import CallReader, call, declared, emit, expect, until
@@ -37,8 +37,7 @@ def _glm_arguments(cursor: Cursor, tools: Tools, name: str) -> Reading[None]:
             yield from expect(cursor, END_KEY)
         yield from spaces(cursor)
         yield from expect(cursor, VALUE)
-        value = Value(cursor, END_VALUE, (KEY, END_CALL, CALL), {END_CALL: (CALL,)})
-        yield from members.add(key, value)
+        yield from members.add(key, Value(cursor, END_VALUE, GLM_ENDS))
         yield from spaces(cursor)
     if not (yield from starts_with(cursor, (END_CALL,))) and (cursor.buffer or not cursor.complete):
         raise MalformedError("a key is expected")
@@ -85,19 +84,12 @@ def _arguments(cursor: Cursor, tools: Tools, name: str, tags: Tags) -> Reading[N
         yield from skip(cursor, tags.end_function)
         return
     places = tools.places(name)
-    members = Members(places)
-    others = {
-        tags.end_function: (tags.end_call, tags.function, tags.call),
-        tags.end_call: (tags.call,),
-        f"\n{tags.parameter}": tuple(f"{known}{tags.end_name}" for known in places),
-    }
+    members, ends = Members(places), tags.ends(places)
     kinds = dict(zip(tags.kinds, KINDS, strict=False))  # most notations name none
-    followers = (tags.parameter, tags.end_function, tags.end_call, tags.function, tags.call)
     while (yield from skip(cursor, tags.parameter)):
         key = (yield from declared(cursor, places, tags.end_name)) or (yield from _name(cursor, tags.end_name))
         kind = (yield from skip(cursor, *tags.kinds, ">")) if tags.kinds else ""
-        value = Value(cursor, tags.end_parameter, followers, others, tags.lines)
-        yield from members.add(key, value, kinds.get(kind, TYPES))
+        yield from members.add(key, Value(cursor, tags.end_parameter, ends, tags.lines), kinds.get(kind, TYPES))
         yield from spaces(cursor)
     ended = (yield from skip(cursor, tags.end_function)) or (yield from starts_with(cursor, (tags.end_call,)))
     if not ended and (cursor.buffer or not cursor.complete):

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Generator, Mapping
 
 import orjson
 
 from ..big_json import is_too_deep
+from ..call_marks import Ends
 from ..deltas import CallDelta
 from ..schemas import TYPES, Place
-from .base import Cursor, MalformedError, Reading, ahead, find_first, past_spaces, peek
-from .calls import text_of
+from .base import Cursor, MalformedError, Reading, ahead, find_first, past_spaces, peek, starts_with
+from .calls import capture, text_of
 from .json_text import JsonReader
 
 ANYTHING = Place()
@@ -93,81 +94,72 @@ class Members:
         self._before = ", "
         if place.types == {"string"}:
             yield CallDelta(head + '"')
-            yield from value.read(_escape)
+            for part in value.read():
+                yield None if part is None else CallDelta(_dump(part)[1:-1])
             yield CallDelta('"')
             return
-        texts: list[str] = []
-        yield from value.read(texts.append)
-        yield CallDelta(head + convert("".join(texts), place))
+        text = ""
+        for part in value.read(may_be_json="string" not in place.types or place.texts is not None):
+            text += part or ""
+            if part is None:
+                yield None
+        yield CallDelta(head + convert(text, place))
 
     def close(self) -> Reading[None]:
         yield CallDelta("{}" if self._before == "{" else "}")
-
-
-def _escape(text: str) -> CallDelta:
-    return CallDelta(_dump(text)[1:-1])
 
 
 class Value:
     """A value between tags, without quotes.
 
     Args:
-        closer: its end tag, "" for none. It ends the value only before one of `followers` or the end of the text: a
+        closer: its end tag, "" for none.
+        ends: the tags that end it, this one and others, each only before one of its texts or the end of the text: a
             value may be a text about these very tags.
-        others: tags that end a value without an end tag, each with the text that must follow.
         lines: one line break after the opening and one before the end tag are not part of the value.
     """
 
-    def __init__(
-        self,
-        cursor: Cursor,
-        closer: str,
-        followers: Sequence[str],
-        others: Mapping[str, Sequence[str]],
-        lines: bool = False,
-    ) -> None:
+    def __init__(self, cursor: Cursor, closer: str, ends: Ends, lines: bool = False) -> None:
         self._cursor = cursor
         self._closer = closer
-        self._marks = {closer: followers, **others} if closer else dict(others)
+        self._ends = ends
         self._lines = lines
 
-    def read(self, emit: Callable[[str], CallDelta | None]) -> Reading[None]:
-        """Read up to and including the end tag. Any other tag that ends the value is not read."""
+    def read(self, may_be_json: bool = False) -> Generator[str | None, None, None]:
+        """Yield its parts up to the end tag, which is read, or up to another one. In JSON, texts hold whatever tags."""
         if self._lines and (yield from peek(self._cursor, 1)) == "\n":
             self._cursor.take(1)
+        if may_be_json and (yield from starts_with(self._cursor, ("{", "["))):
+            before = self._cursor.mark()
+            try:
+                yield from capture(JsonReader(self._cursor).value())
+            except MalformedError:
+                self._cursor.rewind(0)
+            yield self._cursor.unmark(before)
         while True:
             at, mark = self._next()
             if at:
-                yield from _if_any(emit(self._cursor.take(at)))
+                yield self._cursor.take(at)
             if not mark:
                 if self._cursor.ended:
                     raise MalformedError("the text ends inside a value")
                 yield None
-            elif (yield from self._ends(mark)):
+            elif (yield from self._is_end(mark)):
                 return
             else:
-                yield from _if_any(emit(self._cursor.take(1)))
+                yield self._cursor.take(1)
 
     def _next(self) -> tuple[int, str]:
         """Return how many characters certainly belong to the value, and the tag that follows them, or ""."""
         text = self._cursor.buffer
-        at, mark = find_first(text, self._marks)
+        at, mark = find_first(text, self._ends)
         return at - (self._lines and text[:at].endswith("\n")), mark
 
-    def _ends(self, mark: str) -> Reading[bool]:
+    def _is_end(self, mark: str) -> Generator[None, None, bool]:
         """Return whether the tag at the cursor, perhaps after one line break, ends the value."""
         line = 0 if self._cursor.buffer.startswith(mark) else 1
-        if not (yield from self._follows(line + len(mark), self._marks[mark])):
-            return False
-        self._cursor.take(line + len(mark) * (mark == self._closer))
-        return True
-
-    def _follows(self, at: int, followers: Sequence[str]) -> Reading[bool]:
-        past = yield from past_spaces(self._cursor, at)
-        follower = yield from ahead(self._cursor, past, followers)
-        return bool(follower) or (self._cursor.complete and len(self._cursor.buffer) <= past)
-
-
-def _if_any(delta: CallDelta | None) -> Reading[None]:
-    if delta is not None:
-        yield delta
+        past = yield from past_spaces(self._cursor, line + len(mark))
+        follower = yield from ahead(self._cursor, past, self._ends[mark])
+        is_end = bool(follower) or (self._cursor.complete and len(self._cursor.buffer) <= past)
+        self._cursor.take((line + len(mark) * (mark == self._closer)) * is_end)
+        return is_end

@@ -20,10 +20,9 @@ def kept_passages(new: TokenIds, old: TokenIds, start: int) -> list[Piece]:
     Each is as long as both agree.
     """
     ours, theirs, found, at, end = hashes(new, _LEAST), hashes(old, _LEAST), list[Piece](), start, start
-    last = _last_places(theirs, ours)
-    while (stands := last[end:] >= at).any():
-        first = end + int(stands.argmax())
-        place = at + int((ours[at:] == theirs[first]).argmax())
+    last, places = _last_places(theirs, ours).tolist(), ours.tolist()
+    while (first := next((old for old in range(end, len(last)) if last[old] >= at), None)) is not None:
+        place = places.index(int(theirs[first]), at)
         size = common_length(new[place:], old[first:])
         if size < _LEAST:  # two texts have one hash
             break

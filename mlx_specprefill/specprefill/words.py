@@ -7,15 +7,16 @@ question is about stands in few of them.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Sequence
+from itertools import repeat
 
 import numpy as np
 
 from ..arrays import Floats
 from .text import PromptText
 
-_WORD = re.compile(r"\w\w+")
+_MARK = "\ud800"  # in front of a line; no text has it
+_WORD = re.compile(rf"\w\w+|{_MARK}")
 _RAISED = 0.5  # of its importance, that a line gains at most; with twice as much what is asked in other words is lost
 _ENOUGH = 2  # words that stand in one line only, for which it gains that
 
@@ -33,18 +34,15 @@ def word_factors(text: PromptText, asking: Sequence[tuple[int, int]]) -> Floats:
     asks = np.zeros(len(text.pieces), dtype=np.bool_)
     for start, end in asking:
         asks[start:end] = True
-    wanted = set().union(*(_words("".join(text.pieces[start:end])) for start, end in asking))
-    others = np.flatnonzero(~np.logical_or.reduceat(asks, text.units))
-    lines = [
-        wanted & _words("".join(text.pieces[at : at + size]))
-        for at, size in zip(text.units[others], sizes[others], strict=True)
-    ]
-    counts = Counter(word for line in lines for word in line)
-    rarity = {word: 1 - np.log(count) / np.log(max(len(lines), 2)) for word, count in counts.items()}
-    factors = np.ones(sizes.size, dtype=np.float32)
-    factors[others] += [_RAISED * min(sum(map(rarity.__getitem__, line)) / _ENOUGH, 1) for line in lines]
+    others = ~np.logical_or.reduceat(asks, text.units)
+    wanted = _WORD.findall(_MARK.join("".join(text.pieces[start:end]) for start, end in asking).lower())
+    numbers = {word: number for number, word in enumerate(dict.fromkeys([_MARK, *wanted]))}
+    marked = np.insert(np.array(text.pieces, dtype=object), text.units, _MARK).tolist()
+    found = np.fromiter(map(numbers.get, _WORD.findall("".join(marked).lower()), repeat(-1)), dtype=np.int64)
+    line = np.cumsum(found == 0) - 1
+    shared = (found > 0) & others[line]
+    line, word = np.divmod(np.unique(line[shared] * len(numbers) + found[shared]), len(numbers))
+    rarity = 1 - np.log(np.bincount(word)[word]) / np.log(max(int(np.count_nonzero(others)), 2))
+    gain = np.bincount(line, rarity, minlength=text.units.size)
+    factors = (1 + _RAISED * np.minimum(gain / _ENOUGH, 1)).astype(np.float32)
     return np.repeat(factors, sizes)
-
-
-def _words(text: str) -> set[str]:
-    return set(_WORD.findall(text.lower()))

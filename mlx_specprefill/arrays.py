@@ -10,3 +10,4 @@ Indices = npt.NDArray[np.int32]  # of a prompt's tokens
 Positions = npt.NDArray[np.int32]  # by which RoPE rotates
 Ends = npt.NDArray[np.int64]  # of tokens, in characters
 Floats = npt.NDArray[np.float32]
+NO_INDICES: Indices = np.zeros(0, dtype=np.int32)

@@ -93,6 +93,11 @@ def move(
             mx.eval(part.state)
 
 
+def moved_tokens(held: HeldTokens, pieces: Sequence[Piece], edited: int | None) -> HeldTokens:
+    """Return the tokens that a cache holds behind `move`."""
+    return _slots_of(held, pieces, edited)[1]
+
+
 def cut(cache: Sequence[Any], length: int) -> list[tuple[mx.array, mx.array]]:
     """Cut a dense cache to its first `length` tokens. Return the keys and values of each layer that it had before."""
     whole = []

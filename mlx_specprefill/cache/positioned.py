@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
@@ -283,6 +284,31 @@ def place(cache: Sequence[Any], positions: Positions) -> None:
     for part in leaves(cache):
         if isinstance(part, Positioned):
             part.place(positions, on_device)
+
+
+@contextmanager
+def recalling(cache: Sequence[Any]) -> Iterator[None]:
+    """Feed dropped tokens inside this block, behind what the cache holds; afterwards it is consistent.
+
+    What a recalled token sees depends on the layer:
+
+    - Full attention: all that the cache holds by then at positions up to its own, which is the original one. A window
+      restricts it to positions within the window.
+    - Recurrent layers: everything that was fed before it, in the order of feeding.
+    - Sliding windows on a ring: the tokens of its own recall alone, within the window by position. The ring is set
+      aside during the recall and is afterwards as before, so that the most recent tokens stay in it.
+
+    Whatever is fed later sees recalled tokens like any others, except in rings.
+    """
+    rings = [part for part in leaves(cache) if isinstance(part, PositionedRotatingKVCache)]
+    held = [ring.state for ring in rings]
+    for ring in rings:
+        ring.state = RotatingKVCache(ring.max_size).state, ring.next, []
+    try:
+        yield
+    finally:
+        for ring, state in zip(rings, held, strict=True):
+            ring.state = state
 
 
 def fill(cache: list[Any], length: int) -> None:

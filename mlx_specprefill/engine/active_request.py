@@ -5,76 +5,38 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
+from ..arrays import NO_INDICES, Indices
 from ..cache.prefix.nodes import CacheHit
 from ..constraints import GrammarState
 from ..events import TokenEvent, noop
-from ..prefill_report import PrefillReport, PrefixMiss, Reached, Reason, ReportedMode, ScorerKind, Stage, Timings
+from ..prefill_report import PrefillReport, Reached, ReportedMode, ScorerKind, Stage, Timings
 from ..request import GenerationRequest, TokenIds
 from ..specprefill.plan import PrefillPlan
 from ..specprefill.selector import kept_spans
+from ..specprefill.text import PromptText
 from .caches import EngineCaches
+from .prefixes import Prefix
 from .speculation import AnswerDrafter
 
-NO_INDICES: TokenIds = np.zeros(0, dtype=np.int32)
+NO_TEXT = PromptText(NO_INDICES)
 
 
-Way = Literal["full", "extend", "sparse"]
-"""The tokens that the target reads: all behind a dense prefix, all behind a sparse one, or the kept ones."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Prefix:
-    """The cached prefix that was found.
-
-    Attributes:
-        length: prompt tokens that it covers.
-        held: their indices in a sparse one, int32, ascending; empty: it is dense.
-        unread: of another prompt, that this one edits: indices in front of `length` that are to be read, ascending.
-        miss: why less is cached than the cache holds; None: for no reason known.
-    """
-
-    length: int = 0
-    held: TokenIds = field(default_factory=lambda: NO_INDICES)
-    unread: TokenIds = field(default_factory=lambda: NO_INDICES)
-    miss: PrefixMiss | None = None
-
-    @property
-    def tokens(self) -> int:
-        """Return the prompt tokens that the target need not read."""
-        return int(self.held.size) or self.length
-
-    @property
-    def missing(self) -> TokenIds:
-        """Return the indices that a sparse one does not hold, ascending, but those that are to be read."""
-        known = np.concatenate([self.held, self.unread])
-        return np.setdiff1d(np.arange(self.length, dtype=np.int32), known, assume_unique=True)
-
-    @property
-    def reused(self) -> int:
-        """Return the tokens that it holds behind an edit."""
-        return int(np.count_nonzero(self.held > self.unread[0])) if self.unread.size else 0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Choice:
-    """The scoring of the prompt, and the tokens that are chosen by it.
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """The scoring of the prompt.
 
     Attributes:
         scorer, scoring: the scorer, if any, and a description of its method.
         draft_read: tokens that the draft read for it, in its own tokenizer.
-        kept: prompt indices that the target sees, int32; empty: all of them.
-        recalled: of these, tokens dropped by an earlier turn and read for this one.
     """
 
     scorer: ScorerKind | None = None
     scoring: str | None = None
     draft_read: int = 0
-    kept: TokenIds = field(default_factory=lambda: NO_INDICES)
-    recalled: int = 0
 
 
 @dataclass(slots=True)
@@ -124,11 +86,14 @@ class ActiveRequest:
     """State of one request. Each stage adds its part.
 
     Attributes:
-        plan: of the prefill. `Engine.submit` makes it, and the look-up of the cached prefix revises it.
+        plan: of the prefill. `Engine.submit` makes it, and the look-up of the cached prefix completes it.
         grammar: state of the request's grammar and budget.
         drafting: drafts the answer; None if that was not asked for.
         stage: the stage of the current step.
-        prefix, way: known from the look-up on.
+        prefix: what is cached, known from the look-up on.
+        text: the prompt's lines, once they are needed.
+        reading: prompt indices that the target reads, ascending, first those in front of the prefix's end; empty: they
+            are not chosen yet.
         cache: the target's, until a row has it.
         unstored: what is left to store for later requests, once the first token is out.
     """
@@ -141,45 +106,35 @@ class ActiveRequest:
     drafting: AnswerDrafter | None = None
     stage: Stage = "queued"
     prefix: Prefix = field(default_factory=Prefix)
-    way: Way | None = None
-    choice: Choice = field(default_factory=Choice)
+    scored: Scored = field(default_factory=Scored)
+    text: PromptText = NO_TEXT
+    reading: Indices = field(default_factory=lambda: NO_INDICES)
     cache: list[Any] = field(default_factory=list)
     decoded: Decoded = field(default_factory=Decoded)
     unstored: Callable[[], object] = noop
 
-    def resume(self, hit: CacheHit) -> None:
-        """Start from a cached prefix."""
-        self.cache = hit.cache
-        is_dense = hit.held.dense == hit.length
-        self.prefix = Prefix(hit.length, NO_INDICES if is_dense else np.sort(hit.held.positions))
-
-    def decide(self, plan: PrefillPlan) -> None:
-        """Take the way that a plan allows behind the prefix that was found."""
-        self.plan, self.way = plan, plan.mode
-        if plan.mode == "full" and self.prefix.held.size:
-            new = len(self.request.prompt) - self.prefix.length
-            self.way = "extend"
-            words = f"{new} new tokens are read whole behind an earlier turn: {plan.reason.words}"
-            self.plan = replace(plan, reason=Reason("extended", words))
-
-    def go_on_from(self, edited: CacheHit, unread: TokenIds, plan: PrefillPlan) -> None:
-        """Take the way behind a prompt that this one edits; `unread` as in `Prefix`."""
-        miss, self.plan, self.way = self.prefix.miss, plan, "extend"
-        self.resume(edited)
-        if miss is not None:
-            kept = edited.length - int(unread[0]) - unread.size
-            miss = replace(miss, read_tokens=max(miss.read_tokens - kept, 0))
-        self.prefix = replace(self.prefix, unread=unread, miss=miss)
+    def resume(self, hit: CacheHit, reading: Indices) -> None:
+        """Start from what could be restored of the prefix. What is missing of it is read, too."""
+        self.cache, self.reading, planned = hit.cache, reading, self.prefix
+        if hit.held.runs() != planned.held.runs():
+            self.prefix = replace(planned, length=hit.length, held=hit.held, edit=None)
+            self.reading = np.setdiff1d(np.union1d(planned.held.positions, reading), hit.held.positions)
 
     @property
     def is_sparse(self) -> bool:
-        """Return whether the target sees the prompt in part. False until its tokens are selected."""
-        return self.choice.kept.size > 0
+        """Return whether the target sees the prompt in part. False until its tokens are chosen."""
+        return self.reading.size > 0 and (self.plan.mode == "sparse" or not self.prefix.is_dense)
+
+    @property
+    def kept(self) -> Indices:
+        """Return the prompt indices that the target sees, ascending."""
+        seen: Indices = np.sort(np.concatenate([self.prefix.held.positions, self.reading]))
+        return seen
 
     @property
     def tokens_seen(self) -> int:
         """Return the prompt tokens that the target sees."""
-        return int(self.choice.kept.size) or len(self.request.prompt)
+        return self.kept.size if self.is_sparse else len(self.request.prompt)
 
     def store(self) -> None:
         """Run the deferred store. The cache may hold more tokens by now, but must be this request's own."""
@@ -215,7 +170,7 @@ class ActiveRequest:
         Args:
             done: tokens read by stage.
         """
-        report, held = self.report(), self.prefix.tokens + done.get("prefill", 0)
+        report, held = self.report(), self.prefix.held.size + done.get("prefill", 0)
         if self.times.first_token:
             return report
         stage = self.stage if self.times.started else "queued"
@@ -224,30 +179,32 @@ class ActiveRequest:
 
     @property
     def _mode(self) -> ReportedMode:
-        if self.way != "extend":
-            return self.plan.mode
-        return "reuse" if self.prefix.unread.size else "sparse"
+        if self.prefix.edit is not None:
+            return "reuse"
+        return self.plan.mode if self.prefix.is_dense else "sparse"
 
     def report(self) -> PrefillReport:
-        M, sparse, choice = len(self.request.prompt), self.is_sparse, self.choice
-        spans = kept_spans(choice.kept) if sparse else ((0, M),)
+        M, sparse, scored, prefix = len(self.request.prompt), self.is_sparse, self.scored, self.prefix
+        kept = self.tokens_seen
+        again = int(np.count_nonzero(self.reading < prefix.length))
+        spans = (kept_spans(self.kept) if sparse else ((0, M),)) if self.request.specprefill.return_spans else None
         return PrefillReport(
             mode=self._mode,
             reason=self.plan.reason.words,
             reason_code=self.plan.reason.code,
             prompt_tokens=M,
-            kept_tokens=self.tokens_seen,
-            cached_tokens=self.prefix.tokens,
-            recalled_tokens=max(choice.recalled - self.prefix.unread.size, 0),
-            reused_tokens=self.prefix.reused,
-            kept_share=round(self.tokens_seen / M, 6) if sparse else None,
-            scorer=choice.scorer if sparse else None,
-            scoring=choice.scoring if sparse else None,
-            draft_tokens=choice.draft_read,
+            kept_tokens=kept,
+            cached_tokens=prefix.held.size,
+            recalled_tokens=max(again - prefix.unread.size, 0),
+            reused_tokens=0 if prefix.edit is None else prefix.edit.reused,
+            kept_share=round(kept / M, 6) if sparse else None,
+            scorer=scored.scorer if sparse else None,
+            scoring=scored.scoring if sparse else None,
+            draft_tokens=scored.draft_read,
             timings=self.times.timings(),
             predicted=self.plan.predicted,
-            kept_spans=spans if self.request.specprefill.return_spans else None,
+            kept_spans=spans,
             speculation=None if self.drafting is None else self.drafting.report(),
             scope=self.plan.scope if sparse else None,
-            miss=self.prefix.miss,
+            miss=prefix.miss,
         )

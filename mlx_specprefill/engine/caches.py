@@ -189,16 +189,22 @@ class EngineCaches:
             self.on_error(error)
             return None
 
-    def covers(
+    def held(
         self, tokens: Sequence[int] | TokenIds, label: CacheLabel, selection_key: SelectionKey | None = None
-    ) -> int:
-        """Return the number of leading tokens that the target has cached now.
+    ) -> tuple[int, HeldTokens]:
+        """Return the number of leading tokens that the target has cached now, and which of them it holds.
 
         Args:
             selection_key: as in `target_prefix`.
         """
         cache, name = self._target, self._full_key(selection_key)
-        return 0 if cache is None else self._try(_NOT_FOUND, lambda: cache.covers(tokens, label, name), 0)
+        if cache is None:
+            return 0, HeldTokens()
+        return self._try(_NOT_FOUND, lambda: cache.held(tokens, label, name), (0, HeldTokens()))
+
+    def covers(self, *wanted: Any) -> int:
+        """Return the number of leading tokens that `held` would find."""
+        return self.held(*wanted)[0]
 
     def draft_covers(self, tokens: Sequence[int] | TokenIds, label: CacheLabel) -> int | None:
         """Return the number of leading tokens that the draft has cached now; None: it has another tokenizer."""

@@ -8,12 +8,14 @@ from fractions import Fraction
 import mlx.core as mx
 import numpy as np
 
+from ..cache.held import HeldTokens
 from ..events import Progress, PromptLogprobs
 from ..prefill_report import Reason
 from ..request import GenerationRequest
 from ..specprefill.plan import PrefillPlan
 from .active_request import ActiveRequest
 from .prefill import Prefiller
+from .prefixes import Prefix
 
 READ_ALL = PrefillPlan("full", Reason("other", "read in idle time"), Fraction(1), np.zeros(0, dtype=np.bool_))
 
@@ -26,9 +28,9 @@ def densify(
     Returns:
         The request with its cache, and the logits of the last token, (1, V).
     """
-    active = ActiveRequest(-1, request, READ_ALL)
-    yield from prefiller.resume(active, again=True)
-    logits = yield from prefiller.read_all(active)
+    active, last = ActiveRequest(-1, request, READ_ALL), len(request.prompt) - 1
+    active.prefix = Prefix(last, HeldTokens.all(last))  # at most
+    logits = yield from prefiller.read(active, np.array([last], dtype=np.int32), again=True)
     active.store()
     if prefiller.is_stateful:  # the next turn begins with all of it: the sparse turn has a state at its end
         active.keep_prompt(prefiller.caches, len(request.prompt))

@@ -9,14 +9,15 @@ for the question is read anew, too.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal
 
 import numpy as np
 
-from ..adapters.moved_keys import LayerRotation, Piece, layer_rotations, move
+from ..adapters.moved_keys import LayerRotation, Piece, layer_rotations, move, moved_tokens
+from ..arrays import NO_INDICES, Bools
 from ..cache.held import HeldTokens
 from ..cache.prefix.nodes import CacheHit, common_length
 from ..cache.prefix.selection_key import SelectionKey
@@ -24,8 +25,6 @@ from ..cache.prefix.tree import held_by
 from ..errors import Refused, SparseUnsupportedError
 from ..loading import ModelPair
 from ..request import GenerationRequest, TokenIds
-from ..specprefill.selector import kept_spans
-from .active_request import NO_INDICES, Prefix
 from .caches import EngineCaches, Lookup
 from .edits import kept_passages
 from .misses import WORTH_TELLING
@@ -43,6 +42,8 @@ class Edit:
     Attributes:
         cached: the tokens of the cached prompt, as far as they are looked up.
         held: those that the target has.
+        size: tokens of the new prompt.
+        start: tokens that both prompts begin with.
         pieces: kept, of what both prompts begin with and of each passage behind an edit.
         passages: the same behind an edit, with what the target has to read of them.
         unread: indices in front of the last kept token that the target has to read, ascending.
@@ -52,11 +53,22 @@ class Edit:
 
     cached: TokenIds
     held: HeldTokens
+    size: int
+    start: int
     pieces: tuple[Piece, ...]
     passages: tuple[Piece, ...]
     unread: TokenIds
     later: TokenIds
     reused: int
+
+    def around(self, chosen: TokenIds) -> Edit:
+        """Return the same edit beside what the draft chose to be read, by indices of the new prompt, ascending."""
+        return make_edit(self.size, self.cached, self.held, self.start, self.passages, chosen)
+
+    @property
+    def moved(self) -> HeldTokens:
+        """Return the tokens of the new prompt that the target has, those behind the first edit as estimates."""
+        return moved_tokens(self.held, self.pieces, int(self.unread[0]))
 
     @property
     def read(self) -> int:
@@ -116,7 +128,7 @@ class EditedPrefixes:
 
         Args:
             selection_key: of sparse prompts that will do, too.
-            chosen: indices that the draft chose to be read, ascending; None: no text may be removed or changed.
+            chosen: indices that the draft may choose to be read, ascending; None: no text may be removed or changed.
         """
         if chosen is not None and not request.label.is_of_one:
             return None
@@ -140,15 +152,15 @@ class EditedPrefixes:
         move(hit.cache, rotations, edit.pieces, int(edit.unread[0]))
         return CacheHit(edit.length, hit.cache, held_by(hit.cache))
 
-    def settle(self, cache: Sequence[Any], prefix: Prefix) -> None:
+    def settle(self, cache: Sequence[Any], edit: Edit) -> None:
         """Store what was read in front of kept tokens where the prompt has it: shorter prompts find it there, too.
 
         The first two change places, so that the dense beginning ends in front of the edit: behind a longer one no other
         cached prompt would be looked for.
         """
-        if prefix.unread.size and not isinstance(rotations := self.layers(), Refused):
-            first, then = prefix.unread[:2].tolist()
-            ranges = (0, first), (then, then + 1), (first, then), (then + 1, prefix.length)
+        if not isinstance(rotations := self.layers(), Refused):
+            first, then = edit.unread[:2].tolist()
+            ranges = (0, first), (then, then + 1), (first, then), (then + 1, edit.length)
             move(cache, rotations, [Piece(start, start, end - start) for start, end in ranges])
 
     def movable(self, selection_key: SelectionKey | None) -> SelectionKey | None:
@@ -163,28 +175,18 @@ class EditedPrefixes:
         """Return what a prompt keeps of another one, up to the first place where it changes some of its text, or beside
         what is chosen.
         """
-        end = start = read_to = common_length(prompt, old)
-        places = held.positions
-        pieces, passages, unread, reused = [Piece(0, 0, start)] if start else [], list[Piece](), [NO_INDICES], 0
+        start = common_length(prompt, old)
+        passages = tuple(self._passages(prompt, old, start, chosen is not None))
+        return make_edit(prompt.size, old, held, start, passages, chosen)
+
+    def _passages(self, prompt: TokenIds, old: TokenIds, start: int, changed: bool) -> Iterator[Piece]:
+        """Yield the passages behind an edit; unless some text may be changed, up to the first place where it is."""
+        end = read_to = start
         for passage in kept_passages(prompt[:-_TAIL], old, start):
-            is_change = passage.old > end or self._is_change(old, end, prompt, read_to, passage.new)
-            if is_change and chosen is None:
-                break
-            unread.append(np.arange(read_to, passage.new, dtype=np.int32))
-            end, read_to, shift = passage.old + passage.size, passage.new + passage.size, passage.new - passage.old
-            cached = np.sort(places[(places >= passage.old) & (places < end)]) + np.int32(shift)
-            anew = _anew(passage, cached, chosen)
-            unread.append(anew)
-            stays = np.setdiff1d(np.arange(passage.new, read_to, dtype=np.int32), anew)
-            pieces += [Piece(first - shift, first, last - first) for first, last in kept_spans(stays)]
-            passages.append(passage)
-            reused += np.setdiff1d(cached, anew).size
-        unread.append(np.arange(read_to, prompt.size, dtype=np.int32) if chosen is None else chosen[chosen >= read_to])
-        anew = np.concatenate(unread)
-        behind = anew >= (pieces[-1].new + pieces[-1].size if pieces else 0)
-        if held.dense >= end:  # else some of it may have been recalled for a later token
-            old, held = old[:end], HeldTokens.all(end)
-        return Edit(old, held, tuple(pieces), tuple(passages), anew[~behind], anew[behind], reused)
+            if not changed and (passage.old > end or self._is_change(old, end, prompt, read_to, passage.new)):
+                return
+            yield passage
+            end, read_to = passage.old + passage.size, passage.new + passage.size
 
     def _is_change(self, old: TokenIds, place: int, new: TokenIds, start: int, end: int) -> bool:
         """Return whether tokens [start, end) inserted at a place make another word there, as a further digit does.
@@ -223,9 +225,39 @@ class EditedPrefixes:
             return Refused(str(error))
 
 
-def _anew(passage: Piece, cached: TokenIds, chosen: TokenIds | None) -> TokenIds:
-    """Return what is read anew of a passage, by its places in the new prompt, ascending."""
+def make_edit(
+    size: int, old: TokenIds, held: HeldTokens, start: int, passages: tuple[Piece, ...], chosen: TokenIds | None
+) -> Edit:
+    """Return the edit that leaves these passages of an old prompt's tokens `old`.
+
+    Args:
+        size, start: as in `Edit`.
+        chosen: as in `EditedPrefixes.find`.
+    """
+    end = read_to = start
+    holds = np.bincount(held.positions, minlength=old.size) > 0
+    wanted = None if chosen is None else np.bincount(chosen, minlength=size) > 0
+    pieces, unread, reused = [Piece(0, 0, start)] if start else [], [NO_INDICES], 0
+    for passage in passages:
+        unread.append(np.arange(read_to, passage.new, dtype=np.int32))
+        end, read_to = passage.old + passage.size, passage.new + passage.size
+        cached = holds[passage.old : end]
+        again = _anew(cached, None if wanted is None else wanted[passage.new : read_to])
+        unread.append((np.flatnonzero(again) + passage.new).astype(np.int32))
+        edges = np.flatnonzero(np.diff(~again, prepend=False, append=False)).tolist()
+        stays = zip(edges[::2], edges[1::2], strict=True)
+        pieces += [Piece(passage.old + first, passage.new + first, last - first) for first, last in stays]
+        reused += int(np.count_nonzero(cached & ~again))
+    unread.append(np.arange(read_to, size, dtype=np.int32) if chosen is None else chosen[chosen >= read_to])
+    anew = np.concatenate(unread)
+    behind = anew >= (pieces[-1].new + pieces[-1].size if pieces else 0)
+    if held.dense >= end:  # else some of it may have been recalled for a later token
+        old, held = old[:end], HeldTokens.all(end)
+    return Edit(old, held, size, start, tuple(pieces), passages, anew[~behind], anew[behind], reused)
+
+
+def _anew(cached: Bools, chosen: Bools | None) -> Bools:
+    """Return which tokens of a passage are read anew."""
     if chosen is None:
-        return cached[: math.ceil(cached.size * _SEAM)]
-    edge = np.arange(passage.new, passage.new + _EDGE, dtype=np.int32)
-    return np.union1d(edge, chosen[(chosen >= passage.new) & (chosen < passage.new + passage.size)])
+        return cached & np.less_equal(np.cumsum(cached), math.ceil(int(np.count_nonzero(cached)) * _SEAM))
+    return chosen | (np.arange(chosen.size) < _EDGE)

@@ -299,7 +299,7 @@ class Engine:
         Args:
             kept: tokens that the target would see.
         """
-        return self.prefiller.predict(tokens, 0, kept)
+        return self.prefiller.planner.predict(tokens, 0, kept)
 
     @property
     def is_measured(self) -> bool:
@@ -317,7 +317,7 @@ class Engine:
         check_request(request, self.pair)
         if request.constraint is not None:
             self._grammars.check(request.constraint, request.made)
-        plan = self.prefiller.plan(request)
+        plan = self.prefiller.planner.plan(request)
         if plan.mode == "sparse" and not self.memory.can_ever(request, "sparse"):
             words = "a sparse prefill needs more memory than there is"
             plan = replace(plan.as_full("memory", words), selection_key=None)
@@ -385,7 +385,7 @@ class Engine:
     ) -> Job:
         steps = replay_continuation(self.prefiller, request, continuation, attention, keep)
         counted, rows = replace(request, max_tokens=len(continuation)), len(continuation) if attention else LOGITS_ROWS
-        return Job(uid, steps, self.memory.need(counted, self.prefiller.plan(request).mode, rows))
+        return Job(uid, steps, self.memory.need(counted, self.prefiller.planner.plan(request).mode, rows))
 
     def generate(self, request: GenerationRequest) -> Generator[Event, None, None]:
         """Submit and yield the events as they come; closing the iterator cancels."""

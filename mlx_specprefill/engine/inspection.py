@@ -16,7 +16,7 @@ from ..events import Progress, PromptLogprobs
 from ..prefill_report import Mode, Prediction, PrefillReport
 from ..request import GenerationRequest, concat_tokens
 from ..sampling import LOGITS_ROWS, log_softmax
-from ..specprefill.selector import kept_spans
+from ..specprefill.selector import kept_spans, select_part, selection_by
 from .active_request import ActiveRequest
 from .prefill import Prefiller
 
@@ -66,11 +66,12 @@ def inspect_prompt(prefiller: Prefiller, request: GenerationRequest) -> Generato
         SparseUnsupportedError: there is no draft, or it can't score.
     """
     yield Progress("queued", 0, len(request.prompt))
-    text = prefiller.text.read(request.prompt)
-    plan = prefiller.plan_by_text(request, prefiller.plan(request, 0))
-    plan = prefiller.scorer.ask(request, plan, text)
+    text = prefiller.scorer.text.read(request.prompt)
+    plan = prefiller.planner.by_text(request, prefiller.planner.plan(request, 0))
+    plan = prefiller.scorer.with_asks(request, plan, text)
     scores = yield from prefiller.scorer.scores(request, plan, text)
-    selection = prefiller.select(text, scores, plan)
+    by = selection_by(plan.rule, prefiller.config.selection)
+    selection = select_part(scores.importance, plan.forced, text, plan.keep, by)
     size, M = selection.chunk_size, len(request.prompt)
     starts = np.arange(0, M, size)
     kept = np.zeros(M, dtype=np.int64)
@@ -127,7 +128,7 @@ def replay_continuation(
     Attention can be read only after a full prefill: the target's cache must hold the whole prompt. The continuation is
     then read in one forward.
     """
-    active = ActiveRequest(-1, request, prefiller.plan(request))
+    active = ActiveRequest(-1, request, prefiller.planner.plan(request))
     logits = yield from prefiller.run(active)
     active.store()
     M, T, rows = len(request.prompt), len(continuation) - 1, [np.array(log_softmax(logits))]

@@ -132,7 +132,7 @@ class AnswerJob(Job):
 
     @property
     def tokens_cached(self) -> int:
-        return self.active.prefix.tokens
+        return self.active.prefix.held.size
 
     def emit(self, event: Event) -> None:
         if isinstance(event, Progress) and event.stage != "queued":

@@ -35,7 +35,9 @@ from .job import Job, Need, TaskSpec
 from .loop import EngineCore
 from .memory import Memory
 from .mlx_thread import MLXThread
+from .planner import Planner
 from .prefill import Prefiller
+from .prefixes import Prefix
 from .scoring import Extension, PromptScorer, Scoring
 
 T = TypeVar("T")
@@ -121,10 +123,8 @@ class RankedCaches(_Ranked, EngineCaches):
     def erasure(self) -> Erasure:
         return Erasure(self._ranks.min_max(super().erasure())[0])
 
-    def covers(
-        self, tokens: Sequence[int] | TokenIds, label: CacheLabel, selection_key: SelectionKey | None = None
-    ) -> int:
-        return self._ranks.broadcast("covered", lambda: super(RankedCaches, self).covers(tokens, label, selection_key))
+    def covers(self, *wanted: Any) -> int:
+        return self._ranks.broadcast("covered", lambda: super(RankedCaches, self).covers(*wanted))
 
 
 class RankedMemory(_Ranked, Memory):
@@ -229,22 +229,23 @@ def _later(begin: Callable[[], Scoring]) -> Scoring:
     return (yield from begin())
 
 
+class RankedPlanner(_Ranked, Planner):
+    """Decides as rank 0 does, whose measurements may differ."""
+
+    def decide(self, request: GenerationRequest, submitted: PrefillPlan) -> tuple[PrefillPlan, Prefix]:
+        return self._ranks.broadcast("plan", lambda: super(RankedPlanner, self).decide(request, submitted))
+
+
 class RankedPrefiller(_Ranked, Prefiller):
-    """Plans as rank 0 does, whose measurements may differ, and fails a sparse prefill on all ranks together."""
+    """Fails a sparse prefill on all ranks together."""
 
     def __init__(self, ranks: Ranks, *parts: Any) -> None:
-        self._scorer_type = partial(RankedScorer, ranks)
+        self._scorer_type, self._planner_type = partial(RankedScorer, ranks), partial(RankedPlanner, ranks)
         super().__init__(ranks, *parts)
 
-    def plan(self, request: GenerationRequest, cached: int | None = None) -> PrefillPlan:
-        def own() -> PrefillPlan:
-            return super(RankedPrefiller, self).plan(request, cached)
-
-        return own() if cached is None else self._ranks.broadcast("plan", own)  # None: a client of rank 0 asks
-
-    def _fall_back(self, active: ActiveRequest, error: Exception) -> None:
+    def _start_over(self, active: ActiveRequest, error: Exception) -> None:
         self._ranks.fail_together(error)
-        super()._fall_back(active, error)
+        super()._start_over(active, error)
 
 
 class RankedBackgroundPrefill(_Ranked, BackgroundPrefill):

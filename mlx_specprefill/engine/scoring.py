@@ -1,8 +1,8 @@
-"""Scoring of a prompt by the draft: from which cached prefix, with which question; when nothing is recalled."""
+"""The tokens that the target reads: all, or by the draft's scores, and from which cached prefix it scores."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,24 +12,27 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..adapters.depth import full_draft_model
-from ..adapters.moved_keys import LayerRotation, Piece, append, cut
+from ..adapters.moved_keys import Piece, append, cut
 from ..adapters.window import WindowedReader
+from ..arrays import NO_INDICES, Indices
 from ..cache.positioned import tokens_in
 from ..config import EngineConfig
-from ..errors import RequestCancelled, SparseUnsupportedError
+from ..errors import Refused, RequestCancelled, SparseUnsupportedError
 from ..events import Progress
 from ..loading import ModelPair
+from ..prefill_report import Reason
 from ..request import GenerationRequest, TokenIds
 from ..specprefill.mapped import MappedTask, map_task
 from ..specprefill.plan import PrefillPlan, template_mask
 from ..specprefill.question import possible_questions, question_span, repeated_question_spans
 from ..specprefill.scorer import HeadScorer, Scores, ScoringInput, scorer_for
+from ..specprefill.selector import select_part, select_recalled, selection_by
 from ..specprefill.sparse_prefill import feed, forward_ends
-from ..specprefill.text import PromptText
+from ..specprefill.text import PromptText, TextReader
 from ..specprefill.words import word_factors
-from .active_request import NO_INDICES
+from .active_request import ActiveRequest, Scored
 from .caches import EngineCaches, draft_window
-from .edited_prefix import Edit
+from .edited_prefix import EditedPrefixes
 
 Scoring = Generator[Progress, None, Scores]
 _LAGS = "nothing is recalled: the draft would read more than half of what is new first"
@@ -52,19 +55,52 @@ class Extension(NamedTuple):
 
 
 class PromptScorer:
-    """Scores prompts.
+    """Lets the draft score prompts, and chooses what is read by the scores.
 
     Args:
         step: returns the tokens of the draft's next forward.
     """
 
-    def __init__(self, pair: ModelPair, config: EngineConfig, caches: EngineCaches, step: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        pair: ModelPair,
+        config: EngineConfig,
+        caches: EngineCaches,
+        edits: EditedPrefixes,
+        step: Callable[[], int],
+    ) -> None:
         self.pair = pair
         self.config = config
         self.caches = caches
+        self.edits = edits
         self.step = step
+        self.text = TextReader(pair.tokenizer)
         self._whole = None if pair.draft is None else full_draft_model(pair.draft)
         self._window = draft_window(pair, config)
+
+    def choose(self, active: ActiveRequest, scores: Scores) -> Indices:
+        """Return the indices to read by these scores, ascending: of the prefix what is unread or recalled, and of what
+        follows it all or a part.
+        """
+        plan, prefix, text, L = active.plan, active.prefix, active.text, active.prefix.length
+        active.scored = Scored(scores.scorer, scores.words, scores.read + active.scored.draft_read)
+        config, new = selection_by(plan.rule, self.config.selection), np.arange(L, plan.forced.size, dtype=np.int32)
+        select = partial(select_part, scores.importance, plan.forced, text, plan.keep, config)
+        recalled = prefix.unread
+        if self.pair.has_draft and prefix.may_recall(active.request):
+            held = np.concatenate([prefix.held.positions, recalled])
+            selection = select(end=min(L, scores.importance.size))
+            again = select_recalled(selection, held, config.stands_out, self.config.policy.recall_share)
+            recalled = np.union1d(recalled, again)
+        if plan.mode == "sparse":
+            first = L - L % config.chunk_size  # chunks start where an earlier turn's chunks start
+            new = select(start=first).kept + np.int32(first)
+            new = new[new >= L]
+        if prefix.change is None:
+            return np.concatenate([recalled, new])
+        edit = prefix.change.around(new)
+        active.prefix, active.plan = prefix.behind(edit, None), replace(plan, reason=Reason("reused", edit.words))
+        return np.concatenate([edit.unread, edit.later])
 
     def scores(
         self,
@@ -107,12 +143,12 @@ class PromptScorer:
         steps = self._by_draft(request, plan, mapped.task, mapped.task.question[0], extension)
         return _converted(steps, lambda scores: raised(mapped.scores(scores)))
 
-    def ask(self, request: GenerationRequest, plan: PrefillPlan, text: PromptText) -> PrefillPlan:
+    def with_asks(self, request: GenerationRequest, plan: PrefillPlan, text: PromptText) -> PrefillPlan:
         """Return the plan with the lines that may ask, whoever scores the prompt. The published rule has none."""
-        if plan.rule == "paper":
+        if plan.rule == "paper" or plan.asks is not None:
             return plan
         asks = possible_questions(request.spans, len(request.prompt), text, self.config.scoring)
-        return plan.asking(asks) if asks else plan
+        return plan.asking(asks)
 
     def asking(self, request: GenerationRequest, plan: PrefillPlan, text: PromptText) -> tuple[tuple[int, int], ...]:
         """Return the ranges [start, end) of the prompt whose attention scores it, ascending.
@@ -152,7 +188,7 @@ class PromptScorer:
             question=question,
             template=template,
             again=np.concatenate([NO_INDICES, *(request.prompt[start:end] for start, end in before)]),
-            asks=plan.asks,
+            asks=plan.asks or (),
             stop_ids=request.stop_token_ids | self.pair.eos_token_ids,
             cache=[],
             step=self.step,
@@ -220,24 +256,20 @@ class PromptScorer:
         self.caches.keep_draft(prompt, cache, request)
         return cache
 
-    def follow(
-        self, request: GenerationRequest, edit: Edit, rotations: Sequence[LayerRotation]
-    ) -> Generator[Progress, None, int]:
-        """Let the draft read what an edit inserts, and keep all that it has read behind it at its new place.
+    def follow(self, active: ActiveRequest) -> Generator[Progress, None, None]:
+        """Let the draft read what an edit inserts, and keep all that it has read behind it at its new place, where it
+        has to know what was dropped there.
 
         Its scores of the kept text are then a little off. Nothing but scores and proposals comes of them.
-
-        Args:
-            rotations: of the draft's layers.
-
-        Returns:
-            The number of tokens that it has read.
         """
-        prompt, draft, read_to, read = request.prompt, self.pair.draft, edit.passages[0].old, 0
-        known = self.caches.draft_covers(prompt, request.label) or 0
+        request, draft, edit = active.request, self.pair.draft, active.prefix.edit
+        if draft is None or edit is None or not edit.is_sparse:
+            return
+        active.stage, rotations, read_to, read = "draft", self.edits.layers("draft"), edit.passages[0].old, 0
+        prompt, known = request.prompt, self.caches.draft_covers(request.prompt, request.label) or 0
         hit = yield from self.caches.draft_prefix(np.append(edit.cached, np.int32(0)), request.label, again=True)
-        if draft is None or known > edit.passages[0].new or hit is None or hit.length <= read_to:
-            return 0
+        if isinstance(rotations, Refused) or known > edit.passages[0].new or hit is None or hit.length <= read_to:
+            return
         reader = draft if self._window is None else WindowedReader(draft, self._window)
         whole = cut(hit.cache, read_to)
         for old, new, size in edit.passages:
@@ -249,7 +281,7 @@ class PromptScorer:
             append(hit.cache, whole, rotations, Piece(old, new, size))
             read, read_to = read + new - read_to, new + size
         self.caches.keep_draft(prompt[:read_to], hit.cache, request)
-        return read
+        active.scored = Scored(draft_read=read)
 
     def catch_up(self, request: GenerationRequest) -> Generator[Progress, None, None]:
         """Let the draft read what it has not read of the prompt, to score the next turn, if the draft's context has

@@ -32,7 +32,7 @@ class PrefillPlan:
     `keep`, `forced` (M,) and `ranges` have a meaning in sparse mode only. `predicted` is None without measurements.
     `scope` is the text that competes. `selection_key` names the selection rule that the
     sparse turns of a conversation share; None: the request is read in full, or has its own scores. `asks` are the lines
-    that may be the question beside the last one, once the text has been read.
+    that may be the question beside the last one; None until the text is read.
     """
 
     mode: Mode
@@ -44,7 +44,7 @@ class PrefillPlan:
     predicted: Prediction | None = None
     scope: Scope = "user"
     selection_key: SelectionKey | None = None
-    asks: tuple[Ask, ...] = ()
+    asks: tuple[Ask, ...] | None = None
 
     def asking(self, asks: tuple[Ask, ...]) -> PrefillPlan:
         """Return the plan with lines that may ask. Those of them are kept that are to be read."""
@@ -108,18 +108,29 @@ def plan_prefill(
     return _read_everything(plan, "everything", f'the question is about the whole prompt ("{words}")')
 
 
-def unless_nobody_asks(
-    plan: PrefillPlan, request: GenerationRequest, policy: SpecPrefillPolicy, is_asked: Callable[[], bool]
-) -> PrefillPlan:
-    """Return the plan, as a full prefill where the server may choose and nobody asks for a part of a pasted text.
+def in_mode_of(submitted: PrefillPlan, plan: PrefillPlan) -> PrefillPlan:
+    """Return the plan behind a cached prefix, as a full prefill where memory was reserved for one."""
+    plan = plan if submitted.asks is None else plan.asking(submitted.asks)
+    return replace(plan, mode="full", reason=submitted.reason) if submitted.mode == "full" else plan
 
-    Args:
-        is_asked: returns whether a line of the prompt is known to ask for a part of it.
-    """
+
+def extended(plan: PrefillPlan, new: int) -> PrefillPlan:
+    """Return the plan for `new` tokens behind a sparse prefix: read in full, they extend it."""
+    if plan.mode == "sparse":
+        return plan
+    words = f"{new} new tokens are read whole behind an earlier turn: {plan.reason.words}"
+    return replace(plan, reason=Reason("extended", words))
+
+
+def needs_question(plan: PrefillPlan, request: GenerationRequest, policy: SpecPrefillPolicy) -> bool:
+    """Return whether a pasted text is read in part only if somebody asks for a part of it: the server may choose."""
     options = request.specprefill
     is_open = policy.threshold is None and options.enabled is None and options.keep_pct is None
-    if plan.mode == "full" or not is_open or not _is_pasted(request.spans) or is_asked():
-        return plan
+    return plan.mode == "sparse" and is_open and _is_pasted(request.spans)
+
+
+def unasked(plan: PrefillPlan) -> PrefillPlan:
+    """Return the plan for a text of which nobody is known to ask for a part."""
     return _read_everything(plan, "no-question", "no line is known to ask for a part of the text")
 
 

@@ -16,6 +16,7 @@ from .text import PromptText
 
 _LOOKED = 13  # best tokens that weigh a line or sentence: the width of the smoothing of attention
 _ORDINARY = 0.99  # quantile of unchosen tokens; the maximum may be an outlier
+_LEAST_RECALL = 256  # tokens that may always be recalled
 _PIECE = 32  # tokens: replaces a line or sentence that is too long or unknown
 
 
@@ -132,6 +133,21 @@ def select_tokens(
     return select_chunks(scores, forced, keep, config.chunk_size, token_scores)
 
 
+def select_part(
+    importance: Floats,
+    forced: Bools,
+    text: PromptText,
+    keep: Fraction,
+    config: SelectionConfig,
+    start: int = 0,
+    end: int | None = None,
+) -> Selection:
+    """Select tokens from `start` (a chunk's start) to `end`. The result's `kept` counts from `start`."""
+    importance = importance[start:end]
+    part = text.part(start, start + importance.size)
+    return select_tokens(importance, forced[start : start + importance.size], part, keep, config)
+
+
 def _raise_headings(scores: Floats, headings: Indices, size: int) -> None:
     """Raise a heading to the best score of its lines, which mean little without it.
 
@@ -140,9 +156,27 @@ def _raise_headings(scores: Floats, headings: Indices, size: int) -> None:
         headings: of `PromptText`.
         size: of a chunk.
     """
-    for start, end, last in headings.tolist():
-        heading, below = scores[start // size : -(-end // size)], scores[end // size : -(-last // size)]
-        np.maximum(heading, below.max(), out=heading)
+    if not headings.size:
+        return
+    below = np.stack([headings[:, 1] // size, -(-headings[:, 2] // size)], axis=1)
+    best, raised = np.maximum.reduceat(np.append(scores, 0), below.ravel())[::2], scores.tolist()
+    for (start, end, _), score in zip(headings.tolist(), best.tolist(), strict=True):
+        chunks, least = slice(start // size, -(-end // size)), max(score, raised[end // size])  # raised before, maybe
+        raised[chunks] = [max(one, least) for one in raised[chunks]]
+    scores[:] = raised
+
+
+def select_recalled(selection: Selection, held: Indices, stands_out: float, share: Fraction) -> Indices:
+    """Return the tokens to recall, ascending: of those that `missing_of` returns the strongest.
+
+    Args:
+        held: indices of the tokens that the earlier turn kept.
+        share: of the tokens that are chosen, recalled at most.
+    """
+    is_held = np.zeros(selection.forced.size, dtype=np.bool_)
+    is_held[held[held < is_held.size]] = True
+    most = max(_LEAST_RECALL, int(share * selection.kept.size))
+    return strongest(missing_of(selection, is_held, stands_out), selection.token_scores, most)
 
 
 def missing_of(selection: Selection, held: Bools, stands_out: float) -> Indices:

@@ -1,16 +1,14 @@
-"""Feeds tokens at their original positions, forward by forward, and recalls dropped ones."""
+"""Feeds tokens at their original positions, forward by forward."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import RotatingKVCache
 
 from ..arrays import Positions
-from ..cache.positioned import Positioned, PositionedRotatingKVCache, leaves, place
+from ..cache.positioned import Positioned, leaves, place
 from ..errors import SparseUnsupportedError
 from ..request import TokenIds
 
@@ -70,28 +68,3 @@ def forward_ends(total: int, step: Callable[[], int], cuts: Sequence[int] = (), 
         yield end
     if end < total:
         yield total
-
-
-@contextmanager
-def recalling(cache: Sequence[Any]) -> Iterator[None]:
-    """Feed dropped tokens inside this block, behind what the cache holds; afterwards it is consistent.
-
-    What a recalled token sees depends on the layer:
-
-    - Full attention: all that the cache holds by then at positions up to its own, which is the original one. A window
-      restricts it to positions within the window.
-    - Recurrent layers: everything that was fed before it, in the order of feeding.
-    - Sliding windows on a ring: the tokens of its own recall alone, within the window by position. The ring is set
-      aside during the recall and is afterwards as before, so that the most recent tokens stay in it.
-
-    Whatever is fed later sees recalled tokens like any others, except in rings.
-    """
-    rings = [part for part in leaves(cache) if isinstance(part, PositionedRotatingKVCache)]
-    held = [ring.state for ring in rings]
-    for ring in rings:
-        ring.state = RotatingKVCache(ring.max_size).state, ring.next, []
-    try:
-        yield
-    finally:
-        for ring, state in zip(rings, held, strict=True):
-            ring.state = state

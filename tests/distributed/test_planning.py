@@ -47,8 +47,8 @@ def test_the_plan_behind_a_cached_prefix_is_rank_0s() -> None:
     said: list[tuple[str, Any]] = []
     first, other = prefiller(Together(said, True), 0.01), prefiller(Together(said, False), 10.0)
     request = GenerationRequest(random_prompt(2000), 2)
-    assert (first.plan(request).mode, other.plan(request).mode) == ("sparse", "full")  # each by itself
-    for cached in (0, 100):
-        plan = first.plan(request, cached)
-        assert plan.mode == "sparse"
-        assert other.plan(request, cached) is plan
+    submitted = first.planner.plan(request)
+    assert (submitted.mode, other.planner.plan(request).mode) == ("sparse", "full")  # each by itself
+    decided = first.planner.decide(request, submitted)
+    assert decided[0].mode == "sparse"
+    assert other.planner.decide(request, submitted) is decided

@@ -135,7 +135,7 @@ def test_where_the_text_may_be_another_ones_it_is_read_as_before(label: CacheLab
 def test_what_would_be_read_in_full_is(engine: Engine) -> None:
     """The draft chooses nothing there."""
     read(engine, OLD, ASKS, IN_FULL)
-    engine.prefiller.config = replace(CONFIG, policy=replace(POLICY, threshold=9000))
+    engine.prefiller.planner._config = replace(CONFIG, policy=replace(POLICY, threshold=9000))
     assert read(engine, CHANGED, ASKS).mode == "full"
 
 

@@ -11,6 +11,8 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mlx_specprefill import (
     Engine,
@@ -27,10 +29,11 @@ from mlx_specprefill import (
 from mlx_specprefill.adapters.moved_keys import Piece
 from mlx_specprefill.cache.held import HeldTokens
 from mlx_specprefill.cache.prefix.nodes import common_length
-from mlx_specprefill.engine import edited_prefix, prefill
+from mlx_specprefill.engine import edited_prefix, edits, prefill
 from mlx_specprefill.engine.densify import READ_ALL
 from mlx_specprefill.engine.edited_prefix import Edit, EditedPrefixes
 from mlx_specprefill.engine.edits import kept_passages
+from mlx_specprefill.engine.planner import pays_around
 from mlx_specprefill.prefill_report import Mode, Prediction
 from tests.engine.test_sessions import Meter
 from tests.support.leaving import events_until
@@ -66,7 +69,9 @@ def test_the_new_text_the_seam_and_the_end_are_read(engine: Engine, monkeypatch:
     meter, prompt = Meter(engine.pair, monkeypatch), LONGER
     read(engine, OLD, IN_FULL)
     for model in ("target", "draft"):
-        engine._inbox.call(partial(engine.prefiller.edits.layers, cast(Any, model)))  # feeds some tokens of its own
+        engine._inbox.call(
+            partial(engine.prefiller.prefixes.edits.layers, cast(Any, model))
+        )  # feeds some tokens of its own
     meter.take()
     report = read(engine, prompt)
     target, draft = meter.take()
@@ -116,7 +121,7 @@ def test_the_report_says_how_long_it_was_to_take_and_what_was_read_again(
 ) -> None:
     read(engine, OLD, IN_FULL)
     monkeypatch.setattr(
-        engine.prefiller, "predict", lambda tokens, cached, *_, **__: Prediction(tokens - cached, 10_000.0)
+        engine.prefiller.planner, "predict", lambda tokens, cached, *_, **__: Prediction(tokens - cached, 10_000.0)
     )
     report = read(engine, LONGER)
     assert report.mode == "reuse"
@@ -169,7 +174,7 @@ def test_a_late_tool_is_read_alone_where_no_tool_may_be_dropped(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        engine.prefiller, "predict", lambda tokens, cached, *_, **__: Prediction(9.0 * (tokens - cached), 1e9)
+        engine.prefiller.planner, "predict", lambda tokens, cached, *_, **__: Prediction(9.0 * (tokens - cached), 1e9)
     )
 
     def answered(prompt: tuple[int, ...]) -> PrefillReport:
@@ -239,18 +244,14 @@ def test_behind_the_targets_own_layers_and_with_quantised_keys(caplog: pytest.Lo
 def test_it_has_to_be_soon(
     mode: Mode, sparse_ms: float, ms: float, pays: bool, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prefiller = engine.prefiller
-    monkeypatch.setattr(prefiller, "predict", lambda *_: Prediction(ms, 0.0))
+    planner = engine.prefiller.planner
+    monkeypatch.setattr(planner, "predict", lambda *_: Prediction(ms, 0.0))
     plan = replace(READ_ALL, mode=mode, predicted=Prediction(10_000.0, sparse_ms))
     tokens = np.arange(2000, dtype=np.int32)
     piece = Piece(600, 700, 1400)
-    edit = Edit(tokens, HeldTokens.all(tokens.size), (piece,), (piece,), tokens[500:700], tokens[:200], 1400)
-    assert (
-        prefiller._pays(
-            edit, plan, prefiller._predict_edit(GenerationRequest(random_prompt(2300), 2), edit, plan.predicted)
-        )
-        is pays
-    )
+    edit = Edit(tokens, HeldTokens.all(2000), 2300, 600, (piece,), (piece,), tokens[500:700], tokens[:200], 1400)
+    predicted = planner._predict_edit(GenerationRequest(random_prompt(2300), 2), edit, plan.predicted)
+    assert pays_around(edit, plan, predicted, POLICY) is pays
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -281,3 +282,94 @@ def test_texts_without_a_common_run_share_nothing() -> None:
     assert kept_passages(one[:5], one, 0) == []
     assert kept_passages(one, np.append(other, one), 0) == [Piece(old=400, new=0, size=400)]
     assert kept_passages(np.append(other, one), one, 0) == [Piece(old=0, new=400, size=400)]
+
+
+def passages_by_loops(new: np.ndarray, old: np.ndarray, start: int) -> list[Piece]:
+    """Return what `kept_passages` does, each run of 128 tokens looked for in all the rest."""
+    found, at, end = list[Piece](), start, start
+    while True:
+        stands = {new[place : place + 128].tobytes(): place for place in reversed(range(at, new.size - 127))}
+        first = next((i for i in range(end, old.size - 127) if old[i : i + 128].tobytes() in stands), None)
+        if first is None:
+            return found
+        place = stands[old[first : first + 128].tobytes()]
+        size = common_length(new[place:], old[first:])
+        found.append(Piece(first, place, size))
+        at, end = place + size, first + size
+
+
+@given(st.integers(0, 1 << 32), st.sampled_from([2, 1000]), st.integers(0, 8), st.integers(0, 5))
+def test_passages_are_those_that_loops_find(seed: int, words: int, edits: int, moved: int) -> None:
+    rng = np.random.default_rng(seed)
+    old = np.tile(rng.integers(0, words, rng.integers(1, 1500)), rng.integers(1, 4)).astype(np.int32)
+    places = np.sort(rng.integers(0, old.size, edits))
+    parts = np.split(np.insert(old, places, rng.integers(0, 1000, edits)), np.sort(rng.integers(0, old.size, moved)))
+    new = np.concatenate([parts[i] for i in rng.permutation(len(parts))])
+    start = common_length(new, old)
+    assert kept_passages(new, old, start) == passages_by_loops(new, old, start)
+
+
+@given(st.integers(0, 1 << 32), st.booleans())
+def test_an_edit_keeps_what_sets_say(seed: int, is_chosen: bool) -> None:
+    rng = np.random.default_rng(seed)
+    old = rng.integers(0, 1000, 2000).astype(np.int32)
+    new = np.insert(old, np.sort(rng.integers(1, 1900, rng.integers(1, 6))), 1000)
+    tokens = np.sort(rng.choice(old.size, rng.integers(100, 2000), replace=False)).astype(np.int32)
+    held = HeldTokens.of(np.append(tokens[20:], tokens[:20]))  # some of them recalled
+    chosen = np.sort(rng.choice(new.size, 300, replace=False)).astype(np.int32) if is_chosen else None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EditedPrefixes, "_is_change", lambda *_: False)
+        edit = EditedPrefixes(cast(Any, None), cast(Any, None))._edit(new, old, held, chosen)
+    start = common_length(new, old)
+    pieces, unread, reused, read_to = [Piece(0, 0, start)] if start else [], set[int](), 0, start
+    for at, place, size in edit.passages:
+        cached = sorted(int(token) - at + place for token in tokens if at <= token < at + size)
+        anew = {*cached[: -(-len(cached) // 10)]}
+        if chosen is not None:
+            anew = {*range(place, place + 64), *(one for one in chosen.tolist() if place <= one < place + size)}
+        unread |= {*range(read_to, place), *anew}
+        reused += len({*cached} - anew)
+        stays, read_to = [one for one in range(place, place + size) if one not in anew], place + size
+        runs = np.split(stays, np.flatnonzero(np.diff(stays) != 1) + 1) if stays else []
+        pieces += [Piece(int(run[0]) - place + at, int(run[0]), len(run)) for run in runs]
+    unread |= {*range(read_to, new.size)} if chosen is None else {*chosen[chosen >= read_to].tolist()}
+    assert list(edit.pieces) == pieces
+    assert [*edit.unread, *edit.later] == sorted(unread)
+    assert edit.unread.dtype == edit.later.dtype == np.int32
+    assert edit.reused == reused
+
+
+@given(st.lists(st.integers(0, 2), max_size=9), st.integers(0, 2000), st.lists(st.integers(0, 2), max_size=9))
+def test_the_common_length_is_that_of_the_beginning(ours: list[int], same: int, theirs: list[int]) -> None:
+    one, other = ([*[0] * same, *rest] for rest in (ours, theirs))
+    wanted = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    assert common_length(np.array(one, np.int32), np.array(other, np.int32)) == wanted
+
+
+class Looked(np.ndarray):
+    """An array that counts the elements that are looked at."""
+
+    count = 0
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *given: Any, **options: Any) -> Any:
+        arrays = [np.asarray(one) if isinstance(one, Looked) else one for one in given]
+        Looked.count += max(map(np.size, arrays))
+        made = getattr(ufunc, method)(*arrays, **options)
+        return made.view(Looked) if isinstance(made, np.ndarray) else made
+
+
+@pytest.mark.parametrize("chosen", [None, 4000])
+def test_each_passage_is_looked_for_behind_the_one_before_it(
+    chosen: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    M, places, held = 20_000, edits._last_places, HeldTokens.all(20_000)
+    monkeypatch.setattr(edits, "_last_places", lambda *given: places(*given).view(Looked))
+    monkeypatch.setattr(EditedPrefixes, "_is_change", lambda *_: False)
+    held._index = tuple(one.view(Looked) for one in held._indexed())
+    old = np.random.default_rng(0).integers(0, 1000, M).astype(np.int32)
+    new = np.insert(old, np.arange(500, M - 500, 150), 1000).astype(np.int32)
+    finder, Looked.count = EditedPrefixes(cast(Any, None), cast(Any, None)), 0
+    wanted = None if chosen is None else np.arange(chosen, dtype=np.int32).view(Looked)
+    found = finder._edit(new.view(Looked), old.view(Looked), held, wanted)
+    assert len(found.passages) > 120
+    assert Looked.count < 60 * M  # half of it for the hashes; a look at all the rest for each passage takes 660

@@ -86,9 +86,9 @@ def running(pair: ModelPair, config: EngineConfig = CONFIG) -> Iterator[Engine]:
         return Prediction(tokens - cached, drafted / 10 + kept)
 
     with Engine(pair, config) as started:
-        started.prefiller.predict = predict
+        started.prefiller.planner.predict = predict
         for model in ("target", "draft"):
-            started._inbox.call(partial(started.prefiller.edits.layers, cast(Any, model)))  # feeds some tokens
+            started._inbox.call(partial(started.prefiller.prefixes.edits.layers, cast(Any, model)))  # feeds some tokens
         yield started
 
 
@@ -294,5 +294,5 @@ def test_it_is_not_gone_on_from_where_a_sparse_prefill_is_sooner(
     def predicted(tokens: int, cached: int, *_: object, **__: object) -> Prediction:
         return Prediction(10_000.0, 4000.0 if cached > PLACE else 3000.0)
 
-    monkeypatch.setattr(engine.prefiller, "predict", predicted)
+    monkeypatch.setattr(engine.prefiller.planner, "predict", predicted)
     assert read(engine, LONGER).mode == "sparse"

@@ -26,6 +26,7 @@ from mlx_specprefill.cache.positioned import PositionedKVCache
 from mlx_specprefill.engine import caches as caches_module
 from mlx_specprefill.engine import loop as loop_module
 from mlx_specprefill.engine import prefill as runner_module
+from mlx_specprefill.engine import scoring
 from tests.support.tiny import FAMILIES, failed, generated, random_prompt, tiny_pair
 
 M = 900
@@ -50,7 +51,7 @@ FAULTS = {
     "draft forward": ("draft", lambda patch, pair: patch.setattr(type(pair.draft), "__call__", _draft_fails(pair))),
     "capture": ("draft", lambda patch, pair: patch.setattr(QueryCapture, "observe", boom)),
     "scores not finite": ("draft", lambda patch, pair: patch.setattr(QueryCapture, "_add", nan_rows)),
-    "selection": ("select", lambda patch, pair: patch.setattr(runner_module, "select_tokens", boom)),
+    "selection": ("select", lambda patch, pair: patch.setattr(scoring, "select_part", boom)),
     "mapped rotation": ("prefill", lambda patch, pair: patch.setattr(PositionMappedRoPE, "__call__", _map_fails())),
     "placed cache": ("prefill", lambda patch, pair: patch.setattr(PositionedKVCache, "update_and_fetch", boom)),
     "empty cache": ("prefill", lambda patch, pair: patch.setattr(caches_module, "make_positioned_cache", boom)),
@@ -116,7 +117,7 @@ def test_a_fault_does_not_change_a_seeded_answer(monkeypatch):
     sampling = SamplingParams(temperature=0.9, top_p=0.95, seed=11)
     with Engine(tiny_pair(), CONFIG) as engine:
         full, _ = generated(engine.generate(request(enabled=False, sampling=sampling)))
-        monkeypatch.setattr(runner_module, "select_tokens", boom)
+        monkeypatch.setattr(scoring, "select_part", boom)
         answer, _ = generated(engine.generate(request(sampling=sampling)))
     assert answer == full
 

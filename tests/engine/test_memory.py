@@ -25,7 +25,7 @@ from mlx_specprefill import (
     SpecPrefillPolicy,
 )
 from mlx_specprefill.cache.positioned import leaves
-from mlx_specprefill.engine import loop, scoring
+from mlx_specprefill.engine import loop, prefixes, scoring
 from mlx_specprefill.engine import prefill as prefiller
 from mlx_specprefill.specprefill.scorer import scorer_for
 from mlx_specprefill.specprefill.sparse_prefill import feed as read
@@ -127,7 +127,7 @@ def test_a_long_prompt_is_refused_before_any_work(monkeypatch: pytest.MonkeyPatc
         assert engine.window == 1 << 19
         leave_room(engine, 1000)
         with monkeypatch.context() as patch:
-            for module, name in ((prefiller, "feed"), (prefiller, "empty_cache"), (scoring, "scorer_for")):
+            for module, name in ((prefiller, "feed"), (prefixes, "empty_cache"), (scoring, "scorer_for")):
                 patch.setattr(module, name, lambda *_: pytest.fail("a model was asked to read"))
             patch.setattr(engine._inbox, "post", lambda _: pytest.fail("it was queued"))
             mx.reset_peak_memory()
@@ -193,5 +193,5 @@ def test_forwards_are_halved_until_one_long_request_fits(spare: float, step: int
         whole = memory.need(GenerationRequest(tiny.random_prompt(4096 - 8), 8), "full")
         limit = memory.weights + whole.held + int(spare * whole.working)
     with Engine(pair, EngineConfig(prefill_step=2048, memory_limit=limit)) as engine:
-        assert engine.prefiller._chunks.largest == engine.memory.step == step
+        assert engine.prefiller.planner._chunks.largest == engine.memory.step == step
         assert engine.window == pair.context_length or step == 128

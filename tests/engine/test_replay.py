@@ -94,7 +94,7 @@ def test_a_kept_continuation_is_where_the_next_turn_goes_on(options):
 
 def prefilled(engine, asked):
     """The target's cache after the engine's own prefill, and the last token's logits."""
-    active = ActiveRequest(-1, asked, engine.prefiller.plan(asked))
+    active = ActiveRequest(-1, asked, engine.prefiller.planner.plan(asked))
     slices = engine.prefiller.run(active)
     while True:
         try:

@@ -34,7 +34,7 @@ class Words:
 def importance(prompt: tuple[int, ...], **options: Any) -> np.ndarray:
     words: Any = Words()
     with Engine(with_heads(tiny_pair(), HEADS), EngineConfig()) as engine:
-        engine.prefiller.text = TextReader(words)
+        engine.prefiller.scorer.text = TextReader(words)
         return engine.inspect(GenerationRequest(prompt, 1, specprefill=SpecPrefillOptions(True, **options))).importance
 
 

@@ -56,13 +56,11 @@ class CacheHit:
 
     Attributes:
         held: the tokens that it holds.
-        is_whole: no stored prefix goes on from it.
     """
 
     length: int
     cache: list[Any]
     held: HeldTokens
-    is_whole: bool = False
 
 
 class Record(Evictable):
@@ -239,6 +237,10 @@ def make_root(identity: str, block_size: int, label: CacheLabel) -> Node:
 
 def common_length(tokens: TokenIds, other: TokenIds) -> int:
     """Return the length of the common prefix."""
-    count = min(tokens.size, other.size)
-    differing = np.flatnonzero(tokens[:count] != other[:count])
-    return int(differing[0]) if differing.size else count
+    count, start, end = min(tokens.size, other.size), 0, 256
+    while start < count:
+        differ = tokens[start : min(end, count)] != other[start : min(end, count)]
+        if differ.any():
+            return start + int(differ.argmax())
+        start, end = end, 2 * end
+    return count

@@ -93,14 +93,6 @@ def _covers(node: Node, other: Node) -> bool:
     return same and (node.positions is None or common_length(node.positions, other.fed) == other.fed.size)
 
 
-def _is_whole(match: Match) -> bool:
-    """Return whether no stored prefix goes on from a match, or from a part of its last block."""
-    node, parent = match.node, match.node.parent
-    assert parent is not None
-    others = (common_length(node.tokens, child.tokens) for child in parent.children.values() if child is not node)
-    return match.length == node.end and not node.children and max(others, default=0) < node.tokens.size
-
-
 def _held_by(match: Match) -> tuple[HeldTokens, int]:
     """Return the tokens of a match, and the number of excess tokens in its blocks."""
     if match.held is None:
@@ -257,7 +249,7 @@ class PrefixCache:
         for record, arrays in zip(records, loaded, strict=True):
             self._keep(record, arrays)
         self._save(records)  # at the second use of a pinned prefix, if only those are written
-        return CacheHit(match.length, cache, held, _is_whole(match))
+        return CacheHit(match.length, cache, held)
 
     # -- writing
 

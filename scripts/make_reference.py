@@ -8,13 +8,11 @@ scripts/make_reference.py
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
-from unittest.mock import patch
 
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
@@ -24,7 +22,6 @@ sys.path[:0] = [str(ROOT), str(ROOT / "server")]
 
 from mlx_specprefill_server.agent_setup import AGENTS, RunningServer  # noqa: E402
 from mlx_specprefill_server.cli import app  # noqa: E402
-from mlx_specprefill_server.config_files import edit  # noqa: E402
 from mlx_specprefill_server.settings import Settings, default_text  # noqa: E402
 
 FOLDER = ROOT / "docs" / "reference"
@@ -81,15 +78,14 @@ def clients_page() -> str:
 
 
 def _connected(mark: re.Match[str]) -> str:
-    with patch.dict(os.environ, {"HOME": str(Path.home())}, clear=True):  # no variable moves an agent's folder
-        setup = AGENTS[mark[2]](SERVER)
-    parts = [client_file(path, edit(b"", path, values, setup.defaults)) for path, values in setup.files.items()]
+    setup = AGENTS[mark[2]](SERVER)
+    parts = [client_file(path, text) for path, text in setup.files.items()]
     parts += [f"{note}\n" for note in setup.notes]
-    return f"{mark[1]}\n" + "\n".join(parts).replace(str(Path.home()), "~") + f"\n{mark[3]}"
+    return f"{mark[1]}\n" + "\n".join(parts) + f"\n{mark[3]}"
 
 
-def client_file(path: Path, content: str) -> str:
-    return f"`{path}`:\n\n```{path.suffix[1:]}\n{content}```\n"
+def client_file(path: str, content: str) -> str:
+    return f"`{path}`:\n\n```{Path(path).suffix[1:]}\n{content}```\n"
 
 
 def settings_page(serve: TyperCommand) -> str:

@@ -3,7 +3,7 @@
     scripts/record_agent codex                                      the agent's own tool loop on a scripted model
     scripts/record_agent opencode --url http://127.0.0.1:8000 --prompt "What does src/app.py do?" --work ~/src
 
-The agent gets a home of its own, with the configuration that `mlx-specprefill connect` writes for the recording proxy,
+The agent gets a home of its own, with the configuration that `mlx-specprefill connect` prints for the recording proxy,
 and can reach nothing else. Agents are those of the tests (tests/clients); MLX_SPECPREFILL_TEST_AGENTS=1 installs one
 that is missing. What agents say is other people's text: recordings stay on your machine (runs/ is ignored by git).
 """
@@ -44,7 +44,7 @@ def main() -> int:
         url, key = stack.enter_context(server(options.url, Path(name), work))
         recorder = Recorder(out, [key])
         with running(url, recorder) as address:
-            connect(home, options.agent, "--url", address, *(("--api-key", key) if key else ()), "--write")
+            connect(home, options.agent, "--url", address, *(("--api-key", key) if key else ()))
             out.unlink(missing_ok=True)  # what `connect` asked
             done = package.ended(home, work, prompt, options.patience)
     sys.stderr.write(done.stdout + done.stderr)

@@ -1,18 +1,16 @@
-"""The agents that `mlx-specprefill connect` knows: their configuration files and the required values.
+"""The agents that `mlx-specprefill connect` knows: the text of their configuration files, or the variables they take.
 
 Every setting was run with the version that docs/clients names, except Zed and Open WebUI, which need a screen.
 """
 
 from __future__ import annotations
 
-import os
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
-from .config_files import Values
 from .settings import API_KEY_VARIABLE
 
 _ID = "mlx-specprefill"  # the id of our entry among an agent's providers
@@ -66,22 +64,25 @@ class Setup:
     """The settings that connect one agent to one server.
 
     Attributes:
-        files: required values of each file; none if the agent keeps its settings elsewhere.
+        files: text for each file, by its usual path; none if the agent keeps its settings elsewhere.
         environment: variables for its start.
         notes: sentences for its user.
-        defaults: further values, for a file that lacks them.
+        program: starts the agent, if the variables are all that it needs.
     """
 
-    files: Mapping[Path, Values] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    defaults: Values = field(default_factory=dict)
+    program: str = ""
 
 
-def _home(variable: str, *default: str) -> Path:
-    """Return a folder of the user's, which an environment variable may move."""
-    moved = os.environ.get(variable)
-    return Path(moved).expanduser() if moved else Path.home().joinpath(*default)
+def _json(values: Mapping[str, Any]) -> str:
+    return json.dumps(values, indent=2, ensure_ascii=False) + "\n"
+
+
+def _lines(values: Mapping[str, Any], sign: str) -> str:
+    """Return a line for each value: of TOML with the sign ` = `, of YAML with `: `. Both take JSON's strings."""
+    return "".join(f"{name}{sign}{json.dumps(value, ensure_ascii=False)}\n" for name, value in values.items())
 
 
 def _codex(server: RunningServer) -> Setup:
@@ -92,17 +93,17 @@ def _codex(server: RunningServer) -> Setup:
         "stream_idle_timeout_ms": _PATIENCE_MS,
         "experimental_bearer_token": server.key,
     }
-    folder = _home("CODEX_HOME", ".codex")
-    catalogue = folder / f"{_ID}.json"
+    catalogue = f"{_ID}.json"
     values = {
         "model": server.model,
         "model_provider": _ID,
-        "model_catalog_json": catalogue.name,  # beside this file
+        "model_catalog_json": catalogue,  # beside this file
         "model_context_window": server.window,
-        "model_providers": {_ID: provider},
     }
-    note = f"{catalogue.name} is all that Codex knows of models: for OpenAI's own, take model_catalog_json out again."
-    return Setup({folder / "config.toml": values, catalogue: {"models": [_codex_model(server)]}}, notes=(note,))
+    text = f"{_lines(values, ' = ')}\n[model_providers.{_ID}]\n{_lines(provider, ' = ')}"
+    note = f"{catalogue} is all that Codex knows of models: for OpenAI's own, take model_catalog_json out again."
+    models = _json({"models": [_codex_model(server)]})
+    return Setup({"~/.codex/config.toml": text, f"~/.codex/{catalogue}": models}, notes=(note,))
 
 
 def _codex_model(server: RunningServer) -> dict[str, Any]:
@@ -135,10 +136,9 @@ def _opencode(server: RunningServer) -> Setup:
     provider = {"npm": "@ai-sdk/openai-compatible", "name": _ID, "options": options, "models": {server.model: model}}
     chosen = f"{_ID}/{server.model}"
     values = {"provider": {_ID: provider}, "model": chosen, "small_model": chosen}
-    folder = _home("XDG_CONFIG_HOME", ".config") / "opencode"
-    commented = folder / "opencode.jsonc"
-    path = commented if commented.exists() else folder / "opencode.json"
-    return Setup({path: values}, defaults={"$schema": "https://opencode.ai/config.json"})
+    environment = {"OPENCODE_CONFIG_CONTENT": json.dumps(values, ensure_ascii=False)}
+    text = _json({"$schema": "https://opencode.ai/config.json"} | values)
+    return Setup({"~/.config/opencode/opencode.json": text}, environment, program="opencode")
 
 
 def _claude(server: RunningServer) -> Setup:
@@ -155,7 +155,7 @@ def _claude(server: RunningServer) -> Setup:
         "ENABLE_TOOL_SEARCH": "true",  # off for other hosts than Anthropic's, to which it sends every schema
         "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",  # it changes from session to session
     }
-    return Setup({_home("CLAUDE_CONFIG_DIR", ".claude") / "settings.json": {"env": environment}})
+    return Setup({"~/.claude/settings.json": _json({"env": environment})}, environment, program="claude")
 
 
 def _qwen(server: RunningServer) -> Setup:
@@ -172,7 +172,7 @@ def _qwen(server: RunningServer) -> Setup:
         "security": {"auth": {"selectedType": "openai"}},
         "model": {"name": server.model},
     }
-    return Setup({_home("QWEN_HOME", ".qwen") / "settings.json": values})
+    return Setup({"~/.qwen/settings.json": _json(values)})
 
 
 def _cline(server: RunningServer) -> Setup:
@@ -187,10 +187,10 @@ def _cline(server: RunningServer) -> Setup:
     }
     now = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%S.000Z}"  # a required field
     provider = {"settings": settings, "updatedAt": now, "tokenSource": "manual"}
-    values = {"lastUsedProvider": "openai-compatible", "providers": {"openai-compatible": provider}}
-    path = _home("CLINE_DATA_DIR", ".cline", "data") / "settings" / "providers.json"
+    providers = {"openai-compatible": provider}
+    values = {"version": 1, "modes": {}, "lastUsedProvider": "openai-compatible", "providers": providers}
     note = "This is the file of the Cline CLI. In the editor, choose the provider OpenAI Compatible and enter these."
-    return Setup({path: values}, notes=(note,), defaults={"version": 1, "modes": {}})
+    return Setup({"~/.cline/data/settings/providers.json": _json(values)}, notes=(note,))
 
 
 def _continue(server: RunningServer) -> Setup:
@@ -204,10 +204,11 @@ def _continue(server: RunningServer) -> Setup:
         "capabilities": ["tool_use"],
         "defaultCompletionOptions": {"contextLength": server.window, "maxTokens": server.output},
     }
-    path = _home("CONTINUE_GLOBAL_DIR", ".continue") / "config.yaml"
+    path = "~/.continue/config.yaml"
     note = f"The CLI reads it with `cn --config {path}`."
-    defaults = {"name": "local", "version": "1.0.0", "schema": "v1"}
-    return Setup({path: {"models": [model]}}, notes=(note,), defaults=defaults)
+    head = _lines({"name": "local", "version": "1.0.0", "schema": "v1"}, ": ")
+    entry = _lines(model, ": ").rstrip().replace("\n", "\n    ")
+    return Setup({path: f"{head}models:\n  - {entry}\n"}, notes=(note,))
 
 
 def _aider(server: RunningServer) -> Setup:
@@ -220,8 +221,8 @@ def _aider(server: RunningServer) -> Setup:
         "show-model-warnings": False,
     }
     limits = {"max_input_tokens": server.window, "max_output_tokens": server.output, "max_tokens": server.output}
-    metadata = {name: limits | {"litellm_provider": "openai", "mode": "chat"}}
-    return Setup({Path.home() / ".aider.conf.yml": values, Path.home() / ".aider.model.metadata.json": metadata})
+    metadata = _json({name: limits | {"litellm_provider": "openai", "mode": "chat"}})
+    return Setup({"~/.aider.conf.yml": _lines(values, ": "), "~/.aider.model.metadata.json": metadata})
 
 
 def _zed(server: RunningServer) -> Setup:
@@ -236,9 +237,8 @@ def _zed(server: RunningServer) -> Setup:
         "language_models": {"openai_compatible": {_ID: {"api_url": server.v1, "available_models": [model]}}},
         "agent": {"default_model": {"provider": _ID, "model": server.model}},
     }
-    path = _home("XDG_CONFIG_HOME", ".config") / "zed" / "settings.json"
     note = "Zed keeps keys apart: start it with this variable, or enter the key in Agent Settings, LLM Providers."
-    return Setup({path: values}, {API_KEY_VARIABLE: server.key}, (note,))
+    return Setup({"~/.config/zed/settings.json": _json(values)}, {API_KEY_VARIABLE: server.key}, (note,))
 
 
 def _open_webui(server: RunningServer) -> Setup:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.connected import paste
+
 HOME = Path(__file__).parents[2] / ".agents"  # 2 GB with all of them
 INSTALL = "MLX_SPECPREFILL_TEST_AGENTS"  # set: those that are missing are installed
 NOWHERE = "http://127.0.0.1:9"  # as a proxy: whatever is not the server can't be reached
@@ -108,9 +110,10 @@ PACKAGES = {
 
 
 def connect(home: Path, agent: str, *options: str) -> str:
-    """Return the output of `connect`, run for the user of this home."""
+    """Return the output of `connect`. Its text for files is in the files of this home."""
     command = [sys.executable, "-m", "mlx_specprefill_server", "connect", agent, *options]
     kept = {name: value for name, value in os.environ.items() if name in ("PATH", "PYTHONPATH")}
     done = subprocess.run(command, env=kept | {"HOME": str(home)}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+    paste(done.stdout, home)
     return done.stdout

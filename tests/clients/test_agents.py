@@ -1,4 +1,4 @@
-"""Real agents start with the files that `connect --write` puts there and complete a task, with no network.
+"""Real agents start with what `connect` prints, in their files or as a command, and complete a task, with no network.
 
 The server asks for a key, and its streams are full of keep-alives and progress: no agent may stumble over them.
 """
@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.connected import variables_in
 from tests.support.scripted import (
     CHANGED,
     COMMAND,
@@ -32,7 +34,7 @@ from tests.support.scripted import (
 from tests.support.serving import Server, start
 from tests.support.waiting import eventually
 
-from ..connecting.test_connect import BEFORE, FILES, JSON
+from ..connecting.test_connect import FILES
 from .packages import PACKAGES, connect
 
 KEY = "geheim"
@@ -45,7 +47,6 @@ from mlx_specprefill_server.generation import generation
 generation.KEEP_ALIVE_S, report.PROGRESS_S = 0.005, 0.001
 main()
 """
-EMPTY = {"claude": "{}\n", "cline": "{}\n"}
 ALL = pytest.mark.parametrize("agent", PACKAGES)
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(900)]  # the download, and a busy machine
 
@@ -84,13 +85,6 @@ def deferred(server: Server) -> float:
     return counted(server, "specprefill_deferred_tools")
 
 
-def existing(home: Path, agent: str) -> None:
-    """Make a configuration as somebody may have made it before, with comments where they can be kept."""
-    path = home / FILES[agent]
-    path.parent.mkdir(parents=True)
-    path.write_text((EMPTY | BEFORE).get(agent, JSON))
-
-
 @pytest.mark.parametrize("flavour", ["hermes", pytest.param("xml", marks=pytest.mark.nightly)])
 @ALL
 def test_a_task(chatty: Callable[[Flavour], Server], tmp_path: Path, work: Path, agent: str, flavour: Flavour) -> None:
@@ -98,9 +92,8 @@ def test_a_task(chatty: Callable[[Flavour], Server], tmp_path: Path, work: Path,
     package.installed()
     home, result = tmp_path / "home", work / "result.txt"
     result.unlink(missing_ok=True)
-    existing(home, agent)
     server = chatty(flavour)
-    connect(home, agent, "--url", server.base, "--api-key", KEY, "--write")
+    connect(home, agent, "--url", server.base, "--api-key", KEY)
     before = answers(server)
     said = package.run(home, work, f"Please do script:{package.script} now.")
     if package.script == "text":
@@ -111,6 +104,19 @@ def test_a_task(chatty: Callable[[Flavour], Server], tmp_path: Path, work: Path,
         assert result.read_text().strip() == written, COMMAND
     assert eventually(lambda: answers(server) - before >= package.requests)
     assert answers(server) - before == package.requests  # nothing was sent twice
+
+
+@pytest.mark.parametrize("agent", ["opencode", "claude"])
+def test_the_printed_command_is_enough(
+    chatty: Callable[[Flavour], Server], tmp_path: Path, work: Path, agent: str
+) -> None:
+    package = PACKAGES[agent]
+    package.installed()
+    home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
+    home.mkdir()
+    printed = connect(elsewhere, agent, "--url", chatty("hermes").base, "--api-key", KEY)
+    started = replace(package, environment={**package.environment, **variables_in(printed)})
+    assert DONE in started.run(home, work, f"Please do script:{package.script} now.")
 
 
 def with_notes(home: Path, agent: str) -> None:
@@ -134,7 +140,7 @@ def test_a_tool_of_an_mcp_server_is_searched_for_and_called(
     package.installed()
     called.unlink(missing_ok=True)
     server = chatty("hermes")
-    connect(tmp_path, agent, "--url", server.base, "--api-key", KEY, "--write")
+    connect(tmp_path, agent, "--url", server.base, "--api-key", KEY)
     with_notes(tmp_path, agent)
     before = deferred(server)
     said = package.run(tmp_path, work, f"Please do script:search-{agent} now.")

@@ -46,7 +46,7 @@ def test_an_agent_stops(narrow: tuple[Server, Path], tmp_path: Path, agent: str)
     package = PACKAGES[agent]
     package.installed()
     server, log = narrow
-    connect(tmp_path, agent, "--url", server.base, "--write")
+    connect(tmp_path, agent, "--url", server.base)
     before = log.read_text().count(": POST /v1/")
     done = package.ended(tmp_path, tmp_path, f"Please do script:{package.script} now.")
     assert done.returncode != 0

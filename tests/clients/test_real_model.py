@@ -29,7 +29,7 @@ def test_a_turn_ends(tmp_path: Path, agent: str) -> None:
     package = PACKAGES[agent]
     package.installed()
     with start_named(tmp_path / "log", "smollm2", "--specprefill-threshold", "1024") as server:
-        connect(tmp_path, agent, "--url", server.base, "--write")
+        connect(tmp_path, agent, "--url", server.base)
         configuration = tmp_path / FILES[agent]
         configuration.write_text(configuration.read_text().replace("3000000", str(WAITS_MS)))
         said = package.run(tmp_path, tmp_path, "What is the capital of France? Answer in one word.", PATIENCE_S)

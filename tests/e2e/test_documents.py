@@ -54,7 +54,6 @@ READ_AS: dict[str, Callable[[str], Any]] = {
 }
 ON_THE_MACHINE = ("mlx-specprefill list", "mlx-specprefill recommend")
 RUN_HERE = ("mlx-specprefill connect", "scripts/bench ttft --help", *ON_THE_MACHINE)
-CONFIGURED = {"codex": ".codex/config.toml", "claude": ".claude/settings.json"}
 NOT_RUN = {
     "tests/e2e/test_readme.py runs it": ("python3 -c", "curl "),
     "starts a server, as tests/e2e, tests/distributed and scripts/try_install.py do": (
@@ -202,15 +201,12 @@ def help_of(program: str, *benchmark: str) -> str:
 @pytest.mark.extended
 def test_an_agent_is_connected(server: Server, tmp_path: Path) -> None:
     found = {tuple(shlex.split(one, comments=True)[1:]) for _, one in COMMANDS if "mlx-specprefill connect" in one}
-    assert {"claude", "codex", "--write"} <= {word for arguments in found for word in arguments}
-    for number, arguments in enumerate(found):
-        home = tmp_path / str(number)
-        user = CliRunner(env={"HOME": str(home), "MLX_SPECPREFILL_API_KEY": "none"})
+    assert {"claude", "codex"} <= {word for arguments in found for word in arguments}
+    for arguments in found:
+        user = CliRunner(env={"HOME": str(tmp_path), "MLX_SPECPREFILL_API_KEY": "none"})
         done = user.invoke(app, [*arguments, "--url", server.base])
         assert done.exit_code == 0, done.output
-        configured = home / CONFIGURED[arguments[1]]
-        assert configured.exists() == ("--write" in arguments)
-        assert str(configured) in done.stdout or server.base in done.stdout
+        assert server.base in done.stdout
 
 
 @pytest.mark.parametrize("words", sorted({words for words in calls() if " ".join(words).startswith(ON_THE_MACHINE)}))

@@ -1,4 +1,4 @@
-"""A coding agent with one tool, set up by `connect`: it runs what the model asks for until the last answer.
+"""A coding agent with one tool and what `connect` prints: it runs what the model asks for until the last answer.
 
 Real agents do the same where they are installed (`tests/clients`).
 """
@@ -16,6 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from mlx_specprefill_server.cli import app
+from tests.support.connected import files_in
 from tests.support.scripted import DONE, Flavour
 from tests.support.serving import Server
 
@@ -29,16 +30,16 @@ BASH: Any = {
 
 
 @pytest.mark.extended
-def test_an_agent_that_connect_has_set_up_completes_its_task(
-    scripted: Callable[[Flavour], Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_agent_with_what_connect_prints_completes_its_task(
+    scripted: Callable[[Flavour], Server], tmp_path: Path
 ) -> None:
-    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
-    arguments = ["connect", "opencode", "--url", scripted("hermes").base, "--write"]
-    done = CliRunner(env={"HOME": str(tmp_path)}).invoke(app, arguments)
+    arguments = ["connect", "opencode", "--url", scripted("hermes").base]
+    done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
-    written = json.loads((tmp_path / ".config/opencode/opencode.json").read_text())
-    options = written["provider"]["mlx-specprefill"]["options"]
-    model = written["model"].partition("/")[2]
+    (text,) = files_in(done.stdout).values()
+    configured = json.loads(text)
+    options = configured["provider"]["mlx-specprefill"]["options"]
+    model = configured["model"].partition("/")[2]
     messages: list[Any] = [{"role": "user", "content": "Please do script:continue now."}]
     with openai.OpenAI(base_url=options["baseURL"], api_key=options["apiKey"], max_retries=0) as agent:
         while True:

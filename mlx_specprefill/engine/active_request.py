@@ -170,12 +170,15 @@ class ActiveRequest:
         Args:
             done: tokens read by stage.
         """
-        report, held = self.report(), self.prefix.held.size + done.get("prefill", 0)
+        report, cached = self.report(), self.prefix.held.size if self.reading.size else 0  # else it is not restored
         if self.times.first_token:
             return report
+        held = cached + done.get("prefill", 0)
         stage = self.stage if self.times.started else "queued"
         reached = Reached(stage, done.get(stage, 0) if stage == "draft" else held)
-        return replace(report, kept_tokens=held, kept_share=None, kept_spans=None, reached=reached)
+        return replace(
+            report, kept_tokens=held, cached_tokens=cached, kept_share=None, kept_spans=None, reached=reached
+        )
 
     @property
     def _mode(self) -> ReportedMode:

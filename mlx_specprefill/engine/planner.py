@@ -11,7 +11,16 @@ from ..config import EngineConfig, SpecPrefillPolicy
 from ..loading import ModelPair
 from ..prefill_report import Prediction, Reason, ReasonCode
 from ..request import GenerationRequest
-from ..specprefill.plan import PrefillPlan, extended, in_mode_of, needs_question, pays, plan_prefill, unasked
+from ..specprefill.plan import (
+    PrefillPlan,
+    extended,
+    in_mode_of,
+    likely_kept,
+    needs_question,
+    pays,
+    plan_prefill,
+    unasked,
+)
 from ..specprefill.question import is_asked
 from .caches import EngineCaches
 from .chunks import ChunkSizer
@@ -140,9 +149,7 @@ class Planner:
                 plan = replace(plan, mode="full", reason=Reason("reused", edit.words), predicted=predicted)
                 return plan, prefix.behind(edit, key)
         if plan.mode == "sparse":
-            likely = plan.forced.copy()
-            likely[:: int(1 / plan.keep)] = True  # as many as the draft will choose
-            chosen = np.flatnonzero(likely).astype(np.int32)
+            chosen = np.flatnonzero(likely_kept(plan)).astype(np.int32)
             edit = edits.find(request, None, chosen[chosen >= prefix.length])
             if edit is not None and edit.start >= prefix.length:
                 predicted = self._predict_edit(request, edit, plan.predicted)

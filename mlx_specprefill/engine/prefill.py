@@ -147,8 +147,10 @@ class Prefiller:
         Args:
             again: as in `Prefixes.restore_prefix`.
         """
-        request, active.stage, active.reading = active.request, "prefill", reading
-        if not active.cache:
+        request, active.stage = active.request, "prefill"
+        if active.cache:
+            active.reading = reading
+        else:
             active.resume((yield from self.prefixes.restore_prefix(request, active.prefix, again)), reading)
         if not active.is_sparse:
             yield Progress("prefill", 0, active.reading.size, cached=active.prefix.length)

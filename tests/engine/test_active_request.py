@@ -1,4 +1,4 @@
-"""What a request in work says of its prefill, and what it reads where less is cached than was found."""
+"""A request in work: its report of the prefill, and its reading where less is cached than was found."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from mlx_specprefill import CacheLabel, Engine, EngineConfig, GenerationRequest, PrefillReport, PromptSpan
+from mlx_specprefill.engine import caches
 from mlx_specprefill.engine.misses import explain_miss
 from tests.support.tiny import generated, random_prompt, tiny_pair
 
@@ -64,7 +65,7 @@ def test_nothing_looks_for_a_reason_where_the_prefix_was_found_whole(
 ) -> None:
     answer, _ = generated(engine.generate(GenerationRequest(PROMPT, 2, spans=SPANS, label=KEY)))
     asked: list[GenerationRequest] = []
-    monkeypatch.setattr(engine.caches, "miss", lambda request, decode: asked.append(request))
+    monkeypatch.setattr(caches, "explain_miss", lambda request, *_: asked.append(request))
     assert read(engine, (*PROMPT, *answer, 3, 4, 5)).cached_tokens > len(PROMPT)
     assert not asked
     read(engine, CHANGED)

@@ -234,7 +234,7 @@ def test_a_prefill_that_falls_back_is_drafted_all_the_same(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, how: SpeculationName
 ) -> None:
     plain, _ = generated(engine.generate(asked(9, None)))
-    monkeypatch.setattr("mlx_specprefill.engine.prefill.select_tokens", fail)
+    monkeypatch.setattr("mlx_specprefill.engine.scoring.select_part", fail)
     tokens, last = generated(engine.generate(asked(9, how, True)))
     assert tokens == plain
     report, speculation = told(last)

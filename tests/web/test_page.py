@@ -143,21 +143,21 @@ def test_one_model_is_not_called_two(page: Page, live: Any, engine: FakeEngine, 
     page.open(base)
     assert (
         page.find("#models").text
-        == "Model demo/target, its first layers choose what the others read, window of 100,000 tokens"
+        == "Model demo/target, its first layers choose what all layers read, window of 100,000 tokens"
     )
     assert page.find("#intro").text.startswith("The model's first layers read all of it")
     page.set("#mode", "sparse")
     page.find("#question").send_keys("Hello", Keys.ENTER)
     page.find("nav a[href='#server']").click()
     page.until(lambda: "first layers read, 25 %" in page.find("#running").text)
-    assert "its first layers choose what the others read" in page.find("#model-list").text
+    assert "its first layers choose what all layers read" in page.find("#model-list").text
     page.find("nav a[href='#ask']").click()
     release.set()
     page.until(lambda: page.find("#send").is_displayed())
     legend = page.find(".lane .legend").text
     for part in ("first layers read 4.00 s", "model reads 1.00 s"):
         assert part in legend
-    assert "Behind its first layers, the model read" in page.find(".facts").text
+    assert "The model read 12 of 24 tokens" in page.find(".facts").text
     assert "Behind its first layers, the model read" in page.find("#map-facts").text
     page.find("#step-back").click()
     assert "The model's first layers read everything" in page.find("#step").text

@@ -26,6 +26,7 @@ END = ("", ",", ")")  # of a value
 GOES_ON = re.compile(r"\s*(?:\)\s*(?:[\],]|<\|)|,\s*\)|(?:,\s*)?[\w.-]+\s*=(?!=))")
 UNDECIDED = re.compile(r"\s*(?:\)\s*<?|,\s*|(?:,\s*)?[\w.-]{1,256}\s*=?)?\Z")
 WORD = re.compile(r"(-?[0-9]+(?![\w+.-])|[\w+.-]{0,4096})\s{0,64}")
+PLAIN_NAME = re.compile(r"[\w.-]+")  # which `GOES_ON` knows
 AMBIGUOUS = re.compile(r",\s*[\w.-]+\s*=")  # in a text without quotes
 METHOD = ".call"  # of Llama 3's own tools
 
@@ -103,7 +104,7 @@ def _text_ends(names: Iterable[str], cursor: Cursor) -> Generator[None, None, bo
     at = yield from past_spaces(cursor, 1)
     if cursor.buffer[at : at + 1] == ",":
         at = yield from past_spaces(cursor, at + 1)
-    if (yield from ahead(cursor, at, [f"{name}=" for name in names if not re.fullmatch(r"[\w.-]+", name)])):
+    if (yield from ahead(cursor, at, [f"{name}=" for name in names if not PLAIN_NAME.fullmatch(name)])):
         return True
     while not cursor.ended and UNDECIDED.match(cursor.buffer, 1):
         yield

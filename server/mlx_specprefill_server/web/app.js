@@ -70,7 +70,7 @@ async function showModel() {
   }
   try {
     const { model, draft, scores_itself: alone, context_length: room } = await json("/v1/specprefill/stats");
-    const who = alone ? `Model ${model}, its first layers choose what the others read` : `Large model ${model}, ${draft ? `small model ${draft}` : "no small model"}`;
+    const who = alone ? `Model ${model}, its first layers choose what all layers read` : `Large model ${model}, ${draft ? `small model ${draft}` : "no small model"}`;
     find("models").textContent = `${who}, window of ${count(room)} tokens`;
     server.words = alone ? ONE_MODEL : TWO_MODELS;
     const demo = /^demo(-|$)/.test(model);

@@ -118,6 +118,6 @@ function factsOf(model, several) {
 
 function readingOf({ specprefill, draft, scorer, context_window: room }) {
   const scoring = draft ? `small model ${draft}` : "no small model";
-  return [scorer === "own first layers" ? "its first layers choose what the others read" : scoring, `window of ${count(room)} tokens`,
+  return [scorer === "own first layers" ? "its first layers choose what all layers read" : scoring, `window of ${count(room)} tokens`,
     specprefill.available ? "reads selectively" : `reads everything: ${specprefill.reason}`];
 }

@@ -158,7 +158,7 @@ def test_one_model_is_not_called_two(page: Page, live: Any, engine: FakeEngine, 
     for part in ("first layers read 4.00 s", "model reads 1.00 s"):
         assert part in legend
     assert "The model read 12 of 24 tokens" in page.find(".facts").text
-    assert "Behind its first layers, the model read" in page.find("#map-facts").text
+    assert "The model read 12 of 24 tokens" in page.find("#map-facts").text
     page.find("#step-back").click()
     assert "The model's first layers read everything" in page.find("#step").text
     assert "small model" not in page.find("#ask").text.partition("These words")[0]

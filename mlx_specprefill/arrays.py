@@ -8,6 +8,6 @@ import numpy.typing as npt
 Bools = npt.NDArray[np.bool_]
 Indices = npt.NDArray[np.int32]  # of a prompt's tokens
 Positions = npt.NDArray[np.int32]  # by which RoPE rotates
-Ends = npt.NDArray[np.int64]  # of tokens, in characters
+Spans = npt.NDArray[np.int64]  # of tokens: their characters [start, end), ascending; (N, 2)
 Floats = npt.NDArray[np.float32]
 NO_INDICES: Indices = np.zeros(0, dtype=np.int32)

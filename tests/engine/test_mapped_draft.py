@@ -257,6 +257,6 @@ def test_a_pair_says_how_its_tokens_meet(mapped, caplog):
         assert pair(tokenizer=target_tokenizer()).mapping is None
         assert pair(tokenizer=without_merges()).mapping is not None
     assert "draft draft: same tokenizer as the target's" in caplog.text
-    assert "draft draft: mapped by text, 1.0000 of the bytes aligned: " in caplog.text
+    assert "draft draft: mapped by text, 1.0000 of the characters aligned: " in caplog.text
     with pytest.raises(PairMismatchError, match=r"different vocabularies .*can't be mapped by text"):
         pair(tokenizer=words())

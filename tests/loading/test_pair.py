@@ -112,7 +112,7 @@ def test_another_tokenizer_is_mapped_by_text(tmp_path, caplog):
     assert (pair.mapping.aligned, pair.sparse_refusal) == (1, None)
     assert (pair.context_length, pair.draft_context) == (4096, 2048)
     assert pair.draft_tokenizer.bos_token == "<s>"
-    assert "draft draft: mapped by text, 1.0000 of the bytes aligned: " in caplog.text
+    assert "draft draft: mapped by text, 1.0000 of the characters aligned: " in caplog.text
     same = load_pair(target, target)
     assert (same.mapping, same.draft_tokenizer) == (None, same.tokenizer)
 

@@ -284,31 +284,6 @@ def test_texts_without_a_common_run_share_nothing() -> None:
     assert kept_passages(np.append(other, one), one, 0) == [Piece(old=0, new=400, size=400)]
 
 
-def passages_by_loops(new: np.ndarray, old: np.ndarray, start: int) -> list[Piece]:
-    """Return what `kept_passages` does, each run of 128 tokens looked for in all the rest."""
-    found, at, end = list[Piece](), start, start
-    while True:
-        stands = {new[place : place + 128].tobytes(): place for place in reversed(range(at, new.size - 127))}
-        first = next((i for i in range(end, old.size - 127) if old[i : i + 128].tobytes() in stands), None)
-        if first is None:
-            return found
-        place = stands[old[first : first + 128].tobytes()]
-        size = common_length(new[place:], old[first:])
-        found.append(Piece(first, place, size))
-        at, end = place + size, first + size
-
-
-@given(st.integers(0, 1 << 32), st.sampled_from([2, 1000]), st.integers(0, 8), st.integers(0, 5))
-def test_passages_are_those_that_loops_find(seed: int, words: int, edits: int, moved: int) -> None:
-    rng = np.random.default_rng(seed)
-    old = np.tile(rng.integers(0, words, rng.integers(1, 1500)), rng.integers(1, 4)).astype(np.int32)
-    places = np.sort(rng.integers(0, old.size, edits))
-    parts = np.split(np.insert(old, places, rng.integers(0, 1000, edits)), np.sort(rng.integers(0, old.size, moved)))
-    new = np.concatenate([parts[i] for i in rng.permutation(len(parts))])
-    start = common_length(new, old)
-    assert kept_passages(new, old, start) == passages_by_loops(new, old, start)
-
-
 @given(st.integers(0, 1 << 32), st.booleans())
 def test_an_edit_keeps_what_sets_say(seed: int, is_chosen: bool) -> None:
     rng = np.random.default_rng(seed)
@@ -337,13 +312,6 @@ def test_an_edit_keeps_what_sets_say(seed: int, is_chosen: bool) -> None:
     assert [*edit.unread, *edit.later] == sorted(unread)
     assert edit.unread.dtype == edit.later.dtype == np.int32
     assert edit.reused == reused
-
-
-@given(st.lists(st.integers(0, 2), max_size=9), st.integers(0, 2000), st.lists(st.integers(0, 2), max_size=9))
-def test_the_common_length_is_that_of_the_beginning(ours: list[int], same: int, theirs: list[int]) -> None:
-    one, other = ([*[0] * same, *rest] for rest in (ours, theirs))
-    wanted = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-    assert common_length(np.array(one, np.int32), np.array(other, np.int32)) == wanted
 
 
 class Looked(np.ndarray):

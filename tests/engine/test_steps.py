@@ -29,13 +29,11 @@ PIECES = "\n|\n\n| a| b|List| all|?|<|tag|>|:|    |```|.| please|Question|é|。
 LINES = {
     "short": [" a", "\n"],
     "orders": ["List", " all", " b", "\n"],
-    "indented orders": ["    ", "List", " all", " b", "\n"],
     "questions": [" a", " b", "?", "\n"],
     "labels": ["Question", ":", " a", "\n"],
     "tags": ["<", "tag", ">", "\n"],
     "open tags": ["<", "tag", " a", "\n"],
     "paragraphs": [" a", " b", "List", "\n\n"],
-    "sentences": [" a", " b", ".", " please"],
     "headings": [" a", "\n", "    ", " b", "\n"],
     "beyond ASCII": ["名", "é", "。", "é", "\n"],
     "one line": ["<", " a", " b"],

@@ -14,20 +14,12 @@ from tests.support.examples import examples
 
 from .body_strategies import JSON, MESSAGES, RESPONSES
 from .canned_answers import named_events
-from .conftest import client_of
-from .fakes import FakeEngine
+from .test_fuzz import lasting as lasting
 
 pytestmark = pytest.mark.extended
 
 ENDS = {"/v1/responses": ("response.completed", "response.incomplete"), "/v1/messages": ("message_stop",)}
 COUNTERS = ("/v1/responses/input_tokens", "/v1/messages/count_tokens")
-
-
-@pytest.fixture(scope="module")
-def lasting() -> Any:
-    engine = FakeEngine()
-    yield engine, client_of(engine)
-    engine.close()
 
 
 def check(lasting: Any, path: str, body: bytes) -> None:

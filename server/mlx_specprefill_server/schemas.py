@@ -46,7 +46,7 @@ def target(reference: str, root: Any) -> Any:
         return None
     for step in unquote(reference).split("/")[1:]:
         name = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(root, list) and name.isdecimal() and int(name) < len(root):
+        if isinstance(root, list) and name.isdecimal() and len(name) < 10 and int(name) < len(root):
             root = root[int(name)]
         else:
             root = root.get(name) if isinstance(root, dict) else None

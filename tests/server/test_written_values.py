@@ -70,7 +70,7 @@ VALUES: list[tuple[Any, str]] = [
     ({"$ref": "#/$defs/Hop"}, "1"),
     ({"anyOf": [{"$ref": "#/$defs/Sub"}, {"type": "null"}]}, '{"n": 5}'),
     ({"anyOf": [{"$ref": "#/$defs/Sub"}, {"type": "null"}]}, "null"),
-    ({"anyOf": [{"type": "integer"}, COLOR]}, "7"),
+    ({"anyOf": [{"type": "integer"}, {"$ref": "#/properties/v/anyOf/" + "9" * 5000}]}, "7"),
     ({"anyOf": [{"type": "integer"}, COLOR]}, '"red"'),
     ({"oneOf": [{"const": "a"}, {"const": "b"}]}, '"b"'),
     ({"enum": ["a", 5, None]}, "5"),

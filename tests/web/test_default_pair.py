@@ -30,9 +30,7 @@ def test_the_sample_has_its_headline_and_the_next_question_reads_little(page: Pa
     assert re.fullmatch(said, page.find(".headline").text)
     assert all("482913" in arm.text for arm in page.all(".arm"))
     sparse, full = (lane.text for lane in page.all(".lane .legend"))
-    assert re.match(
-        r"(waiting .+ )?first layers read .+ choosing .+ other layers read .+ answer ", sparse.replace("\n", " ")
-    )
+    assert re.match(r"(waiting .+ )?first layers read .+ choosing .+ model reads .+ answer ", sparse.replace("\n", " "))
     assert "\nmodel reads " in f"\n{full}"
     assert "482913" in page.run(
         "return [...document.querySelectorAll('#prompt .kept')].map((s) => s.textContent).join('')"

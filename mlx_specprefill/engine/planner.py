@@ -112,9 +112,7 @@ class Planner:
         if plan.predicted is not None and (plan.mode == "sparse" or not prefix.is_dense):
             plan = replace(plan, predicted=self._predict_ways(request, prefix, plan))
         if prefix.miss is not None and self._may_reuse(request, plan):  # else no cached prompt has much of the rest
-            plan, prefix = self._reuse(request, plan, prefix, code)
-        if plan.mode == "sparse" or (self._pair.has_draft and prefix.may_recall(request)):
-            plan = self._scorer.with_asks(request, plan, self._scorer.text.read(request.prompt))
+            return self._reuse(request, plan, prefix, code)
         return plan, prefix
 
     def _predict_ways(self, request: GenerationRequest, prefix: Prefix, plan: PrefillPlan) -> Prediction:
@@ -123,7 +121,7 @@ class Planner:
         prompt, M, L, taken = request.prompt, len(request.prompt), prefix.length, plan.predicted.sparse_ms
         if plan.mode == "full":
             new = self.predict(M, L, M - L, max(L, M - self._config.scoring.question_rows[1]))
-            taken = new.sparse_ms if self._pair.has_draft and prefix.may_recall(request) else new.full_ms
+            taken = new.sparse_ms if self._scorer.recalls(request, prefix) else new.full_ms
         dense, _ = self._caches.held(prompt[:-1], request.label)
         return Prediction(self.predict(M, dense, 0).full_ms, taken)
 

@@ -14,6 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..arrays import Indices
 from ..cache.positioned import is_stateful, recalling
+from ..cache.prefix.nodes import common_length
 from ..config import EngineConfig
 from ..errors import RequestCancelled, device_error
 from ..events import Progress, PromptLogprobs
@@ -98,9 +99,10 @@ class Prefiller:
         is, or the draft can't read that much.
         """
         request, plan, prefix = active.request, active.plan, active.prefix
-        if plan.mode == "full" and not (self.pair.has_draft and prefix.may_recall(request)):
+        if plan.mode == "full" and not self.scorer.recalls(request, prefix):
             return None
         active.text, active.stage = self.scorer.text.read(request.prompt), "draft"
+        active.plan = plan = self.scorer.with_asks(request, plan, active.text)
         extension = Extension(prefix.length, int(prefix.dropped[-1]) + 1) if plan.mode == "full" else None
         try:
             return self.scorer.scores(request, plan, active.text, extension)
@@ -198,7 +200,7 @@ class Prefiller:
         if not self.is_stateful:
             return {new.size: M}
         counts = {int(np.searchsorted(new, end)): end for end in ends}
-        dense = int(np.append(new != L + np.arange(new.size), True).argmax())  # new tokens without a gap
+        dense = common_length(new, L + np.arange(new.size, dtype=np.int32))
         if active.prefix.is_dense and dense >= _LEAST_CHECKPOINT:
             counts[dense] = L + dense
         return {count: counts[count] for count in sorted(counts) if 0 < count < new.size}

@@ -33,6 +33,7 @@ from ..specprefill.words import word_factors
 from .active_request import ActiveRequest, Scored
 from .caches import EngineCaches, draft_window
 from .edited_prefix import EditedPrefixes
+from .prefixes import Prefix
 
 Scoring = Generator[Progress, None, Scores]
 _LAGS = "nothing is recalled: the draft would read more than half of what is new first"
@@ -78,6 +79,10 @@ class PromptScorer:
         self._whole = None if pair.draft is None else full_draft_model(pair.draft)
         self._window = draft_window(pair, config)
 
+    def recalls(self, request: GenerationRequest, prefix: Prefix) -> bool:
+        """Return whether the draft scores what was dropped of a prefix, for the request may ask for it."""
+        return self.pair.has_draft and prefix.may_recall(request)
+
     def choose(self, active: ActiveRequest, scores: Scores) -> Indices:
         """Return the indices to read by these scores, ascending: of the prefix what is unread or recalled, and of what
         follows it all or a part.
@@ -87,7 +92,7 @@ class PromptScorer:
         config, new = selection_by(plan.rule, self.config.selection), np.arange(L, plan.forced.size, dtype=np.int32)
         select = partial(select_part, scores.importance, plan.forced, text, plan.keep, config)
         recalled = prefix.unread
-        if self.pair.has_draft and prefix.may_recall(active.request):
+        if self.recalls(active.request, prefix):
             held = np.concatenate([prefix.held.positions, recalled])
             selection = select(end=min(L, scores.importance.size))
             again = select_recalled(selection, held, config.stands_out, self.config.policy.recall_share)

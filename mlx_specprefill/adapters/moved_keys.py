@@ -16,7 +16,7 @@ import numpy as np
 
 from ..arrays import Positions
 from ..cache.held import HeldTokens
-from ..cache.positioned import PositionedKVCache, leaves, make_positioned_cache, place
+from ..cache.positioned import Positioned, PositionedKVCache, leaves, make_positioned_cache, place
 from ..errors import SparseUnsupportedError
 from .rope import RotationCall, record_rotations
 
@@ -28,10 +28,17 @@ _TOLERANCE = {mx.float32: 1e-3, mx.float16: 0.05, mx.bfloat16: 0.1}  # of the la
 
 
 class LayerRotation(NamedTuple):
-    """The rotations of a layer's keys, and of its values where a part of the keys is kept there; None: not rotated."""
+    """The rotations of a layer's keys, and of its values where a part of the keys is kept there; None: not rotated.
 
-    keys: RotationCall | None
-    values: RotationCall | None
+    Attributes:
+        calls: of keys and values.
+        shapes: heads of keys and values, and the numbers of each head.
+        dtype: of both.
+    """
+
+    calls: tuple[RotationCall | None, RotationCall | None]
+    shapes: tuple[tuple[int, int], tuple[int, int]]
+    dtype: mx.Dtype
 
 
 class Piece(NamedTuple):
@@ -42,34 +49,46 @@ class Piece(NamedTuple):
     size: int
 
 
-def layer_rotations(model: nn.Module) -> list[LayerRotation]:
-    """Return each layer's rotation.
+def movable_layers(model: nn.Module) -> list[LayerRotation]:
+    """Return each layer's rotation, of a model whose whole cache can be moved.
 
     Raises:
-        SparseUnsupportedError: a layer has another cache than plain attention's, or keys at other positions are not the
-            rotated ones.
+        SparseUnsupportedError: a layer has another cache than plain attention's, or as in `layer_rotations`.
+    """
+    if any(type(part) is not PositionedKVCache for part in leaves(make_positioned_cache(model))):
+        raise SparseUnsupportedError("windows and recurrent states can't be moved")
+    return [one for one in layer_rotations(model) if one is not None]
+
+
+def layer_rotations(model: nn.Module) -> list[LayerRotation | None]:
+    """Return the rotation of each cache of a model; None where it holds no keys.
+
+    Raises:
+        SparseUnsupportedError: keys at other positions are not the rotated ones.
     """
     if any(type(module).__name__ == _BY_LENGTH for module in model.modules()):
         raise SparseUnsupportedError("its rotations change with the text's length")
     near, far = make_positioned_cache(model), make_positioned_cache(model)
-    if any(type(part) is not PositionedKVCache for part in leaves(near)):
-        raise SparseUnsupportedError("windows and recurrent states can't be moved")
     tokens, positions = mx.arange(1, _PROBED + 1)[None], np.arange(_PROBED, dtype=np.int32)
     with record_rotations() as calls:
         place(near, positions)
         mx.eval(model(tokens, cache=near))
     place(far, positions + _FAR)
     mx.eval(model(tokens, cache=far))
-    rotations, behind = [], calls
+    rotations, behind = list[LayerRotation | None](), calls
     for part, other in zip(leaves(near), leaves(far), strict=True):
+        if not isinstance(part, Positioned) or part.empty():
+            rotations.append(None)
+            continue
         found: list[RotationCall | None] = [None, None]
         for which, array in enumerate(_arrays(part)):
             found[which] = next((call for call in behind[:_NEXT] if _is_output(call, array)), None)
         if any(found):
             behind = behind[1 + max(behind.index(call) for call in found if call is not None) :]
         for rotation, here, there in zip(found, _arrays(part), _arrays(other), strict=True):
-            _check(_moved(here, rotation, _FAR), there)
-        rotations.append(LayerRotation(*found))
+            check_equal(_moved(here, rotation, _FAR), there, "keys at other positions are not the rotated ones")
+        keys, values = ((array.shape[1], array.shape[3]) for array in _arrays(part))
+        rotations.append(LayerRotation((found[0], found[1]), (keys, values), part.keys.dtype))
     return rotations
 
 
@@ -88,7 +107,10 @@ def move(
     for part, rotation in zip(leaves(cache), rotations, strict=True):
         if not part.empty():
             taken, held = _slots_of(part.held, pieces, edited)
-            keys, values = _joined(part.keys, rotation.keys, taken), _joined(part.values, rotation.values, taken)
+            keys, values = (
+                _joined(array, call, taken)
+                for array, call in zip((part.keys, part.values), rotation.calls, strict=True)
+            )
             part.state = (keys, values, held.size), pieces[-1].new + pieces[-1].size, held.runs()
             mx.eval(part.state)
 
@@ -115,7 +137,7 @@ def append(
     old, new, size = piece
     for part, arrays, rotation in zip(leaves(cache), whole, rotations, strict=True):
         if not part.empty():
-            parts = zip((part.keys, part.values), arrays, rotation, strict=True)
+            parts = zip((part.keys, part.values), arrays, rotation.calls, strict=True)
             keys, values = (
                 mx.concatenate([front[..., :new, :], _moved(array[..., old : old + size, :], call, new - old)], axis=2)
                 for front, array, call in parts
@@ -164,6 +186,22 @@ def _moved(array: mx.array, call: RotationCall | None, shift: int) -> mx.array:
     return call.rotate(array * mirror, by) * mirror
 
 
+def rotated(array: mx.array, call: RotationCall | None, positions: Positions) -> mx.array:
+    """Return unrotated keys (1, H, L, D) as they are at these positions (L,), ascending."""
+    if call is None:
+        return array
+    first, last = int(positions[0]), int(positions[-1])
+    return call.rotate(array, first if last - first + 1 == positions.size else mx.array(positions)[None])
+
+
+def unrotated(array: mx.array, call: RotationCall | None) -> mx.array:
+    """Return the keys (1, H, L, D) of a prompt's first L tokens without their rotation."""
+    if call is None:
+        return array
+    mirror = _mirror(array.shape[-1], call).astype(array.dtype)
+    return call.rotate(array * mirror, 0) * mirror
+
+
 def _mirror(size: int, call: RotationCall) -> mx.array:
     """Return the signs (D,) that turn a rotation around: -1 for the second of each pair that is rotated."""
     index = np.arange(size)
@@ -171,12 +209,12 @@ def _mirror(size: int, call: RotationCall) -> mx.array:
     return mx.array(np.where(second & (index < call.dims), -1.0, 1.0).astype(np.float32))
 
 
-def _check(moved: mx.array, there: mx.array) -> None:
-    """Check that moved keys are those at the other positions.
+def check_equal(made: mx.array, there: mx.array, refusal: str) -> None:
+    """Check that keys are those that a model computes, but for rounding.
 
     Raises:
         SparseUnsupportedError: they are not.
     """
-    differs = float(mx.abs(moved.astype(mx.float32) - there.astype(mx.float32)).max())
+    differs = float(mx.abs(made.astype(mx.float32) - there.astype(mx.float32)).max())
     if not differs <= _TOLERANCE[there.dtype] * float(mx.abs(there.astype(mx.float32)).max()):
-        raise SparseUnsupportedError("keys at other positions are not the rotated ones")
+        raise SparseUnsupportedError(refusal)

@@ -44,8 +44,8 @@ class RotationCall:
     dims: int
     settings: Mapping[str, Any]
 
-    def rotate(self, x: mx.array, positions: mx.array) -> mx.array:
-        """Rotate x (B, H, L, D) as the call did, at positions (1, L) int32."""
+    def rotate(self, x: mx.array, positions: mx.array | int) -> mx.array:
+        """Rotate x (B, H, L, D) as the call did, at positions (1, L) int32, or at those from a first one on."""
         return mx.fast.rope(x, self.dims, **self.settings, offset=positions)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..arrays import Positions
+from ..arrays import Bools, Indices, Positions
 
 Run = tuple[int, int, bool]  # the first position, the number of tokens, and whether they are estimated
 
@@ -15,7 +15,8 @@ class HeldTokens:
     """Positions in the order of feeding, as maximal runs. No position occurs twice.
 
     A token is *read*, computed by the model behind what the cache held by then, or *estimated*: keys and values that
-    were read behind other text stand in for its own. A token that is not held is *absent*. A position that is smaller
+    were read behind other text, or that a map made of the draft's states, stand in for its own. A token that is not held
+    is *absent*. A position that is smaller
     than an earlier one was recalled, for the sake of the next one that is not. A prompt kept in chunks is a short list.
 
     Attributes:
@@ -38,9 +39,7 @@ class HeldTokens:
     def of(cls, marked: Positions) -> HeldTokens:
         """Return the tokens of marked positions."""
         held = cls()
-        for part in np.split(marked, np.flatnonzero(np.diff(marked < 0)) + 1):
-            is_estimated = bool(part.size and part[0] < 0)
-            held.extend(~part if is_estimated else part, is_estimated)
+        held.extend(marked)
         return held
 
     def runs(self) -> list[Run]:
@@ -66,6 +65,12 @@ class HeldTokens:
     def positions(self) -> Positions:
         """Return all positions in the order of feeding, int32 (N,)."""
         return self._indexed()[0]
+
+    @property
+    def read(self) -> Positions:
+        """Return the positions of tokens that were read, in the order of feeding, int32."""
+        marked = self.marked
+        return marked[marked >= 0]
 
     @property
     def marked(self) -> Positions:
@@ -95,13 +100,30 @@ class HeldTokens:
             self._runs.append([start, count, estimated])
         self.size += count
 
-    def extend(self, positions: Positions, estimated: bool = False) -> None:
-        """Append positions in the order of feeding."""
-        if positions.size == 0:
+    def extend(self, marked: Positions) -> None:
+        """Append positions in the order of feeding, marked as in `marked`."""
+        if marked.size == 0:
             return
-        cuts = np.flatnonzero(np.diff(positions) != 1) + 1
-        for part in np.split(positions, cuts):
-            self.append(int(part[0]), int(part.size), estimated)
+        estimated, positions = marked < 0, np.where(marked < 0, ~marked, marked)
+        cuts = np.flatnonzero((np.diff(positions) != 1) | np.diff(estimated)) + 1
+        for start, end in zip([0, *cuts.tolist()], [*cuts.tolist(), marked.size], strict=True):
+            self.append(int(positions[start]), end - start, bool(estimated[start]))
+
+    def holds(self, positions: Positions) -> Bools:
+        """Return which of these positions are held."""
+        held: Bools = np.isin(positions, self.positions)
+        return held
+
+    def read_again(self, positions: Positions) -> Indices:
+        """Mark tokens as read, those that are absent behind all others. Return the slot of each of them."""
+        marked = np.concatenate([self.marked, positions[~self.holds(positions)]])
+        every = np.where(marked < 0, ~marked, marked)
+        order = np.argsort(every)
+        slots = order[np.searchsorted(every, positions, sorter=order)]
+        marked[slots] = positions
+        changed = HeldTokens.of(marked)
+        self._runs, self._index, self.size = changed._runs, None, changed.size
+        return slots.astype(np.int32)
 
     def keep_last(self, count: int) -> None:
         """Drop all but the last `count` positions."""

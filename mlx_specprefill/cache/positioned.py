@@ -30,7 +30,7 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
-from ..arrays import Positions
+from ..arrays import Bools, Positions
 from ..errors import SparseUnsupportedError
 from .held import HeldTokens
 
@@ -52,6 +52,7 @@ class Positioned(_BaseCache):  # type: ignore[misc]
         self.held = HeldTokens()
         self.next = 0
         self._placed: tuple[Positions, int | mx.array] | None = None
+        self._slots: mx.array | None = None  # that the next forward's tokens take from estimates
 
     @property
     def offset(self) -> int | mx.array:
@@ -86,7 +87,7 @@ class Positioned(_BaseCache):  # type: ignore[misc]
         """Set the positions of the next forward: all after the cache's tokens, or all before `next` (a recall).
 
         Args:
-            positions: (L,), ascending; the cache holds none of them.
+            positions: (L,), ascending; the cache holds none of them, or estimates.
             on_device: the same as (1, L) int32.
         """
         if positions.size == 0 or positions[0] < self.next <= positions[-1]:
@@ -97,11 +98,52 @@ class Positioned(_BaseCache):  # type: ignore[misc]
             self.next, self._placed = first, None
         else:
             self._placed = positions, first if consecutive else on_device
+            if self.held.size and first < self.next and self.held.holds(positions).any():
+                self._replace(positions)
+
+    def estimate(
+        self, positions: Positions, keys: mx.array, values: mx.array, reading: Bools, on_device: mx.array
+    ) -> None:
+        """Hold estimates, and set the positions of the next forward among them.
+
+        Args:
+            positions: (N,), ascending, all after the cache's tokens.
+            keys, values: (1, H, N, D).
+            reading: (N,) the tokens of the next forward, which take the places of their estimates.
+            on_device: the positions of these, (1, L) int32.
+        """
+        start = self._store(keys, values)
+        self.held.extend(np.where(reading, positions, ~positions))
+        self.next = int(positions[-1]) + 1
+        self._placed = positions[reading], on_device
+        self._slots = mx.array(start + np.flatnonzero(reading))
+
+    def _store(self, keys: mx.array, values: mx.array) -> int:
+        """Store keys and values behind the others. Return the slot of the first one."""
+        self.inner.update_and_fetch(keys, values)
+        return self.slots - int(keys.shape[2])
+
+    def _replace(self, positions: Positions) -> None:
+        """Let the next forward's tokens take the places of their estimates; those without one come last."""
+        absent = positions[~self.held.holds(positions)]
+        if absent.size:
+            self._store(*(_zeros(array, absent.size) for array in (self.keys, self.values)))
+        self._slots = mx.array(self.held.read_again(positions))
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        if self._slots is not None:
+            return self._take_places(self._slots, keys, values)
         self._record(keys.shape[2])
         fetched: tuple[mx.array, mx.array] = self.inner.update_and_fetch(keys, values)
         return fetched
+
+    def _take_places(self, slots: mx.array, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        if keys.shape[2] != slots.size:
+            raise ValueError(f"{slots.size} positions were placed for {keys.shape[2]} tokens")
+        self.inner.keys[..., slots, :] = keys
+        self.inner.values[..., slots, :] = values
+        self._placed = self._slots = None
+        return self.inner.keys[..., : self.held.size, :], self.inner.values[..., : self.held.size, :]
 
     def keys_and_values(self) -> Any:
         return self.inner.keys_and_values()
@@ -120,6 +162,10 @@ class Positioned(_BaseCache):  # type: ignore[misc]
     @property
     def _recalling(self) -> bool:
         return self._placed is not None and int(self._placed[0][-1]) < self.next
+
+    def _visible(self, held: HeldTokens, count: int) -> Positions:
+        """Return the positions of the keys that the next forward is given, in their order."""
+        return held.positions if self._slots is not None else np.concatenate([held.positions, self._coming(count)])
 
     def _coming(self, count: int) -> Positions:
         """Return the positions of the next forward's tokens."""
@@ -160,7 +206,7 @@ class Positioned(_BaseCache):  # type: ignore[misc]
         inner_state, self.next, runs = value
         self.inner = self.inner_type.from_state(inner_state)
         self.held = HeldTokens([(int(start), int(count), bool(estimated)) for start, count, estimated in runs])
-        self._placed = None
+        self._placed = self._slots = None
 
     inner_type: type[Any] = KVCache
 
@@ -178,7 +224,7 @@ class PositionedKVCache(Positioned):
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Any:
         if not self._recalling and (window_size is None or self._joins(self.held)):
             return self.inner.make_mask(N, window_size=window_size, return_array=return_array)
-        return _mask(self.held.positions, self._coming(N), window_size)
+        return _mask(self._visible(self.held, N), self._coming(N), window_size)
 
 
 class PositionedRotatingKVCache(Positioned):
@@ -201,7 +247,14 @@ class PositionedRotatingKVCache(Positioned):
         self.held.keep_last(self.max_size - 1)
         super()._record(count)
 
+    def _store(self, keys: mx.array, values: mx.array) -> int:
+        self.held.keep_last(self.max_size - 1)
+        self.inner._update_concat(keys, values)  # one token's ordinary update takes the oldest one's place
+        return int(self.inner.keys.shape[2] - keys.shape[2])
+
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Any:
+        if self._slots is not None:
+            return _mask(self.held.positions, self._coming(N), window_size or self.max_size)
         held = HeldTokens(self.held.runs())
         held.keep_last(self.max_size - 1)
         if self._joins(held):
@@ -210,7 +263,7 @@ class PositionedRotatingKVCache(Positioned):
         coming = self._coming(N)
         stored = held.positions
         if N > 1:
-            return _mask(stored, coming, window)
+            return _mask(np.concatenate([stored, coming]), coming, window)
         reach = min(window, self.max_size)  # a dense ring holds no more, whatever the window (plamo3)
         visible = coming[0] - np.concatenate([stored, coming]) < reach
         if visible.all():
@@ -230,11 +283,14 @@ for _kind in (PositionedKVCache, PositionedRotatingKVCache):
     setattr(mlx_lm_cache, _kind.__name__, _kind)
 
 
-def _mask(stored: Positions, coming: Positions, window: int | None) -> mx.array:
-    """Return a boolean mask (L, S + L), for one token (1, 1, 1, S + 1): causal by position, and within `window`
-    positions.
+def _mask(visible: Positions, coming: Positions, window: int | None) -> mx.array:
+    """Return a boolean mask (L, S), for one token (1, 1, 1, S): causal by position, and within `window` positions.
+
+    Args:
+        visible: positions of the keys, (S,).
+        coming: those of the queries, (L,).
     """
-    keys = mx.array(np.concatenate([stored, coming]))[None]
+    keys = mx.array(visible)[None]
     queries = mx.array(coming)[:, None]
     mask: mx.array = keys <= queries
     if window is not None:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..adapters.moved_keys import LayerRotation, Piece, layer_rotations, move, moved_tokens
+from ..adapters.moved_keys import LayerRotation, Piece, movable_layers, move, moved_tokens
 from ..arrays import NO_INDICES, Bools
 from ..cache.held import HeldTokens
 from ..cache.prefix.nodes import CacheHit, common_length
@@ -220,7 +220,7 @@ class EditedPrefixes:
         if model is None or (of == "draft" and pair.mapping is not None):
             return Refused("the draft has no cached prompts of its own, or in other tokens")
         try:
-            return layer_rotations(model)
+            return movable_layers(model)
         except SparseUnsupportedError as error:
             return Refused(str(error))
 

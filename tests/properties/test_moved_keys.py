@@ -8,7 +8,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_specprefill import SparseUnsupportedError
-from mlx_specprefill.adapters.moved_keys import Piece, append, cut, layer_rotations, move
+from mlx_specprefill.adapters.moved_keys import Piece, append, cut, movable_layers, move
 from mlx_specprefill.cache.positioned import leaves, make_positioned_cache, recalling
 from mlx_specprefill.specprefill.selector import kept_spans
 from mlx_specprefill.specprefill.sparse_prefill import feed
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("on_the_cpu")
 @pytest.mark.parametrize("name", MOVE_REFUSALS)
 def test_what_can_not_be_moved_is_refused(name: str) -> None:
     with pytest.raises(SparseUnsupportedError, match=MOVE_REFUSALS[name]):
-        layer_rotations(build(name))
+        movable_layers(build(name))
 
 
 @pytest.mark.parametrize("name", MOVED)
@@ -66,7 +66,7 @@ def test_read_anew_between_kept_tokens_each_sees_what_is_in_front_of_it(name: st
     finish(prefill(model, cache, prompt[:-LAST], None, 32))
     anew = np.array([*range(A, A + 5), *range(A + 9, A + 30, 2), A + KEPT - 3], dtype=np.int32)
     stays = kept_spans(np.setdiff1d(np.arange(A + KEPT, dtype=np.int32), anew))
-    move(cache, layer_rotations(model), [Piece(start, start, end - start) for start, end in stays])
+    move(cache, movable_layers(model), [Piece(start, start, end - start) for start, end in stays])
     with recalling(cache):
         list(feed(model, cache, prompt[anew], anew, [4, 11, anew.size]))
     last = np.arange(A + KEPT, prompt.size, dtype=np.int32)
@@ -84,7 +84,7 @@ def test_a_text_that_was_read_in_part_is_moved_like_one_that_was_read_at_the_new
     model, text = build(name), random_prompt(A + OLD + KEPT, 1)
     moved, there = (make_positioned_cache(model) for _ in range(2))
     read_in_part(model, moved, text, 0)
-    move(moved, layer_rotations(model), [Piece(0, NEW, len(text))])
+    move(moved, movable_layers(model), [Piece(0, NEW, len(text))])
     read_in_part(model, there, text, NEW)
     for ours, theirs in zip(leaves(moved), leaves(there), strict=True):
         size = HELD.size + RECALLED.size
@@ -103,12 +103,12 @@ def test_of_a_text_that_was_read_in_part_pieces_are_kept_by_place(name: str) -> 
     model, text = build(name), random_prompt(A + OLD + KEPT, 1)
     moved, fed = (make_positioned_cache(model) for _ in range(2))
     read_in_part(model, moved, text, 0)
-    move(moved, layer_rotations(model), [Piece(0, 0, 45), Piece(45, 45, len(text) - 45)])
+    move(moved, movable_layers(model), [Piece(0, 0, 45), Piece(45, 45, len(text) - 45)])
     read_in_part(model, fed, text, 0)
     last = np.array(random_prompt(LAST, 3), dtype=np.int32)
     places = np.arange(LAST, dtype=np.int32) + len(text)
     assert_close(answered(model, moved, last, places), answered(model, fed, last, places), 1e-4)
-    move(fed, layer_rotations(model), [Piece(0, 0, 12), Piece(45, 60, 30), Piece(83, 100, 6)])
+    move(fed, movable_layers(model), [Piece(0, 0, 12), Piece(45, 60, 30), Piece(83, 100, 6)])
     held = np.union1d(HELD, RECALLED)
     kept = [*held[held < 12], *(held[(held >= 45) & (held < 75)] + 15), *(held[(held >= 83) & (held < 89)] + 17)]
     assert next(iter(leaves(fed))).held.positions.tolist() == kept
@@ -126,7 +126,7 @@ def test_a_dense_cache_takes_up_what_is_inserted_in_order(name: str, new: int) -
     prompt = np.array(after, dtype=np.int32)
     if new:
         list(feed(model, cache, prompt[A : A + new], None, [new]))
-    append(cache, whole, layer_rotations(model), Piece(A, A + new, KEPT))
+    append(cache, whole, movable_layers(model), Piece(A, A + new, KEPT))
     *_, (_, ours) = feed(model, cache, prompt[-LAST:], None, [LAST], logits=True)
     theirs = model(mx.array(after)[None], cache=dense)[0, -1:]
     first, other = next(iter(leaves(cache))), next(iter(leaves(dense)))
@@ -157,7 +157,7 @@ def read_both(
 ) -> tuple[Any, Any, mx.array, mx.array]:
     """Return the caches and last logits of a prompt that goes on from the one before, and of one that is read whole."""
     model = build(name)
-    rotations = layer_rotations(model)
+    rotations = movable_layers(model)
     cache, whole, prompt = make_positioned_cache(model), make_prompt_cache(model), np.array(after, dtype=np.int32)
     finish(prefill(model, cache, np.array(before[:-LAST], dtype=np.int32), None, 32))
     move(cache, rotations, [Piece(0, 0, A), Piece(A + old + SEAM, A + new + SEAM, KEPT - SEAM)])

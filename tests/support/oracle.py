@@ -204,6 +204,35 @@ def masked_dense(model: nn.Module, case: Case, kv_bits: int | None = None) -> Lo
     return _MaskedDense(model, case, kv_bits).run()
 
 
+Made = dict[int, tuple[mx.array, mx.array]]  # rotated keys and values (1, H, N, D), by the number of a cache
+
+
+def replaced_dense(model: nn.Module, case: Case, estimated: Indices, made: Made) -> Logits:
+    """As `masked_dense`, but other keys and values stand in for those of some dropped tokens.
+
+    Args:
+        estimated: indices of these tokens, (N,).
+    """
+    run = _MaskedDense(model, case)
+    run.kept[estimated] = True
+    for number, leaf in enumerate(_leaves(run.caches)):
+        if number in made:
+            leaf.update_and_fetch = _replacing(leaf.update_and_fetch, case.prompt.size, estimated, made[number])
+    return run.run()
+
+
+def _replacing(
+    update: Callable[..., Any], length: int, rows: Indices, made: tuple[mx.array, mx.array]
+) -> Callable[..., Any]:
+    def replace(*arrays: mx.array) -> Any:
+        if arrays[0].shape[2] == length:
+            for array, others in zip(arrays, made, strict=True):
+                array[..., mx.array(rows), :] = others
+        return update(*arrays)
+
+    return replace
+
+
 class _MaskedDense:
     """One dense run; positions equal indices here, as nothing is ever removed."""
 

@@ -1,0 +1,322 @@
+"""Estimates the keys and values of tokens that a target does not read, from the states of its draft.
+
+The draft reads every token, and its state there says much of what the target would hold: a linear map, fitted once for
+a pair (`specprefill/estimate_fit`), gives the keys before rotation and the values of every attention layer. The state
+is first brought to a code of a few hundred numbers, which all layers share (reduced-rank regression; Izenman 1975).
+
+Some is known exactly, and is not estimated. Where the draft is the target's own first layers, the keys and values of
+these are the draft's. Elsewhere those of the first layer follow from the tokens alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+
+from ..arrays import Bools, Positions
+from ..cache.positioned import (
+    Positioned,
+    PositionedKVCache,
+    leaves,
+    make_positioned_cache,
+    place,
+    tokens_in,
+)
+from ..errors import LoadError, SparseUnsupportedError
+from ..request import TokenIds
+from .depth import FirstLayers, Observed, layers_of, replace_layers
+from .moved_keys import check_equal, layer_rotations, rotated, unrotated
+from .rope import RotationCall
+
+FORMAT = "mlx-specprefill estimates 1"
+
+
+@dataclass(frozen=True, eq=False)
+class Estimates:
+    """A linear map from a draft's states (F,) to the keys and values of a target's attention layers.
+
+    Attributes:
+        centre, scale: of the states, (F,) float32.
+        limit: mean square of a centred and scaled state above which it is unlike all that the map was fitted on.
+        basis: (F, R).
+        weights: (R, K + V) by the number of a layer's cache, keys of all heads first.
+        offsets: (K + V,) by the same.
+    """
+
+    centre: mx.array
+    scale: mx.array
+    limit: float
+    basis: mx.array
+    weights: dict[int, mx.array]
+    offsets: dict[int, mx.array]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in (self.basis, *self.weights.values(), *self.offsets.values()))
+
+    def codes(self, states: mx.array) -> tuple[mx.array, mx.array]:
+        """Return the codes (L, R) of states (L, F), and whether each of these is like those of the fit, (L,)."""
+        scaled = (states.astype(mx.float32) - self.centre) * self.scale
+        return scaled.astype(self.basis.dtype) @ self.basis, (scaled * scaled).mean(axis=-1) <= self.limit
+
+    def of_layer(self, layer: int, codes: mx.array) -> mx.array:
+        """Return a layer's unrotated keys and values, (L, K + V), from codes (L, R)."""
+        return codes @ self.weights[layer] + self.offsets[layer]
+
+    def cast(self, dtype: mx.Dtype) -> Estimates:
+        """Return the map in a target's dtype."""
+        weights, offsets = ({k: a.astype(dtype) for k, a in part.items()} for part in (self.weights, self.offsets))
+        return Estimates(self.centre, self.scale, self.limit, self.basis.astype(dtype), weights, offsets)
+
+    def write(self, file: Path) -> None:
+        """Write the map to a file, in bfloat16."""
+        arrays = {"centre": self.centre, "scale": self.scale, "basis": self.basis.astype(mx.bfloat16)}
+        for layer, weights in self.weights.items():
+            arrays[f"weights.{layer}"] = weights.astype(mx.bfloat16)
+            arrays[f"offsets.{layer}"] = self.offsets[layer].astype(mx.bfloat16)
+        mx.save_safetensors(str(file), arrays, {"format": FORMAT, "limit": repr(self.limit)})
+
+
+def read_estimates(file: Path) -> Estimates:
+    """Read a map that `Estimates.write` wrote.
+
+    Raises:
+        LoadError: the file can't be read, or holds something else.
+    """
+    arrays: dict[str, mx.array]
+    known: dict[str, str]
+    try:
+        arrays, known = mx.load(str(file), format="safetensors", return_metadata=True)  # type: ignore[assignment]
+        if known.get("format") != FORMAT:
+            raise ValueError("no estimates that this version reads")
+        layers = [int(name.partition(".")[2]) for name in arrays if name.startswith("weights.")]
+        weights, offsets = ({n: arrays[f"{part}.{n}"] for n in layers} for part in ("weights", "offsets"))
+        limit = float(known["limit"])
+        return Estimates(arrays["centre"], arrays["scale"], limit, arrays["basis"], weights, offsets)
+    except (OSError, RuntimeError, ValueError, KeyError) as error:
+        raise LoadError(f"{file}: {error}") from error
+
+
+class StateReader:
+    """A draft that hands out its states.
+
+    Args:
+        draft: a whole model, or first layers of one.
+    """
+
+    def __init__(self, draft: nn.Module) -> None:
+        self._states: list[Any] = []
+        self.model = draft
+        self._is_shallow = isinstance(draft, FirstLayers)
+        if not self._is_shallow:
+            last = layers_of(draft)[-1]
+            self.model = replace_layers(draft, {id(last): Observed(last, self._states)})
+
+    def read(self, tokens: mx.array, cache: Sequence[Any]) -> tuple[mx.array, mx.array]:
+        """Return the draft's output for tokens (1, L), and its states behind the last layer that runs, (L, F).
+
+        Raises:
+            SparseUnsupportedError: its layers return something else.
+        """
+        output: mx.array = self.model(tokens, cache=cache)
+        states = output if self._is_shallow else self._states[-1]
+        self._states.clear()
+        states = states[0] if isinstance(states, tuple) else states
+        if states.ndim != 3:
+            raise SparseUnsupportedError("the draft's layers return more than one state for a token")
+        return output, states[0]
+
+
+@dataclass(eq=False)
+class CodedDraft:
+    """A draft that keeps a code of each token that it reads in front of `end`. Called as the draft is.
+
+    Attributes:
+        start: the first token that has a code.
+    """
+
+    reader: StateReader
+    estimates: Estimates
+    end: int
+    start: int = -1
+    _parts: list[tuple[mx.array, mx.array]] = field(default_factory=list)
+
+    def __call__(self, tokens: mx.array, cache: Sequence[Any]) -> mx.array:
+        first = tokens_in(cache)
+        output, states = self.reader.read(tokens, cache)
+        if first >= self.end:  # a question that is asked again
+            return output
+        self.start = first if self.start < 0 else self.start
+        self._parts.append(self.estimates.codes(states[: self.end - first]))
+        mx.async_eval(self._parts[-1])  # type: ignore[no-untyped-call]
+        return output
+
+    def codes(self) -> tuple[mx.array, Bools]:
+        """Return the codes (N, R) of the tokens from `start` on, and which of them may be used."""
+        codes, alike = zip(*self._parts, strict=True)
+        return mx.concatenate(list(codes)), np.array(mx.concatenate(list(alike)))
+
+
+@dataclass(frozen=True, eq=False)
+class Known:
+    """The draft's knowledge of a prompt's tokens from `start` on.
+
+    Attributes:
+        tokens: of the whole prompt.
+        codes: (N, R), and `alike`: (N,) which of these the map may be used for.
+        cache: the draft's, which holds the whole prompt.
+    """
+
+    tokens: TokenIds
+    start: int
+    codes: mx.array
+    alike: Bools
+    cache: Sequence[Any]
+
+    def may_estimate(self, positions: Positions) -> Bools:
+        """Return which of the tokens at these positions have a code that the map may be used for."""
+        at = positions - self.start
+        return (at >= 0) & (at < self.alike.size) & self.alike[np.clip(at, 0, self.alike.size - 1)]
+
+
+class Layers:
+    """The layers of a target, by the numbers of their caches: which are known exactly, and which are to be estimated.
+
+    Args:
+        draft: the pair's, as it scores.
+
+    Attributes:
+        rotations: of each cache's keys; None where it holds none.
+        own: the draft's cache by the number of the target's, where the draft is the target's own first layers.
+        made: numbers of the caches that are to be estimated, with the numbers that each token has there.
+        dtype: of keys and values.
+
+    Raises:
+        SparseUnsupportedError: the target's keys are not what its rotations make of unrotated ones.
+    """
+
+    def __init__(self, target: nn.Module, draft: nn.Module) -> None:
+        self.rotations = layer_rotations(target)
+        self.own = _own_caches(target, draft)
+        self._first = None if 0 in self.own or self.rotations[0] is None else _first_layer(target)
+        exact = {*self.own, *([] if self._first is None else [0])}
+        known = {number: one for number, one in enumerate(self.rotations) if one is not None}
+        self.made = {n: sum(map(math.prod, one.shapes)) for n, one in known.items() if n not in exact}
+        if not self.made:
+            raise SparseUnsupportedError("no layer's keys are to be estimated")
+        self.dtype = known[min(self.made)].dtype
+
+    def exact(self, layer: int, known: Known, positions: Positions) -> tuple[mx.array, mx.array]:
+        """Return the keys and values (1, H, N, D) of a layer that is not estimated."""
+        if layer in self.own:
+            part, at = list(leaves(known.cache))[self.own[layer]], mx.array(positions)
+            return part.keys[..., at, :], part.values[..., at, :]
+        assert self._first is not None, "every other layer is estimated"
+        return first_keys(self._first, known.tokens, positions)
+
+    def rotated(self, layer: int, flat: mx.array, positions: Positions) -> tuple[mx.array, mx.array]:
+        """Return rotated keys and values (1, H, N, D) from unrotated ones (N, K + V)."""
+        made, start = [], 0
+        for (heads, size), call in self._parts(layer):
+            part = flat[:, start : start + heads * size].reshape(1, -1, heads, size).swapaxes(1, 2)
+            made.append(rotated(part, call, positions))
+            start += heads * size
+        return made[0], made[1]
+
+    def unrotated(self, layer: int, part: Positioned, length: int) -> mx.array:
+        """Return what `rotated` made a cache's first tokens of, (length, K + V)."""
+        arrays = zip((part.keys, part.values), self._parts(layer), strict=True)
+        flat = [unrotated(array[..., :length, :], call) for array, (_, call) in arrays]
+        return mx.concatenate([array[0].swapaxes(0, 1).reshape(length, -1) for array in flat], axis=1)
+
+    def _parts(self, layer: int) -> list[tuple[tuple[int, int], RotationCall | None]]:
+        rotation = self.rotations[layer]
+        assert rotation is not None, "a recurrent layer has no keys"
+        return list(zip(rotation.shapes, rotation.calls, strict=True))
+
+
+class Estimator:
+    """Puts estimates into a target's cache.
+
+    Args:
+        draft: the pair's, as it scores.
+
+    Raises:
+        SparseUnsupportedError: as in `Layers`, or the map is another target's.
+    """
+
+    def __init__(self, target: nn.Module, draft: nn.Module, estimates: Estimates) -> None:
+        self.layers = Layers(target, draft)
+        self.reader = StateReader(draft)
+        self.estimates = estimates.cast(self.layers.dtype)
+        if {n: offsets.size for n, offsets in estimates.offsets.items()} != self.layers.made:
+            raise SparseUnsupportedError("the estimates are those of a target with other layers")
+
+    def place(self, cache: Sequence[Any], positions: Positions, known: Known) -> None:
+        """Set the positions of the next forward, with estimates of the tokens in front of and among them.
+
+        A token without an estimate stays absent.
+
+        Args:
+            positions: as in `cache.positioned.place`.
+        """
+        first = next(part.next for part in leaves(cache) if isinstance(part, Positioned))
+        between = np.arange(first, int(positions[-1]) + 1, dtype=np.int32)
+        reading = np.isin(between, positions, assume_unique=True)
+        held = reading | known.may_estimate(between)
+        if np.count_nonzero(held) <= positions.size:
+            place(cache, positions)
+            return
+        between, reading, on_device = between[held], reading[held], mx.array(positions)[None]
+        codes = known.codes[mx.array(np.maximum(between - known.start, 0))]
+        for layer, part in enumerate(leaves(cache)):
+            if isinstance(part, Positioned):
+                if layer in self.layers.made:
+                    made = self.layers.rotated(layer, self.estimates.of_layer(layer, codes), between)
+                else:
+                    made = self.layers.exact(layer, known, between)
+                part.estimate(between, *made, reading, on_device)
+
+
+def _own_caches(target: nn.Module, draft: nn.Module) -> dict[int, int]:
+    """Return, for a draft of the target's own first layers, the draft's cache by the number of the target's.
+
+    Only caches that hold the whole prompt count.
+    """
+    if not (isinstance(draft, FirstLayers) and draft.whole is target):
+        return {}
+    sizes = [len(list(leaves([part]))) for part in make_prompt_cache(target)]
+    theirs = [n + sum(sizes[:slot]) for slot in draft.slots for n in range(sizes[slot])]
+    kinds = [type(part) for part in leaves(draft.make_cache())]
+    return {number: n for n, (number, kind) in enumerate(zip(theirs, kinds, strict=False)) if kind is KVCache}
+
+
+def _first_layer(target: nn.Module) -> FirstLayers:
+    """Return a target's first layer, whose keys follow from the tokens alone.
+
+    Raises:
+        SparseUnsupportedError: they do not.
+    """
+    first, cache, tokens = FirstLayers(target, 1), make_positioned_cache(target), np.arange(1, 9, dtype=np.int32)
+    mx.eval(target(mx.array(tokens)[None], cache=cache))
+    whole = next(leaves(cache))
+    positions = np.arange(tokens.size, dtype=np.int32)
+    for made, there in zip(first_keys(first, tokens, positions), (whole.keys, whole.values), strict=True):
+        check_equal(made, there[..., : tokens.size, :], "the keys of its first layer do not follow from the tokens")
+    return first
+
+
+def first_keys(first: FirstLayers, tokens: TokenIds, positions: Positions) -> tuple[mx.array, mx.array]:
+    """Return the first layer's keys and values of these tokens of a prompt, (1, H, N, D); nothing else is computed."""
+    cache = PositionedKVCache()
+    place([cache], positions)
+    first(mx.array(tokens[positions])[None], cache=[cache])
+    return cache.keys[..., : positions.size, :], cache.values[..., : positions.size, :]

@@ -113,6 +113,7 @@ class SpecPrefillPolicy:
     densify: bool = True  # after a sparse turn, make its prompt dense in idle time
     on_battery: bool = False  # also while the machine runs on battery
     reuse: bool = True  # keep what follows an edit of a cached prompt
+    estimate: bool = True  # estimate the keys and values of tokens that are not read, where the pair has a map
     # The text that competes: "user" for users, tools and earlier turns, "all" also for a long system text except its
     # ends.
     scope: Scope = "user"
@@ -183,6 +184,7 @@ class EngineConfig:
     # Only prefixes that several requests share, up to the end of the system prompt and the tools, are written there.
     prefix_disk_pinned_only: bool = False
     calibration_file: Path | None = None  # file of measured costs that survives a restart
+    fits_folder: Path | None = None  # folder of maps that are fitted in idle time; None: none is fitted
     kv_bits: int | None = None  # quantise the target's KV cache after prefill (plain attention caches only)
 
     def __post_init__(self) -> None:

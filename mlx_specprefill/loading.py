@@ -14,6 +14,7 @@ import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .adapters.depth import first_layers, full_draft_model, layers_of
+from .adapters.estimates import Estimates
 from .adapters.gguf import is_gguf
 from .adapters.heads import DraftHeads, read_heads, shipped_heads
 from .adapters.patches import install_patches
@@ -65,6 +66,7 @@ class ModelPair:
         ranks: the processes that run the target together, if there are several; `sharding`: how it is spread. Only rank
             0 has a draft model. The others know of it what rank 0 told them: `draft` and `mapping` are None, `draft_id`
             is not.
+        estimates: the map for tokens that are not read, None where none was fitted.
         sampling: what the target's generation_config.json states, by the names of SamplingParams.
     """
 
@@ -86,6 +88,7 @@ class ModelPair:
     mapping: TextMapping | None = None
     ranks: Ranks | None = None
     sharding: Sharding | None = None
+    estimates: Estimates | None = None
     sampling: Mapping[str, float] = field(default_factory=dict)
 
     @cached_property

@@ -144,12 +144,21 @@ class PrefillReport:
     miss: PrefixMiss | None = None  # None: nothing that the cache holds was read again
     reason_code: ReasonCode = "other"  # of `reason`
     reached: Reached | None = None  # None: the prompt was read to its end
+    estimated_tokens: int = 0  # tokens whose keys and values are estimated; the others that are not kept are absent
     reused_tokens: int = 0  # cached behind an edit, as they were read before it
     ended: str | None = None  # why the reader ended the answer before the engine did, where that was its own decision
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON object that clients get next to `usage`."""
-        counts = ("prompt_tokens", "kept_tokens", "cached_tokens", "recalled_tokens", "draft_tokens", "kept_share")
+        counts = (
+            "prompt_tokens",
+            "kept_tokens",
+            "cached_tokens",
+            "estimated_tokens",
+            "recalled_tokens",
+            "draft_tokens",
+            "kept_share",
+        )
         words = ("mode", "reason", *counts, "scorer", "scoring", "scope")
         report: dict[str, Any] = {name: getattr(self, name) for name in words}
         report["keep_pct"] = self.kept_share

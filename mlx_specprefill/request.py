@@ -88,6 +88,8 @@ class SpecPrefillOptions:
             for rounding in half precision.
         scope: the text that competes, as in `SpecPrefillPolicy.scope`; None: server policy.
         verify: compare a sparse answer with full reading, in idle time.
+        estimate: estimate what is not read, as in `SpecPrefillPolicy.estimate`; None: server policy, but not with the
+            caller's own scores, for which the draft need not read.
     """
 
     enabled: bool | None = None
@@ -98,6 +100,7 @@ class SpecPrefillOptions:
     speculative: SpeculationName | None = None
     scope: Scope | None = None
     verify: bool = False
+    estimate: bool | None = None
 
     def strategy(self, config: SpeculationConfig) -> SpeculationName:
         """Return how the answer is drafted, by the request's word or the server's."""

@@ -204,6 +204,9 @@ class Layers:
     """
 
     def __init__(self, target: nn.Module, draft: nn.Module) -> None:
+        for part in make_positioned_cache(target):
+            if sum(isinstance(leaf, Positioned) for leaf in leaves([part])) > 1:
+                raise SparseUnsupportedError("its layers keep two kinds of keys, of which one chooses the other")
         self.rotations = layer_rotations(target)
         self.own = _own_caches(target, draft)
         self._first = None if 0 in self.own or self.rotations[0] is None else _first_layer(target)
@@ -231,11 +234,18 @@ class Layers:
             start += heads * size
         return made[0], made[1]
 
-    def unrotated(self, layer: int, part: Positioned, length: int) -> mx.array:
-        """Return what `rotated` made a cache's first tokens of, (length, K + V)."""
-        arrays = zip((part.keys, part.values), self._parts(layer), strict=True)
-        flat = [unrotated(array[..., :length, :], call) for array, (_, call) in arrays]
-        return mx.concatenate([array[0].swapaxes(0, 1).reshape(length, -1) for array in flat], axis=1)
+    def unrotated(self, layer: int, part: Positioned, start: int, end: int) -> mx.array:
+        """Return the unrotated keys and values of a dense cache's latest tokens [start, end), (N, K + V)."""
+        stored, flat = part.stored, []
+        for array, (_, call) in zip((part.keys, part.values), self._parts(layer), strict=True):
+            rows = unrotated(array[..., stored - (end - start) : stored, :], call, start)
+            flat.append(rows[0].swapaxes(0, 1).reshape(end - start, -1))
+        return mx.concatenate(flat, axis=1)
+
+    def parts(self, layer: int) -> tuple[slice, slice]:
+        """Return where a layer's keys and its values stand among the numbers of a token."""
+        (heads, size), _ = self._parts(layer)[0]
+        return slice(0, heads * size), slice(heads * size, None)
 
     def _parts(self, layer: int) -> list[tuple[tuple[int, int], RotationCall | None]]:
         rotation = self.rotations[layer]

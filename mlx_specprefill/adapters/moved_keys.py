@@ -194,12 +194,12 @@ def rotated(array: mx.array, call: RotationCall | None, positions: Positions) ->
     return call.rotate(array, first if last - first + 1 == positions.size else mx.array(positions)[None])
 
 
-def unrotated(array: mx.array, call: RotationCall | None) -> mx.array:
-    """Return the keys (1, H, L, D) of a prompt's first L tokens without their rotation."""
+def unrotated(array: mx.array, call: RotationCall | None, start: int) -> mx.array:
+    """Return keys (1, H, L, D) of consecutive tokens, the first at `start`, without their rotation."""
     if call is None:
         return array
     mirror = _mirror(array.shape[-1], call).astype(array.dtype)
-    return call.rotate(array * mirror, 0) * mirror
+    return call.rotate(array * mirror, start) * mirror
 
 
 def _mirror(size: int, call: RotationCall) -> mx.array:

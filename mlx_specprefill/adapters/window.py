@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from ..cache.positioned import leaves, tokens_in
 from ..config import DraftWindow
@@ -29,7 +28,7 @@ _forward: Active[_Forward] = Active()
 class WindowedReader:
     """A model that reads within a window. Called as the model is."""
 
-    model: nn.Module
+    model: Callable[..., mx.array]
     window: DraftWindow
 
     def __call__(self, tokens: mx.array, cache: Sequence[Any]) -> mx.array:

@@ -15,9 +15,9 @@ class HeldTokens:
     """Positions in the order of feeding, as maximal runs. No position occurs twice.
 
     A token is *read*, computed by the model behind what the cache held by then, or *estimated*: keys and values that
-    were read behind other text, or that a map made of the draft's states, stand in for its own. A token that is not held
-    is *absent*. A position that is smaller
-    than an earlier one was recalled, for the sake of the next one that is not. A prompt kept in chunks is a short list.
+    were read behind other text, or that a map made of the draft's states, stand in for its own. Any other token is
+    *absent*. A position that is smaller than an earlier one was recalled, for the sake of the next one that is not. A
+    prompt kept in chunks is a short list.
 
     Attributes:
         size: tokens.

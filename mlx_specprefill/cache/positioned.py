@@ -64,6 +64,11 @@ class Positioned(_BaseCache):  # type: ignore[misc]
         return int(self.inner.offset)
 
     @property
+    def stored(self) -> int:
+        """Return the end of what is stored, among the rows of `keys`; the latest tokens stand in front of it."""
+        return self.slots
+
+    @property
     def shift(self) -> int:
         return self.next - self.slots
 
@@ -252,6 +257,10 @@ class PositionedRotatingKVCache(Positioned):
         self.inner._update_concat(keys, values)  # one token's ordinary update takes the oldest one's place
         return int(self.inner.keys.shape[2] - keys.shape[2])
 
+    @property
+    def stored(self) -> int:
+        return int(self.inner.keys.shape[2])  # as long as no token was fed alone
+
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Any:
         if self._slots is not None:
             return _mask(self.held.positions, self._coming(N), window_size or self.max_size)
@@ -331,6 +340,11 @@ def leaves(cache: Sequence[Any]) -> Iterator[Any]:
 def tokens_in(cache: Sequence[Any]) -> int:
     """Return the number of tokens that a prompt cache has read."""
     return max((int(part.offset) for part in leaves(cache) if hasattr(part, "offset")), default=0)
+
+
+def estimated_tokens(cache: Sequence[Any]) -> int:
+    """Return the number of tokens of which a prompt cache holds estimates."""
+    return max((int((part.held.marked < 0).sum()) for part in leaves(cache) if isinstance(part, Positioned)), default=0)
 
 
 def place(cache: Sequence[Any], positions: Positions) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ..adapters.estimates import Known
 from ..arrays import NO_INDICES, Indices
 from ..cache.prefix.nodes import CacheHit
 from ..constraints import GrammarState
@@ -95,6 +96,8 @@ class ActiveRequest:
         reading: prompt indices that the target reads, ascending, first those in front of the prefix's end; empty: they
             are not chosen yet.
         cache: the target's, until a row has it.
+        known: what the draft knows of the tokens that are not read, until these are estimated.
+        estimated: tokens of the prompt that the target's cache holds an estimate of.
         unstored: what is left to store for later requests, once the first token is out.
     """
 
@@ -110,6 +113,8 @@ class ActiveRequest:
     text: PromptText = NO_TEXT
     reading: Indices = field(default_factory=lambda: NO_INDICES)
     cache: list[Any] = field(default_factory=list)
+    known: Known | None = None
+    estimated: int = 0
     decoded: Decoded = field(default_factory=Decoded)
     unstored: Callable[[], object] = noop
 
@@ -127,13 +132,13 @@ class ActiveRequest:
 
     @property
     def kept(self) -> Indices:
-        """Return the prompt indices that the target sees, ascending."""
-        seen: Indices = np.sort(np.concatenate([self.prefix.held.positions, self.reading]))
+        """Return the prompt indices that the target has read, ascending, and those that an edit keeps."""
+        seen: Indices = np.union1d(self.prefix.settled, self.reading)
         return seen
 
     @property
     def tokens_seen(self) -> int:
-        """Return the prompt tokens that the target sees."""
+        """Return the prompt tokens that the target sees as they were read."""
         return self.kept.size if self.is_sparse else len(self.request.prompt)
 
     def store(self) -> None:
@@ -197,7 +202,8 @@ class ActiveRequest:
             reason_code=self.plan.reason.code,
             prompt_tokens=M,
             kept_tokens=kept,
-            cached_tokens=prefix.held.size,
+            cached_tokens=prefix.settled.size,
+            estimated_tokens=self.estimated,
             recalled_tokens=max(again - prefix.unread.size, 0),
             reused_tokens=0 if prefix.edit is None else prefix.edit.reused,
             kept_share=round(kept / M, 6) if sparse else None,

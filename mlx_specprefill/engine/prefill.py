@@ -13,7 +13,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..arrays import Indices
-from ..cache.positioned import is_stateful, recalling
+from ..cache.positioned import estimated_tokens, is_stateful, place, recalling
 from ..cache.prefix.nodes import common_length
 from ..config import EngineConfig
 from ..errors import RequestCancelled, device_error
@@ -22,11 +22,12 @@ from ..loading import ModelPair
 from ..request import GenerationRequest
 from ..sampling import LOGITS_ROWS, log_softmax, top_logprobs
 from ..specprefill.scorer import Scores
-from ..specprefill.sparse_prefill import feed, forward_ends
+from ..specprefill.sparse_prefill import Placing, feed, forward_ends
 from .active_request import ActiveRequest
 from .caches import EngineCaches, empty_cache
 from .chunks import ChunkSizer
 from .costs import CostModel
+from .estimating import Estimating
 from .planner import Planner
 from .prefixes import Prefix, Prefixes
 from .scoring import DraftContextError, Extension, PromptScorer, Scoring
@@ -58,7 +59,9 @@ class Prefiller:
         self.step = partial(chunks.size, "prefill")  # tokens of the target's next forward
         self.is_stateful = is_stateful(empty_cache(pair.target))
         self.prefixes = Prefixes(pair, caches)
-        self.scorer = self._scorer_type(pair, config, caches, self.prefixes.edits, partial(chunks.size, "draft"))
+        self.estimating = Estimating(pair, config, chunks.size)
+        draft_step = partial(chunks.size, "draft")
+        self.scorer = self._scorer_type(pair, config, caches, self.prefixes.edits, draft_step, self.estimating)
         self.planner = self._planner_type(pair, config, caches, costs, chunks, self.scorer, self.prefixes)
         self.fallbacks: Counter[str] = Counter()
 
@@ -75,6 +78,8 @@ class Prefiller:
                 yield Progress("draft", 0, len(active.request.prompt))
             scores = None if scoring is None else (yield from scoring)
             reading = self._choose(active, scores)
+            if scores is not None and active.plan.mode == "sparse" and active.prefix.edit is None:
+                active.known = scores.known
             if active.plan.mode == "sparse" or not active.prefix.is_dense:
                 yield Progress("select", reading.size, len(active.request.prompt))
             yield from self._begin_drafting(active, scores)
@@ -89,7 +94,7 @@ class Prefiller:
             self._start_over(active, error)
             yield from self._begin_drafting(active, None)
             logits = yield from self.read(active, self._choose(active, None))
-        active.stage = "draft"
+        active.known, active.stage = None, "draft"
         if active.drafting is not None:
             yield from active.drafting.end(active.cache)
         return logits
@@ -138,6 +143,7 @@ class Prefiller:
         reason = f"fallback: {active.stage} failed: {type(error).__name__}: {error}"
         active.plan = replace(active.plan.as_full("fallback", reason), selection_key=None)
         active.cache, active.prefix = list(make_prompt_cache(self.pair.target)), Prefix(miss=active.prefix.miss)
+        active.known = None
         mx.clear_cache()
 
     def read(self, active: ActiveRequest, reading: Indices, again: bool = False) -> PrefillSteps:
@@ -164,8 +170,8 @@ class Prefiller:
         stops, fed = self._stops(active, new), 0
         if recalled.size:
             yield from self._recall(active, recalled)
-        ends = forward_ends(new.size, self.step, tuple(stops))
-        steps = feed(model, active.cache, request.prompt[new], new if active.is_sparse else None, ends, logits=True)
+        ends, positions = forward_ends(new.size, self.step, tuple(stops)), new if active.is_sparse else None
+        steps = feed(model, active.cache, request.prompt[new], positions, ends, True, self._placing(active))
         try:
             for fed, logits in steps:  # noqa: B007
                 if fed in stops:  # nearly all of the prompt is stored once the first token is out
@@ -176,7 +182,15 @@ class Prefiller:
                 active.keep_prompt(self.caches, active.prefix.length + fed)
             raise
         assert logits is not None, "the last token's were asked for"
+        if active.is_sparse and active.prefix.edit is None:
+            active.estimated = estimated_tokens(active.cache)
         return logits
+
+    def _placing(self, active: ActiveRequest) -> Placing:
+        """Return what sets the positions of a forward, with estimates among them where the draft knows enough."""
+        if active.known is None or (estimator := self.estimating.estimator) is None:
+            return place
+        return partial(estimator.place, known=active.known)
 
     def _recall(self, active: ActiveRequest, tokens: Indices) -> Generator[Progress, None, None]:
         """Read tokens that the prefix covers and does not hold."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ..arrays import NO_INDICES, Indices
+from ..arrays import NO_INDICES, Indices, Positions
 from ..cache.held import HeldTokens
 from ..cache.prefix.nodes import CacheHit
 from ..cache.prefix.selection_key import SelectionKey
@@ -49,9 +49,14 @@ class Prefix:
         return NO_INDICES if self.edit is None else self.edit.unread
 
     @property
+    def settled(self) -> Positions:
+        """Return the tokens that are not to be recalled: those that were read, and all that an edit keeps."""
+        return self.held.read if self.edit is None else self.held.positions
+
+    @property
     def dropped(self) -> Indices:
-        """Return the other absent tokens, ascending."""
-        known = np.concatenate([self.held.positions, self.unread])
+        """Return the other tokens that were not read, ascending."""
+        known = np.concatenate([self.settled, self.unread])
         return np.setdiff1d(np.arange(self.length, dtype=np.int32), known)
 
     def may_recall(self, request: GenerationRequest) -> bool:

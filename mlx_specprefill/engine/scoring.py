@@ -33,6 +33,7 @@ from ..specprefill.words import word_factors
 from .active_request import ActiveRequest, Scored
 from .caches import EngineCaches, draft_window
 from .edited_prefix import EditedPrefixes
+from .estimating import Estimating
 from .prefixes import Prefix
 
 Scoring = Generator[Progress, None, Scores]
@@ -69,7 +70,9 @@ class PromptScorer:
         caches: EngineCaches,
         edits: EditedPrefixes,
         step: Callable[[], int],
+        estimating: Estimating,
     ) -> None:
+        self.estimating = estimating
         self.pair = pair
         self.config = config
         self.caches = caches
@@ -93,7 +96,7 @@ class PromptScorer:
         select = partial(select_part, scores.importance, plan.forced, text, plan.keep, config)
         recalled = prefix.unread
         if self.recalls(active.request, prefix):
-            held = np.concatenate([prefix.held.positions, recalled])
+            held = np.concatenate([prefix.settled, recalled])
             selection = select(end=min(L, scores.importance.size))
             again = select_recalled(selection, held, config.stands_out, self.config.policy.recall_share)
             recalled = np.union1d(recalled, again)
@@ -123,8 +126,8 @@ class PromptScorer:
             SparseUnsupportedError: raised in the first step: there is no draft, or it can't score.
             DraftContextError: the draft has another tokenizer, and the prompt is too long for it.
         """
-        if request.specprefill.importance is not None:
-            return _given(Scores(request.specprefill.importance))
+        if (given := request.specprefill.importance) is not None and request.specprefill.estimate is not True:
+            return _given(Scores(given))
         task = self._task(request, plan, text)
         raised = partial(self._raised, request, plan, text, task)
         if self.pair.mapping is not None:
@@ -228,15 +231,19 @@ class PromptScorer:
             if end - read > (len(prompt) - extension.start) // 2:
                 return Scores(np.zeros(extension.start, np.float32), "draft", _LAGS)
             task = _behind(task, max(read, end), extension.start) if by_heads else task
+        coded = self.estimating.coded(request, plan) if stored and self.pair.mapping is None else None
         try:
-            scores = yield from scorer.score(draft, task)
+            scores = yield from scorer.score(draft if coded is None else coded, task)
         except RequestCancelled:
             if stored:
                 self._keep_part(prompt, task.cache, keeper)
             raise
         if stored:
             self.caches.keep_draft(prompt[: scores.importance.size], task.cache, keeper)
-        scores = replace(raised(scores), read=scores.importance.size - read)
+        known = self.estimating.known(request, coded, task.cache)
+        scores = replace(raised(scores), read=scores.importance.size - read, known=known)
+        if request.specprefill.importance is not None:
+            scores = replace(scores, importance=request.specprefill.importance, scorer="request")
         return replace(scores, scorer="self") if self._whole is self.pair.target else scores
 
     def read(self, draft: nn.Module, request: GenerationRequest) -> Generator[Progress, None, list[Any]]:

@@ -93,8 +93,9 @@ def plan_prefill(
         return plan.as_full(sparse_refusal.code, sparse_refusal.words)
     if request.prompt_logprobs is not None:
         return plan.as_full("prompt-logprobs", "prompt log-probabilities need the logits of every token")
+    key = SelectionKey(nominal, rule, scope, bool(options.enabled), estimates=options.estimate is not False)
     if (options.enabled or policy.enabled) and nominal < 1 and options.importance is None:
-        plan = replace(plan, selection_key=SelectionKey(nominal, rule, scope, bool(options.enabled)))
+        plan = replace(plan, selection_key=key)
     if draft_context is not None and draft_context < M:
         plan = plan.as_full("draft-context", f"the prompt has {M} tokens, the draft's context {draft_context}")
     elif nominal < keep == 1:

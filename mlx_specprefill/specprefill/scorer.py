@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 
 from ..adapters.capture import HeadCapture, QueryCapture, pool
 from ..adapters.depth import FirstLayers
+from ..adapters.estimates import Known
 from ..adapters.heads import DraftHeads, Head
 from ..adapters.window import WindowedReader
 from ..arrays import Bools, Floats
@@ -36,6 +36,7 @@ from ..prefill_report import ScorerKind
 from ..request import TokenIds
 from .question import Ask
 
+Draft = Callable[..., mx.array]  # a model, called as `draft(tokens, cache=cache)`
 AROUND = 48  # tokens on either side of a line that is asked again
 
 
@@ -81,6 +82,7 @@ class Scores:
         words: its rule and input, for a report.
         lookahead: the draft's greedy continuation, as far as it was used; empty if the scorer needs none.
         cache: the draft's, holding exactly the scored tokens.
+        known: what the draft knows of the tokens that are not read; None: nothing is estimated.
         read: tokens, in the draft's tokenizer, that were read; the others were cached.
 
     Raises:
@@ -93,6 +95,7 @@ class Scores:
     lookahead: tuple[int, ...] = ()
     cache: list[Any] = field(default_factory=list)
     read: int = 0
+    known: Known | None = None
 
     def __post_init__(self) -> None:
         if not np.isfinite(self.importance).all():
@@ -100,7 +103,7 @@ class Scores:
 
 
 def read_prompt(
-    draft: nn.Module,
+    draft: Draft,
     task: ScoringInput,
     end: int,
     passage: tuple[int, int] | None = None,
@@ -149,7 +152,7 @@ class HeadScorer:
     config: ScoringConfig
     ranks: Ranks | None = None
 
-    def score(self, draft: nn.Module, task: ScoringInput) -> Generator[Progress, None, Scores]:
+    def score(self, draft: Draft, task: ScoringInput) -> Generator[Progress, None, Scores]:
         """Yield between draft forwards; return the scores.
 
         Raises:
@@ -180,7 +183,7 @@ class HeadScorer:
 
     def _ask_again(
         self,
-        draft: nn.Module,
+        draft: Draft,
         end: int,
         cache: list[Any],
         tokens: TokenIds,
@@ -200,7 +203,7 @@ class HeadScorer:
         snapshot.take_back(Q, Q)
         return {key: row[..., :end] for key, row in capture.attention.items()}
 
-    def _read_asks(self, draft: nn.Module, task: ScoringInput, end: int) -> dict[tuple[int, int], mx.array]:
+    def _read_asks(self, draft: Draft, task: ScoringInput, end: int) -> dict[tuple[int, int], mx.array]:
         """Return the attention of each line that may ask to the first tokens, (P, end) per (call, head), queued."""
         indices = [np.arange(ask.start, ask.end) for ask in task.asks]
         numbers = np.repeat(np.arange(len(indices)), [part.size for part in indices])
@@ -288,7 +291,7 @@ class PaperScorer:
     config: ScoringConfig
     ranks: Ranks | None = None
 
-    def score(self, draft: nn.Module, task: ScoringInput) -> Generator[Progress, None, Scores]:
+    def score(self, draft: Draft, task: ScoringInput) -> Generator[Progress, None, Scores]:
         """Score as `HeadScorer`. First layers generate no answer: the last prompt token is their only row."""
         M = task.prompt.size
         capture = QueryCapture(M, self.config.pool_width)
@@ -303,7 +306,7 @@ class PaperScorer:
 
 
 def _look_ahead(
-    draft: nn.Module,
+    draft: Draft,
     last: mx.array,
     capture: QueryCapture,
     cache: list[Any],

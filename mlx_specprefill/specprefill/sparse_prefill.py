@@ -12,6 +12,7 @@ from ..cache.positioned import Positioned, leaves, place
 from ..errors import SparseUnsupportedError
 from ..request import TokenIds
 
+Placing = Callable[[list[Any], Positions], None]  # sets the positions of the next forward in every layer
 # Tokens of the last forward. One alone would cost a whole pass over the weights. A few rows add little to the output
 # projection, which runs over all of them. Up to twice as many are not worth a second pass.
 TAIL = 32
@@ -24,6 +25,7 @@ def feed(
     positions: Positions | None,
     ends: Iterable[int],
     logits: bool = False,
+    placing: Placing = place,
 ) -> Generator[tuple[int, mx.array | None], None, None]:
     """Feed tokens, forward by forward. Yield after each the count of fed tokens, and None or the last token's logits.
 
@@ -35,6 +37,7 @@ def feed(
         tokens: N token ids.
         positions: int32 (N,), ascending, or those of recalled tokens; None: they follow what the cache holds.
         ends: counts of tokens at which forwards end, ascending, up to N. Each is asked for before its forward.
+        placing: sets the positions of the next forward in every layer.
         logits: compute those of the last token, (1, V), in the model's dtype.
 
     Raises:
@@ -45,7 +48,7 @@ def feed(
     ids, start = mx.array(tokens)[None], 0
     for end in ends:
         if positions is not None:
-            place(cache, positions[start:end])
+            placing(cache, positions[start:end])
         output = model(ids[:, start:end], cache=cache)
         wanted = output[:, -1, :] if logits and end == ids.shape[1] else None
         mx.eval(wanted, [part.state for part in cache])

@@ -19,6 +19,7 @@ class SelectionKey:
         scope: the text that competes.
         forced: the request forces a sparse prefill.
         chooser: digest of draft and settings; empty until a cache is asked.
+        estimates: what is not read may be estimated.
     """
 
     share: Fraction
@@ -26,6 +27,7 @@ class SelectionKey:
     scope: Scope
     forced: bool = False
     chooser: str = ""
+    estimates: bool = True
 
     @property
     def unforced(self) -> SelectionKey:
@@ -37,8 +39,8 @@ class SelectionKey:
 
     def __str__(self) -> str:
         """Return the text that is stored, of which `parse` makes the key again."""
-        parts = [self.chooser, str(self.share), self.rule, self.scope]
-        return ":".join([*parts, "forced"] if self.forced else parts)
+        marks = [*(["forced"] if self.forced else []), *([] if self.estimates else ["absent"])]
+        return ":".join([self.chooser, str(self.share), self.rule, self.scope, *marks])
 
     @classmethod
     def parse(cls, text: str) -> SelectionKey:
@@ -47,12 +49,12 @@ class SelectionKey:
         Raises:
             ValueError: it is no such text.
         """
-        chooser, share, rule, scope, *forced = text.split(":")
+        chooser, share, rule, scope, *marks = text.split(":")
         try:
             parsed = Fraction(share)
         except ZeroDivisionError as error:
             raise ValueError(f"{share} is no share") from error
-        key = cls(parsed, cast(RuleName, rule), cast(Scope, scope), bool(forced), chooser)
+        key = cls(parsed, cast(RuleName, rule), cast(Scope, scope), "forced" in marks, chooser, "absent" not in marks)
         if str(key) != text:
             raise ValueError(f"{text!r} is no selection key of this version")
         return key

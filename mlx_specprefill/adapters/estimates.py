@@ -58,9 +58,16 @@ class Estimates:
     weights: dict[int, mx.array]
     offsets: dict[int, mx.array]
 
+    def __post_init__(self) -> None:
+        mx.eval(self.centre, self.scale, *self._arrays)  # a lazy array can be computed only on the thread that made it
+
+    @property
+    def _arrays(self) -> list[mx.array]:
+        return [self.basis, *self.weights.values(), *self.offsets.values()]
+
     @property
     def nbytes(self) -> int:
-        return sum(array.nbytes for array in (self.basis, *self.weights.values(), *self.offsets.values()))
+        return sum(array.nbytes for array in self._arrays)
 
     def codes(self, states: mx.array) -> tuple[mx.array, mx.array]:
         """Return the codes (L, R) of states (L, F), and whether each of these is like those of the fit, (L,)."""

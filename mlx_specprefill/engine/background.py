@@ -12,6 +12,7 @@ import numpy as np
 from ..errors import RequestCancelled
 from ..events import Progress, PromptLogprobs
 from ..request import GenerationRequest, SpecPrefillOptions, TokenIds, concat_tokens
+from ..specprefill.estimate_fit import FIT_TOKENS
 from ..verdict import Verdict
 from .active_request import ActiveRequest
 from .densify import densify
@@ -127,12 +128,19 @@ class BackgroundPrefill:
         self._guide = guide
         self._quantize = quantize
         self._now: tuple[IdleTurn, RequestHandle] | None = None
+        self._fit: RequestHandle | None = None  # of the fit's job, while it runs
+        self._answered = False
         self.turns = BackgroundQueue(self._is_expecting)
         self.count = self.tokens = 0
         pair, policy = prefiller.pair, prefiller.config.policy
         self._densifies = policy.densify
         # On several ranks, one alone may have the draft.
         self._drafts = pair.draft is not None and policy.densify and policy.enabled and pair.ranks is None
+
+    @property
+    def has_work(self) -> bool:
+        """Return whether something is left to do in idle time."""
+        return bool(self.turns) or (self._answered and self._prefiller.estimating.is_to_fit)
 
     @property
     def drafts_first(self) -> bool:
@@ -147,7 +155,7 @@ class BackgroundPrefill:
 
     def follow(self, active: ActiveRequest, handle: RequestHandle) -> None:
         """Queue a turn that was answered, if something is left to read."""
-        request = active.request
+        request, self._answered = active.request, True
         dense = self._densifies and active.is_sparse and (active.is_to_verify or self._has_room(active))
         drafts = self._drafts and request.specprefill.enabled is not False
         if not (dense or drafts):
@@ -191,9 +199,15 @@ class BackgroundPrefill:
         turn.tell(Verdict())
 
     def job(self, uid: int) -> Job | None:
-        """Return the job of the first turn, None while another runs. The other is cancelled if outranked."""
+        """Return the job of the first turn, or else of the estimates' fit; None while another runs.
+
+        The other is cancelled if outranked.
+        """
         turn = self.turns.first()
         if turn is None:
+            return self._fit_job(uid)
+        if self._fit is not None:
+            self._fit.cancel()  # it goes on behind the turn
             return None
         if self._now is not None:
             now = self._now[0]
@@ -208,6 +222,36 @@ class BackgroundPrefill:
             return None
         self._now = turn, job.handle
         return job
+
+    def _fit_job(self, uid: int) -> Job | None:
+        """Return the job that goes on with the fit; None while it runs, or where it has no memory."""
+        estimating = self._prefiller.estimating
+        if self._fit is not None or not self.has_work or (sums := estimating.begin_fit()) == 0:
+            return None
+        job = Job(
+            uid, estimating.fit(), self._memory.need_idle(FIT_TOKENS, True), on_end=self._end_fit, background=True
+        )
+        if not self._memory.reserve_fit(sums) or not self._memory.reserve_free(uid, job.need):
+            log.info("no memory to fit estimates in idle time")
+            self.drop_fit()
+            self._answered = False  # until the next answer
+            return None
+        self._fit = job.handle
+        return job
+
+    def _end_fit(self, result: Exception | None) -> None:
+        self._fit = None
+        if not isinstance(result, RequestCancelled):
+            if isinstance(result, Exception):
+                log.error("the estimates' fit failed", exc_info=result)
+                self._answered = False
+            self.drop_fit()
+            self._memory.count_estimates(self._prefiller.estimating.nbytes)
+
+    def drop_fit(self) -> None:
+        """Give up what the fit has added up, and its memory."""
+        self._prefiller.estimating.drop_fit()
+        self._memory.release_fit()
 
     def _steps(self, turn: IdleTurn) -> Generator[Progress | PromptLogprobs, None, Verdict | None]:
         """Read what is left of the turn. Return the verdict if one is wanted."""

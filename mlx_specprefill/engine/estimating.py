@@ -17,6 +17,7 @@ from ..specprefill.estimate_fit import EstimateFit, estimates_refusal, fit_file
 from ..specprefill.plan import PrefillPlan
 
 log = logging.getLogger(__name__)
+_USELESS = "estimates bring a sparse reading of this pair no nearer to full reading"
 
 
 class EstimatesState(NamedTuple):
@@ -77,8 +78,10 @@ class Estimating:
     def coded(self, request: GenerationRequest, plan: PrefillPlan) -> CodedDraft | None:
         """Return the draft as it reads a prompt that may be estimated in part; None where nothing will be."""
         options = request.specprefill
-        wanted = options.importance is None if options.estimate is None else options.estimate
-        if plan.mode == "full" or plan.rule == "paper" or not wanted or self.estimator is None:
+        wanted = options.estimate
+        if wanted is None:
+            wanted = options.importance is None and plan.rule == "default"
+        if plan.mode == "full" or not wanted or self.estimator is None:
             return None
         return CodedDraft(self.estimator.reader, self.estimator.estimates, len(request.prompt))
 
@@ -96,11 +99,25 @@ class Estimating:
         """Return whether a map is to be fitted in idle time."""
         return self._refusal is None and self._wanted is None and self._folder is not None
 
+    def begin_fit(self) -> int:
+        """Return the bytes that the fit adds up; 0 where this pair can have no map."""
+        assert self._folder is not None, "it is to be fitted"
+        file = fit_file(self._pair, self._folder)
+        if self._fit is None and file.is_file() and file.stat().st_size == 0:
+            self._refuse(_USELESS)
+            return 0
+        try:
+            fit = EstimateFit(self._pair, step=self._step)
+        except SparseUnsupportedError as error:
+            self._refuse(str(error))
+            return 0
+        self._fit = self._fit or fit.steps()
+        return fit.nbytes
+
     def fit(self) -> Generator[Progress, None, None]:
         """Go on with the fit. Stopped in between, it goes on from there at the next call."""
+        assert self._fit is not None, "it has begun"
         try:
-            if self._fit is None:
-                self._fit = EstimateFit(self._pair, step=self._step).steps()
             while True:
                 progress = next(self._fit)
                 before, self._share = self._share, progress.done / progress.total
@@ -109,8 +126,10 @@ class Estimating:
                 yield progress
         except StopIteration as done:
             self._end(done.value)
-        except SparseUnsupportedError as error:
-            self._refuse(str(error))
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self._wanted is None else self._wanted.nbytes
 
     def drop_fit(self) -> None:
         """Give up what was added up so far, and its memory: the fit begins anew."""
@@ -120,7 +139,7 @@ class Estimating:
         self.drop_fit()
         self._wanted = found
         if found is None:
-            self._refuse("they bring a sparse reading no nearer to full reading")
+            self._refuse(_USELESS)
         assert self._folder is not None, "it was to be fitted"
         try:
             store(found, fit_file(self._pair, self._folder))

@@ -196,7 +196,7 @@ class EngineCore:
     def _idle_s(self) -> float:
         """Seconds until background work begins, or until the next beat."""
         quiet = time.monotonic() - self._last_end
-        left = self._quiet_s - quiet if self._densifier.turns else IDLE_BEAT_S
+        left = self._quiet_s - quiet if self._densifier.has_work else IDLE_BEAT_S
         has_power = left > 0 or self._config.policy.on_battery or not self._battery.is_in_use
         return min(left, IDLE_BEAT_S) if has_power else IDLE_BEAT_S
 
@@ -257,7 +257,7 @@ class EngineCore:
             if self._memory.reserve(job.uid, job.need):
                 self._scheduler.admit(uid)
                 if self._densifier.is_drafting:
-                    self._stop_background()  # what the draft has read so far serves this request
+                    self._cancel_background()  # what the draft has read so far serves this request
                 self._rows.plan_anew()
                 if isinstance(job, AnswerJob):
                     job.active.times.started = time.perf_counter()
@@ -273,8 +273,8 @@ class EngineCore:
                 passing = True
 
     def _start_background(self) -> None:
-        """With nothing else to do, make the prompt of a sparse turn dense in the exact cache."""
-        if not self._densifier.turns or self._scheduler.running or self._scheduler.waiting:
+        """With nothing else to do, make the prompt of a sparse turn dense in the exact cache, or fit estimates."""
+        if not self._densifier.has_work or self._scheduler.running or self._scheduler.waiting:
             return
         if not self._decide("quiet", self._is_quiet):
             return
@@ -286,6 +286,10 @@ class EngineCore:
 
     def _stop_background(self) -> None:
         """Give the memory of background work to a request. The work begins again later, with what it has stored."""
+        self._cancel_background()
+        self._densifier.drop_fit()
+
+    def _cancel_background(self) -> None:
         for job in [job for job in self.jobs.values() if job.background]:
             job.handle.cancel()
             self._cancel(job)

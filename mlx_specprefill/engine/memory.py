@@ -47,6 +47,7 @@ _PREFIX_PART = 4  # of what such a request leaves, by default
 _ROW_BYTES = 16
 _TAIL_BYTES = 4 * 2 * TAIL  # per word: the model's logits of the last tokens of a prompt
 # Predicts what a strategy holds of a prompt's tokens, and of those of prompt and answer.
+_FIT = -1  # number of the estimates' fit among reservations
 _Proposing = Callable[[int, int], Held]
 
 
@@ -201,8 +202,8 @@ class Memory:
     @property
     def reclaimable(self) -> int:
         """Return the bytes that a request may have: those of caches and of background work."""
-        background = (self._reserved.get(job.uid, Need()) for job in self.jobs.values() if job.background)
-        return self.cached + sum(need.total for need in background)
+        background = [job.uid for job in self.jobs.values() if job.background]
+        return self.cached + sum(self._reserved.get(uid, Need()).total for uid in (_FIT, *background))
 
     def room_for_prefixes(self) -> float:
         """Return the bytes that cached prefixes may have, beside weights, requests and other engines."""
@@ -266,6 +267,17 @@ class Memory:
     def release(self, uid: int) -> None:
         self._reserved.pop(uid, None)
         self.common.forget(self, uid)
+
+    def reserve_fit(self, nbytes: int) -> bool:
+        """Reserve what the estimates' fit adds up, if it is free now or reserved already. Evicts nothing."""
+        return _FIT in self._reserved or self.reserve_free(_FIT, Need(nbytes))
+
+    def release_fit(self) -> None:
+        self._reserved.pop(_FIT, None)
+
+    def count_estimates(self, nbytes: int) -> None:
+        """Count a new map among the weights."""
+        self.weights += nbytes
 
     def fits(self, need: Need) -> bool:
         """Return whether the bytes are free now."""
@@ -446,6 +458,7 @@ def _rows_of(request: GenerationRequest) -> int:
 def _weights(pair: ModelPair) -> tuple[int, int]:
     """Return the bytes of the target with what proposes for it, and of the draft."""
     own = sum(part.nbytes for part in pair.own_parts.values() if not isinstance(part, Refused))
+    own += 0 if pair.estimates is None else pair.estimates.nbytes
     return weight_bytes(pair.target) + own, weight_bytes(pair.draft, pair.target) if pair.draft else 0
 
 

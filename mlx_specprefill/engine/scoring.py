@@ -126,8 +126,10 @@ class PromptScorer:
             SparseUnsupportedError: raised in the first step: there is no draft, or it can't score.
             DraftContextError: the draft has another tokenizer, and the prompt is too long for it.
         """
-        if (given := request.specprefill.importance) is not None and request.specprefill.estimate is not True:
-            return _given(Scores(given))
+        if (given := request.specprefill.importance) is not None:
+            if not (request.specprefill.estimate and self.estimating.estimator is not None):
+                return _given(Scores(given))
+            plan = replace(plan, rule="default")  # it is read for the estimates alone
         task = self._task(request, plan, text)
         raised = partial(self._raised, request, plan, text, task)
         if self.pair.mapping is not None:
@@ -240,8 +242,8 @@ class PromptScorer:
             raise
         if stored:
             self.caches.keep_draft(prompt[: scores.importance.size], task.cache, keeper)
-        known = self.estimating.known(request, coded, task.cache)
-        scores = replace(raised(scores), read=scores.importance.size - read, known=known)
+        told = self.estimating.known(request, coded, task.cache)
+        scores = replace(raised(scores), read=scores.importance.size - read, known=told)
         if request.specprefill.importance is not None:
             scores = replace(scores, importance=request.specprefill.importance, scorer="request")
         return replace(scores, scorer="self") if self._whole is self.pair.target else scores

@@ -39,6 +39,7 @@ from .sparse_prefill import Placing, feed, forward_ends
 log = logging.getLogger(__name__)
 
 TOKENS, RANK = 24_000, 256
+FIT_TOKENS = 4096  # of one conversation at most, whatever the tokenizer
 _ITEM = 2600  # characters of each document; some 600 to 800 tokens
 _TURNS = 2  # documents of one conversation
 _HELD_OUT = 6  # conversations that the fit does not see
@@ -60,7 +61,8 @@ def conversations(tokenizer: TokenizerWrapper, seed: int) -> Iterator[TokenIds]:
     items = calibration_items(1 << 20, _ITEM, seed)
     while True:
         turns = [next(items) for _ in range(_TURNS)]
-        yield np.asarray(tokenizer.encode(_render(tokenizer, turns, rng), add_special_tokens=False), dtype=np.int32)
+        tokens = tokenizer.encode(_render(tokenizer, turns, rng), add_special_tokens=False)[:FIT_TOKENS]
+        yield np.asarray(tokens, dtype=np.int32)
 
 
 def _render(tokenizer: TokenizerWrapper, turns: list[CalibrationItem], rng: random.Random) -> str:
@@ -120,6 +122,9 @@ class EstimateFit:
         rank: numbers of a code at most.
         step: returns the tokens of the next forward of "draft" or "prefill".
 
+    Attributes:
+        nbytes: of what it adds up.
+
     Raises:
         SparseUnsupportedError: this pair can have no map.
     """
@@ -133,6 +138,8 @@ class EstimateFit:
         self._tokens, self._rank, self._step = tokens, rank, step
         self._layers = Layers(pair.target, pair.draft)
         self._reader = StateReader(pair.draft)
+        width = self._reader.read(mx.zeros((1, 2), dtype=mx.int32), make_prompt_cache(pair.draft))[1].shape[1]
+        self.nbytes = 8 * width * (width + sum(self._layers.made.values()))
         self._done = 0
 
     def steps(self) -> Steps[Estimates | None]:
@@ -276,6 +283,22 @@ def estimates_refusal(pair: ModelPair) -> str | None:
     return None if pair.mapping is None else "the draft has another tokenizer than the target"
 
 
+def with_estimates(pair: ModelPair, file: Path | None, folder: Path | None) -> ModelPair:
+    """Return the pair with the map in a file, or else with the one that was fitted before.
+
+    Args:
+        folder: where maps are kept that were fitted in idle time; None: nowhere.
+
+    Raises:
+        LoadError: the file holds no map.
+    """
+    if pair.draft is None or estimates_refusal(pair) is not None:
+        return pair
+    if file is not None:
+        return replace(pair, estimates=read_estimates(file))
+    return pair if folder is None else replace(pair, estimates=_stored(fit_file(pair, folder)))
+
+
 def fit_file(pair: ModelPair, folder: Path) -> Path:
     """Return the file in which a pair's own fit is kept: it exists and is empty where no map helps."""
     assert pair.draft is not None, "a pair without a draft has no map"
@@ -285,7 +308,7 @@ def fit_file(pair: ModelPair, folder: Path) -> Path:
     return folder / f"{name}.safetensors"
 
 
-def stored_estimates(file: Path) -> Estimates | None:
+def _stored(file: Path) -> Estimates | None:
     """Return the map that was fitted before; None if there is none, or it can't be read (logged)."""
     if not file.is_file() or file.stat().st_size == 0:
         return None

@@ -8,7 +8,9 @@ from typing import Literal, get_args
 
 from mlx_specprefill import InvalidRequestError, RuleName, keep_pct
 
-ShareKind = Literal["sparse", "paper", "random", "recency", "lexical", "renumbered", "oracle"]
+ShareKind = Literal[
+    "sparse", "absent", "paper", "random", "random-absent", "recency", "lexical", "renumbered", "oracle"
+]
 ServedKind = Literal["served"]
 ArmKind = Literal["full", ShareKind, ServedKind]
 ARM_KINDS: tuple[ArmKind, ...] = get_args(ArmKind)
@@ -20,7 +22,8 @@ class Arm:
     """One kind of prefill at one share. `keep` is None for the kinds without a share: full, served.
 
     `sparse` chooses by the library's rule. `paper` chooses by the published one, and what others choose by other scores
-    is chosen in the published chunks. `served` leaves everything to the server.
+    is chosen in the published chunks. `absent` and `random-absent` estimate nothing, as `paper` does; the others do
+    where the pair has a map. `served` leaves everything to the server.
     """
 
     kind: ArmKind
@@ -32,16 +35,20 @@ class Arm:
 
     @property
     def rule(self) -> RuleName:
-        return "default" if self.kind in ("sparse", "renumbered") else "paper"
+        return "default" if self.kind in ("sparse", "absent", "renumbered") else "paper"
+
+    @property
+    def estimates(self) -> bool:
+        return self.kind not in ("absent", "random-absent", "paper", "renumbered")
 
     @property
     def asks_draft(self) -> bool:
-        return self.kind in ("sparse", "paper", "renumbered")
+        return self.kind in ("sparse", "absent", "paper", "renumbered")
 
     @property
     def restored(self) -> Arm:
         """Return the arm that keeps the same tokens at their positions."""
-        return Arm("sparse", self.keep) if self.kind == "renumbered" else self
+        return Arm("absent", self.keep) if self.kind == "renumbered" else self
 
 
 FULL = Arm("full")

@@ -86,18 +86,21 @@ class Prompted:
     def _options(self, arm: Arm) -> SpecPrefillOptions:
         if arm == FULL:
             return SpecPrefillOptions(enabled=False, return_spans=True)
+        options = SpecPrefillOptions(True, arm.keep, return_spans=True, rule=arm.rule, estimate=arm.estimates)
         if self.session and arm.asks_draft:
-            return SpecPrefillOptions(True, arm.keep, return_spans=True, rule=arm.rule)
+            return options
         M = len(self.prompt.tokens)
         score: dict[str, Callable[[], Floats]] = {
             "sparse": lambda: self.inspection().importance,
+            "absent": lambda: self.inspection().importance,
             "paper": lambda: self.inspection("paper").importance,
             "random": partial(rankings.random_chunks, M, CHUNK, self.seed),
+            "random-absent": partial(rankings.random_chunks, M, CHUNK, self.seed),
             "recency": partial(rankings.by_recency, M),
             "lexical": self._by_words,
             "oracle": partial(rankings.gold_first, M, CHUNK, self.gold or self._newest_mentions(), self.seed),
         }
-        return SpecPrefillOptions(True, arm.keep, return_spans=True, rule=arm.rule, importance=score[arm.kind]())
+        return replace(options, importance=score[arm.kind]())
 
     def _by_words(self) -> Floats:
         tokens, decode = self.prompt.tokens, self.engine.pair.tokenizer.decode

@@ -90,6 +90,7 @@ class SpecPrefillFields(Body):
     specprefill_return_spans: bool = False
     specprefill_rule: RuleName | None = None
     specprefill_scope: Scope | None = None
+    specprefill_estimate: bool | None = None
     speculative: SpeculationName | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None  # vLLM's
 
@@ -113,6 +114,7 @@ class SpecPrefillFields(Body):
             self.specprefill_rule,
             speculative=self.speculative,
             scope=self.specprefill_scope,
+            estimate=self.specprefill_estimate,
         )
 
 

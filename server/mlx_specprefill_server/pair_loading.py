@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 from mlx_specprefill import (
     DraftHeads,
@@ -19,6 +20,7 @@ from mlx_specprefill import (
     calibrated_heads,
     drafts_with_draft,
     load_pair,
+    with_estimates,
     with_heads,
 )
 
@@ -83,7 +85,8 @@ def load(
         made = made if heads is None else with_heads(made, heads, exit_early=early)
     if pair.draft is None and made.draft is made.target:
         return _alone(made)
-    return made
+    folder = None if settings is None else settings.fits_folder
+    return with_estimates(made, None if pair.estimates in (None, "off") else Path(pair.estimates), folder)
 
 
 def load_engine(

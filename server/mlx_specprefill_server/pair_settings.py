@@ -28,6 +28,7 @@ def make_settings(pair: Described, **given: Any) -> Settings:
         "specprefill_threshold": pair.threshold,
         "specprefill_keep_pct": pair.keep_pct,
         "rule": pair.rule,
+        "estimate": False if pair.estimates == "off" else None,
         "model_alias": pair.alias,
     }
     for name, value in pair_says.items():

@@ -121,6 +121,7 @@ class Described(BaseModel):
     `alias` is the id that clients see, `draft_heads` a file of retrieval heads on the draft's first layers, which alone
     are run then, `local` a folder whose target.gguf and draft.gguf are taken instead of the row's models, if both are
     there.
+    `estimates` is a file with the map for tokens that are not read, or "off": nothing is estimated.
     `dtype` and `rule` are those of the options, `context` the tokens of prompt and answer at most.
 
     Among several models in one server: `aliases` are further ids, `memory_share` how much of the memory limit it may
@@ -130,6 +131,7 @@ class Described(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     draft_heads: str | None = None
+    estimates: str | None = None
     local: str | None = None
     threshold: int | None = Field(default=None, ge=0)
     keep_pct: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -259,7 +261,7 @@ def _row(name: str, values: Any, path: Path) -> Row:
         first = error.errors()[0]
         where = ".".join([name, *map(str, first["loc"])])
         raise PairsError(f"{path}: {where}: {first['msg']}") from error
-    files = {name: getattr(row, name) for name in ("target", "draft", "draft_heads", "local")}
+    files = {name: getattr(row, name) for name in ("target", "draft", "draft_heads", "estimates", "local")}
     row = row.model_copy(update={name: _beside(path, file) for name, file in files.items() if file is not None})
     if row.local is None:
         return row

@@ -132,6 +132,11 @@ class Settings(BaseSettings):
         default=ENGINE.policy.scope,
         description="Text that may be dropped. user: user text only. all: also the middle of a long system prompt.",
     )
+    estimate: bool = Field(
+        default=ENGINE.policy.estimate,
+        description="Estimate the keys and values of the tokens that the target does not read. A pair without a map "
+        "for it gets one in idle time.",
+    )
     rule: RuleName = Field(
         default=ENGINE.rule,
         description="Rule that scores and selects tokens. default: calibrated heads. paper: as SpecPrefill was "
@@ -180,6 +185,11 @@ class Settings(BaseSettings):
         return None if self.calibration_file is None else self.calibration_file.parent / "heads"
 
     @property
+    def fits_folder(self) -> Path | None:
+        """The folder of the maps for estimates."""
+        return None if self.calibration_file is None else self.calibration_file.parent / "estimates"
+
+    @property
     def repacked_folder(self) -> Path | None:
         """The folder of the repacked weights of GGUF files."""
         return None if self.calibration_file is None else self.calibration_file.parent / "repacked"
@@ -220,6 +230,7 @@ class Settings(BaseSettings):
                 densify=self.densify != "off",
                 on_battery=self.densify == "on",
                 scope=self.specprefill_scope,
+                estimate=self.estimate,
             ),
             speculation=SpeculationConfig(strategy=self.speculative),
             memory_limit=self.memory_limit,
@@ -229,6 +240,7 @@ class Settings(BaseSettings):
             prefix_disk_bytes=self.prefix_disk_size,
             kv_bits=self.kv_bits,
             calibration_file=self.calibration_file,
+            fits_folder=self.fits_folder,
         )
 
 

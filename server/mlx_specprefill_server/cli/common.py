@@ -126,8 +126,8 @@ def choose(options: PairOptions) -> Pair:
     if options.pair is None and options.pairs_file is not None:
         raise OptionError("--pairs-file needs --pair")
     pair = _default_pair() if options.pair is None else find_pair(options.pair, options.pairs_file)
-    if draft not in (None, pair.draft):  # trained heads belong to one draft
-        return pair.model_copy(update={"draft": draft, "draft_heads": None})
+    if draft not in (None, pair.draft):  # trained heads and a map belong to one draft
+        return pair.model_copy(update={"draft": draft, "draft_heads": None, "estimates": None})
     return pair
 
 

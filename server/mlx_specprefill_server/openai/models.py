@@ -113,6 +113,7 @@ def _in_memory(service: Service) -> dict[str, Any]:
         "draft_tokenizer": _draft_tokenizer(service),
         "scorer": _scorer(service),
         "specprefill": {"available": refusal is None, "reason": refusal},
+        "estimates": service.engine.prefiller.estimating.state._asdict(),
     }
 
 
@@ -131,7 +132,7 @@ def _tools(service: Service) -> dict[str, Any]:
 def _unknown_fields(entry: Entry) -> dict[str, Any]:
     """Return the fields that clients look for, of a model that is not in memory. All but its window are None."""
     windows = ("max_input_tokens", "max_model_len", "context_length", "context_window")
-    unknown = ("memory", "ranks", "tools", "sampling", "draft", "draft_tokenizer", "scorer", "specprefill")
+    unknown = ("memory", "ranks", "tools", "sampling", "draft", "draft_tokenizer", "scorer", "specprefill", "estimates")
     return dict.fromkeys(windows, entry.context) | dict.fromkeys(unknown, None)
 
 

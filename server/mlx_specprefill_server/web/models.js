@@ -116,8 +116,13 @@ function factsOf(model, several) {
   return facts;
 }
 
-function readingOf({ specprefill, draft, scorer, context_window: room }) {
+function readingOf({ specprefill, estimates, draft, scorer, context_window: room }) {
   const scoring = draft ? `small model ${draft}` : "no small model";
   return [scorer === "own first layers" ? "its first layers choose what all layers read" : scoring, `window of ${count(room)} tokens`,
-    specprefill.available ? "reads selectively" : `reads everything: ${specprefill.reason}`];
+    specprefill.available ? "reads selectively" : `reads everything: ${specprefill.reason}`, ...estimatesOf(estimates)];
+}
+
+function estimatesOf({ state, share }) {
+  if (state === "used") return ["estimates what it does not read"];
+  return state === "fitted" ? [`learns in idle time to estimate what it does not read: ${Math.floor(100 * share)} %`] : [];
 }

@@ -34,6 +34,7 @@ from .caches import EngineCaches, Erasure
 from .chunks import ChunkSizer
 from .costs import CostModel
 from .device_errors import DeviceErrors
+from .estimating import EstimatesState
 from .footprint import weights_by_array
 from .inbox import Inbox, Results
 from .inspection import Inspection, Replay, inspect_prompt, replay_continuation
@@ -300,6 +301,11 @@ class Engine:
             kept: tokens that the target would see.
         """
         return self.prefiller.planner.predict(tokens, 0, kept)
+
+    @property
+    def estimates(self) -> EstimatesState:
+        """Return what is known of the estimates of unread tokens. May be called from any thread."""
+        return self.prefiller.estimating.state
 
     @property
     def is_measured(self) -> bool:

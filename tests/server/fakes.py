@@ -40,6 +40,7 @@ from mlx_specprefill import (
     TokenIds,
     Verdict,
 )
+from mlx_specprefill.engine.estimating import EstimatesState
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
@@ -111,6 +112,7 @@ class FakeEngine:
         self.alive = True
         self.verifies = False
         self.is_measured = False
+        self.estimates = EstimatesState("none", "it is scripted")
         self.verdict = Verdict()  # on every answer
         self.room: int | None = None  # tokens, where memory has room for fewer than the model could read
         self.kept = [CacheEntry(f"{i:032x}", "target", 100 * i, 1000 * i, i, 1.7e9) for i in (1, 2)]

@@ -113,7 +113,7 @@ def _in_memory(service: Service) -> dict[str, Any]:
         "draft_tokenizer": _draft_tokenizer(service),
         "scorer": _scorer(service),
         "specprefill": {"available": refusal is None, "reason": refusal},
-        "estimates": service.engine.prefiller.estimating.state._asdict(),
+        "estimates": service.engine.estimates._asdict(),
     }
 
 

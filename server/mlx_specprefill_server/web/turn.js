@@ -144,8 +144,7 @@ function headlineOf({ report, first, known, text, state }, other, documents) {
   else if (other?.first && fairly(known, other.known) && !hasWaited(other.report, other.first)) parts.push(first < other.first ? " instead of " : "; full reading: ", strong(other.first));
   else if (!other && sparse && report.predicted?.full_ms > first) parts.push(" instead of about ", strong(report.predicted.full_ms));
   parts.push(". ");
-  if (sparse && unread) parts.push(`${percent(unread / all)} of the ${what} was not read${reused ? (kept < all ? ", or not again" : " again") : ""}. `);
-  if (sparse && report.estimated_tokens) parts.push("What it left out is estimated. ");
+  if (sparse && unread) parts.push(`${percent(unread / all)} of the ${what} was not read${reused ? (kept < all ? ", or not again" : " again") : ""}${report.estimated_tokens ? ", but estimated" : ""}. `);
   else if (!other) parts.push(`All of the ${what} was read. `);
   if (known >= WORTH_SAYING) parts.push(`Already read: ${count(report.cached_tokens)} of ${count(report.kept_tokens)} tokens. `);
   if (other?.state === "done" && state === "done") parts.push(comparison(text.trim(), other.text.trim()));

@@ -84,6 +84,7 @@ from .request import as_token_ids as as_token_ids
 from .selftest import Check as Check
 from .selftest import check_device as check_device
 from .selftest import sync_ms as sync_ms
+from .specprefill.estimate_fit import EstimateFit as EstimateFit
 from .specprefill.estimate_fit import with_estimates as with_estimates
 from .specprefill.head_calibration import calibrated_heads as calibrated_heads
 from .specprefill.head_calibration import find_heads as find_heads

@@ -92,6 +92,7 @@ def full_arm(setup: Setup, prompt: list[int]) -> Run:
 def score(setup: Setup, prompt: list[int]) -> Scores:
     """Score as the engine does."""
     pair, config = setup.pair, setup.config
+    assert pair.draft is not None, "a pair to be timed has a draft"
     question = question_span(len(prompt), config.scoring)
     cache = list(make_prompt_cache(pair.draft))
     ids = np.asarray(prompt, dtype=np.int32)

@@ -91,6 +91,7 @@ def test_idle_work_reads_what_was_estimated(engine: Engine) -> None:
 
 def test_a_map_of_another_pair_is_not_used() -> None:
     pair = made_pair("llama")
+    assert pair.estimates is not None
     fewer = replace(pair.estimates, offsets={1: mx.zeros((3,))})
     with Engine(replace(pair, estimates=fewer), EngineConfig(policy=QUIET)) as engine:
         report = generated(engine.generate(asked(random_prompt(300))))[1].report
@@ -103,6 +104,7 @@ def test_a_map_of_another_pair_is_not_used() -> None:
 
 def test_states_unlike_those_of_the_fit_stay_absent() -> None:
     pair = made_pair("llama")
+    assert pair.estimates is not None
     with Engine(replace(pair, estimates=replace(pair.estimates, limit=0.0)), EngineConfig(policy=QUIET)) as engine:
         report = generated(engine.generate(asked(random_prompt(300))))[1].report
         assert report.estimated_tokens == 0

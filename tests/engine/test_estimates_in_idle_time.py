@@ -26,10 +26,10 @@ class ShortFit:
     helps = True
     begun = 0
 
-    def __init__(self, pair, step):  # type: ignore[no-untyped-def]
+    def __init__(self, pair, step):
         self._pair = pair
 
-    def steps(self):  # type: ignore[no-untyped-def]
+    def steps(self):
         type(self).begun += 1
         for done in range(STEPS):
             time.sleep(0.01)
@@ -113,7 +113,7 @@ def test_a_broken_file_is_fitted_again(tmp_path: Path) -> None:
 
 
 def test_a_failure_costs_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self):  # type: ignore[no-untyped-def]
+    def fail(self):
         yield Progress("draft", 0, STEPS)
         raise RuntimeError("a fit fails")
 

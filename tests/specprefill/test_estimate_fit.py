@@ -46,7 +46,7 @@ def test_a_linear_law_is_found() -> None:
     laws = {n: rng.normal(size=(5, size)).astype(np.float32) for n, size in fit._layers.made.items()}
     basis = None
 
-    def read(prompt):  # type: ignore[no-untyped-def]
+    def read(prompt):
         nonlocal basis
         states = rng.normal(size=(prompt.size, 32)).astype(np.float32)
         basis = rng.normal(size=(32, 5)).astype(np.float32) if basis is None else basis
@@ -56,14 +56,13 @@ def test_a_linear_law_is_found() -> None:
         yield fit._progress()
         return states, held
 
-    fit._read = read  # type: ignore[method-assign]
-    fit._ratio = lambda found, prompts: iter(())  # type: ignore[assignment,return-value,method-assign]
+    fit._read = read
 
-    def ratio(found, prompts):  # type: ignore[no-untyped-def]
+    def ratio(found, prompts):
         yield fit._progress()
         return 0.5
 
-    fit._ratio = ratio  # type: ignore[method-assign]
+    fit._ratio = ratio
     found = fitted(fit)
     assert found is not None
     states = rng.normal(size=(64, 32)).astype(np.float32)

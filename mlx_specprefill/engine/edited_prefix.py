@@ -93,8 +93,8 @@ class Edit:
 
     @property
     def is_sparse(self) -> bool:
-        """Return whether some of the cached prompt was not read."""
-        return self.held.read.size < self.cached.size
+        """Return whether some of the cached prompt was dropped."""
+        return self.held.size < self.cached.size
 
     @property
     def is_thin(self) -> bool:

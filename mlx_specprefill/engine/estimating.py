@@ -65,6 +65,10 @@ class Estimating:
         return EstimatesState("to be fitted" if self._fit is None else "fitted", "in idle time", self._share)
 
     @property
+    def is_used(self) -> bool:
+        return self._refusal is None and self._wanted is not None
+
+    @property
     def estimator(self) -> Estimator | None:
         """Return what puts estimates into caches; None where there is no map that fits this pair (logged)."""
         if self._estimator is None and self._refusal is None and self._wanted is not None:

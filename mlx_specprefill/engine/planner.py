@@ -139,7 +139,9 @@ class Planner:
 
         It would read a part, or all only because that is sooner or nothing may be dropped, as of tools.
         """
-        edits, key = self._prefixes.edits, self._prefixes.edits.movable(plan.selection_key)
+        edits, rereads = self._prefixes.edits, self._prefixes.rereads
+        # Behind an edit, what the map made could not be told from what was read behind other text.
+        key = edits.movable(None if rereads else plan.selection_key)
         edit = edits.find(request, key) if plan.mode == "sparse" or code in ("predicted", "forced") else None
         if edit is not None and not (edit.is_thin and asks_anew(request, edit.length)):  # else it chooses better anew
             predicted = self._predict_edit(request, edit, plan.predicted)

@@ -58,8 +58,8 @@ class Prefiller:
         self.caches = caches
         self.step = partial(chunks.size, "prefill")  # tokens of the target's next forward
         self.is_stateful = is_stateful(empty_cache(pair.target))
-        self.prefixes = Prefixes(pair, caches)
         self.estimating = Estimating(pair, config, chunks.size)
+        self.prefixes = Prefixes(pair, caches, self.estimating)
         draft_step = partial(chunks.size, "draft")
         self.scorer = self._scorer_type(pair, config, caches, self.prefixes.edits, draft_step, self.estimating)
         self.planner = self._planner_type(pair, config, caches, costs, chunks, self.scorer, self.prefixes)

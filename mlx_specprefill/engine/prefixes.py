@@ -17,6 +17,7 @@ from ..prefill_report import PrefixMiss
 from ..request import GenerationRequest
 from .caches import EngineCaches, empty_cache
 from .edited_prefix import Edit, EditedPrefixes
+from .estimating import Estimating
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,6 +30,7 @@ class Prefix:
         key: of sparse prefixes that will do when it is restored; None: it is dense.
         edit: it stands behind this edit of another prompt; None: this prompt has it itself.
         change: another prompt's edit behind which text is to be kept, beside what will be chosen.
+        rereads: its estimates are a map's, and may be read for a question; else they are kept as an edit left them.
         miss: why less is cached than the cache holds; None: for no reason known.
     """
 
@@ -37,6 +39,7 @@ class Prefix:
     key: SelectionKey | None = None
     edit: Edit | None = None
     change: Edit | None = None
+    rereads: bool = False
     miss: PrefixMiss | None = None
 
     @property
@@ -51,7 +54,7 @@ class Prefix:
     @property
     def settled(self) -> Positions:
         """Return the tokens that are not to be recalled: those that were read, and all that an edit keeps."""
-        return self.held.read if self.edit is None else self.held.positions
+        return self.held.read if self.rereads else self.held.positions
 
     @property
     def dropped(self) -> Indices:
@@ -78,9 +81,10 @@ class Prefix:
 class Prefixes:
     """Finds and restores them. MLX thread only."""
 
-    def __init__(self, pair: ModelPair, caches: EngineCaches) -> None:
+    def __init__(self, pair: ModelPair, caches: EngineCaches, estimating: Estimating) -> None:
         self._pair = pair
         self._caches = caches
+        self._estimating = estimating
         self.edits = EditedPrefixes(pair, caches)
 
     def find_prefix(self, request: GenerationRequest, key: SelectionKey | None) -> Prefix:
@@ -95,7 +99,12 @@ class Prefixes:
             key = key.unforced
         length, held = self._caches.held(request.prompt[:limit], request.label, key)
         miss = self._caches.miss(request, self._pair.tokenizer.decode)
-        return Prefix(length, held, None if held.dense == length else key, miss=miss)
+        return Prefix(length, held, None if held.dense == length else key, rereads=self.rereads, miss=miss)
+
+    @property
+    def rereads(self) -> bool:
+        """Return whether what a prefix holds as estimates was made by a map, and may be read for a question."""
+        return self._estimating.is_used
 
     def _is_repeated(self, request: GenerationRequest, key: SelectionKey) -> bool:
         """Return whether the same prompt was read before with the same selection key."""

@@ -23,7 +23,6 @@ from ..prompt.conversation import (
     conversation,
     function_of,
     image_paths,
-    inline_system_messages,
     objects,
     omission_note,
     parts_of,
@@ -81,7 +80,7 @@ class CountRequest(ThinkingFields):
         return "required" if self.tool_choice.type == "any" else self.tool_choice.type
 
     def conversation(self) -> Conversation:
-        messages = inline_system_messages(chat_messages(self.system, self.messages))
+        messages = chat_messages(self.system, self.messages)
         return conversation(
             messages,
             function_tools(self.tools),
@@ -90,6 +89,7 @@ class CountRequest(ThinkingFields):
             images=tuple(image_paths(self.messages, "messages")),
             left_out=(*_unknown_tools(self.tools), *_foreign(self.messages), *self._other_formats()),
             any_tool_loads=True,
+            opening_in_front=False,
         )
 
     def output(self) -> OutputFormat | None:

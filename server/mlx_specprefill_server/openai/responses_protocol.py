@@ -22,7 +22,6 @@ from ..prompt.conversation import (
     conversation,
     function_of,
     image_paths,
-    inline_system_messages,
     objects,
     string_of,
     text_of,
@@ -79,12 +78,13 @@ class ResponsesRequest(ConversationFields):
         kwargs = self.thinking_kwargs() | self.chat_template_kwargs
         images = tuple(image_paths([] if isinstance(self.input, str) else self.input, "input"))
         made = conversation(
-            inline_system_messages(read.messages),
+            read.messages,
             tools.functions,
             kwargs,
             field="input",
             images=images,
             left_out=(*tools.left_out, *read.left_out.values()),
+            opening_in_front=False,
         )
         return replace(made, inputs=tools.inputs) if tools.inputs else made
 

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, takewhile
+from itertools import takewhile
 from typing import Any, Literal
 
 from ..big_json import loads
 from ..errors import refusal, require
 from .deferred import FLAG, LOADS, Deferral, Reference, deferral_of, divide, is_deferred, without_flag
+from .reminders import SYSTEM, place_reminders
 
 Message = dict[str, Any]  # in the form of templates: role, content (str), and the role's other fields
 Ending = Literal["answer", "continue", "none"]
 
-SYSTEM = ("system", "developer")
 ROLES = {"system", "developer", "user", "assistant", "tool", "function"}
 TEXT_PARTS = {
     "text": "text", "input_text": "text", "output_text": "text", "reasoning_text": "text", "summary_text": "text",
@@ -79,12 +79,15 @@ def conversation(
     images: Sequence[str] | None = None,
     left_out: Sequence[str] = (),
     any_tool_loads: bool = False,
+    opening_in_front: bool = True,
 ) -> Conversation:
     """Check and normalise OpenAI's chat messages.
 
     Args:
         images: of a dialect whose messages were translated; None: those in `messages`.
         any_tool_loads: as in `divide`.
+        opening_in_front: all system messages before the first answer are the first message. Otherwise those behind
+            another message are reminders, like those behind an answer.
 
     Raises:
         InvalidRequestError: `field` is the path of the value at fault, like `messages[0].content[1].type`.
@@ -92,7 +95,8 @@ def conversation(
     normalised = [_message(message, where) for where, message in objects(messages, "messages")]
     if not normalised:
         raise refusal(field, "must not be empty")
-    parts = _divided(_tools(tools), tuple(_with_results(_system_first(normalised))), any_tool_loads)
+    ordered = list(_with_results(_system_first(normalised) if opening_in_front else normalised))
+    parts = _divided(_tools(tools), tuple(_system_first(place_reminders(ordered))), any_tool_loads)
     return Conversation(
         messages=parts.messages,
         tools=parts.front,
@@ -310,12 +314,12 @@ def _function(value: Any, where: str) -> dict[str, Any]:
 
 
 def _system_first(messages: Sequence[Message]) -> list[Message]:
-    """Join the system messages before the first answer in front. A later one moves nothing that was read before it."""
+    """Join the system messages before the first answer in front."""
     opening = list(takewhile(lambda message: message["role"] != "assistant", messages))
     system = [message["content"] for message in opening if message["role"] in SYSTEM]
     rest = [message for message in opening if message["role"] not in SYSTEM] + list(messages[len(opening) :])
     first = {"role": "system", "content": "\n\n".join(filter(None, system))}
-    return inline_system_messages([first, *rest] if system else rest)
+    return [first, *rest] if system else rest
 
 
 @dataclass(slots=True)
@@ -384,33 +388,3 @@ def _template_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
         if name in RESERVED_KWARGS or not name.isidentifier():
             raise refusal("chat_template_kwargs", f"{name!r:.80} can't be set by a request")
     return dict(kwargs)
-
-
-def inline_system_messages(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with system and developer messages at the beginning only. Contents must be texts."""
-    out: list[Message] = []
-    reminder: str | None = None  # reminders of the group before, if it could not join a user message
-    for is_system, group in groupby(messages, key=lambda message: message["role"] in SYSTEM):
-        run = list(group)
-        if not is_system or not out:
-            out += _add_reminder(reminder, run)
-            reminder = None
-        elif out[-1]["role"] == "user":
-            out += _add_reminder(_reminder(run), [out.pop()])
-        else:
-            reminder = _reminder(run)
-    return out + _add_reminder(reminder, [])
-
-
-def _reminder(system: Sequence[Message]) -> str:
-    text = "\n\n".join(message["content"] for message in system)
-    return f"<system-reminder>\n{text}\n</system-reminder>"
-
-
-def _add_reminder(reminder: str | None, run: list[Message]) -> list[Message]:
-    """Put the reminder in front: the user's text stays last, where a sparse prefill keeps it."""
-    if reminder is None:
-        return run
-    if run and run[0]["role"] == "user":
-        return [run[0] | {"content": f"{reminder}\n\n{run[0]['content']}"}, *run[1:]]
-    return [{"role": "user", "content": reminder}, *run]

@@ -28,6 +28,7 @@ from .deferred import LOADS, Tool, with_schemas
 from .forms import Form, messages_in, tools_in
 from .probe import Show, ask, notation_of
 from .question import about_everything
+from .reminders import without_reminders
 from .spans import Render, left_out, locate, mark, to_tokens, turn_ends
 from .special_tokens import ControlTokens, Encoded, Encoder, EscapedConversation
 from .stable import remove_volatile_lines
@@ -198,7 +199,8 @@ class PromptBuilder:
         marked = mark(fitted.messages, fitted.rendered, fitted.render)
         missing = map(fitted.unescape, islice(left_out(fitted.messages, fitted.rendered, marked), MOST_NAMED))
         sentences = (*fitted.left_out, *missing)
-        questions = [message["content"] for message in conversation.messages if message["role"] == "user"]
+        said = [without_reminders(m["content"]) for m in conversation.messages if m["role"] == "user"]
+        questions = [text for text in said if text.strip()]
         words = about_everything(questions[-1]) if questions else None
         if offsets is None:
             return Prompt(as_token_ids(tokens), (), ending, sentences, words)

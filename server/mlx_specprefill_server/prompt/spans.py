@@ -20,6 +20,7 @@ from mlx_specprefill import InvalidRequestError, PromptSpan, SpanKind
 
 from .conversation import Message
 from .deferred import LOADS
+from .reminders import only_reminds
 
 KINDS: Mapping[str, SpanKind] = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 SHORTEST_UNIQUE = 16  # characters; shorter texts may occur once by accident
@@ -219,7 +220,7 @@ def _spans(
         end = _first_cut(text, place.end, limit, ends) if missing else _last_cut(text, place.end, limit, ends)
         first, last = _extend_by_parts(messages[place.index], text, place, start, end, opening, ends)
         message = messages[place.index]
-        kind = "tools" if LOADS in message else KINDS.get(message["role"], "other")  # schemas are kept in full
+        kind = "tools" if LOADS in message else _kind(message)  # schemas are kept in full
         yield CharSpan(kind, start, first, last, end)
         start = _last_cut(text, end, limit, ends) if missing else end
         if start > end:
@@ -246,10 +247,14 @@ def _missing(messages: Sequence[Message], place: _Place, following: _Place | Non
 
 def _gap(missing: Sequence[Message], text: str, start: int, end: int, opening: str, ends: re.Pattern[str]) -> CharSpan:
     """Return the span of messages without text of their own, like a tool call, or with cut text, like reasoning."""
-    kind = KINDS.get(missing[0]["role"], "other") if len(missing) == 1 else "other"
+    kind = _kind(missing[0]) if len(missing) == 1 else "other"
     content_end = _marker_start(text, start, end, ends)
     header = length_in_common(text[start:content_end], opening)
     return CharSpan(kind, start, start + header, content_end, end)
+
+
+def _kind(message: Message) -> SpanKind:
+    return "other" if only_reminds(message) else KINDS.get(message["role"], "other")
 
 
 def length_in_common(one: str, other: str) -> int:

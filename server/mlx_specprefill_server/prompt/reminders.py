@@ -1,0 +1,78 @@
+"""What an agent's client says to the model in between: in system messages behind the first, or in tags.
+
+A reminder (of a plan, a changed file, the tokens that are left) asks nothing, and the text beside it takes it in. So
+the user's message stays the one that asks, and a result the one that was read last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby, takewhile
+from typing import Any
+
+from .deferred import LOADS, Message
+
+SYSTEM = ("system", "developer")
+OPEN, CLOSE = "<system-reminder>", "</system-reminder>"
+
+
+def without_reminders(text: str) -> str:
+    """Return the text without what stands between the tags. One that is never closed is text."""
+    before, *opened = text.split(OPEN)
+    parts = [part.partition(CLOSE) for part in opened]
+    return before + "".join(after if closed else OPEN + inside for inside, closed, after in parts)
+
+
+def only_reminds(message: Message) -> bool:
+    """Return whether a message in the user's name is not the user's: all of it stands between the tags."""
+    content: Any = message["content"]
+    return message["role"] == "user" and OPEN in content and not without_reminders(content).strip()
+
+
+def place_reminders(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages with system messages at the beginning only, and each reminder in the text beside it.
+
+    It stands behind the result before it, else in front of the user's text, which a sparse prefill keeps as the last.
+    Between answers it is a message of its own. Contents must be texts.
+    """
+    out: list[Message] = []
+    waiting = ""  # reminders behind an answer
+    for remind, group in groupby(messages, key=lambda m: m["role"] in SYSTEM or only_reminds(m)):
+        run = list(group)
+        if not remind:
+            out += _behind(waiting, run)
+            waiting = ""
+            continue
+        if not out:
+            out += takewhile(lambda message: message["role"] in SYSTEM, run)
+            run = run[len(out) :]
+        text = _text_of(run)
+        if text and out and out[-1]["role"] in ("user", "tool"):
+            last = out.pop()
+            texts = (text, last["content"]) if last["role"] == "user" else (last["content"], text)
+            out.append(last | {"content": _joined(texts)})
+        else:
+            waiting = text
+    return out + _behind(waiting, [])
+
+
+def _text_of(run: Sequence[Message]) -> str:
+    """Return the reminders as one text, those of system messages within one pair of tags."""
+    texts = []
+    for by_role, group in groupby(run, key=lambda message: message["role"] in SYSTEM):
+        text = _joined(message["content"] for message in group)
+        texts.append(f"{OPEN}\n{text.replace(OPEN, '').replace(CLOSE, '').strip()}\n{CLOSE}" if by_role else text)
+    return _joined(texts)
+
+
+def _behind(reminders: str, run: list[Message]) -> list[Message]:
+    """Return messages behind reminders. The user's text takes them in."""
+    if not reminders:
+        return run
+    if run and run[0]["role"] == "user" and LOADS not in run[0]:
+        return [run[0] | {"content": _joined((reminders, run[0]["content"]))}, *run[1:]]
+    return [{"role": "user", "content": reminders}, *run]
+
+
+def _joined(texts: Iterable[str]) -> str:
+    return "\n\n".join(filter(None, texts))

@@ -30,6 +30,7 @@ def make_settings(pair: Described, **given: Any) -> Settings:
         "rule": pair.rule,
         "estimate": False if pair.estimates == "off" else None,
         "model_alias": pair.alias,
+        "template_kwargs": pair.template_kwargs,
     }
     for name, value in pair_says.items():
         if value is not None and name not in known:

@@ -122,7 +122,7 @@ class Described(BaseModel):
     are run then, `local` a folder whose target.gguf and draft.gguf are taken instead of the row's models, if both are
     there.
     `estimates` is a file with the map for tokens that are not read, or "off": nothing is estimated.
-    `dtype` and `rule` are those of the options, `context` the tokens of prompt and answer at most.
+    `dtype`, `rule` and `template_kwargs` are those of the options, `context` the tokens of prompt and answer at most.
 
     Among several models in one server: `aliases` are further ids, `memory_share` how much of the memory limit it may
     use, `pin` keeps it in memory, and `ttl` are seconds without a request after which it is unloaded.
@@ -140,6 +140,7 @@ class Described(BaseModel):
     dtype: DtypeName = "auto"
     context: int | None = Field(default=None, ge=1)
     rule: RuleName | None = None
+    template_kwargs: dict[str, Any] | None = None
     memory_share: Annotated[float, Field(gt=0, le=1)] | None = None
     pin: bool = False
     ttl: Annotated[float, Field(gt=0)] | None = None

@@ -54,7 +54,7 @@ class Service:
         self.aliases = aliases
         self.state = state or ServerState(settings)
         self.vocabulary = Vocabulary(engine.pair.tokenizer)
-        self.prompts = PromptBuilder(engine.pair.tokenizer, engine.window)
+        self.prompts = PromptBuilder(engine.pair.tokenizer, engine.window, settings.template_kwargs)
         self.tools = ToolMemory(self.state.bodies)
         self.sampling = _default_sampling(engine.pair.sampling, settings)
         self.metrics = metrics or Metrics(engine, self.model_id)

@@ -91,7 +91,7 @@ async def start_answers(service: Service, body: ChatFields, identity: Identity) 
             forced_format(service.format.tools) if forced else service.format.tools,
             body.parallel(),
             service.format.reasoning_end(prompt.ending),
-            service.format.may_think(prompt.ending) if _thinks(body, conversation) else None,
+            service.format.may_think(prompt.ending) if _thinks(service, body, conversation) else None,
             service.vocabulary.special,
             warnings,
         )
@@ -122,9 +122,10 @@ async def start_answers(service: Service, body: ChatFields, identity: Identity) 
     return generation
 
 
-def _thinks(body: ChatFields, conversation: Conversation) -> bool:
+def _thinks(service: Service, body: ChatFields, conversation: Conversation) -> bool:
     """Return whether the request leaves room for reasoning before a format or a forced call."""
-    off = conversation.template_kwargs.get("enable_thinking") is False or body.thinking_budget() == 0
+    kwargs = {**service.prompts.template_kwargs, **conversation.template_kwargs}
+    off = kwargs.get("enable_thinking") is False or body.thinking_budget() == 0
     return conversation.ending == "answer" and not off
 
 

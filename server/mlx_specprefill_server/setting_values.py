@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Iterable
 from fractions import Fraction
 from typing import Any
 
@@ -10,6 +12,12 @@ from pydantic import SecretStr
 
 UNITS = ("", "k", "m", "g", "t")
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
+# apply_chat_template's own arguments
+_RESERVED = {
+    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
+    "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize",
+    "tokenizer_kwargs", "tools", "truncation",
+}  # fmt: skip
 
 
 def split_list(value: Any) -> Any:
@@ -26,6 +34,24 @@ def keys(value: Any) -> Any:
     if not all(isinstance(text, str) and text.strip() for text in texts):
         raise ValueError("an API key must not be empty; is the variable set that it was taken from?")
     return tuple(given)
+
+
+def refused_name(names: Iterable[str]) -> str | None:
+    """Return the first name that no template's argument can have, None if there is none."""
+    return next((name for name in names if name in _RESERVED or not name.isidentifier()), None)
+
+
+def template_kwargs(value: Any) -> Any:
+    """Return the arguments of a chat template in a JSON object."""
+    try:
+        given = json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise ValueError(f'a JSON object such as {{"enable_thinking": false}} is expected: {error}') from None
+    if not isinstance(given, dict):
+        raise ValueError(f'a JSON object such as {{"enable_thinking": false}} is expected, got {value!r:.80}')
+    if (name := refused_name(given)) is not None:
+        raise ValueError(f"{name!r:.80} is no argument that can be set")
+    return given
 
 
 def size(value: Any) -> Any:

@@ -59,6 +59,7 @@ ReasoningParser = Literal["think", "mistral", "gemma", "seed", "command", "aprie
 
 Size = Annotated[int, BeforeValidator(setting_values.size), Field(ge=0)]
 Keys = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(setting_values.keys)]
+Kwargs = Annotated[dict[str, Any], NoDecode, BeforeValidator(setting_values.template_kwargs)]
 Texts = Annotated[tuple[str, ...], NoDecode, BeforeValidator(setting_values.split_list)]
 
 NOT_SETTINGS = ["BLAS"]  # read by the library before the settings exist
@@ -105,6 +106,11 @@ class Settings(BaseSettings):
     )
     reasoning_parser: ReasoningParser | None = Field(
         default=None, description="Format of its reasoning. Default: detected from its vocabulary and chat template."
+    )
+    template_kwargs: Kwargs = Field(
+        default_factory=dict,
+        description="Arguments of the chat template, as a JSON object, for requests that don't set them. Default: "
+        "those that keep the thoughts of finished turns, where the template knows any.",
     )
     temperature: float = Field(
         default=0.0,
@@ -247,7 +253,7 @@ class Settings(BaseSettings):
 def default_text(name: str) -> str:
     """Return the default of setting `name` in the form that people write."""
     value = Settings.model_fields[name].get_default(call_default_factory=True)
-    if value in (None, ()):
+    if value in (None, (), {}):
         return "none"
     if isinstance(value, bool):
         return "on" if value else "off"

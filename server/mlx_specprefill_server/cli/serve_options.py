@@ -33,7 +33,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "rule",
         "densify",
     ),
-    "Advanced: answers": ("speculative",),
+    "Advanced: answers": ("speculative", "template_kwargs"),
     "Advanced: memory and caches": (
         "prefix_cache_size",
         "prefix_cache_dir",

@@ -108,6 +108,7 @@ def _in_memory(service: Service) -> dict[str, Any]:
         "memory": {"weights": weights, "requests": use.requests, "caches": use.prefix_cache},
         "ranks": {"count": 1 if pair.ranks is None else pair.ranks.size, "sharding": pair.sharding},
         "tools": _tools(service),
+        "template_kwargs": service.prompts.template_kwargs,
         "sampling": service.sampling,
         "draft": service.draft_id,
         "draft_tokenizer": _draft_tokenizer(service),
@@ -132,7 +133,18 @@ def _tools(service: Service) -> dict[str, Any]:
 def _unknown_fields(entry: Entry) -> dict[str, Any]:
     """Return the fields that clients look for, of a model that is not in memory. All but its window are None."""
     windows = ("max_input_tokens", "max_model_len", "context_length", "context_window")
-    unknown = ("memory", "ranks", "tools", "sampling", "draft", "draft_tokenizer", "scorer", "specprefill", "estimates")
+    unknown = (
+        "memory",
+        "ranks",
+        "tools",
+        "template_kwargs",
+        "sampling",
+        "draft",
+        "draft_tokenizer",
+        "scorer",
+        "specprefill",
+        "estimates",
+    )
     return dict.fromkeys(windows, entry.context) | dict.fromkeys(unknown, None)
 
 

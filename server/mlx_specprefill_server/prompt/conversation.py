@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from ..big_json import loads
 from ..errors import refusal, require
+from ..setting_values import refused_name
 from .deferred import FLAG, LOADS, Deferral, Reference, deferral_of, divide, is_deferred, without_flag
 from .reminders import SYSTEM, place_reminders
 
@@ -27,12 +28,6 @@ TEXT_PARTS = {
 IMAGES = {"image", "image_url", "input_image"}
 NO_RESULT = "[no result]"
 REFERENCE = "tool_reference"  # the part of a result that loads a deferred tool
-# apply_chat_template's own arguments, which a request must not set
-RESERVED_KWARGS = {
-    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
-    "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize",
-    "tokenizer_kwargs", "tools", "truncation",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +159,7 @@ def _message(message: dict[str, Any], where: str) -> Message:
     for name in ("name", "tool_call_id"):
         if isinstance(message.get(name), str):
             out[name] = message[name]
-    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    reasoning = message.get("reasoning_content") or message.get("reasoning") or _detailed(message)
     if isinstance(reasoning, str):
         out["reasoning_content"] = out["reasoning"] = reasoning
     if role == "assistant" and message.get("tool_calls"):
@@ -172,6 +167,14 @@ def _message(message: dict[str, Any], where: str) -> Message:
     elif role == "assistant" and message.get("function_call"):  # OpenAI's older form of a single call
         out["tool_calls"] = [_tool_call({"function": message["function_call"]}, f"{where}.function_call")]
     return out
+
+
+def _detailed(message: Mapping[str, Any]) -> str | None:
+    """Return the thought in OpenRouter's and MiniMax's form: texts and summaries, in pieces as they were streamed."""
+    details = message.get("reasoning_details")
+    parts = [part for part in details if isinstance(part, dict)] if isinstance(details, list) else []
+    said = [part.get("text") or part.get("summary") for part in parts]
+    return "".join(text for text in said if isinstance(text, str)) or None
 
 
 def _typed(part: Any) -> Any:
@@ -384,7 +387,6 @@ def _with_ids(message: Message, place: int) -> Message:
 
 
 def _template_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    for name in kwargs:
-        if name in RESERVED_KWARGS or not name.isidentifier():
-            raise refusal("chat_template_kwargs", f"{name!r:.80} can't be set by a request")
+    if (name := refused_name(kwargs)) is not None:
+        raise refusal("chat_template_kwargs", f"{name!r:.80} can't be set by a request")
     return dict(kwargs)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import groupby
 from typing import Any, Literal
@@ -55,6 +55,7 @@ class Form:
         opens: the first message has to be a user's.
         asks: there has to be a user's message.
         alternates: people and the assistant alternate, without regard to calls and results.
+        kwargs: the template's arguments that keep the thoughts of finished turns.
     """
 
     shows_tools: bool = True
@@ -75,6 +76,7 @@ class Form:
     opens: bool = False
     asks: bool = False
     alternates: bool = False
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 def messages_in(form: Form, messages: Sequence[Message]) -> list[Message]:

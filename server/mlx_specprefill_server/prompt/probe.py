@@ -43,6 +43,13 @@ ODD: Sequence[Mapping[str, Any]] = (
 ODD_TOOLS = tuple({"type": "function", "function": function} for function in ODD)
 PYTHON_DICT = "{'zqkey':"  # the arguments as Python writes them, which no model was trained on
 
+# Templates drop them unless told otherwise, so that each new user message makes all behind the last one be read again.
+KEEPING_THOUGHTS: tuple[Mapping[str, Any], ...] = (
+    {"preserve_thinking": True},  # Qwen 3.6, Kimi K2.6
+    {"clear_thinking": False},  # GLM 4.7 to 5.2
+    {"truncate_history_thinking": False},  # Nemotron 3
+)
+
 FIRST_CALL = [user("zqu1"), calls("zqc1"), result("zqr1")]
 CLOSED = [*FIRST_CALL, answer("zqa1"), user("zqu2")]
 TWO_CALLS = [user("zqu1"), calls("zqc1", "zqc2"), result("zqr1"), result("zqr2", SHORT[1], OTHER)]
@@ -55,6 +62,10 @@ ORPHANS = [
     [user("zqu1"), result("zqr1", "zqid3zqid"), answer("zqa1"), user("zqu2")],
 ]
 UNANSWERED = [user("zqu1"), calls("zqc1"), user("zqu2")]
+THOUGHTS = [
+    user("zqu1"), calls("zqc1", thought="zqt1"), result("zqr1"), answer("zqa1", "zqt2"), user("zqu2"),
+    answer("zqa2", "zqt3"), user("zqu3"),
+]  # fmt: skip
 EMPTY = [user("zqu1"), answer(""), user("zqu2")]
 # People and the assistant in any order.
 PLAIN_TURNS = [
@@ -97,7 +108,9 @@ def ask(show: Show, notation: Notation, has_tools: bool) -> Form:
     form = probe.first(form, ORPHANS, orphans=(True, False))
     with_system = [[system(), user("zqu1")], [system(), *FIRST_CALL]]
     form = probe.first(form, with_system, ["zqsys"], system=("system", "user"))
-    return probe.first(form, [[system()]], ["zqsys"], asks=(form.asks, True))
+    form = probe.first(form, [[system()]], ["zqsys"], asks=(form.asks, True))
+    tried = (replace(form, kwargs=kwargs) for kwargs in ({}, *KEEPING_THOUGHTS))
+    return next((one for one in tried if _keeps_thoughts(probe, one)), form)
 
 
 def notation_of(template: str, vocabulary: Iterable[str]) -> Notation:
@@ -148,6 +161,14 @@ def _ask_calls(probe: _Probe, form: Form) -> Form:
             return whole
     written = replace(form, calls="written")
     return probe.first(written, [FIRST_CALL, CLOSED], results=("tool", "user"), alternates=alternates)
+
+
+def _keeps_thoughts(probe: _Probe, form: Form) -> bool:
+    """Return whether all thoughts are shown, and the conversation is a beginning of the same one with more turns."""
+    texts = [probe.text(form, THOUGHTS[:end]) for end in (3, 5, 7)]  # up to a result, or a user's message
+    begins = (text[: text.find(mark) + len(mark)] for text, mark in zip(texts, ("zqr1", "zqu2"), strict=False))
+    grows = all(longer.startswith(begin) for begin, longer in zip(begins, texts[1:], strict=True))
+    return grows and all(mark in texts[-1] for mark in ("zqt1", "zqt2", "zqt3"))
 
 
 def _shows_name(probe: _Probe, form: Form) -> bool:

@@ -20,8 +20,12 @@ def user(mark: str) -> Message:
     return {"role": "user", "content": mark}
 
 
-def answer(mark: str) -> Message:
-    return {"role": "assistant", "content": mark}
+def answer(mark: str, thought: str = "") -> Message:
+    return {"role": "assistant", "content": mark, **_thinking(thought)}
+
+
+def _thinking(thought: str) -> Message:
+    return {"reasoning_content": thought, "reasoning": thought} if thought else {}
 
 
 def calls(*marks: str, text: str = "", ids: Sequence[str] = SHORT, thought: str = "") -> Message:
@@ -29,8 +33,7 @@ def calls(*marks: str, text: str = "", ids: Sequence[str] = SHORT, thought: str 
         {"type": "function", "id": identity, "function": {"name": name, "arguments": {"zqkey": mark}}}
         for mark, identity, name in zip(marks, ids, (NAME, OTHER), strict=False)
     ]
-    reasoning = {"reasoning_content": thought, "reasoning": thought} if thought else {}
-    return {"role": "assistant", "content": text, "tool_calls": made, **reasoning}
+    return {"role": "assistant", "content": text, "tool_calls": made, **_thinking(thought)}
 
 
 def result(mark: str, identity: str = SHORT[0], name: str = NAME) -> Message:

@@ -98,6 +98,7 @@ class PromptBuilder:
     Args:
         tokenizer: an mlx_lm TokenizerWrapper.
         context_length: tokens; texts that can't fit are refused before tokenization. None: no limit.
+        template_kwargs: the template's arguments that conversations do not set themselves.
 
     Attributes:
         forms: what the chat template takes, by whether the request has tools; none without a template.
@@ -108,8 +109,10 @@ class PromptBuilder:
         self,
         tokenizer: Any,
         context_length: int | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
+        self._kwargs = template_kwargs or {}
         self.workers = Workers(WORKERS if getattr(tokenizer, "is_fast", False) else 1)
         self._context = context_length
         self._ends = _turn_ends(tokenizer)
@@ -123,6 +126,11 @@ class PromptBuilder:
     def takes_tools(self) -> bool:
         """Return whether the chat template shows tools to the model. Without a template nothing is known."""
         return not self.forms or self.forms[True].shows_tools
+
+    @property
+    def template_kwargs(self) -> Mapping[str, Any]:
+        """Return the template's arguments where a conversation sets none: those that keep thoughts, and the given."""
+        return {**(self.forms[True].kwargs if self.forms else {}), **self._kwargs}
 
     async def chat(self, conversation: Conversation) -> Prompt:
         """Return the rendered conversation, ready for the assistant's answer.
@@ -218,6 +226,8 @@ class PromptBuilder:
             sentences += lines
         if not self._tokenizer.has_chat_template:
             raise InvalidRequestError("This model has no chat template; use /v1/completions.", field=conversation.field)
+        if self._kwargs:
+            conversation = replace(conversation, template_kwargs={**self._kwargs, **conversation.template_kwargs})
         if "documents" in conversation.template_kwargs and "documents" not in str(self._tokenizer.chat_template):
             raise refusal("documents", "this model's template has no place for them")
         form = self.forms[bool(conversation.tools)]
@@ -263,7 +273,7 @@ def _render(tokenizer: Any, form: Form, conversation: Conversation, messages: Se
             tools=tools_in(form, conversation.tools),
             add_generation_prompt=conversation.ending == "answer",
             **going_on,
-            **conversation.template_kwargs,
+            **{**form.kwargs, **conversation.template_kwargs},
         )
     except (*TEMPLATE_ERRORS, TemplateError) as error:
         message = f"The model's chat template refuses this conversation: {error}"

@@ -151,7 +151,7 @@ def test_what_a_tool_returned_besides_text_is_named_in_its_place(role: str) -> N
         ({"role": ["user"], "content": "hi"}, "messages[0].role"),
         ({"role": "user", "content": 7}, "messages[0].content"),
         ({"role": "user", "content": ["a", 7]}, "messages[0].content[1]"),
-        ({"role": "user", "content": [{"type": "input_audio"}]}, "messages[0].content[0].type"),
+        ({"role": "user", "content": [{"type": "hologram"}]}, "messages[0].content[0].type"),
         ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0].text"),
         ({"role": "tool", "content": [{"type": "text"}]}, "messages[0].content[0].text"),
         ({"role": "tool", "content": [{"type": 1}]}, "messages[0].content[0].type"),

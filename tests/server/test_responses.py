@@ -421,7 +421,7 @@ def said(*parts: Any, role: str = "user") -> dict[str, Any]:
         ({"input": [{"type": "custom_tool_call", "call_id": "a", "name": "b"}]}, "input[0].input"),
         (said("Hi"), "input[0].content[0]"),
         (said({"type": "input_text"}), "input[0].content[0].text"),
-        (said({"type": "input_file", "file_id": "f"}), "input[0].content[0].type"),
+        (said({"type": "hologram"}), "input[0].content[0].type"),
         (
             {"input": [{"type": "function_call_output", "call_id": "a", "output": [{"type": []}]}]},
             "input[0].output[0].type",

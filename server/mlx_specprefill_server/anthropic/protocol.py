@@ -15,22 +15,21 @@ from ..constrained.tool_choice import NamedTool, ToolChoice
 from ..errors import refusal, require
 from ..fields import Body, Budget, ChatFields, Number, StopStrings, ThinkingFields, refuse_documents, refuse_sampling
 from ..prompt.conversation import (
-    IMAGES,
     REFERENCE,
     Conversation,
     Ending,
     Message,
     conversation,
     function_of,
-    image_paths,
     objects,
-    omission_note,
     parts_of,
     references_in,
     string_of,
     unknown_tool,
+    unread_parts,
 )
 from ..prompt.deferred import deferral_of
+from ..prompt.files import MEDIA, read_media
 
 LEFT_OUT = {
     "redacted_thinking", "server_tool_use", "mcp_tool_use", "container_upload", "tool_reference", "browser_state",
@@ -86,8 +85,12 @@ class CountRequest(ThinkingFields):
             function_tools(self.tools),
             self.thinking_kwargs(self.output_config.effort),
             _ending(messages),
-            images=tuple(image_paths(self.messages, "messages")),
-            left_out=(*_unknown_tools(self.tools), *_foreign(self.messages), *self._other_formats()),
+            left_out=(
+                *unread_parts(self.messages, "messages"),
+                *_unknown_tools(self.tools),
+                *_foreign(self.messages),
+                *self._other_formats(),
+            ),
             any_tool_loads=True,
             opening_in_front=False,
         )
@@ -165,7 +168,7 @@ def chat_messages(system: Any, messages: Sequence[Any]) -> list[Message]:
     """
     out: list[Message] = []
     for where, block in _blocks(system, "system"):
-        require(block["type"] not in IMAGES, f"{where}.type", "must be text")
+        require(block["type"] not in MEDIA, f"{where}.type", "must be text")
     if (text := _join_texts(system, "system")) != "":
         out.append({"role": "system", "content": text})
     for where, message in objects(messages, "messages"):
@@ -270,29 +273,12 @@ def _texts(block: dict[str, Any], where: str, of_a_tool: bool = False) -> list[s
     match block["type"]:
         case "text":
             return [string_of(block, "text", where)]
-        case "document":
-            return _document(block, where, of_a_tool)
         case "search_result":
             head = [text for name in ("title", "source") if isinstance(text := block.get(name), str)]
             return ["\n".join([*head, _join_texts(block.get("content"), f"{where}.content")])]
         case kind if kind in LEFT_OUT or kind.endswith("_tool_result"):
             return []
-        case kind if of_a_tool or kind in IMAGES:
-            return [omission_note(kind)]
+        case kind if of_a_tool or kind in MEDIA:
+            return [read_media(block)[0]]
         case kind:
             raise refusal(f"{where}.type", f"only text can be read by this model, got {kind!r:.80}")
-
-
-def _document(block: dict[str, Any], where: str, of_a_tool: bool) -> list[str]:
-    source: Any = block.get("source")
-    require(isinstance(source, dict), f"{where}.source", "must be an object")
-    match source.get("type"):
-        case "text":
-            text = string_of(source, "data", f"{where}.source")
-        case "content":
-            text = _join_texts(source.get("content"), f"{where}.source.content")
-        case str() if of_a_tool:
-            text = omission_note("document")
-        case kind:
-            raise refusal(f"{where}.source.type", f"only documents of text can be read by this model, got {kind!r:.80}")
-    return [part for part in (block.get("title"), block.get("context"), text) if isinstance(part, str) and part]

@@ -21,11 +21,11 @@ from ..prompt.conversation import (
     Message,
     conversation,
     function_of,
-    image_paths,
     objects,
     string_of,
     text_of,
     unknown_tool,
+    unread_parts,
 )
 from ..prompt.deferred import FLAG, LOADS, Reference, deferral_of
 from .custom_tools import Origin, Source, Tools, custom_function, input_patterns
@@ -76,14 +76,13 @@ class ResponsesRequest(ConversationFields):
         tools = self.functions
         read = read_items(self.instructions, self.input, tools.shown)
         kwargs = self.thinking_kwargs() | self.chat_template_kwargs
-        images = tuple(image_paths([] if isinstance(self.input, str) else self.input, "input"))
+        unread = unread_parts([] if isinstance(self.input, str) else self.input, "input")
         made = conversation(
             read.messages,
             tools.functions,
             kwargs,
             field="input",
-            images=images,
-            left_out=(*tools.left_out, *read.left_out.values()),
+            left_out=(*unread, *tools.left_out, *read.left_out.values()),
             opening_in_front=False,
         )
         return replace(made, inputs=tools.inputs) if tools.inputs else made

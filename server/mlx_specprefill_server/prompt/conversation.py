@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import Any, Literal
 
 from ..big_json import loads
 from ..errors import refusal, require
 from ..setting_values import refused_name
 from .deferred import FLAG, LOADS, Deferral, Reference, deferral_of, divide, is_deferred, without_flag
+from .files import MEDIA, read_media, unread_media
 from .reminders import SYSTEM, place_reminders
 
 Message = dict[str, Any]  # in the form of templates: role, content (str), and the role's other fields
@@ -25,8 +26,8 @@ TEXT_PARTS = {
     "text": "text", "input_text": "text", "output_text": "text", "reasoning_text": "text", "summary_text": "text",
     "refusal": "refusal",
 }  # fmt: skip
-IMAGES = {"image", "image_url", "input_image"}
 NO_RESULT = "[no result]"
+MOST_NAMED = 8  # parts that warnings name
 REFERENCE = "tool_reference"  # the part of a result that loads a deferred tool
 
 
@@ -44,8 +45,7 @@ class Conversation:
         ending: "answer": the prompt opens the assistant's answer; "continue": it stops within the last message, which
             the answer continues; "none": it ends after the last message.
         field: name of the body's field in errors about the prompt.
-        images: the paths of images, in whose places there are notes; not those in results of tools.
-        left_out: sentences about other parts that are not in the messages.
+        left_out: sentences about what is not in the messages.
     """
 
     messages: tuple[Message, ...]
@@ -54,7 +54,6 @@ class Conversation:
     inputs: Mapping[str, str] = field(default_factory=dict)
     ending: Ending = "answer"
     field: str = "messages"
-    images: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     loaded: tuple[Mapping[str, Any], ...] = ()
     waiting: tuple[Mapping[str, Any], ...] = ()
@@ -71,7 +70,6 @@ def conversation(
     template_kwargs: Mapping[str, Any] | None = None,
     ending: Ending = "answer",
     field: str = "messages",
-    images: Sequence[str] | None = None,
     left_out: Sequence[str] = (),
     any_tool_loads: bool = False,
     opening_in_front: bool = True,
@@ -79,7 +77,7 @@ def conversation(
     """Check and normalise OpenAI's chat messages.
 
     Args:
-        images: of a dialect whose messages were translated; None: those in `messages`.
+        left_out: sentences about what was left out of `messages` when they were translated.
         any_tool_loads: as in `divide`.
         opening_in_front: all system messages before the first answer are the first message. Otherwise those behind
             another message are reminders, like those behind an answer.
@@ -98,8 +96,7 @@ def conversation(
         template_kwargs=_template_kwargs(template_kwargs or {}),
         ending=ending,
         field=field,
-        images=tuple(image_paths(messages, "messages") if images is None else images),
-        left_out=tuple(left_out),
+        left_out=(*left_out, *unread_parts(messages, "messages")),
         loaded=parts.loaded,
         waiting=parts.waiting,
     )
@@ -111,11 +108,9 @@ def _divided(tools: list[dict[str, Any]], messages: tuple[Message, ...], any_too
     return Deferral(tuple(tools), (), (), messages)
 
 
-def image_paths(messages: Iterable[Any], where: str) -> Iterator[str]:
-    """Yield the paths of the images in the messages of people and assistants, of any dialect."""
-    for path, part in parts_of(messages, where):
-        if part.get("type") in IMAGES:
-            yield path
+def unread_parts(messages: Iterable[Any], where: str) -> Iterator[str]:
+    """Yield sentences about images and files without text in the messages of people and assistants, of any dialect."""
+    return islice(unread_media(parts_of(messages, where)), MOST_NAMED)
 
 
 def parts_of(messages: Iterable[Any], where: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -197,14 +192,6 @@ def references_in(parts: Sequence[Any], where: str) -> dict[str, tuple[Reference
     return {LOADS: found} if found else {}
 
 
-def omission_note(kind: str) -> str:
-    """Return the text that stands for an image, or for a file or the like in a tool's result.
-
-    A refusal would end an agent's session: the message stays in the history of all later requests.
-    """
-    return f"[{kind.removeprefix('input_').removesuffix('_url')[:40]} left out: this model reads text only]"
-
-
 def unknown_tool(where: str, kind: Any) -> str:
     """Return the warning about a tool of the provider's, or what it has left behind."""
     return f"{where}: {kind!r:.80} was left out: this server has no such tool"
@@ -214,7 +201,7 @@ def text_of(content: Any, where: str, of_a_tool: bool = False) -> str:
     """Return the text of a content: null, a string, or an array of parts.
 
     Raises:
-        InvalidRequestError: a part is neither text nor an image, and not in a tool's result.
+        InvalidRequestError: a part is neither text nor one of MEDIA, and not in a tool's result.
     """
     if content is None:
         return ""
@@ -228,8 +215,8 @@ def text_of(content: Any, where: str, of_a_tool: bool = False) -> str:
 def _part(part: dict[str, Any], where: str, of_a_tool: bool) -> str:
     kind: Any = part.get("type")
     known = isinstance(kind, str) and kind in TEXT_PARTS
-    if isinstance(kind, str) and not known and (of_a_tool or kind in IMAGES):
-        return omission_note(kind)
+    if isinstance(kind, str) and not known and (of_a_tool or kind in MEDIA):
+        return read_media(part)[0]
     require(known, f"{where}.type", f"only text can be read by this model, got {kind!r:.80}")
     return string_of(part, TEXT_PARTS[kind], where)
 

@@ -23,7 +23,7 @@ from mlx_specprefill import ContextLengthError, InvalidRequestError, PromptSpan,
 
 from ..big_json import restored
 from ..errors import refusal
-from .conversation import Conversation, Message
+from .conversation import MOST_NAMED, Conversation, Message
 from .deferred import LOADS, Tool, with_schemas
 from .forms import Form, messages_in, tools_in
 from .probe import Show, ask, notation_of
@@ -42,8 +42,6 @@ SLACK = 2  # times the context; pieces may have a few more tokens than the whole
 ENDS = 48  # tokens at each end of a prompt of ids in which its question is sought
 ENDING = 256  # characters; more than a template writes to open an answer, for templates without a marker
 
-MOST_NAMED = 8  # parts that warnings name
-IMAGE_LEFT_OUT = "{}: an image was left out: this model reads text only"
 WRITTEN = "the model's chat template shows no tool calls: those of the conversation are written as text"
 
 # Errors of templates on a conversation that they don't support. jinja2 wraps only some of them.
@@ -217,7 +215,7 @@ class PromptBuilder:
 
     def _fit(self, conversation: Conversation) -> _Fitted:
         """Return the conversation in the form that the template takes, without volatile lines."""
-        sentences = (*conversation.left_out, *map(IMAGE_LEFT_OUT.format, conversation.images[:MOST_NAMED]))
+        sentences = conversation.left_out
         if any(LOADS in message for message in conversation.messages):
             messages = (with_schemas(m, self._tools.write) if LOADS in m else m for m in conversation.messages)
             conversation = replace(conversation, messages=tuple(messages))

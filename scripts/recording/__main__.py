@@ -3,9 +3,10 @@
     scripts/record_agent codex                                      the agent's own tool loop on a scripted model
     scripts/record_agent opencode --url http://127.0.0.1:8000 --prompt "What does src/app.py do?" --work ~/src
 
-The agent gets a home of its own, with the configuration that `mlx-specprefill connect` prints for the recording proxy,
-and can reach nothing else. Agents are those of the tests (tests/clients); MLX_SPECPREFILL_TEST_AGENTS=1 installs one
-that is missing. What agents say is other people's text: recordings stay on your machine (runs/ is ignored by git).
+The agent gets a home of its own, is launched for the recording proxy or has the configuration that `mlx-specprefill
+connect` prints for it, and can reach nothing else. Agents are those of the tests (tests/clients);
+MLX_SPECPREFILL_TEST_AGENTS=1 installs one that is missing. What agents say is other people's text: recordings stay on
+your machine (runs/ is ignored by git).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "server")]
 
-from tests.clients.packages import PACKAGES, connect  # noqa: E402
+from tests.clients.packages import PACKAGES  # noqa: E402
 from tests.support.scripted import save_scripted, scripts_in  # noqa: E402
 from tests.support.serving import start  # noqa: E402
 
@@ -44,9 +45,8 @@ def main() -> int:
         url, key = stack.enter_context(server(options.url, Path(name), work))
         recorder = Recorder(out, [key])
         with running(url, recorder) as address:
-            connect(home, options.agent, "--url", address, *(("--api-key", key) if key else ()))
-            out.unlink(missing_ok=True)  # what `connect` asked
-            done = package.ended(home, work, prompt, options.patience)
+            connected = ("--url", address, *(("--api-key", key) if key else ()))
+            done = package.ended(home, work, prompt, *connected, patience=options.patience)
     sys.stderr.write(done.stdout + done.stderr)
     requests = out.read_text(encoding="utf-8").count("\n") if out.exists() else 0
     print(f"{out}: {requests} requests; {options.agent} ended with status {done.returncode}")

@@ -1,6 +1,6 @@
-"""The agents that `mlx-specprefill connect` knows: the text of their configuration files, or the variables they take.
+"""The agents that `launch` starts and `connect` knows: variables, command lines, and the text of configuration files.
 
-Every setting was run with the version that docs/clients names, except Zed and Open WebUI, which need a screen.
+Those in a terminal were run with the version that docs/clients names. Editors and their like need a screen.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from .settings import API_KEY_VARIABLE
@@ -41,6 +42,7 @@ class RunningServer:
 
     Attributes:
         tools: the model's chat template has a place for tools.
+        folder: ours, for what agents that are launched read.
     """
 
     base: str
@@ -48,6 +50,7 @@ class RunningServer:
     window: int
     key: str
     tools: bool = True
+    folder: str = field(default_factory=lambda: str(Path.home() / ".cache" / _ID / "agents"))
 
     @property
     def v1(self) -> str:
@@ -64,19 +67,19 @@ class Setup:
     """The settings that connect one agent to one server.
 
     Attributes:
-        files: text for each file, by its usual path; none if the agent keeps its settings elsewhere.
+        files: text for each file by its path: in our folder if the agent can be launched, else its usual one.
         environment: variables for its start.
         notes: sentences for its user.
-        program: starts the agent, if the variables are all that it needs.
+        command: starts the agent, and nothing of the user's has to be changed; empty: it can't be launched so.
     """
 
     files: Mapping[str, str] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    program: str = ""
+    command: tuple[str, ...] = ()
 
 
-def _json(values: Mapping[str, Any]) -> str:
+def _json(values: Any) -> str:
     return json.dumps(values, indent=2, ensure_ascii=False) + "\n"
 
 
@@ -91,19 +94,20 @@ def _codex(server: RunningServer) -> Setup:
         "base_url": server.v1,
         "wire_api": "responses",
         "stream_idle_timeout_ms": _PATIENCE_MS,
-        "experimental_bearer_token": server.key,
+        "env_key": API_KEY_VARIABLE,
     }
-    catalogue = f"{_ID}.json"
+    catalogue = f"{server.folder}/codex.json"  # all that Codex knows of models, and of its tools for them
+    table = _lines(provider, " = ").rstrip().replace("\n", ", ")
     values = {
-        "model": server.model,
-        "model_provider": _ID,
-        "model_catalog_json": catalogue,  # beside this file
+        "model": json.dumps(server.model, ensure_ascii=False),
+        "model_provider": json.dumps(_ID),
+        "model_catalog_json": json.dumps(catalogue),
         "model_context_window": server.window,
+        f"model_providers.{_ID}": f"{{{table}}}",
     }
-    text = f"{_lines(values, ' = ')}\n[model_providers.{_ID}]\n{_lines(provider, ' = ')}"
-    note = f"{catalogue} is all that Codex knows of models: for OpenAI's own, take model_catalog_json out again."
+    overrides = (word for name, value in values.items() for word in ("-c", f"{name}={value}"))
     models = _json({"models": [_codex_model(server)]})
-    return Setup({"~/.codex/config.toml": text, f"~/.codex/{catalogue}": models}, notes=(note,))
+    return Setup({catalogue: models}, {API_KEY_VARIABLE: server.key}, command=("codex", *overrides))
 
 
 def _codex_model(server: RunningServer) -> dict[str, Any]:
@@ -137,8 +141,7 @@ def _opencode(server: RunningServer) -> Setup:
     chosen = f"{_ID}/{server.model}"
     values = {"provider": {_ID: provider}, "model": chosen, "small_model": chosen}
     environment = {"OPENCODE_CONFIG_CONTENT": json.dumps(values, ensure_ascii=False)}
-    text = _json({"$schema": "https://opencode.ai/config.json"} | values)
-    return Setup({"~/.config/opencode/opencode.json": text}, environment, program="opencode")
+    return Setup(environment=environment, command=("opencode",))
 
 
 def _claude(server: RunningServer) -> Setup:
@@ -154,8 +157,13 @@ def _claude(server: RunningServer) -> Setup:
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         "ENABLE_TOOL_SEARCH": "true",  # off for other hosts than Anthropic's, to which it sends every schema
         "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",  # it changes from session to session
+        "CLAUDE_CODE_TOTAL_TOKENS_REMINDER": "off",  # a countdown behind every result
     }
-    return Setup({"~/.claude/settings.json": _json({"env": environment})}, environment, program="claude")
+    note = (
+        "CLAUDE_CODE_DISABLE_AUTO_MEMORY=1 turns its memory of folders off. The path of that memory stands in front of "
+        "all tools: without it, the first prompt of another folder shares .79 instead of .08 with what is cached."
+    )
+    return Setup(environment=environment, notes=(note,), command=("claude",))
 
 
 def _qwen(server: RunningServer) -> Setup:
@@ -167,12 +175,74 @@ def _qwen(server: RunningServer) -> Setup:
         "generationConfig": {"timeout": _PATIENCE_MS, "contextWindowSize": server.window},
     }
     values = {
-        "env": {API_KEY_VARIABLE: server.key},
         "modelProviders": {"openai": [model]},
         "security": {"auth": {"selectedType": "openai"}},
         "model": {"name": server.model},
     }
-    return Setup({"~/.qwen/settings.json": _json(values)})
+    path = f"{server.folder}/qwen.json"
+    environment = {"QWEN_CODE_SYSTEM_SETTINGS_PATH": path, API_KEY_VARIABLE: server.key}
+    return Setup({path: _json(values)}, environment, command=("qwen",))
+
+
+def _pi(server: RunningServer) -> Setup:
+    model = {
+        "id": server.model,
+        "name": server.model,
+        "reasoning": False,
+        "input": ["text"],
+        "cost": {"input": 0, "output": 0, "cacheRead": 0, "cacheWrite": 0},
+        "contextWindow": server.window,
+        "maxTokens": server.output,
+        "compat": {"supportsStore": False, "supportsDeveloperRole": False},
+    }
+    provider = {"baseUrl": server.v1, "apiKey": server.key, "api": "openai-completions", "models": [model]}
+    path = f"{server.folder}/pi.ts"
+    extension = f"export default (pi) => pi.registerProvider({json.dumps(_ID)}, {_json(provider).rstrip()});\n"
+    return Setup({path: extension}, command=("pi", "--extension", path, "--provider", _ID, "--model", server.model))
+
+
+def _vscode(server: RunningServer) -> Setup:
+    model = {
+        "id": server.model,
+        "name": server.model,
+        "url": f"{server.v1}/chat/completions",
+        "toolCalling": server.tools,
+        "vision": False,
+        "maxInputTokens": server.window - server.output,
+        "maxOutputTokens": server.output,
+    }
+    group = {"name": _ID, "vendor": "customendpoint", "apiKey": server.key, "apiType": "chat-completions"}
+    note = "Chat: Manage Language Models, Add Models, Custom Endpoint opens this file. On Linux it is in ~/.config."
+    path = "~/Library/Application Support/Code/User/chatLanguageModels.json"
+    return Setup({path: _json([group | {"models": [model]}])}, notes=(note,))
+
+
+def _hermes(server: RunningServer) -> Setup:
+    values = {
+        "provider": "custom",
+        "base_url": server.v1,
+        "default": server.model,
+        "api_key": server.key,
+        "context_length": server.window,
+    }
+    text = _lines(values, ": ").rstrip().replace("\n", "\n  ")
+    return Setup({"~/.hermes/config.yaml": f"model:\n  {text}\n"})
+
+
+def _openclaw(server: RunningServer) -> Setup:
+    model = {
+        "id": server.model,
+        "name": server.model,
+        "input": ["text"],
+        "contextWindow": server.window,
+        "maxTokens": server.output,
+    }
+    provider = {"baseUrl": server.v1, "api": "openai-completions", "apiKey": server.key, "models": [model]}
+    values = {
+        "models": {"providers": {_ID: provider}},
+        "agents": {"defaults": {"model": {"primary": f"{_ID}/{server.model}"}}},
+    }
+    return Setup({"~/.openclaw/openclaw.json": _json(values)})
 
 
 def _cline(server: RunningServer) -> Setup:
@@ -266,13 +336,18 @@ def any_other(server: RunningServer) -> Setup:
 
 
 AGENTS: Mapping[str, Callable[[RunningServer], Setup]] = {
+    "claude": _claude,
     "codex": _codex,
     "opencode": _opencode,
-    "claude": _claude,
     "qwen": _qwen,
+    "pi": _pi,
+    "vscode": _vscode,
     "cline": _cline,
     "continue": _continue,
     "aider": _aider,
     "zed": _zed,
+    "hermes": _hermes,
+    "openclaw": _openclaw,
     "open-webui": _open_webui,
 }
+LAUNCHED = ("claude", "codex", "opencode", "qwen", "pi")

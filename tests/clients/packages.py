@@ -6,18 +6,20 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
+from mlx_specprefill_server.agent_setup import LAUNCHED
 from tests.support.connected import paste
 
 HOME = Path(__file__).parents[2] / ".agents"  # 2 GB with all of them
 INSTALL = "MLX_SPECPREFILL_TEST_AGENTS"  # set: those that are missing are installed
 NOWHERE = "http://127.0.0.1:9"  # as a proxy: whatever is not the server can't be reached
 PATIENCE_S = 600
+LAUNCHER = ("-m", "mlx_specprefill_server")
 
 
 @dataclass(frozen=True)
@@ -64,20 +66,33 @@ class Package:
         quiet = ("--no-fund", "--no-audit", "--loglevel=error")
         subprocess.run(["npm", "install", *quiet, f"{self.package}@{self.version}"], cwd=self.folder, check=True)
 
-    def run(self, home: Path, work: Path, prompt: str, patience: float = PATIENCE_S) -> str:
-        """Return the agent's output for a prompt, with the configuration of `home`."""
-        done = self.ended(home, work, prompt, patience)
+    def run(self, home: Path, work: Path, prompt: str, *options: str) -> str:
+        """Return the agent's output for a prompt. `options` are those of `launch` and `connect`."""
+        done = self.ended(home, work, prompt, *options)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout + done.stderr
 
     def ended(
-        self, home: Path, work: Path, prompt: str, patience: float = PATIENCE_S
+        self,
+        home: Path,
+        work: Path,
+        prompt: str,
+        *options: str,
+        patience: float = PATIENCE_S,
+        launcher: Sequence[str] = LAUNCHER,
     ) -> subprocess.CompletedProcess[str]:
         """The same, however it ends."""
-        environment = {"PATH": os.environ["PATH"], "HOME": str(home), "NO_PROXY": "127.0.0.1", **self.environment}
+        environment = {"HOME": str(home), "NO_PROXY": "127.0.0.1", **self.environment}
+        environment |= {name: value for name, value in os.environ.items() if name in ("PATH", "PYTHONPATH")}
         if self.proxied:
             environment |= {"HTTP_PROXY": NOWHERE, "HTTPS_PROXY": NOWHERE}
-        command = [str(self.installed()), *self.options, prompt]
+        program = self.installed()
+        command = [str(program), *self.options, prompt]
+        if self.name in LAUNCHED:
+            environment["PATH"] = f"{program.parent}:{environment['PATH']}"
+            command = [sys.executable, *launcher, "launch", self.name, *options, "--", *command[1:]]
+        else:
+            connect(home, self.name, *options)
         return subprocess.run(
             command,
             cwd=work,
@@ -102,6 +117,7 @@ PACKAGES = {
             "claude", "@anthropic-ai/claude-code", "2.1.330", "claude", ("--allowedTools=Bash,Edit", "-p"), "claude", 3
         ),
         Package("qwen", "@qwen-code/qwen-code", "0.15.10", "qwen", ("-y", "-p"), "qwen", 4, proxied=False),
+        Package("pi", "@mariozechner/pi-coding-agent", "0.73.1", "pi", ("--offline", "-p"), "pi", 3),
         Package("cline", "cline", "3.0.65", "cline", (), "cline", 2),
         Package("continue", "@continuedev/cli", "1.5.47", "cn", ("--auto", "-p"), "continue", 2),
         Package("aider", "aider-chat", "0.86.2", "aider", _AIDER, "text", 1),
@@ -109,11 +125,10 @@ PACKAGES = {
 }
 
 
-def connect(home: Path, agent: str, *options: str) -> str:
-    """Return the output of `connect`. Its text for files is in the files of this home."""
+def connect(home: Path, agent: str, *options: str) -> None:
+    """Put what `connect` prints into the files of this home."""
     command = [sys.executable, "-m", "mlx_specprefill_server", "connect", agent, *options]
     kept = {name: value for name, value in os.environ.items() if name in ("PATH", "PYTHONPATH")}
     done = subprocess.run(command, env=kept | {"HOME": str(home)}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     paste(done.stdout, home)
-    return done.stdout

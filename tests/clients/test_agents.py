@@ -1,4 +1,4 @@
-"""Real agents start with what `connect` prints, in their files or as a command, and complete a task, with no network.
+"""Real agents are launched, or start with what `connect` prints in their files, and complete a task with no network.
 
 The server asks for a key, and its streams are full of keep-alives and progress: no agent may stumble over them.
 """
@@ -10,7 +10,6 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.connected import variables_in
 from tests.support.scripted import (
     CHANGED,
     COMMAND,
@@ -34,8 +32,7 @@ from tests.support.scripted import (
 from tests.support.serving import Server, start
 from tests.support.waiting import eventually
 
-from ..connecting.test_connect import FILES
-from .packages import PACKAGES, connect
+from .packages import PACKAGES
 
 KEY = "geheim"
 NOTES = Path(__file__).with_name("notes.py")
@@ -93,9 +90,9 @@ def test_a_task(chatty: Callable[[Flavour], Server], tmp_path: Path, work: Path,
     home, result = tmp_path / "home", work / "result.txt"
     result.unlink(missing_ok=True)
     server = chatty(flavour)
-    connect(home, agent, "--url", server.base, "--api-key", KEY)
+    home.mkdir()
     before = answers(server)
-    said = package.run(home, work, f"Please do script:{package.script} now.")
+    said = package.run(home, work, f"Please do script:{package.script} now.", "--url", server.base, "--api-key", KEY)
     if package.script == "text":
         assert TEXT in said
     else:
@@ -106,30 +103,17 @@ def test_a_task(chatty: Callable[[Flavour], Server], tmp_path: Path, work: Path,
     assert answers(server) - before == package.requests  # nothing was sent twice
 
 
-@pytest.mark.parametrize("agent", ["opencode", "claude"])
-def test_the_printed_command_is_enough(
-    chatty: Callable[[Flavour], Server], tmp_path: Path, work: Path, agent: str
-) -> None:
-    package = PACKAGES[agent]
-    package.installed()
-    home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
-    home.mkdir()
-    printed = connect(elsewhere, agent, "--url", chatty("hermes").base, "--api-key", KEY)
-    started = replace(package, environment={**package.environment, **variables_in(printed)})
-    assert DONE in started.run(home, work, f"Please do script:{package.script} now.")
-
-
 def with_notes(home: Path, agent: str) -> None:
-    """Add an MCP server to an agent's configuration."""
+    """Write an agent's configuration with an MCP server, as its user has it."""
     server = {"command": sys.executable, "args": [str(NOTES)]}
     if agent == "codex":
         table = f"\n[mcp_servers.notes]\ncommand = {json.dumps(sys.executable)}\nargs = {json.dumps([str(NOTES)])}\n"
-        (home / FILES[agent]).open("a").write(table)
+        (home / ".codex").mkdir()
+        (home / ".codex" / "config.toml").write_text(table)
         return
     (home / ".claude.json").write_text(json.dumps({"mcpServers": {"notes": server}}))
-    settings = home / FILES[agent]
-    allowed = {"permissions": {"allow": ["mcp__notes"]}}
-    settings.write_text(json.dumps(json.loads(settings.read_text()) | allowed))
+    (home / ".claude").mkdir()
+    (home / ".claude" / "settings.json").write_text(json.dumps({"permissions": {"allow": ["mcp__notes"]}}))
 
 
 @pytest.mark.parametrize("agent", SEARCHES)
@@ -140,10 +124,10 @@ def test_a_tool_of_an_mcp_server_is_searched_for_and_called(
     package.installed()
     called.unlink(missing_ok=True)
     server = chatty("hermes")
-    connect(tmp_path, agent, "--url", server.base, "--api-key", KEY)
     with_notes(tmp_path, agent)
     before = deferred(server)
-    said = package.run(tmp_path, work, f"Please do script:search-{agent} now.")
+    options = ("--url", server.base, "--api-key", KEY)
+    said = package.run(tmp_path, work, f"Please do script:search-{agent} now.", *options)
     assert NOTE in said
     params = json.loads(called.read_text())
     assert (params["name"], params["arguments"]) == ("read_note", {"number": 7})

@@ -14,7 +14,7 @@ import pytest
 from tests.support.scripted import save_scripted
 from tests.support.serving import Server, start
 
-from .packages import PACKAGES, connect
+from .packages import PACKAGES
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(900)]
 
@@ -46,9 +46,8 @@ def test_an_agent_stops(narrow: tuple[Server, Path], tmp_path: Path, agent: str)
     package = PACKAGES[agent]
     package.installed()
     server, log = narrow
-    connect(tmp_path, agent, "--url", server.base)
     before = log.read_text().count(": POST /v1/")
-    done = package.ended(tmp_path, tmp_path, f"Please do script:{package.script} now.")
+    done = package.ended(tmp_path, tmp_path, f"Please do script:{package.script} now.", "--url", server.base)
     assert done.returncode != 0
     assert SAYS[agent] in done.stdout + done.stderr
     assert log.read_text().count(": POST /v1/") - before <= REQUESTS[agent]

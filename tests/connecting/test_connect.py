@@ -1,9 +1,13 @@
-"""`mlx-specprefill connect`: what it prints can be read by the agents, and no file is touched."""
+"""`mlx-specprefill connect` and `launch`: agents can read what they are given, and no file of the user is touched."""
 
 from __future__ import annotations
 
 import io
 import json
+import os
+import re
+import socket
+import sys
 import tomllib
 import urllib.request
 from collections.abc import Iterator
@@ -14,7 +18,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
-from mlx_specprefill_server.agent_setup import AGENTS, RunningServer
+from mlx_specprefill_server.agent_setup import AGENTS, LAUNCHED, RunningServer
 from mlx_specprefill_server.cli import app
 from mlx_specprefill_server.cli.agents import text_of
 from tests.support.connected import files_in, variables_in
@@ -24,14 +28,13 @@ from ..server.fakes import FakeEngine
 from ..server.test_custom_tools import is_patch
 
 FILES = {
-    "codex": ".codex/config.toml",
-    "opencode": ".config/opencode/opencode.json",
-    "claude": ".claude/settings.json",
-    "qwen": ".qwen/settings.json",
+    "vscode": "Library/Application Support/Code/User/chatLanguageModels.json",
     "cline": ".cline/data/settings/providers.json",
     "continue": ".continue/config.yaml",
     "aider": ".aider.conf.yml",
     "zed": ".config/zed/settings.json",
+    "hermes": ".hermes/config.yaml",
+    "openclaw": ".openclaw/openclaw.json",
 }
 SEVERAL = {
     "data": [
@@ -40,7 +43,7 @@ SEVERAL = {
         {"id": "gone", "aliases": [], "context_length": None},
     ]
 }
-READ_AS: dict[str, Any] = {".toml": tomllib.loads, ".json": json.loads, ".yaml": yaml.safe_load, ".yml": yaml.safe_load}
+READ_AS: dict[str, Any] = {".json": json.loads, ".yaml": yaml.safe_load, ".yml": yaml.safe_load}
 ODD = 'Ünder "the" \\ hat: #1 🎩 it\'s'  # a name that every format has to quote
 
 
@@ -68,13 +71,13 @@ def connect(*options: str, code: int = 0) -> Result:
     return result
 
 
-@pytest.mark.parametrize("agent", [*FILES, "open-webui", "some-editor"])
+@pytest.mark.parametrize("agent", [*FILES, *LAUNCHED, "open-webui", "some-editor"])
 def test_it_prints_the_servers_own_address_model_window_and_key(home: Path, base: str, agent: str) -> None:
     said = connect(agent, "--url", f"{base}/v1/", "--api-key", "geheim").stdout
     assert base in said
     assert "geheim" in said
     assert agent == "open-webui" or "org/local" in said
-    assert agent not in FILES or ("4096" in said and FILES[agent] in files_in(said))
+    assert agent not in FILES or (re.search("4096|3072", said) and FILES[agent] in files_in(said))
     assert list(home.iterdir()) == []
 
 
@@ -83,7 +86,7 @@ def test_an_agent_that_is_not_known_is_told_what_it_needs(home: Path, base: str)
     assert done.stdout == (
         f"export OPENAI_BASE_URL={base}/v1\nexport OPENAI_API_KEY=geheim\nexport OPENAI_MODEL=org/local\n"
     )
-    assert "only codex, opencode, claude, qwen, cline, continue, aider, zed, open-webui" in done.stderr
+    assert "only claude, codex, opencode, qwen, pi, vscode, cline, continue, aider, zed, hermes" in done.stderr
 
 
 def values_in(value: Any) -> list[Any]:
@@ -101,30 +104,114 @@ def test_each_file_can_be_read_whatever_the_names(agent: str) -> None:
     assert any(ODD in str(word) for word in found)
     assert any(str(word).startswith(server.base) for word in found)
     assert agent == "zed" or server.key in found  # Zed's key is a variable
-    assert {server.window, str(server.window)} & set(found)
+    assert {server.window, server.window - server.output} & {word for word in found if isinstance(word, int)}
 
 
-def test_the_command_that_needs_no_file_says_what_the_file_says(home: Path, base: str) -> None:
-    for server in (RunningServer(base, "local", 50_000, "none"), RunningServer(base, ODD, 50_000, "it's")):
-        claude, opencode = text_of(AGENTS["claude"](server)), text_of(AGENTS["opencode"](server))
-        assert variables_in(claude) == json.loads(files_in(claude)[FILES["claude"]])["env"]
-        said = json.loads(variables_in(opencode)["OPENCODE_CONFIG_CONTENT"])
-        assert said.items() <= json.loads(files_in(opencode)[FILES["opencode"]]).items()
-    for agent in ("claude", "opencode"):
-        printed = connect(agent, "--url", base, "--api-key", "geheim").stdout
-        assert printed.partition("\n\n")[0].endswith(f" \\\n{agent}")
+# --- launch -----------------------------------------------------------------------------------------------------------
+
+TELLER = f"""#!{sys.executable}
+import json, os, sys
+print(json.dumps([sys.argv[1:], dict(os.environ)]))
+sys.exit(7)
+"""
 
 
-def test_codex_gets_its_own_tools_and_an_example_of_a_patch(home: Path, base: str) -> None:
-    files = files_in(connect("codex", "--url", base, "--api-key", "geheim").stdout)
-    configured = tomllib.loads(files[FILES["codex"]])
-    catalogue = json.loads(files[f".codex/{configured['model_catalog_json']}"])
-    (model,) = catalogue["models"]
-    assert (model["slug"], model["context_window"]) == (configured["model"], 4096)
+@pytest.fixture
+def programs(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins for agents that print how they were started."""
+    folder = tmp_path_factory.mktemp("bin")
+    for name in LAUNCHED:
+        (folder / name).write_text(TELLER)
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+
+
+def launch(capfd: pytest.CaptureFixture[str], *options: str, code: int = 7) -> tuple[list[str], dict[str, str], str]:
+    """The arguments and the environment of the agent, and what was said on standard error."""
+    result = CliRunner().invoke(app, ["launch", *options])
+    assert result.exit_code == code, result.output
+    out = capfd.readouterr().out
+    arguments, environment = json.loads(out) if out else ([], {})
+    return arguments, environment, result.stderr
+
+
+@pytest.mark.usefixtures("programs")
+@pytest.mark.parametrize("agent", LAUNCHED)
+def test_an_agent_is_launched_and_only_our_folder_has_files(
+    home: Path, base: str, capfd: pytest.CaptureFixture[str], agent: str
+) -> None:
+    options = ("--url", base, "--api-key", "geheim", "--", "-p", "--model", "x y")
+    arguments, environment, _ = launch(capfd, agent, *options)
+    assert arguments[-3:] == ["-p", "--model", "x y"]
+    files = [path for path in home.rglob("*") if path.is_file()]
+    assert all(path.is_relative_to(home / ".cache" / "mlx-specprefill" / "agents") for path in files)
+    assert {path.stat().st_mode & 0o777 for path in files} <= {0o600}
+    texts = [path.read_text() for path in files]
+    told = "\n".join([*arguments, *environment.values(), *texts])
+    assert all(word in told for word in (base, "geheim", "org/local", "4096"))
+    assert "geheim" not in "\n".join(arguments)  # other users see them
+    printed = connect(agent, "--url", base, "--api-key", "geheim").stdout
+    assert list(files_in(printed).values()) == texts
+    assert variables_in(printed).items() <= environment.items()
+
+
+@pytest.mark.usefixtures("programs")
+@pytest.mark.parametrize("name", ["local", ODD])
+def test_codex_gets_its_own_tools_and_an_example_of_a_patch(home: Path, name: str) -> None:
+    setup = AGENTS["codex"](RunningServer("http://[::1]:8000", name, 50_000, "geheim"))
+    values = [tomllib.loads(word) for word in setup.command[2::2]]
+    configured = dict(one for value in values for one in value.items())
+    provider = configured["model_providers"]["mlx-specprefill"]
+    assert (provider["base_url"], provider["wire_api"]) == ("http://[::1]:8000/v1", "responses")
+    assert setup.environment == {provider["env_key"]: "geheim"}
+    (model,) = json.loads(setup.files[configured["model_catalog_json"]])["models"]
+    assert (model["slug"], model["context_window"]) == (configured["model"], 50_000) == (name, 50_000)
     assert (model["apply_patch_tool_type"], model["supports_search_tool"]) == ("freeform", True)
     instructions = model["base_instructions"]
     begin, end = "*** Begin Patch", "*** End Patch\n"
     assert is_patch(instructions[instructions.index(begin) : instructions.index(end) + len(end)])
+
+
+def test_claude_code_counts_no_tokens_down_and_its_memory_is_explained(home: Path, base: str) -> None:
+    done = connect("claude", "--url", base, "--api-key", "geheim")
+    assert variables_in(done.stdout)["CLAUDE_CODE_TOTAL_TOKENS_REMINDER"] == "off"
+    assert "CLAUDE_CODE_DISABLE_AUTO_MEMORY=1" in done.stderr
+    assert "CLAUDE_CODE_DISABLE_AUTO_MEMORY" not in done.stdout
+
+
+def test_what_cannot_be_launched(home: Path, base: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    for options, said in (
+        (
+            ["zed", "--url", base],
+            "zed can't be launched, only claude, codex, opencode, qwen, pi; `mlx-specprefill connect",
+        ),
+        (["what", "--url", base], "it is not known"),
+        (["pi", "--url", base, "--api-key", "geheim"], "pi is not installed"),
+        (["pi", "--url", base], "401"),
+        (["pi", "--url", "http://192.0.2.1:9"], "does not answer"),
+    ):
+        result = CliRunner().invoke(app, ["launch", *options])
+        assert result.exit_code == 2, result.output
+        assert said in result.output
+
+
+@pytest.mark.extended
+@pytest.mark.usefixtures("programs")
+def test_a_server_is_started_where_none_runs_and_ends_with_the_agent(
+    home: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    _, environment, said = launch(capfd, "claude", "--url", url, "--api-key", "geheim", "--pair", "demo")
+    assert "starting one; its log is" in said
+    assert environment["ANTHROPIC_BASE_URL"] == url
+    with pytest.raises(OSError, match=r"."):
+        socket.create_connection(("127.0.0.1", port), 1).close()
+    _, _, said = launch(capfd, "claude", "--url", url, "--target", "/no/such/folder", code=2)
+    assert "the server could not be started: error: /no/such/folder" in said
 
 
 def test_mistakes_are_one_line(home: Path, base: str) -> None:

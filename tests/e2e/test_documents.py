@@ -71,7 +71,12 @@ NOT_RUN = {
         "mlx-specprefill pull",
         "scripts/serve --target mlx-community/",
     ),
-    "needs another program": ("codex", "hf cache ", "lm_eval run ", "scripts/record_agent"),
+    "needs another program": ("mlx-specprefill launch", "hf cache ", "lm_eval run ", "scripts/record_agent"),
+    "is what `connect` prints: tests/connecting reads it": (
+        "ANTHROPIC_BASE_URL=",
+        "MLX_SPECPREFILL_API_KEY=none",
+        "export MLX_SPECPREFILL_API_KEY=none",
+    ),
     "deletes what is the user's": ("rm -r ",),
     "takes minutes to days": (
         "mlx-specprefill eval",
@@ -201,7 +206,7 @@ def help_of(program: str, *benchmark: str) -> str:
 @pytest.mark.extended
 def test_an_agent_is_connected(server: Server, tmp_path: Path) -> None:
     found = {tuple(shlex.split(one, comments=True)[1:]) for _, one in COMMANDS if "mlx-specprefill connect" in one}
-    assert {"claude", "codex"} <= {word for arguments in found for word in arguments}
+    assert "vscode" in {word for arguments in found for word in arguments}
     for arguments in found:
         user = CliRunner(env={"HOME": str(tmp_path), "MLX_SPECPREFILL_API_KEY": "none"})
         done = user.invoke(app, [*arguments, "--url", server.base])

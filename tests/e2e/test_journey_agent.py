@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from mlx_specprefill_server.cli import app
-from tests.support.connected import files_in
+from tests.support.connected import variables_in
 from tests.support.scripted import DONE, Flavour
 from tests.support.serving import Server
 
@@ -36,8 +36,7 @@ def test_an_agent_with_what_connect_prints_completes_its_task(
     arguments = ["connect", "opencode", "--url", scripted("hermes").base]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
-    (text,) = files_in(done.stdout).values()
-    configured = json.loads(text)
+    configured = json.loads(variables_in(done.stdout)["OPENCODE_CONFIG_CONTENT"])
     options = configured["provider"]["mlx-specprefill"]["options"]
     model = configured["model"].partition("/")[2]
     messages: list[Any] = [{"role": "user", "content": "Please do script:continue now."}]

@@ -31,7 +31,8 @@ def test_the_page_is_what_the_code_says(reference: ModuleType, name: str) -> Non
 def test_the_page_on_clients_has_what_connect_says(reference: ModuleType) -> None:
     written = (DOCS / "clients" / "README.md").read_text(encoding="utf-8")
     assert written == reference.clients_page(), "run scripts/make_reference.py"
-    assert re.findall(r"<!-- connect (\S+) -->", written) == ["codex", "opencode", "claude"], "one of each dialect"
+    shown = re.findall(r"<!-- connect (\S+) -->", written)
+    assert shown == ["claude", "codex", "vscode", "zed"], "launched ones and editors"
     assert [name for name in reference.AGENTS if f"`{name}`" not in written] == []
 
 
@@ -40,7 +41,7 @@ def test_the_reference_has_every_setting_and_command(reference: ModuleType) -> N
     assert "| `MLX_SPECPREFILL_MEMORY_LIMIT` | `--memory-limit` | none | Memory for weights" in pages["settings.md"]
     assert "| `MLX_SPECPREFILL_PREFIX_DISK_SIZE` | `--prefix-disk-size` | 20GB |" in pages["settings.md"]
     models = ["pull", "list", "recommend"]
-    commands = ["serve", *models, "connect", "inspect", "bench", "doctor", "eval"]
+    commands = ["serve", *models, "launch", "connect", "inspect", "bench", "doctor", "eval"]
     assert re.findall(r"^## ([\w ]+)$", pages["cli.md"], re.MULTILINE) == commands
 
 

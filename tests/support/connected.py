@@ -6,11 +6,11 @@ import re
 import subprocess
 from pathlib import Path
 
-TITLE = re.compile(r"^# (?:add to|or for every start, in) ~/(.*)\n", re.MULTILINE)
+TITLE = re.compile(r"^# add to (?:~/)?(.*)\n", re.MULTILINE)
 
 
 def files_in(printed: str) -> dict[str, str]:
-    """Return the text for each file by its path in the user's home."""
+    """Return the text for each file by its path, of the user's files in the home."""
     parts = TITLE.split(printed)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 

@@ -110,6 +110,7 @@ SHELLS = {
     "opencode": Call("bash", {"command": COMMAND, "description": "Writes a file"}),
     "claude": Call("Bash", {"command": COMMAND, "description": "Writes a file"}),
     "qwen": Call("run_shell_command", {"command": COMMAND, "is_background": False}),
+    "pi": Call("bash", {"command": COMMAND}),
     "continue": Call("Bash", {"command": COMMAND}),
     "cline": Call("run_commands", {"commands": [COMMAND]}),
 }
@@ -122,6 +123,7 @@ EDITS = {
     "opencode": (Call("edit", {"filePath": "result.txt", "oldString": "made", "newString": "mended"}),),
     "claude": (Call("Edit", {"file_path": "result.txt", **_STRINGS}),),
     "qwen": (Call("read_file", {"file_path": "result.txt"}), Call("edit", {"file_path": "result.txt", **_STRINGS})),
+    "pi": (Call("edit", {"path": "result.txt", "edits": [{"oldText": "made", "newText": "mended"}]}),),
 }
 
 

@@ -43,6 +43,7 @@ ENDS = 48  # tokens at each end of a prompt of ids in which its question is soug
 ENDING = 256  # characters; more than a template writes to open an answer, for templates without a marker
 
 WRITTEN = "the model's chat template shows no tool calls: those of the conversation are written as text"
+CLOSED = "the model's chat template can't show half a thought: the answer does not go on with that of the last message"
 
 # Errors of templates on a conversation that they don't support. jinja2 wraps only some of them.
 TEMPLATE_ERRORS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, AssertionError)
@@ -237,6 +238,8 @@ class PromptBuilder:
             return escaped.from_json(_render(self._tokenizer, form, escaped.conversation, messages))
 
         rendered = read(escaped.conversation.messages)
+        if not rendered.endswith(_half_thought(escaped.conversation, escaped.conversation.messages)):
+            sentences += (CLOSED,)
         return _Fitted(escaped.conversation.messages, rendered, read, escaped.unescape, sentences)
 
     def _tokenize(self, fitted: _Fitted, field: str) -> Encoded:
@@ -261,7 +264,8 @@ def _render(tokenizer: Any, form: Form, conversation: Conversation, messages: Se
     Raises:
         InvalidRequestError: it refuses them.
     """
-    going_on = {"continue_final_message": True} if conversation.ending == "continue" else {}
+    thought = _half_thought(conversation, messages)
+    going_on = {"continue_final_message": True} if conversation.ending == "continue" and not thought else {}
     apply = (
         partial(_apply_with_nulls, tokenizer) if form.null else partial(tokenizer.apply_chat_template, tokenize=False)
     )
@@ -276,7 +280,16 @@ def _render(tokenizer: Any, form: Form, conversation: Conversation, messages: Se
     except (*TEMPLATE_ERRORS, TemplateError) as error:
         message = f"The model's chat template refuses this conversation: {error}"
         raise InvalidRequestError(message[:1000], field=conversation.field) from error
-    return restored(str(text))
+    text = restored(str(text))
+    return text[: text.rindex(thought) + len(thought)] if thought in text else text
+
+
+def _half_thought(conversation: Conversation, messages: Sequence[Message]) -> str:
+    """Return the thought at the end of the messages with which the answer is to go on, else nothing."""
+    last = messages[-1]
+    if conversation.ending != "continue" or last["content"].strip() or "tool_calls" in last:
+        return ""
+    return str(last.get("reasoning", "")).strip()
 
 
 def _apply_with_nulls(tokenizer: Any, messages: Sequence[Message], tools: Any, **kwargs: Any) -> str:

@@ -1,0 +1,154 @@
+"""Histories that clients change or cut: permuted results, lost reminders, ids that repeat, thoughts without a text."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from .conftest import client_of
+from .fakes import FakeEngine, FakePair, byte_tokenizer
+from .form_templates import FORMS
+from .templates import QWEN_3
+from .test_history import CHAT, DIALECTS, MESSAGES, RESPONSES, ask, prompt
+
+REMINDER = "<system-reminder>\nThe task list is empty.\n</system-reminder>\n\n"
+Rounds = list[list[tuple[str, str]]]  # per round the calls' ids and arguments
+
+
+@pytest.fixture(params=["all is shown", "ids of nine or more", "ids name the function"])
+def engine(request: pytest.FixtureRequest) -> Iterator[FakeEngine]:
+    fake = FakeEngine(FakePair(byte_tokenizer(FORMS[request.param]), context_length=1 << 16))
+    yield fake
+    fake.close()
+
+
+def of_chat(question: str, rounds: Rounds, order: int) -> dict[str, Any]:
+    talk: list[Any] = [{"role": "user", "content": question}]
+    for calls in rounds:
+        made = [
+            {"id": name, "type": "function", "function": {"name": "f", "arguments": json.dumps({"n": n})}}
+            for name, n in calls
+        ]
+        results = [{"role": "tool", "tool_call_id": name, "content": f"result {n}"} for name, n in calls]
+        talk += [{"role": "assistant", "content": None, "tool_calls": made}, *results[::order]]
+    return {"messages": talk}
+
+
+def of_messages(question: str, rounds: Rounds, order: int) -> dict[str, Any]:
+    talk: list[Any] = [{"role": "user", "content": question}]
+    for calls in rounds:
+        made = [{"type": "tool_use", "id": name, "name": "f", "input": {"n": n}} for name, n in calls]
+        results = [{"type": "tool_result", "tool_use_id": name, "content": f"result {n}"} for name, n in calls]
+        talk += [{"role": "assistant", "content": made}, {"role": "user", "content": results[::order]}]
+    return {"max_tokens": 9, "messages": talk}
+
+
+def of_responses(question: str, rounds: Rounds, order: int) -> dict[str, Any]:
+    items: list[Any] = [{"role": "user", "content": question}]
+    for calls in rounds:
+        items += [
+            {"type": "function_call", "call_id": name, "name": "f", "arguments": json.dumps({"n": n})}
+            for name, n in calls
+        ]
+        results = [{"type": "function_call_output", "call_id": name, "output": f"result {n}"} for name, n in calls]
+        items += results[::order]
+    return {"input": items}
+
+
+SHAPES: dict[str, Callable[[str, Rounds, int], dict[str, Any]]] = {
+    CHAT: of_chat,
+    MESSAGES: of_messages,
+    RESPONSES: of_responses,
+}
+CONSTANT = "ZsSt4SkI0123456789abcdef"
+REPEATED: dict[str, Rounds] = {
+    "one id for all": [[(CONSTANT, f"call {i}")] for i in range(20)],
+    "the same ids in each round": [[(f"call_{j}", f"call {i}{j}") for j in range(3)] for i in range(5)],
+    "one id for two calls of a message": [[(CONSTANT, f"call {i}a"), (CONSTANT, f"call {i}b")] for i in range(5)],
+}
+
+
+@pytest.mark.parametrize("path", SHAPES)
+@pytest.mark.parametrize("kind", REPEATED)
+def test_each_result_stands_at_its_call(client: TestClient, engine: FakeEngine, path: str, kind: str) -> None:
+    rounds = REPEATED[kind]
+    ask(client, path, SHAPES[path]("Go", rounds, 1))
+    shown = re.findall(r"(result )?(call \w+)", prompt(engine))
+    expected = [one for calls in rounds for one in ([("", n) for _, n in calls] + [("result ", n) for _, n in calls])]
+    assert shown == expected
+
+
+@pytest.mark.parametrize("path", SHAPES)
+def test_a_resumed_sub_agent_differs_in_its_lost_reminder_alone(
+    client: TestClient, engine: FakeEngine, path: str
+) -> None:
+    rounds = [[(f"c{i}{j}", f"call {i}{j}") for j in range(2)] for i in range(4)]
+    ask(client, path, SHAPES[path](f"{REMINDER}Go", rounds, 1))
+    before = prompt(engine)
+    resumed = SHAPES[path]("Go", rounds, -1)
+    late = {"role": "user", "content": "The coordinator sent a message while you were working: stop."}
+    resumed["input" if path == RESPONSES else "messages"].append(late)
+    ask(client, path, resumed)
+    end = before.rindex("<|im_start|>assistant")
+    assert prompt(engine).startswith(before[:end].replace(REMINDER, ""))
+    assert "The coordinator" in prompt(engine)
+
+
+# --- Thoughts ---------------------------------------------------------------------------------------------------------
+
+HALF = "Half a thou"
+THOUGHT_LAST: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": [{"role": "user", "content": "Go"}, {"role": "assistant", "reasoning_content": HALF}]},
+    MESSAGES: {
+        "max_tokens": 99,
+        "messages": [
+            {"role": "user", "content": "Go"},
+            {"role": "assistant", "content": [{"type": "thinking", "thinking": HALF, "signature": ""}]},
+        ],
+    },
+    RESPONSES: {
+        "input": [
+            {"role": "user", "content": "Go"},
+            {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": HALF}]},
+        ]
+    },
+}
+CONTINUED = {CHAT: {"continue_final_message": True}, MESSAGES: {}}
+CLOSED = "can't show half a thought"
+
+
+@pytest.fixture
+def thinker() -> Iterator[FakeEngine]:
+    fake = FakeEngine(FakePair(byte_tokenizer(QWEN_3)))
+    yield fake
+    fake.close()
+
+
+@pytest.mark.parametrize("path", DIALECTS)
+def test_a_thought_may_be_the_last_message(thinker: FakeEngine, path: str) -> None:
+    ask(client_of(thinker), path, THOUGHT_LAST[path])
+    assert prompt(thinker).count(HALF) == 1
+
+
+@pytest.mark.parametrize("path", CONTINUED)
+def test_half_a_thought_goes_on_inside_it(thinker: FakeEngine, path: str) -> None:
+    thinker.says("ght.</think>\n\nDone.")
+    answer = ask(client_of(thinker), path, THOUGHT_LAST[path] | CONTINUED[path])
+    assert prompt(thinker).endswith(f"<think>\n{HALF}")
+    assert "warnings" not in answer
+    if path == CHAT:
+        message = answer["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == ("ght.", "Done.")
+    else:
+        assert [block.get("thinking", block.get("text")) for block in answer["content"]] == ["ght.", "Done."]
+
+
+@pytest.mark.parametrize("path", CONTINUED)
+def test_a_template_that_drops_it_is_named(client: TestClient, engine: FakeEngine, path: str) -> None:
+    answer = ask(client, path, THOUGHT_LAST[path] | CONTINUED[path])
+    assert [CLOSED in warning for warning in answer["warnings"]] == [True]

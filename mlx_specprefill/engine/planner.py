@@ -108,7 +108,8 @@ class Planner:
             plan = in_mode_of(plan, self.plan(request, prefix.length))
         code = plan.reason.code
         if not prefix.is_dense:
-            plan = extended(plan, len(request.prompt) - prefix.length)
+            absent = int(prefix.dropped.size) if request.about_session else None
+            plan = extended(plan, len(request.prompt) - prefix.length, absent)
         if plan.predicted is not None and (plan.mode == "sparse" or not prefix.is_dense):
             plan = replace(plan, predicted=self._predict_ways(request, prefix, plan))
         if prefix.miss is not None and self._may_reuse(request, plan):  # else no cached prompt has much of the rest

@@ -104,7 +104,11 @@ def plan_prefill(
         plan = _by_policy(plan, config, rest.size, gains_are_known)
     if plan.mode == "sparse":
         plan = _check_drops_enough(plan, config, rest)
-    if plan.selection_key is None or options.enabled or (words := request.about_everything) is None:
+    if plan.selection_key is None or options.enabled:
+        return plan
+    if request.about_session:
+        return plan.as_full("everything", "the session is to be summarised") if plan.mode == "sparse" else plan
+    if (words := request.about_everything) is None:
         return plan
     return _read_everything(plan, "everything", f'the question is about the whole prompt ("{words}")')
 
@@ -115,11 +119,17 @@ def in_mode_of(submitted: PrefillPlan, plan: PrefillPlan) -> PrefillPlan:
     return replace(plan, mode="full", reason=submitted.reason) if submitted.mode == "full" else plan
 
 
-def extended(plan: PrefillPlan, new: int) -> PrefillPlan:
-    """Return the plan for `new` tokens behind a sparse prefix: read in full, they extend it."""
+def extended(plan: PrefillPlan, new: int, absent: int | None = None) -> PrefillPlan:
+    """Return the plan for `new` tokens behind a sparse prefix: read in full, they extend it.
+
+    Args:
+        absent: tokens of that prefix that a summary has not seen unless they are recalled; None: it is none.
+    """
     if plan.mode == "sparse":
         return plan
     words = f"{new} new tokens are read whole behind an earlier turn: {plan.reason.words}"
+    if absent is not None:
+        words += f"; it has not seen {absent} tokens that earlier turns left out, but for recalled ones"
     return replace(plan, reason=Reason("extended", words))
 
 

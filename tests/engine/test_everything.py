@@ -48,8 +48,14 @@ def engine(pair: ModelPair) -> Iterator[Engine]:
 def request(engine: Engine, messages: Sequence[Mapping[str, str]], enabled: bool | None = None) -> GenerationRequest:
     said = conversation([dict(message) for message in messages])
     prompt = asyncio.run(PromptBuilder(engine.pair.tokenizer).chat(said))
-    options, words = SpecPrefillOptions(enabled), prompt.about_everything
-    return GenerationRequest(prompt.tokens, 2, specprefill=options, spans=prompt.spans, about_everything=words)
+    return GenerationRequest(
+        prompt.tokens,
+        2,
+        specprefill=SpecPrefillOptions(enabled),
+        spans=prompt.spans,
+        about_everything=prompt.about_everything,
+        about_session=prompt.about_session,
+    )
 
 
 def asked(engine: Engine, *contents: str, enabled: bool | None = None) -> PrefillReport:
@@ -102,6 +108,58 @@ def test_an_inspection_says_the_same(engine: Engine) -> None:
     assert (found.mode, found.reason) == ("full", REASON)
     assert found.kept_tokens < found.prompt_tokens  # what would be kept is shown all the same
     assert engine.inspect(request(engine, messages, True)).mode == "sparse"
+
+
+# --- an agent compacts its session -----------------------------------------------------------------------------------
+
+COMPACTIONS = {
+    "Claude Code": "CRITICAL: Respond with TEXT ONLY. Do NOT call any tools.\n\nYour task is to create a detailed "
+    "summary of the conversation so far, paying close attention to the user's requests.\n\nREMINDER: Call no tools.",
+    "Codex": "You are performing a CONTEXT CHECKPOINT COMPACTION. Create a handoff summary for another LLM that will "
+    "resume the task.",
+    "opencode": "Provide a detailed prompt for continuing our conversation above. Focus on what we did.",
+    "pi": "The messages above are a conversation to summarize. Create a structured context checkpoint.",
+    "Qwen-Code": "First, reason in your scratchpad. Then, generate the <state_snapshot>.",
+}
+
+
+def session(engine: Engine, sparse: bool, name: str) -> tuple[list[dict[str, str]], PrefillReport]:
+    """Return the messages of a session of one turn, and the report of it."""
+    messages = [{"role": "user", "content": f"This is for {name}.\n{TEXT}\n\n{ONE}"}]
+    asked = request(engine, messages, None if sparse else False)
+    tokens, last = generated(engine.generate(asked))
+    answer = engine.pair.tokenizer.decode([token for token in tokens if token not in engine.pair.eos_token_ids])
+    return [*messages, {"role": "assistant", "content": answer}], last.report
+
+
+@pytest.mark.parametrize("client", COMPACTIONS)
+def test_a_summary_uses_what_the_session_has(engine: Engine, client: str) -> None:
+    for sparse in (True, False):
+        messages, before = session(engine, sparse, f"{client} {sparse}")
+        asked = request(engine, [*messages, {"role": "user", "content": COMPACTIONS[client]}])
+        assert asked.about_session
+        _, last = generated(engine.generate(asked))
+        found = last.report
+        assert (before.mode, found.mode) == (("sparse", "sparse") if sparse else ("full", "full"))
+        assert found.cached_tokens >= before.kept_tokens
+        absent = before.prompt_tokens - before.kept_tokens
+        assert found.prompt_tokens - found.kept_tokens <= absent
+        assert ("it has not seen" in found.reason) == sparse
+        assert "summarised" in found.reason
+
+
+@pytest.mark.parametrize("client", COMPACTIONS)
+def test_a_summary_of_what_is_not_cached_is_read_in_full(engine: Engine, client: str) -> None:
+    turns = [{"role": "user", "content": f"{TEXT}\n\n{client}"}, {"role": "assistant", "content": "It did."}]
+    _, last = generated(engine.generate(request(engine, [*turns, {"role": "user", "content": COMPACTIONS[client]}])))
+    assert (last.report.mode, last.report.reason) == ("full", "the session is to be summarised")
+
+
+@pytest.mark.parametrize("message", [ALL, ONE, f"{TEXT * 60}\nSummarize the conversation.", "Provide a prompt for it."])
+def test_other_questions_are_no_compaction(engine: Engine, message: str) -> None:
+    turns = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hello."}]
+    assert not request(engine, [*turns, {"role": "user", "content": message}]).about_session
+    assert not request(engine, [{"role": "user", "content": COMPACTIONS["pi"]}]).about_session
 
 
 # --- nobody is known to ask for a part -------------------------------------------------------------------------------

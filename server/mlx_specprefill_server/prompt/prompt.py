@@ -27,7 +27,7 @@ from .conversation import MOST_NAMED, Conversation, Message
 from .deferred import LOADS, Tool, with_schemas
 from .forms import Form, messages_in, tools_in
 from .probe import Show, ask, notation_of
-from .question import about_everything
+from .question import about_everything, asks_to_compact
 from .reminders import without_reminders
 from .spans import Render, left_out, locate, mark, to_tokens, turn_ends
 from .special_tokens import ControlTokens, Encoded, Encoder, EscapedConversation
@@ -59,6 +59,7 @@ class Prompt:
         ending: what the text has of the assistant's turn that the answer goes on with.
         left_out: sentences about text that is not in it.
         about_everything: the words of its question that ask for the whole text.
+        about_session: an agent compacts its session.
     """
 
     tokens: TokenIds
@@ -66,6 +67,7 @@ class Prompt:
     ending: str = ""
     left_out: tuple[str, ...] = ()
     about_everything: str | None = None
+    about_session: bool = False
 
 
 @dataclass(frozen=True)
@@ -209,10 +211,13 @@ class PromptBuilder:
         said = [without_reminders(m["content"]) for m in conversation.messages if m["role"] == "user"]
         questions = [text for text in said if text.strip()]
         words = about_everything(questions[-1]) if questions else None
+        goes_on = any(message["role"] == "assistant" for message in conversation.messages)
+        asked_last = bool(questions) and conversation.messages[-1]["role"] == "user"
+        compacts = goes_on and asked_last and asks_to_compact(questions[-1])
         if offsets is None:
-            return Prompt(as_token_ids(tokens), (), ending, sentences, words)
+            return Prompt(as_token_ids(tokens), (), ending, sentences, words, compacts)
         spans = locate(fitted.messages, fitted.rendered, marked, self._ends, bool(conversation.tools))
-        return Prompt(as_token_ids(tokens), to_tokens(spans, offsets), ending, sentences, words)
+        return Prompt(as_token_ids(tokens), to_tokens(spans, offsets), ending, sentences, words, compacts)
 
     def _fit(self, conversation: Conversation) -> _Fitted:
         """Return the conversation in the form that the template takes, without volatile lines."""

@@ -150,6 +150,7 @@ async def explain(
         specprefill=body.options(),
         spans=prompt.spans,
         about_everything=prompt.about_everything,
+        about_session=prompt.about_session,
     )
     try:
         inspection = await while_connected(request, service.inspect(inspected, identity, body.cache_salt))

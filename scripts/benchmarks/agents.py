@@ -25,6 +25,9 @@ With `--edits` what was sent is edited before every fifth turn: a tool whose ser
 others, or an early result has new lines in its middle. A third arm is ours without reuse behind an edit
 (`MLX_SPECPREFILL_REUSE=off`); the bars are ours against it, over all turns and over those with an edit.
 
+With `--soak` it is one session of 80 turns and 60 000 tokens on the scripted model of the tests, and its cached tokens
+are counted: with a start of the server in the middle, a compaction, and eight sub-agents behind one prefix.
+
 With `--shape` the weights are random and answers empty; a draft of two layers costs about a sixth of a target of nine.
 """
 
@@ -49,6 +52,7 @@ from .harness.agent_sessions import KINDS, TEMPLATE, Count, Message, Session, St
 from .harness.agent_tools import FINDER, mcp_tools
 from .harness.figures import machine, rounded, show_rows
 from .harness.servers import DENSE, Copies, Server
+from .harness.soak import soak
 from .harness.text import user
 
 QUICK = {"sessions": ["growth"], "repeats": 1}
@@ -344,6 +348,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--edits", action="store_true", help="edit earlier text before every fifth turn")
     shapes.add_options(parser, None, layers=9, draft_layers=2, narrow=8)
     parser.add_argument("--tools", type=int, help="count an agent's first prompt with so many tools; nothing else")
+    parser.add_argument("--soak", action="store_true", help="count what one long session reads again; nothing else")
     parser.add_argument("--alone", action="store_true", help="without mlx_lm.server")
     parser.add_argument("--vllm-mlx", type=Path, help="the executable of vllm-mlx, in an environment of its own")
 
@@ -351,6 +356,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> dict[str, Any]:
     if options.tokens < 1000 or options.repeats < 1:
         raise BenchError("--tokens must be at least 1000 and --repeats at least 1")
+    if options.soak:
+        report = {"benchmark": "agents", **machine(), **soak(options.start_s, 80, 60_000, 8, 5000)}
+        show_rows([report])
+        return rounded(report)
     with ExitStack() as stack:
         copies = stack.enter_context(checkpoints(options))
         if options.tools:

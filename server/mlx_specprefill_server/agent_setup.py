@@ -161,7 +161,7 @@ def _claude(server: RunningServer) -> Setup:
     }
     note = (
         "CLAUDE_CODE_DISABLE_AUTO_MEMORY=1 turns its memory of folders off. The path of that memory stands in front of "
-        "all tools: without it, the first prompt of another folder shares .79 instead of .08 with what is cached."
+        "all tools: without it, most of the first prompt of another folder is cached, with it next to nothing."
     )
     return Setup(environment=environment, notes=(note,), command=("claude",))
 

@@ -193,13 +193,14 @@ def options_of(names: tuple[str, ...]) -> set[str]:
 
 @cache
 def help_of(program: str, *benchmark: str) -> str:
-    """As the program prints it. `scripts/bench` itself would first look after its environment."""
+    """As the program prints it. Shell scripts would first look after its environment."""
     if program == "scripts/bench":
         with redirect_stdout(StringIO()) as said, suppress(SystemExit):
             main([*benchmark, "--help"])
         return said.getvalue()
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "scripts"), *filter(None, sys.path)])}
-    command = [sys.executable, str(ROOT / program), "--help"]
+    named = ["-m", "recording"] if program == "scripts/record_agent" else [str(ROOT / program)]
+    command = [sys.executable, *named, "--help"]
     return subprocess.check_output(command, env=environment, text=True, timeout=240)
 
 

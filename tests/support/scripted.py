@@ -37,6 +37,7 @@ __all__ = [
     "Flavour",
     "Script",
     "Turn",
+    "long_task",
     "save_scripted",
     "scripts_in",
     "written",
@@ -184,6 +185,28 @@ SCRIPTS: dict[str, Script] = {
         (Turn(calls=(WEATHER,)), Turn("Once more.", calls=(ROME,)), Turn("Paris has 18 degrees, Rome has 24."))
     ),
 }
+
+
+def _signed(turn: int) -> Mapping[Flavour, str]:
+    """Return an end that no other turn has."""
+    sign = f"\n{chr(0x3B1 + turn) * 6}"
+    return {"hermes": sign, "xml": sign}
+
+
+def long_task(agent: str, turns: int) -> Script:
+    """Return a script in which an agent's shell prints a text of some 1500 tokens, so many times.
+
+    Each turn ends unlike the others, as Codex's tokens have to be.
+    """
+
+    def call(turn: int) -> Call:
+        command = f"seq -f 'line %g of file {turn} is not the line that was asked for' 1 100"
+        shell = SHELLS[agent]
+        given = {n: command if value == COMMAND else value for n, value in shell.arguments.items()}
+        return Call(shell.name, given)
+
+    steps = (Turn(f"Step {turn}.", calls=(call(turn),), raw=_signed(turn)) for turn in range(turns))
+    return Script((*steps, Turn(DONE)), "unlike" if agent == "codex" else "words")
 
 
 def scripts_in(work: Path) -> dict[str, Script]:

@@ -104,13 +104,13 @@ def plan_prefill(
         plan = _by_policy(plan, config, rest.size, gains_are_known)
     if plan.mode == "sparse":
         plan = _check_drops_enough(plan, config, rest)
-    if plan.selection_key is None or options.enabled:
+    if plan.selection_key is None or options.enabled or not (request.about_everything or request.about_session):
         return plan
     if request.about_session:
         return plan.as_full("everything", "the session is to be summarised") if plan.mode == "sparse" else plan
-    if (words := request.about_everything) is None:
-        return plan
-    return _read_everything(plan, "everything", f'the question is about the whole prompt ("{words}")')
+    return _read_everything(
+        plan, "everything", f'the question is about the whole prompt ("{request.about_everything}")'
+    )
 
 
 def in_mode_of(submitted: PrefillPlan, plan: PrefillPlan) -> PrefillPlan:

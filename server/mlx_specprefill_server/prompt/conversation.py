@@ -154,8 +154,9 @@ def _message(message: dict[str, Any], where: str) -> Message:
     for name in ("name", "tool_call_id"):
         if isinstance(message.get(name), str):
             out[name] = message[name]
-    reasoning = message.get("reasoning_content") or message.get("reasoning") or _detailed(message)
-    if isinstance(reasoning, str):
+    reasoning = message.get("reasoning_content") or message.get("reasoning") or message.get("reasoning_details")
+    reasoning = _joined(reasoning) if isinstance(reasoning, list) else reasoning
+    if reasoning and isinstance(reasoning, str):
         out["reasoning_content"] = out["reasoning"] = reasoning
     if role == "assistant" and message.get("tool_calls"):
         out["tool_calls"] = _tool_calls(message["tool_calls"], f"{where}.tool_calls")
@@ -164,12 +165,10 @@ def _message(message: dict[str, Any], where: str) -> Message:
     return out
 
 
-def _detailed(message: Mapping[str, Any]) -> str | None:
-    """Return the thought in OpenRouter's and MiniMax's form: texts and summaries, in pieces as they were streamed."""
-    details = message.get("reasoning_details")
-    parts = [part for part in details if isinstance(part, dict)] if isinstance(details, list) else []
-    said = [part.get("text") or part.get("summary") for part in parts]
-    return "".join(text for text in said if isinstance(text, str)) or None
+def _joined(details: Sequence[Any]) -> str:
+    """Return a thought in OpenRouter's and MiniMax's form: texts and summaries, in pieces as they were streamed."""
+    said = [part.get("text") or part.get("summary") for part in details if isinstance(part, dict)]
+    return "".join(text for text in said if isinstance(text, str))
 
 
 def _typed(part: Any) -> Any:

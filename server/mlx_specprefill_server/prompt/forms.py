@@ -55,7 +55,7 @@ class Form:
         opens: the first message has to be a user's.
         asks: there has to be a user's message.
         alternates: people and the assistant alternate, without regard to calls and results.
-        kwargs: the template's arguments that keep the thoughts of finished turns.
+        kwargs: the template's arguments where a conversation sets none: those that keep the thoughts of finished turns.
     """
 
     shows_tools: bool = True

@@ -113,14 +113,15 @@ class PromptBuilder:
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
-        self._kwargs = template_kwargs or {}
         self.workers = Workers(WORKERS if getattr(tokenizer, "is_fast", False) else 1)
         self._context = context_length
         self._ends = _turn_ends(tokenizer)
         self._controls = ControlTokens(tokenizer)
         self._encoder = Encoder(tokenizer, self._controls)
         show = partial(_show, tokenizer)
-        self.forms = _forms(tokenizer, show)
+        own = template_kwargs or {}
+        forms = _forms(tokenizer, show).items()
+        self.forms = {key: replace(form, kwargs={**form.kwargs, **own}) for key, form in forms}
         self._tools = ToolWriter(show, self.forms.get(True, Form()))
 
     @property
@@ -131,7 +132,7 @@ class PromptBuilder:
     @property
     def template_kwargs(self) -> Mapping[str, Any]:
         """Return the template's arguments where a conversation sets none: those that keep thoughts, and the given."""
-        return {**(self.forms[True].kwargs if self.forms else {}), **self._kwargs}
+        return self.forms[True].kwargs if self.forms else {}
 
     async def chat(self, conversation: Conversation) -> Prompt:
         """Return the rendered conversation, ready for the assistant's answer.
@@ -209,15 +210,12 @@ class PromptBuilder:
         missing = map(fitted.unescape, islice(left_out(fitted.messages, fitted.rendered, marked), MOST_NAMED))
         sentences = (*fitted.left_out, *missing)
         said = [without_reminders(m["content"]) for m in conversation.messages if m["role"] == "user"]
-        questions = [text for text in said if text.strip()]
-        words = about_everything(questions[-1]) if questions else None
-        goes_on = any(message["role"] == "assistant" for message in conversation.messages)
-        asked_last = bool(questions) and conversation.messages[-1]["role"] == "user"
-        compacts = goes_on and asked_last and asks_to_compact(questions[-1])
+        question = next((text for text in reversed(said) if text.strip()), "")
+        asked = about_everything(question), asks_to_compact(question) and _goes_on(conversation.messages)
         if offsets is None:
-            return Prompt(as_token_ids(tokens), (), ending, sentences, words, compacts)
+            return Prompt(as_token_ids(tokens), (), ending, sentences, *asked)
         spans = locate(fitted.messages, fitted.rendered, marked, self._ends, bool(conversation.tools))
-        return Prompt(as_token_ids(tokens), to_tokens(spans, offsets), ending, sentences, words, compacts)
+        return Prompt(as_token_ids(tokens), to_tokens(spans, offsets), ending, sentences, *asked)
 
     def _fit(self, conversation: Conversation) -> _Fitted:
         """Return the conversation in the form that the template takes, without volatile lines."""
@@ -230,8 +228,6 @@ class PromptBuilder:
             sentences += lines
         if not self._tokenizer.has_chat_template:
             raise InvalidRequestError("This model has no chat template; use /v1/completions.", field=conversation.field)
-        if self._kwargs:
-            conversation = replace(conversation, template_kwargs={**self._kwargs, **conversation.template_kwargs})
         if "documents" in conversation.template_kwargs and "documents" not in str(self._tokenizer.chat_template):
             raise refusal("documents", "this model's template has no place for them")
         form = self.forms[bool(conversation.tools)]
@@ -242,10 +238,11 @@ class PromptBuilder:
         def read(messages: Sequence[Message]) -> str:
             return escaped.from_json(_render(self._tokenizer, form, escaped.conversation, messages))
 
-        rendered = read(escaped.conversation.messages)
-        if not rendered.endswith(_half_thought(escaped.conversation, escaped.conversation.messages)):
+        given = escaped.conversation.messages
+        rendered = read(given)
+        if conversation.ending == "continue" and not rendered.endswith(_half_thought(given)):
             sentences += (CLOSED,)
-        return _Fitted(escaped.conversation.messages, rendered, read, escaped.unescape, sentences)
+        return _Fitted(given, rendered, read, escaped.unescape, sentences)
 
     def _tokenize(self, fitted: _Fitted, field: str) -> Encoded:
         return self._encoder.encode(fitted.text, self._controls.places(fitted.rendered), field)
@@ -269,7 +266,7 @@ def _render(tokenizer: Any, form: Form, conversation: Conversation, messages: Se
     Raises:
         InvalidRequestError: it refuses them.
     """
-    thought = _half_thought(conversation, messages)
+    thought = _half_thought(messages) if conversation.ending == "continue" else ""
     going_on = {"continue_final_message": True} if conversation.ending == "continue" and not thought else {}
     apply = (
         partial(_apply_with_nulls, tokenizer) if form.null else partial(tokenizer.apply_chat_template, tokenize=False)
@@ -289,12 +286,10 @@ def _render(tokenizer: Any, form: Form, conversation: Conversation, messages: Se
     return text[: text.rindex(thought) + len(thought)] if thought in text else text
 
 
-def _half_thought(conversation: Conversation, messages: Sequence[Message]) -> str:
-    """Return the thought at the end of the messages with which the answer is to go on, else nothing."""
+def _half_thought(messages: Sequence[Message]) -> str:
+    """Return the thought at the end of the messages, if they end with nothing else."""
     last = messages[-1]
-    if conversation.ending != "continue" or last["content"].strip() or "tool_calls" in last:
-        return ""
-    return str(last.get("reasoning", "")).strip()
+    return "" if last["content"].strip() or "tool_calls" in last else str(last.get("reasoning", "")).strip()
 
 
 def _apply_with_nulls(tokenizer: Any, messages: Sequence[Message], tools: Any, **kwargs: Any) -> str:
@@ -303,6 +298,11 @@ def _apply_with_nulls(tokenizer: Any, messages: Sequence[Message], tools: Any, *
     given = {**tokenizer.special_tokens_map, "enable_thinking": tokenizer.has_thinking, **kwargs}
     out: Any = render_jinja_template([list(messages)], tools=tools, chat_template=template, **given)
     return str(out[0][0])  # the first conversation's text
+
+
+def _goes_on(messages: Sequence[Message]) -> bool:
+    """Return whether the user speaks behind an answer."""
+    return messages[-1]["role"] == "user" and any(message["role"] == "assistant" for message in messages)
 
 
 def _ending(text: str, ends: re.Pattern[str]) -> str:

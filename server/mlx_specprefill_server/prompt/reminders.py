@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import groupby, takewhile
-from typing import Any
 
 from .deferred import LOADS, Message
 
@@ -18,6 +17,8 @@ OPEN, CLOSE = "<system-reminder>", "</system-reminder>"
 
 def without_reminders(text: str) -> str:
     """Return the text without what stands between the tags. One that is never closed is text."""
+    if OPEN not in text:
+        return text
     before, *opened = text.split(OPEN)
     parts = [part.partition(CLOSE) for part in opened]
     return before + "".join(after if closed else OPEN + inside for inside, closed, after in parts)
@@ -25,8 +26,9 @@ def without_reminders(text: str) -> str:
 
 def only_reminds(message: Message) -> bool:
     """Return whether a message in the user's name is not the user's: all of it stands between the tags."""
-    content: Any = message["content"]
-    return message["role"] == "user" and OPEN in content and not without_reminders(content).strip()
+    return (
+        message["role"] == "user" and OPEN in message["content"] and not without_reminders(message["content"]).strip()
+    )
 
 
 def place_reminders(messages: Sequence[Message]) -> list[Message]:
@@ -35,9 +37,11 @@ def place_reminders(messages: Sequence[Message]) -> list[Message]:
     It stands behind the result before it, else in front of the user's text, which a sparse prefill keeps as the last.
     Between answers it is a message of its own. Contents must be texts.
     """
+    if not any(map(_reminds, messages)):
+        return list(messages)
     out: list[Message] = []
     waiting = ""  # reminders behind an answer
-    for remind, group in groupby(messages, key=lambda m: m["role"] in SYSTEM or only_reminds(m)):
+    for remind, group in groupby(messages, key=_reminds):
         run = list(group)
         if not remind:
             out += _behind(waiting, run)
@@ -54,6 +58,10 @@ def place_reminders(messages: Sequence[Message]) -> list[Message]:
         else:
             waiting = text
     return out + _behind(waiting, [])
+
+
+def _reminds(message: Message) -> bool:
+    return message["role"] in SYSTEM or only_reminds(message)
 
 
 def _text_of(run: Sequence[Message]) -> str:

@@ -21,7 +21,6 @@ from ..cache.held import HeldTokens
 from ..cache.positioned import make_positioned_cache
 from ..cache.prefix.disk import DiskTier
 from ..cache.prefix.identity import model_identity
-from ..cache.prefix.index import UnreadableIndexError
 from ..cache.prefix.layout import Arrays
 from ..cache.prefix.nodes import CacheEntry, CacheHit, Record
 from ..cache.prefix.selection_key import SelectionKey, accepted_by
@@ -91,14 +90,14 @@ class EngineCaches:
         self._draft: PrefixCache | None = None
         self._selector_name = ""  # identifies the draft and its scoring
         self._forgotten: dict[str | None, float] = {}  # times by owner, None: everybody; see `GenerationRequest.made`
-        self._erasing: Future[bytes] | None = None
+        self._erasing: Future[bool] | None = None
         if not self.enabled:
             return
         if config.prefix_cache_dir is not None:
             try:
                 self._disk = DiskTier(self._folder(config.prefix_cache_dir), config.prefix_disk_bytes)
             except OSError as error:
-                if not (config.prefix_cache_optional or isinstance(error, UnreadableIndexError)):
+                if not config.prefix_cache_optional:
                     raise SettingsError(f"the prefix cache folder can't be used: {error}") from error
                 log.warning("no disk cache: %s", error)
         identity, draft_identity = self._identities(pair)

@@ -33,4 +33,4 @@ def test_a_cache_that_cannot_be_written_costs_no_answer(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         process.wait(60)
     assert "Traceback" not in log.read_text()
-    assert not list(folder.glob("*.safetensors"))
+    assert not list(folder.rglob("*.safetensors"))

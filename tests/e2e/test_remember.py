@@ -61,10 +61,10 @@ def test_a_warmed_system_prompt_serves_the_first_session_and_those_after_a_resta
         ask(server, "Who was it?", cache_salt="mine")
         blocks = opening // 256
         stored = 2 * blocks  # of target and draft; the draft reads when the server is idle
-        assert eventually(lambda: len(list(folder.glob("*.safetensors"))) == stored)
-    assert len(list(folder.glob("*.safetensors"))) == stored
+        assert eventually(lambda: len(list(folder.rglob("*.safetensors"))) == stored)
+    assert len(list(folder.rglob("*.safetensors"))) == stored
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.rglob("*.*")} == {0o600}
     with start(tmp_path / "log2", *PAIR) as server:
         assert ask(server, "And the gardener?")["cached_tokens"] == 256 * blocks
         assert ask(server, "And mine?", cache_salt="mine")["cached_tokens"] == 0

@@ -22,7 +22,7 @@ from mlx_specprefill import (
     TokenEvent,
 )
 from mlx_specprefill.cache.budget import ByteBudget
-from mlx_specprefill.cache.prefix import disk, stored
+from mlx_specprefill.cache.prefix import disk, record_file, stored
 from mlx_specprefill.cache.prefix.disk import DiskTier
 from mlx_specprefill.cache.prefix.stored import StoredPrefixCache
 from tests.cache.prefix.stores import BLOCK, fake_caches, filled, same
@@ -85,16 +85,18 @@ def test_a_slow_disk_holds_up_nobody_else(
         expected, _ = generated(engine.generate(asked))
     with Engine(tiny_pair(), config) as engine:
         generated(engine.generate(GenerationRequest(LONG, 1, specprefill=OFF)))
-    reached, go, checksum = threading.Event(), threading.Event(), disk.file_checksum
+    reached, go, check = threading.Event(), threading.Event(), record_file.check
 
-    def slow(path: Path) -> bytes:
+    def slow(*given: Any) -> None:
         reached.set()
         assert go.wait(60)
-        return checksum(path) if end != "corrupt" else b""
+        if end == "corrupt":
+            raise ValueError
+        check(*given)
 
     with Engine(tiny_pair(), config) as engine:
         running = Running(engine)
-        monkeypatch.setattr(disk, "file_checksum", slow)
+        monkeypatch.setattr(disk, "check", slow)
         tokens, last, over = list[int](), list[Finished](), threading.Event()
 
         def on_event(event: Event) -> None:
@@ -125,7 +127,7 @@ def test_a_slow_disk_holds_up_nobody_else(
         if end == "forgotten":
             asking.join(60)
             assert engine.cached() == ()
-        monkeypatch.setattr(disk, "file_checksum", checksum)
+        monkeypatch.setattr(disk, "check", check)
         assert generated(engine.generate(asked))[0] == expected
 
 
@@ -164,7 +166,7 @@ def test_anything_may_happen_between_two_steps(
                 budget.shrink(chance.randint(0, 20_000))
             case 4:
                 tier.flush()
-                lost = sorted(tmp_path.glob("*.safetensors"))
+                lost = sorted(tmp_path.rglob("*.safetensors"))
                 if lost and chance.random() < 0.2:
                     chance.choice(lost).write_bytes(b"")
             case 5:

@@ -29,7 +29,7 @@ from mlx_specprefill import (
     Verdict,
     forget_files,
 )
-from mlx_specprefill.cache.prefix.index import RecordIndex
+from mlx_specprefill.cache.prefix.disk import DiskTier
 from mlx_specprefill.engine import loop
 from mlx_specprefill.engine.background import BackgroundPrefill
 from tests.support.tiny import generated, random_prompt, tiny_pair
@@ -68,8 +68,9 @@ def samples(seed: int) -> Iterator[bytes]:
 
 
 def files_with(folder: Path, seed: int) -> set[str]:
+    parts = [part for sample in samples(seed) for part in (sample, sample.hex().encode())]
     contents = {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    return {name for name, content in contents.items() for sample in samples(seed) if sample in content}
+    return {name for name, content in contents.items() for part in parts if part in content}
 
 
 @pytest.fixture(autouse=True)
@@ -267,7 +268,7 @@ def test_files_are_forgotten_without_an_engine(tmp_path: Path, quiet: Callable[[
     assert not (tmp_path / "nowhere").exists()
 
 
-def test_a_dropped_entry_leaves_no_token_in_the_index(tmp_path: Path, quiet: Callable[[], None]) -> None:
+def test_a_dropped_entry_leaves_no_token_on_disk(tmp_path: Path, quiet: Callable[[], None]) -> None:
     with Engine(tiny_pair(), replace(CONFIG, prefix_cache_dir=tmp_path)) as engine:
         answered(engine, asked(0, ANN, sparse=False))
         answered(engine, asked(1, ANN, sparse=False))
@@ -280,12 +281,12 @@ def test_a_dropped_entry_leaves_no_token_in_the_index(tmp_path: Path, quiet: Cal
 def test_what_the_disk_does_not_forget_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quiet: Callable[[], None]
 ) -> None:
-    def fail(_: RecordIndex) -> None:
+    def fail(_: DiskTier) -> None:
         raise OSError("no space left on device")
 
     with Engine(tiny_pair(), replace(CONFIG, prefix_cache_dir=tmp_path)) as engine:
         with monkeypatch.context() as broken:
-            broken.setattr(RecordIndex, "erase", fail)
+            broken.setattr(DiskTier, "_erase", fail)
             with pytest.raises(EngineError, match="could not be deleted"):
                 engine.drop_cached()
         assert engine.drop_cached()

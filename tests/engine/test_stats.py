@@ -100,4 +100,4 @@ def test_what_lies_on_disk_is_counted(tmp_path: Path) -> None:
 
 
 def _file_bytes(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return sum(file.stat().st_size for file in folder.rglob("*.safetensors"))

@@ -11,7 +11,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from mlx_specprefill.cache.prefix.disk import DiskTier
-from mlx_specprefill.cache.prefix.index import DiskRow
+from mlx_specprefill.cache.prefix.record_file import DiskRow
 from mlx_specprefill_server.app import create_app
 from mlx_specprefill_server.models.entry import Entry
 
@@ -185,7 +185,7 @@ def test_forgetting_reaches_every_model(server: Callable[..., TestClient], host:
     for name in ("b", "org/c"):
         host.folders[name] = tmp_path / name.replace("/", "-")
         tier = DiskTier(host.folders[name], 1 << 30)
-        tier.write(DiskRow("ab", "model:256", "", b"the prompt", 1, 0), {"a": mx.zeros(1)})
+        tier.write(DiskRow("ab", "model:256", "", "0badcafe", 1, 0), {"a": mx.zeros(1)})
         tier.close()
 
     def left() -> tuple[bool, bool, bool]:
@@ -202,8 +202,8 @@ def test_forgetting_reaches_every_model(server: Callable[..., TestClient], host:
         assert left() == (True, False, True)
         assert client.delete(CACHE).status_code == 200
         assert left() == (False, False, False)
-        assert not any(b"the prompt" in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
-        (host.folders["b"] / "lock").unlink()
-        (host.folders["b"] / "lock").mkdir()
+        assert not any(b"0badcafe" in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+        (host.folders["b"] / "pinned").rmdir()
+        (host.folders["b"] / "pinned").touch()
         refused = client.delete(CACHE)
         assert (refused.status_code, "could be deleted" in refused.text) == (500, True)

@@ -11,9 +11,9 @@ import numpy as np
 
 from .disk import DiskTier
 from .identity import block_digest, label_of, labelled, token_bytes
-from .index import DiskRow
 from .layout import Arrays
 from .nodes import Node, Record, RecordKind
+from .record_file import DiskRow
 from .selection_key import SelectionKey
 from .tree import PrefixCache, Restoring
 
@@ -36,7 +36,7 @@ class StoredPrefixCache(PrefixCache):
         super().__init__(*parts, **settings)
         self.disk = disk
         self._later = later
-        self._unsaved: dict[Record, float] = {}  # with the time of its last use; a record behind those that it needs
+        self._unsaved: dict[Record, int] = {}  # with the stamp of its last use; a record behind those that it needs
         self._due: float = _PIECE if later else math.inf  # bytes that may be handed over now
         self._rush: float = _RUSH if later else math.inf  # the same of evicted records
         self._only_pinned = only_pinned
@@ -63,9 +63,9 @@ class StoredPrefixCache(PrefixCache):
         if kind == "tokens":
             parent = nodes.get(row.parent)
             try:
-                tokens = np.frombuffer(row.tokens, dtype="<i4")
+                tokens = np.frombuffer(bytes.fromhex(row.tokens), dtype="<i4")
                 key = None if row.selection_key is None else SelectionKey.parse(row.selection_key)
-                positions = None if key is None else np.frombuffer(row.positions, dtype="<i4")
+                positions = None if key is None else np.frombuffer(bytes.fromhex(row.positions), dtype="<i4")
             except ValueError:
                 return False
             if parent is not None and block_digest(parent.digest, tokens, key, positions).hex() == row.key:
@@ -111,8 +111,7 @@ class StoredPrefixCache(PrefixCache):
         self._touch_on_disk(records)
 
     def _touch_on_disk(self, records: Sequence[Record]) -> None:
-        for pinned in (False, True):
-            self.disk.touch([record.key for record in records if (record.rank == 2) == pinned], pinned)
+        self.disk.touch({record.key: record.rank == 2 for record in records})
         self._unsaved |= {record: self.disk.stamp for record in records if record in self._unsaved}
 
     def _save(self, records: Sequence[Record]) -> None:
@@ -164,12 +163,12 @@ class StoredPrefixCache(PrefixCache):
             key=record.key,
             namespace=labelled(self._namespace, node.label),
             parent=node.parent.digest.hex(),
-            tokens=token_bytes(node.tokens) if record.kind == "tokens" else b"",
+            tokens=token_bytes(node.tokens).hex() if record.kind == "tokens" else "",
             end=node.end,
             array_bytes=record.nbytes,
             pinned=record.rank == 2,
             selection_key=str(node.selection_key) if node.selection_key and record.kind == "tokens" else None,
-            positions=b"" if node.positions is None or record.kind == "state" else token_bytes(node.positions),
+            positions="" if node.positions is None or record.kind == "state" else token_bytes(node.positions).hex(),
         )
 
     def _evict(self, record: Record) -> None:

@@ -6,9 +6,9 @@ import contextlib
 import logging
 import os
 import random
+import re
 import shutil
 import signal
-import sqlite3
 import subprocess
 import sys
 import time
@@ -22,8 +22,8 @@ import pytest
 
 from mlx_specprefill.cache.budget import ByteBudget
 from mlx_specprefill.cache.prefix import disk
-from mlx_specprefill.cache.prefix.disk import DiskTier
-from mlx_specprefill.cache.prefix.index import DiskRow, UnreadableIndexError, make_private
+from mlx_specprefill.cache.prefix.disk import DiskTier, make_private
+from mlx_specprefill.cache.prefix.record_file import DiskRow, check, read_row
 from mlx_specprefill.cache.prefix.stored import StoredPrefixCache
 from tests.cache.prefix.disk_writer import FILE_BYTES, MAKE
 from tests.cache.prefix.stores import BLOCK, fake_caches, filled, held_bytes, prompt_of, same
@@ -52,11 +52,11 @@ def cached(
 
 
 def row(key: str, namespace: str = "n", end: int = 1) -> DiskRow:
-    return DiskRow(key, namespace, "", b"", end, 0)
+    return DiskRow(key, namespace, "", "", end, 0)
 
 
 def records(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.safetensors"))
+    return sorted(folder.rglob("*.safetensors"))
 
 
 def found(prefixes: StoredPrefixCache, tokens: Any) -> int:
@@ -113,9 +113,9 @@ def test_records_are_read_in_order_and_only_a_few_ahead(tmp_path: Path, monkeypa
             assert tier.write(row(key), {"a": mx.full((100,), float(number))})
     _flip(tmp_path / "04.safetensors")
     begun: list[Path] = []
-    checksum = disk.file_checksum
-    monkeypatch.setattr(disk, "file_checksum", lambda path: begun.append(path) or checksum(path))
+    monkeypatch.setattr(disk, "check", lambda file, *named: begun.append(Path(file.name)) or check(file, *named))
     with opened(tmp_path) as tier:
+        assert len(tier.rows("n")) == len(keys)
         steps = tier.read([*keys, "ff"], "n")
         next(steps)
         assert len(begun) <= 2 + disk._READERS
@@ -208,10 +208,12 @@ def stored(folder: Path) -> list[Path]:
     """Three blocks and a tail of one prompt; the files in the order of their tokens."""
     with cached(folder) as prefixes:
         prefixes.store(range(28), filled(fake_caches(), range(28)))
-    with sqlite3.connect(folder / "index.sqlite") as database:
-        keys = [key for (key,) in database.execute("SELECT key FROM records ORDER BY end")]
-    database.close()
-    return [folder / f"{key}.safetensors" for key in keys]
+    return sorted(records(folder), key=lambda path: row_of(path).end)
+
+
+def row_of(path: Path) -> DiskRow:
+    with path.open("rb") as file:
+        return read_row(file)[0]
 
 
 def _flip(path: Path) -> None:
@@ -240,54 +242,52 @@ def test_a_missing_file_is_a_miss(tmp_path: Path) -> None:
 
 
 def test_a_file_of_another_identity_is_never_served(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Even when the index vouches for its bytes."""
+    """Not even one that lies in the place of ours, and is as it was written."""
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     path = stored(ours)[0]
     with cached(theirs, identity="other") as prefixes:
         prefixes.store(range(8), filled(fake_caches(), range(8)))
-    foreign = records(theirs)[0].read_bytes()
-    path.write_bytes(foreign)
-    with sqlite3.connect(theirs / "index.sqlite") as database:
-        ((checksum,),) = database.execute("SELECT checksum FROM records")
-    database.close()
-    with sqlite3.connect(ours / "index.sqlite") as database:
-        database.execute("UPDATE records SET checksum = ? WHERE key = ?", (checksum, path.stem))
-    database.close()
     with caplog.at_level(logging.WARNING), cached(ours) as prefixes:
+        path.write_bytes(records(theirs)[0].read_bytes())
         assert found(prefixes, range(28)) == 0
     assert "belongs elsewhere" in caplog.text
 
 
-def test_files_without_a_row_are_swept_up_and_strangers_left_alone(tmp_path: Path) -> None:
+def test_what_no_record_is_is_swept_up_and_strangers_left_alone(tmp_path: Path) -> None:
     stored(tmp_path)
-    swept = [tmp_path / "ab12.safetensors", tmp_path / "ab12-state.safetensors", tmp_path / "ab12.77-0.tmp"]
-    strangers = [tmp_path / "model.safetensors", tmp_path / "notes.txt", tmp_path / "x.tmp"]
+    names = ["ab12.safetensors", "ab12-state.safetensors", "pinned/ab12.safetensors", "ab12.77-0.tmp"]
+    swept = [tmp_path / name for name in names]
+    strangers = [tmp_path / "model.safetensors", tmp_path / "notes.txt", tmp_path / "x.tmp", tmp_path / "ab12.77-1.tmp"]
     for path in (*swept, *strangers):
         path.write_bytes(b"?")
+    os.utime(swept[-1], (0, 0))  # the other one may be another process's at work
     with cached(tmp_path) as prefixes:
         assert found(prefixes, range(28)) == 28
     assert not any(path.exists() for path in swept)
     assert all(path.exists() for path in strangers)
 
 
-# Dense prefixes of version 6 may lack the states of a target's first layers.
-# Dense prefixes of version 6 may lack the states of a target's first layers.
-@pytest.mark.parametrize("version", [6, 99])
-def test_an_index_of_another_version_starts_empty(
-    tmp_path: Path, version: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    stored(tmp_path)
-    with sqlite3.connect(tmp_path / "index.sqlite") as database:
-        database.execute(f"PRAGMA user_version = {version}")
-    database.close()
+def test_a_folder_of_a_former_version_is_cleared(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its records said nothing of themselves; an index did."""
+    (tmp_path / "index.sqlite").write_bytes(b"SQLite format 3")
+    metadata = {"format": "mlx-specprefill-prefix", "version": "1", "key": "ab12", "namespace": f"model:{BLOCK}"}
+    mx.save_safetensors(str(tmp_path / "ab12.safetensors"), {"0.keys": mx.zeros(4)}, metadata)
     with caplog.at_level(logging.WARNING), cached(tmp_path) as prefixes:
-        assert "starts empty" in caplog.text
+        assert "former version: its 1 records are deleted" in caplog.text
         assert found(prefixes, range(28)) == 0
-        assert records(tmp_path) == []
+        assert [path.name for path in tmp_path.iterdir() if path.is_file()] == []
 
 
-def _other(path: Path) -> Path:
-    return next(other for other in records(path.parent) if other != path)
+def test_a_use_in_the_future_is_no_reason_to_keep_a_record(tmp_path: Path) -> None:
+    paths = stored(tmp_path)
+    for path in paths:
+        os.utime(path, (4e9, 4e9))
+    size = sum(path.stat().st_size for path in paths)
+    with cached(tmp_path, limit=size) as prefixes:
+        prefixes.store(range(100, 128), filled(fake_caches(), range(100, 128)))
+        prefixes.disk.flush()
+        prefixes._budget.shrink(LARGE)
+        assert found(prefixes, range(100, 128)) == 28
 
 
 def _bits(path: Path, rng: random.Random) -> None:
@@ -297,27 +297,17 @@ def _bits(path: Path, rng: random.Random) -> None:
     path.write_bytes(data)
 
 
-def _texts(path: Path, rng: random.Random) -> None:
-    """Flip a bit of a key wherever it stands, which sqlite's check passes."""
-    data, key = path.read_bytes(), _other(path).stem.removesuffix("-state").encode()
-    at, bit = rng.randrange(len(key)), rng.choice([1, 0x80])
-    path.write_bytes(data.replace(key, key[:at] + bytes([key[at] ^ bit]) + key[at + 1 :]))
-
-
-def _value(path: Path, rng: random.Random) -> None:
-    values = ["x", b"\xff\x01\x02", -1, 2**62, 0.5, 1e300, "x:1/0:default:user", "a:b@c/d"]
-    columns = ["key", "namespace", "parent", "tokens", "selection_key", "positions", "end", "array_bytes", "file_bytes",
-               "checksum", "used", "pinned"]  # fmt: skip
-    with contextlib.closing(sqlite3.connect(path)) as database, database:
-        one = "rowid = (SELECT rowid FROM records LIMIT 1 OFFSET ?)"
-        change = f"UPDATE records SET {rng.choice(columns)} = ? WHERE {one}"
-        database.execute(change, (rng.choice(values), rng.randrange(4)))
+def _head(path: Path, rng: random.Random) -> None:
+    """Another value where the head says something, as long as before."""
+    data = path.read_bytes()
+    places = [match.start() for match in re.finditer(rb"[0-9a-f]", data[: data.index(b"}}")])]
+    at = rng.choice(places)
+    path.write_bytes(data[:at] + rng.choice(b"0123456789abcdef").to_bytes() + data[at + 1 :])
 
 
 SPOIL: dict[str, Any] = {
     "bits": _bits,
-    "texts": _texts,
-    "a value": _value,
+    "the head": _head,
     "cut": lambda path, rng: path.write_bytes(path.read_bytes()[: rng.randrange(path.stat().st_size)]),
     "garbage": lambda path, rng: path.write_bytes(rng.randbytes(rng.randrange(20_000))),
     "missing": lambda path, rng: path.unlink(),
@@ -330,17 +320,14 @@ SPOIL: dict[str, Any] = {
 def test_whatever_the_folder_holds_a_start_works(tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture) -> None:
     """Damage is left out, said at one start, and stored again."""
     stored(tmp_path / "kept")
-    (tmp_path / "kept" / "index.sqlite-wal").touch()
     for seed in range(examples(100)):
         rng, folder = random.Random(f"{how}{seed}"), tmp_path / str(seed)
         shutil.copytree(tmp_path / "kept", folder)
-        files = [folder / "index.sqlite"] * 4 + ([] if how in ("texts", "a value") else sorted(folder.iterdir()))
-        path = rng.choice([file for file in files if file.stat().st_size or how not in ("bits", "cut")])
+        path = rng.choice(records(folder))
         SPOIL[how](path, rng)
         for _ in range(2):
             caplog.clear()
-            no_disk = contextlib.suppress(*[UnreadableIndexError] * (how == "a folder"))
-            with no_disk, cached(folder) as prefixes:
+            with cached(folder) as prefixes:
                 found(prefixes, range(28))
                 prefixes.store(range(28), filled(fake_caches(), range(28)))
                 assert found(prefixes, range(28)) == 28
@@ -384,15 +371,12 @@ def test_what_disk_lost_is_stored_again(tmp_path: Path, stateful: bool) -> None:
 
 
 def test_two_tiers_on_one_folder(tmp_path: Path) -> None:
-    """The second sees what the first had written, cleans nothing up, and neither disturbs the other."""
+    """The second sees what the first had written, and neither disturbs the other."""
     make = fake_caches()
     with cached(tmp_path, make) as one:
         one.store(range(20), filled(make, range(20)))
         one.disk.flush()
-        orphan = tmp_path / "ab12.safetensors"
-        orphan.write_bytes(b"as if one were about to write its row")
         with cached(tmp_path, make) as two:
-            assert orphan.exists()
             assert found(two, range(20)) == 20
             for base in range(100, 1000, 100):
                 for prefixes in (one, two):
@@ -403,7 +387,6 @@ def test_two_tiers_on_one_folder(tmp_path: Path) -> None:
             one._budget.shrink(LARGE)
             assert [found(one, range(base, base + 20)) in (0, 8, 16, 20) for base in range(0, 1000, 100)] == [True] * 10
     with cached(tmp_path, make) as prefixes:
-        assert not orphan.exists()
         for base in range(0, 1000, 100):
             found(prefixes, range(base, base + 20))
 
@@ -452,14 +435,13 @@ def _served(prefixes: StoredPrefixCache, prompt: tuple[int, ...]) -> bool:
 
 
 def _folder_is_consistent(folder: Path) -> None:
-    with opened(folder):
-        pass
-    with sqlite3.connect(folder / "index.sqlite") as database:
-        rows = dict(database.execute("SELECT key, file_bytes FROM records").fetchall())
-    database.close()
-    assert {path.stem: path.stat().st_size for path in records(folder)} == rows
-    assert sum(rows.values()) <= FILE_BYTES
-    assert not list(folder.glob("*.tmp"))
+    for path in folder.glob("*.tmp"):
+        os.utime(path, (0, 0))
+    with opened(folder) as tier:
+        rows = tier.rows(f"model:{BLOCK}")
+    assert {path.stem for path in records(folder)} == {row.key for row in rows}
+    assert sum(path.stat().st_size for path in records(folder)) <= FILE_BYTES
+    assert not list(folder.rglob("*.tmp"))
 
 
 @contextlib.contextmanager
@@ -489,7 +471,7 @@ def writers(folder: Path) -> Iterator[Any]:
 
 def open_to_others(folder: Path) -> dict[str, str]:
     """The folder and the files in it that anybody but their owner may do anything with, and their modes."""
-    modes = {path.name: path.stat().st_mode & 0o777 for path in (folder, *folder.iterdir())}
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (folder, *folder.rglob("*"))}
     return {name: oct(mode) for name, mode in modes.items() if mode & 0o077}
 
 
@@ -507,7 +489,7 @@ def test_nobody_else_can_read_what_is_kept(tmp_path: Path) -> None:
     with everybody_may_read(), cached(folder) as prefixes:
         prefixes.store(range(28), filled(fake_caches(), range(28)))
         prefixes.disk.flush()
-        assert {"index.sqlite", "index.sqlite-wal", "index.sqlite-shm", "lock"} < {f.name for f in folder.iterdir()}
+        assert "pinned" in {path.name for path in folder.iterdir()}
         assert records(folder)
         assert open_to_others(folder) == {}
     assert open_to_others(folder) == {}
@@ -529,7 +511,7 @@ def test_a_new_folder_is_kept_out_of_time_machine(
     monkeypatch.setattr(sys, "platform", system)
     monkeypatch.setattr(subprocess, "run", run)
     for _ in range(2):  # a user may have taken an older one in again
-        make_private(tmp_path / "prompts", lambda _: True)
+        make_private(tmp_path / "prompts")
     expected = [("/usr/bin/tmutil", "addexclusion", str(tmp_path / "prompts"))]
     assert asked == (expected if system == "darwin" else [])
 

@@ -78,7 +78,8 @@ def test_labels_survive_a_restart(make: Make, tmp_path: Path) -> None:
     prefixes.clear("ann")
     disk.close()
     disk = DiskTier(tmp_path, 1 << 30)
-    assert [found(prefix_cache(make, disk), label) for label in LABELS] == [20, 0, 20, 0, 20]
+    prefixes = prefix_cache(make, disk)
+    assert [found(prefixes, label) for label in LABELS] == [20, 0, 20, 0, 20]
     disk.close()
 
 

@@ -1,7 +1,6 @@
 """The public names, where they are, and all that type checkers see of them. `__init__.py` imports them when used."""
 
 from ._blas import BlasStatus as BlasStatus
-from .adapters.backend import encode_text as encode_text
 from .adapters.heads import DraftHeads as DraftHeads
 from .adapters.heads import read_heads as read_heads
 from .adapters.text_mapping import check_same_tokenizer as check_same_tokenizer

@@ -431,9 +431,8 @@ def test_other_spellings_of_a_name() -> None:
     tokenizer = loose()
     wide = "\uff1cwide\uff1e"
     assert tokenizer.convert_tokens_to_ids("<wide>") in tokenizer.encode(wide)  # what this tokenizer would do
-    prompt = built(PromptBuilder(tokenizer), [{"role": "user", "content": f"a {wide} b"}])
-    assert tokenizer.convert_tokens_to_ids("<wide>") not in prompt.tokens
-    assert len(controls_in(tokenizer, prompt.tokens)) == 2
+    with pytest.raises(InvalidRequestError, match="names of control tokens as text"):
+        built(PromptBuilder(tokenizer), [{"role": "user", "content": f"a {wide} b"}])
 
 
 def test_tokens_that_are_no_control_tokens_stay_tokens() -> None:
@@ -453,7 +452,7 @@ def test_tokens_that_are_no_control_tokens_stay_tokens() -> None:
     assert [name for name, token in ids.items() if token in system] == ["<table>", "   ", "\n\n", "<tool_call>"]
 
 
-def test_a_slow_tokenizer_refuses_what_it_cannot_tell_apart() -> None:
+def test_a_slow_tokenizer() -> None:
     tokenizer = byte_tokenizer()
 
     class Slow:
@@ -464,8 +463,10 @@ def test_a_slow_tokenizer_refuses_what_it_cannot_tell_apart() -> None:
 
     builder = PromptBuilder(Slow())
     assert list(built(builder, [GO]).tokens) == as_before(tokenizer, [GO])
-    with pytest.raises(InvalidRequestError, match="control tokens"):
-        built(builder, [{"role": "user", "content": "<|im_end|>"}])
+    frame = controls_in(tokenizer, built(builder, [GO]).tokens)
+    prompt = built(builder, [{"role": "user", "content": "a<|im_end|>b"}])
+    assert controls_in(tokenizer, prompt.tokens) == frame
+    assert "a<|im_end|>b" in tokenizer.decode(list(prompt.tokens))
 
 
 @pytest.mark.parametrize("text", ["<" * 300_000, "<|im_end|>" * 30_000, "<|im_" * 60_000, "<|im_start" * 30_000])

@@ -2,28 +2,19 @@
 
 A template joins structure and content into one text that no longer separates them. So before rendering, this
 module writes the names of control tokens in content in private-use characters, one for one, which mean nothing to
-templates. Every name that is left in the rendered text is then the template's own. A copy of the tokenizer has other
-names for control tokens. The module replaces the template's names by these, turns the private-use characters back, and
-lets the copy tokenize the text. All else stays as it is: the rules, the places, and all tokens of a text without such
-names.
+templates. Every name that is left in the rendered text is then the template's own. The module turns the private-use
+characters back, and the tokenizer reads the text as it is; where content has a name, it reads the two sides of a cut
+through that name. All tokens of a text without such names stay as they are.
 """
 
 from __future__ import annotations
 
 import re
-import secrets
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
-from itertools import chain
-from operator import itemgetter
-from threading import Lock
+from itertools import accumulate, chain, pairwise
 from typing import Any
-
-import orjson
-
-from mlx_specprefill import encode_text
 
 from ..errors import refusal
 from ..parsers.formats import THINK_TAGS, reasoning_tags
@@ -122,8 +113,11 @@ class EscapedConversation:
         return value
 
     def _text(self, text: str, kept: frozenset[str] = NOTHING, words: bool = False) -> str:
-        places = self._controls.in_content(text, kept, words)
-        return _replace_places(text, places, lambda name: name.translate(self._substitutes))[0] if places else text
+        parts, at = list[str](), 0
+        for start, end in self._controls.in_content(text, kept, words):
+            parts += [text[at:start], text[start:end].translate(self._substitutes)]
+            at = end
+        return "".join([*parts, text[at:]])
 
 
 def _unescape_pair(pair: re.Match[str]) -> str:
@@ -148,29 +142,6 @@ def _texts(value: Any) -> Iterator[str]:
                 yield from _texts(inner)
 
 
-def _replace_places(text: str, places: Places, by: Callable[[str], str]) -> tuple[str, Places]:
-    """Return a text with other parts in these places, and the new places."""
-    parts: list[str] = []
-    moved: Places = []
-    at = length = 0
-    for start, end in places:
-        part = by(text[start:end])
-        length += start - at
-        moved.append((length, length + len(part)))
-        parts += [text[at:start], part]
-        at, length = end, length + len(part)
-    return "".join([*parts, text[at:]]), moved
-
-
-def _move(at: int, parts: Places, others: Places) -> int:
-    """Return the place in a text whose parts were replaced. A place within a part moves to its end."""
-    before = bisect_right(parts, at, key=itemgetter(0)) - 1
-    if before < 0:
-        return at
-    (start, end), (other_start, other_end) = parts[before], others[before]
-    return other_start if at == start else other_end + max(0, at - end)
-
-
 class Encoder:
     """A tokenizer of rendered conversations; `tokenizer` is an mlx_lm TokenizerWrapper."""
 
@@ -179,76 +150,36 @@ class Encoder:
         self._controls = controls
         self._fast = bool(getattr(tokenizer, "is_fast", False))
         self._ids = frozenset(controls.ids.values()) - {getattr(tokenizer, "unk_token_id", None)}
-        self._names = {name: f"q{secrets.token_hex(8)}n{token}z" for name, token in controls.ids.items()}
-        self._lock = Lock()
-        self._copy: Any = None
 
     def encode_raw(self, text: str) -> Encoded:
         """Tokenize with every name of a control token as that token."""
-        if not self._fast:
-            return tuple(self._tokenizer.encode(text, add_special_tokens=False)), None
-        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        return tuple(encoded["input_ids"]), encoded["offset_mapping"]
+        return self._encode_parts([text])
 
     def encode(self, text: str, structure: Places, field: str) -> Encoded:
         """Return the ids that mlx-lm makes from a rendered template, and their places, which only fast tokenizers know.
 
         Args:
-            structure: where control tokens are; what has a name elsewhere is text.
+            structure: where control tokens are. What has a name elsewhere is text: it is tokenized in two parts.
             field: names the prompt in errors.
 
         Raises:
             InvalidRequestError: this tokenizer can't tell the two apart.
         """
-        if structure == self._controls.places(text):
-            ids, offsets = self.encode_raw(text)
-            if offsets is None or self._count(ids) == self._count_of(text, structure):
-                return ids, offsets
-        if self._fast:
-            coded, places = _replace_places(text, structure, self._names.__getitem__)
-            coded_ids, moved = encode_text(self._tokenizer_with_other_names(), coded)
-            if self._count(coded_ids) == self._count_of(text, structure):
-                offsets = [(_move(a, places, structure), _move(b, places, structure)) for a, b in moved]
-                return tuple(coded_ids), offsets
-        message = "this model's tokenizer can't read the names of control tokens as text; take them out"
-        raise refusal(field, message)
+        cuts = [0, *self._controls.cuts(text, structure), len(text)]
+        ids, places = self._encode_parts([text[start:end] for start, end in pairwise(cuts)])
+        named = sum(self._controls.ids[text[start:end]] in self._ids for start, end in structure)
+        if sum(token in self._ids for token in ids) != named:
+            raise refusal(field, "this model's tokenizer can't read the names of control tokens as text; take them out")
+        return ids, places
 
-    def _count(self, ids: Sequence[int]) -> int:
-        return sum(token in self._ids for token in ids)
-
-    def _count_of(self, text: str, places: Places) -> int:
-        return sum(self._controls.ids[text[a:b]] in self._ids for a, b in places)
-
-    def _tokenizer_with_other_names(self) -> Any:
-        """The tokenizer whose control tokens have other names. It is made on first use, which takes a second."""
-        with self._lock:
-            if self._copy is None:
-                self._copy = _rename_tokens(self._tokenizer.backend_tokenizer, self._names)
-            return self._copy
-
-
-def _rename_tokens(backend: Any, names: Mapping[str, str]) -> Any:
-    """Return a copy of a `tokenizers.Tokenizer` whose tokens have these names instead."""
-    rules = orjson.loads(backend.to_str())
-    rules |= {"post_processor": None, "truncation": None, "padding": None}
-    for token in rules["added_tokens"]:
-        token["content"] = names.get(token["content"], token["content"])
-    model = rules["model"]
-    vocabulary = model.get("vocab", {})
-    if isinstance(vocabulary, dict):
-        model["vocab"] = {names.get(piece, piece): token for piece, token in vocabulary.items()}
-    else:  # Unigram's
-        model["vocab"] = [[names.get(piece, piece), score] for piece, score in vocabulary]
-    if "merges" in model:
-        model["merges"] = [pair for pair in model["merges"] if not _makes(pair, names)]
-    if model.get("unk_token") in names:
-        model["unk_token"] = names[model["unk_token"]]
-    return type(backend).from_str(orjson.dumps(rules).decode())
-
-
-def _makes(pair: str | Sequence[str], names: Mapping[str, str]) -> bool:
-    first, second = pair.split(" ") if isinstance(pair, str) else pair
-    return first in names or second in names or first + second in names
+    def _encode_parts(self, parts: list[str]) -> Encoded:
+        if not self._fast:
+            return tuple(chain.from_iterable(self._tokenizer.encode(p, add_special_tokens=False) for p in parts)), None
+        encoded = self._tokenizer(parts, add_special_tokens=False, return_offsets_mapping=True)
+        places: list[tuple[int, int]] = encoded["offset_mapping"][0]  # moved in the other parts: most texts have one
+        for at, found in zip(accumulate(map(len, parts[:-1])), encoded["offset_mapping"][1:], strict=True):
+            places += [(at + start, at + end) for start, end in found]
+        return tuple(chain.from_iterable(encoded["input_ids"])), places
 
 
 class ControlTokens:
@@ -287,6 +218,14 @@ class ControlTokens:
     def places(self, text: str) -> Places:
         """Return the places of names, as tokenizers match them: the first one, and the longest of several."""
         return [match.span() for match in self._pattern.finditer(text)]
+
+    def cuts(self, text: str, structure: Places) -> Iterator[int]:
+        """Yield places at which a text has to be cut so that its parts have only the names of a structure."""
+        meant, at = set(structure), 0
+        while match := self._pattern.search(text, at):
+            at = match.end()
+            if match.span() not in meant:
+                yield (at := match.start() + 1)
 
     def in_content(self, text: str, kept: frozenset[str] = NOTHING, words: bool = False) -> Places:
         """Return the places that could be taken for a control token, in this text alone or between any others.

@@ -10,6 +10,9 @@ from .config import RULE_NAMES as RULE_NAMES
 from .config import SPECULATION_NAMES as SPECULATION_NAMES
 from .config import DtypeName as DtypeName
 from .config import EngineConfig as EngineConfig
+from .config import Penalty as Penalty
+from .config import Probability as Probability
+from .config import RepetitionPenalty as RepetitionPenalty
 from .config import RuleName as RuleName
 from .config import Scope as Scope
 from .config import ScoringConfig as ScoringConfig
@@ -17,6 +20,7 @@ from .config import SelectionConfig as SelectionConfig
 from .config import SpecPrefillPolicy as SpecPrefillPolicy
 from .config import SpeculationConfig as SpeculationConfig
 from .config import SpeculationName as SpeculationName
+from .config import Temperature as Temperature
 from .config import WiredLimit as WiredLimit
 from .config import keep_pct as keep_pct
 from .constraints import grammar_error as grammar_error

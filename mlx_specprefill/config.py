@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from importlib import import_module
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
+
+from pydantic import Field
 
 from .errors import InvalidRequestError
 
@@ -19,6 +21,11 @@ RuleName = Literal["default", "paper"]
 RULE_NAMES: tuple[RuleName, ...] = get_args(RuleName)
 Scope = Literal["user", "all"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+# The ranges of sampling: OpenAI's where it has one.
+Temperature = Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)]
+Probability = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+RepetitionPenalty = Annotated[float, Field(ge=0.01, le=10, allow_inf_nan=False)]  # a factor
 
 
 def keep_pct(value: float | int | str | Fraction, field_name: str = "specprefill_keep_pct") -> Fraction:

@@ -12,13 +12,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import takewhile
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
 
 from .arrays import Floats
-from .config import RuleName, Scope, SpeculationConfig, SpeculationName
+from .config import (
+    Penalty,
+    Probability,
+    RepetitionPenalty,
+    RuleName,
+    Scope,
+    SpeculationConfig,
+    SpeculationName,
+    Temperature,
+)
 from .errors import InvalidRequestError
 
 SpanKind = Literal["system", "tools", "user", "assistant", "tool", "other"]
@@ -63,13 +73,13 @@ SHARED = CacheLabel()  # default label of requests
 class SamplingParams:
     """OpenAI's sampling fields and those of mlx-lm, llama.cpp and vLLM. temperature 0 is greedy."""
 
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0  # 0: off
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    temperature: Temperature = 0.0
+    top_p: Probability = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0  # 0: off
+    min_p: Probability = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
 

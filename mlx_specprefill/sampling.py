@@ -8,10 +8,12 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_logits_processors
+from pydantic import TypeAdapter, ValidationError
 
 from .errors import InvalidRequestError
 from .events import Logprob, TokenEvent
@@ -20,15 +22,7 @@ from .request import GenerationRequest, SamplingParams
 Sampler = Callable[[mx.array], mx.array]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 
-# (field, lowest, highest); OpenAI's ranges where it has one
-_RANGES = (
-    ("temperature", 0.0, 100.0),
-    ("top_p", 0.0, 1.0),
-    ("min_p", 0.0, 1.0),
-    ("presence_penalty", -2.0, 2.0),
-    ("frequency_penalty", -2.0, 2.0),
-    ("repetition_penalty", 0.01, 1e6),  # logits times this stay far from float32's limits
-)
+_RANGES = TypeAdapter(SamplingParams)
 # A smaller share is 0 in float32, and would exclude even the likeliest token.
 _LEAST_SHARE = 1e-9
 # Tokens of a forward whose logits are all read: each row has the size of the vocabulary.
@@ -41,12 +35,12 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
     Raises:
         InvalidRequestError: names the field.
     """
-    for name, low, high in _RANGES:
-        value = getattr(params, name)
-        if not (math.isfinite(value) and low <= value <= high):
-            raise InvalidRequestError(f"{name} must be between {low:g} and {high:g}, got {value}", field=name)
-    if params.top_k < 0:
-        raise InvalidRequestError("top_k must not be negative (0 turns it off)", field="top_k")
+    try:
+        _RANGES.validate_python(asdict(params))
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0])
+        raise InvalidRequestError(f"{name}: {first['msg']} (got {first['input']})", field=name) from error
     for token, bias in params.logit_bias.items():
         if not 0 <= token < vocab_size or not math.isfinite(bias):
             raise InvalidRequestError(f"logit_bias for token {token} is out of range", field="logit_bias")

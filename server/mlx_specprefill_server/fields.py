@@ -18,11 +18,15 @@ from pydantic import (
 )
 
 from mlx_specprefill import (
+    Penalty,
+    Probability,
+    RepetitionPenalty,
     RuleName,
     SamplingParams,
     Scope,
     SpecPrefillOptions,
     SpeculationName,
+    Temperature,
 )
 
 from . import field_values
@@ -34,7 +38,6 @@ from .prompt.conversation import Conversation
 
 Share = Annotated[float, Field(gt=0, le=1)]
 KeptShare = Annotated[Fraction, PlainValidator(field_values.keep, json_schema_input_type=Share)]
-Number = Annotated[float, Field(allow_inf_nan=False)]
 
 KINDS = {"enabled": True, "adaptive": True, "disabled": False}
 
@@ -162,14 +165,14 @@ class SamplingFields(Body):
 
     _ignored: tuple[str, ...] = ()
 
-    temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[Number, Field(ge=0, le=1)] = 1.0  # 0: the likeliest token alone
+    temperature: Temperature | None = None
+    top_p: Probability = 1.0  # 0: the likeliest token alone
     top_k: Annotated[Whole, Field(ge=-1)] = 0  # 0 and -1: off
-    min_p: Annotated[Number, Field(ge=0, le=1)] = 0.0
-    repetition_penalty: Annotated[Number, Field(ge=0.01, le=10)] = 1.0
-    repeat_penalty: Annotated[Number, Field(ge=0.01, le=10)] | None = None  # llama.cpp's and Ollama's name for it
-    presence_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
-    frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
+    min_p: Probability = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
+    repeat_penalty: RepetitionPenalty | None = None  # llama.cpp's and Ollama's name for it
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
     logit_bias: Annotated[
         dict[int, float], BeforeValidator(field_values.logit_bias, json_schema_input_type=dict[str, float])
     ] = Field(default_factory=dict)

@@ -21,6 +21,7 @@ from mlx_specprefill import (
     SpecPrefillPolicy,
     SpeculationConfig,
     SpeculationName,
+    Temperature,
     WiredLimit,
     keep_pct,
 )
@@ -112,10 +113,8 @@ class Settings(BaseSettings):
         description="Arguments of the chat template, as a JSON object, for requests that don't set them. Default: "
         "those that keep the thoughts of finished turns, where the template knows any.",
     )
-    temperature: float = Field(
+    temperature: Temperature = Field(
         default=0.0,
-        ge=0,
-        le=2,
         description="Temperature of requests that set none; if not set, as the model's generation_config.json says.",
     )
     specprefill: bool = Field(

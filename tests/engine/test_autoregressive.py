@@ -63,7 +63,7 @@ def test_a_seed_means_the_same_text_whatever_else_is_drawn(engine):
 
 
 def test_without_a_seed_answers_differ(engine):
-    assert run(engine, SamplingParams(temperature=3.0)) != run(engine, SamplingParams(temperature=3.0))
+    assert run(engine, SamplingParams(temperature=2.0)) != run(engine, SamplingParams(temperature=2.0))
 
 
 def test_negative_and_huge_seeds_are_fine(engine):
@@ -80,7 +80,7 @@ def test_logit_bias_bans_and_forces(engine):
 
 def test_presence_penalty_makes_tokens_new(engine):
     """A large repetition penalty must break the loop that greedy decoding of a random model falls into."""
-    looped, free = run(engine, tokens=40), run(engine, SamplingParams(repetition_penalty=1e6), tokens=40)
+    looped, free = run(engine, tokens=40), run(engine, SamplingParams(repetition_penalty=10), tokens=40)
     assert len(set(free)) > len(set(looped))
 
 

@@ -24,11 +24,11 @@ SHARES = st.sampled_from([0.0, *LEAST, 0.1, 0.5, 0.9, 1 - 1e-12, 1.0])  # mlx-lm
 IDS = st.integers(0, V - 1)
 PARAMS = st.builds(
     SamplingParams,
-    temperature=st.sampled_from([*LEAST, 1.0, 100.0]) | st.floats(0, 2, exclude_min=True),
+    temperature=st.sampled_from([*LEAST, 1.0]) | st.floats(0, 2, exclude_min=True),
     top_p=SHARES,
     top_k=st.sampled_from([0, 1, 5, V - 1, V, V + 2]),
     min_p=SHARES,
-    repetition_penalty=st.sampled_from([0.01, 1.0, 1e6]) | st.floats(0.01, 10),
+    repetition_penalty=st.floats(0.01, 10),
     presence_penalty=st.floats(-2, 2),
     frequency_penalty=st.floats(-2, 2),
     logit_bias=st.dictionaries(IDS, st.floats(-100, 100), max_size=3),
@@ -75,9 +75,9 @@ def test_whatever_is_asked_for_is_a_distribution(
     assert distribution[int(make_sampler(params, V)(rows).item())] > 0
 
 
-@pytest.mark.parametrize("value", [0.0, 5e-324, 1e-3, 1e7, float("nan")])
+@pytest.mark.parametrize("value", [0.0, 5e-324, 1e-3, 11.0, float("nan")])
 def test_penalties_that_numbers_have_no_room_for_are_refused(value: float) -> None:
-    with pytest.raises(InvalidRequestError, match="repetition_penalty must be between"):
+    with pytest.raises(InvalidRequestError, match="repetition_penalty: Input should be"):
         check_sampling(SamplingParams(repetition_penalty=value), V)
 
 

@@ -6,14 +6,16 @@ Refusals name the place in the request. Blocks that only the provider's servers 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field
+
+from mlx_specprefill import Probability
 
 from ..constrained.output_format import OUTPUT_FIELDS, OutputFormat, response_format
 from ..constrained.tool_choice import NamedTool, ToolChoice
 from ..errors import refusal, require
-from ..fields import Body, Budget, ChatFields, Number, StopStrings, ThinkingFields, refuse_documents, refuse_sampling
+from ..fields import Body, Budget, ChatFields, StopStrings, ThinkingFields, refuse_documents, refuse_sampling
 from ..prompt.conversation import (
     REFERENCE,
     Conversation,
@@ -111,7 +113,7 @@ class MessagesRequest(CountRequest, ChatFields):
     """The body of POST /v1/messages."""
 
     max_tokens: Budget
-    temperature: Annotated[Number, Field(ge=0, le=1)] | None = None
+    temperature: Probability | None = None  # a half of OpenAI's range
     stop_sequences: StopStrings = ()
 
     def limit(self) -> int | None:

@@ -17,8 +17,10 @@ except ImportError:
     figures = None  # type: ignore[assignment]
 
 CAN_PLOT = figures is not None
-COLOURS = {"sparse": "#1f77b4", "paper": "#d62728", "random": "#888888", "recency": "#bcbd22", "lexical": "#2ca02c",
-           "renumbered": "#ff7f0e", "oracle": "#9467bd"}  # fmt: skip
+COLOURS = {
+    "sparse": "#1f77b4", "absent": "#17becf", "paper": "#d62728", "random": "#888888", "random-absent": "#bbbbbb",
+    "recency": "#bcbd22", "lexical": "#2ca02c", "renumbered": "#ff7f0e", "oracle": "#9467bd",
+}  # fmt: skip
 
 
 def plot_keeps(summary: Mapping[str, Any], file: Path) -> None:

@@ -40,9 +40,11 @@ def conversation_of(seed: int) -> list[dict[str, str]]:
     rng, messages = np.random.default_rng(seed), []
     for turn in range(TURNS):
         lines = texts[turn % len(texts)]
-        at = int(rng.integers(0, len(lines) - 2))
-        messages.append({"role": "user", "content": f"{lines[at]}\n\nWhat follows in part {turn}?"})
-        messages.append({"role": "assistant", "content": lines[at + 1][:80]})
+        at = int(rng.integers(0, len(lines) - 3))
+        messages.append(
+            {"role": "user", "content": "\n".join([*lines[at : at + 2], "", f"What follows in part {turn}?"])}
+        )
+        messages.append({"role": "assistant", "content": lines[at + 2][:40]})
     return messages[:-1]
 
 
@@ -55,7 +57,7 @@ def divergence(full: np.ndarray, other: np.ndarray) -> float:
     return float((np.exp(p) * (p - q)).sum(axis=1).mean())
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(1))
 def test_random_choices_are_no_further_from_full_reading(engine: Engine, seed: int) -> None:
     prompt = render(engine, conversation_of(seed))
     scores = np.random.default_rng(seed).random(len(prompt.tokens), dtype=np.float32)

@@ -51,6 +51,7 @@ from .errors import RequestCancelled as RequestCancelled
 from .errors import SettingsError as SettingsError
 from .errors import SparseUnsupportedError as SparseUnsupportedError
 from .errors import SpecPrefillError as SpecPrefillError
+from .events import Decisions as Decisions
 from .events import Event as Event
 from .events import Failed as Failed
 from .events import Finished as Finished
@@ -78,6 +79,7 @@ from .request import CacheLabel as CacheLabel
 from .request import Constraint as Constraint
 from .request import GenerationRequest as GenerationRequest
 from .request import PromptSpan as PromptSpan
+from .request import Question as Question
 from .request import ReasoningBudget as ReasoningBudget
 from .request import SamplingParams as SamplingParams
 from .request import SpanKind as SpanKind

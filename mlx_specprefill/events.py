@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from .arrays import Bools, Floats
 from .prefill_report import PrefillReport, Stage
 
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -52,6 +53,20 @@ class TokenEvent:
     top_logprobs: tuple[Logprob, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Decisions:
+    """The answers to a request's questions, in their order.
+
+    Attributes:
+        probabilities: of each question's labels, float32 (L,), which add up to 1.
+        kept: whether the target has read the place at which the draft looks for the question, bool (Q,); None: the
+            draft's place is not known.
+    """
+
+    probabilities: tuple[Floats, ...]
+    kept: Bools | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Finished:
     """The last event of a request that did not fail."""
@@ -69,7 +84,7 @@ class Failed:
     report: PrefillReport | None = None
 
 
-Event = Progress | PromptLogprobs | TokenEvent | Finished | Failed
+Event = Progress | PromptLogprobs | Decisions | TokenEvent | Finished | Failed
 OnEvent = Callable[[Event], None]
 
 

@@ -171,6 +171,42 @@ class PromptSpan:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Question:
+    """A short question behind the prompt, and its possible answers.
+
+    Attributes:
+        tokens: Q >= 1 token ids that follow the prompt's, int32 (Q,); any sequence of ints is converted.
+        labels: the token ids of each answer, at least one. The probabilities are those of the first tokens where all of
+            these differ, else of all tokens, by their mean log-probability.
+    """
+
+    tokens: TokenIds
+    labels: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", as_token_ids(self.tokens))
+
+    @property
+    def first(self) -> list[int]:
+        """Return the labels' first tokens."""
+        return [label[0] for label in self.labels]
+
+    @property
+    def differs_at_once(self) -> bool:
+        """Return whether the first tokens tell the labels apart."""
+        return len(set(self.first)) == len(self.labels)
+
+    def without(self, count: int) -> Question:
+        """Return it without its first tokens, which the prompt has."""
+        return Question(self.tokens[count:], self.labels)
+
+    @property
+    def room(self) -> int:
+        """Return the tokens that it takes behind the prompt at most."""
+        return self.tokens.size + (0 if self.differs_at_once else sum(map(len, self.labels)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class GenerationRequest:
     """One prompt to continue.
 
@@ -187,6 +223,7 @@ class GenerationRequest:
             is used as it is, and what follows it is read whole, unless a sparse prefill is requested.
         constraint: None, or the grammar of the generated text.
         reasoning: None, or the budget of reasoning tokens.
+        questions: that are answered behind the prompt, by a `Decisions` event, before anything is generated.
         min_tokens: number of tokens before stop ids may be generated, unless the constraint leaves nothing else.
         label: cached prefixes and sessions are shared with requests of the same label.
         made: when it came, by the monotonic clock. What came before `Engine.drop_cached` leaves nothing in the caches.
@@ -204,6 +241,7 @@ class GenerationRequest:
     prompt_logprobs: int | None = None
     constraint: Constraint | None = None
     reasoning: ReasoningBudget | None = None
+    questions: tuple[Question, ...] = ()
     min_tokens: int = 0
     label: CacheLabel = SHARED
     made: float = field(default_factory=time.monotonic)
@@ -216,6 +254,16 @@ class GenerationRequest:
         """Return the tokens of the system prompt and the tools in front, which the sessions of one agent share."""
         messages = takewhile(lambda span: span.kind in ("system", "tools"), self.spans)
         return max((span.end for span in messages), default=0)
+
+    @property
+    def asked(self) -> int:
+        """Return the tokens of all questions."""
+        return sum(question.tokens.size for question in self.questions)
+
+    def room_behind(self, step: int) -> int:
+        """Return the tokens that questions take behind the prompt at a time, if a forward has `step`."""
+        rooms = [question.room for question in self.questions]
+        return min(sum(rooms), max([step, *rooms]))
 
     @property
     def usable_prefix(self) -> int:

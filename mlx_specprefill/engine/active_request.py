@@ -33,11 +33,13 @@ class Scored:
     Attributes:
         scorer, scoring: the scorer, if any, and a description of its method.
         draft_read: tokens that the draft read for it, in its own tokenizer.
+        places: as in `Scores`.
     """
 
     scorer: ScorerKind | None = None
     scoring: str | None = None
     draft_read: int = 0
+    places: Indices = field(default_factory=lambda: NO_INDICES)
 
 
 @dataclass(slots=True)

@@ -221,7 +221,9 @@ class CostModel:
         """Learn from a forward. MLX thread only."""
         self._learnt[kind].observe(tokens, depth, ms)
 
-    def predict(self, tokens: int, kept: int, cached: int, steps: tuple[int, int], read: int) -> Prediction:
+    def predict(
+        self, tokens: int, kept: int, cached: int, steps: tuple[int, int], read: int, asked: int = 0
+    ) -> Prediction:
         """Return the times of both ways to continue a prompt. May be called from any thread.
 
         Args:
@@ -230,11 +232,13 @@ class CostModel:
             cached: prompt tokens that the target's cache holds.
             steps: tokens per forward of target and draft.
             read: prompt tokens that the draft's cache holds.
+            asked: tokens of questions, which both models read behind the prompt.
         """
-        full = self.cost("target").prefill_ms(tokens - cached, cached, steps[0])
-        new = round((tokens - read) * self._pair.draft_ratio)
-        draft = self.cost("draft").prefill_ms(new, round(read * self._pair.draft_ratio), steps[1])
-        chosen = self.cost("target").prefill_ms(kept, cached, steps[0])
+        target, of_draft, ratio = self.cost("target"), self.cost("draft"), self._pair.draft_ratio
+        full = target.prefill_ms(tokens - cached, cached, steps[0]) + target.prefill_ms(asked, tokens, steps[0])
+        draft = of_draft.prefill_ms(round((tokens - read) * ratio), round(read * ratio), steps[1])
+        draft += of_draft.prefill_ms(round(asked * ratio), round(tokens * ratio), steps[1])
+        chosen = target.prefill_ms(kept, cached, steps[0]) + target.prefill_ms(asked, cached + kept, steps[0])
         return Prediction(full, draft + self._learnt["select"].cost.ms(tokens) + chosen)
 
     # --- between starts ----------------------------------------------------------------------------------------------

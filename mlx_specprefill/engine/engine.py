@@ -24,7 +24,7 @@ from ..errors import ContextLengthError, DeviceError, EngineClosedError, EngineE
 from ..events import Event, Failed, Finished, OnEvent, Progress, noop
 from ..loading import ModelPair
 from ..prefill_report import Prediction
-from ..request import Constraint, GenerationRequest
+from ..request import Constraint, GenerationRequest, as_token_ids
 from ..sampling import LOGITS_ROWS, check_sampling
 from ..specprefill.plan import PrefillPlan
 from ..verdict import Verdict
@@ -476,6 +476,7 @@ def check_request(request: GenerationRequest, pair: ModelPair) -> None:
     if not 0 <= request.min_tokens <= request.max_tokens:
         raise InvalidRequestError("min_tokens must be between 0 and max_tokens", field="min_tokens")
     _check_budget(request, pair)
+    _check_questions(request, pair)
     _check_importance(request)
     check_sampling(request.sampling, pair.vocab_size)
 
@@ -490,6 +491,17 @@ def _check_budget(request: GenerationRequest, pair: ModelPair) -> None:
         raise InvalidRequestError(message, field="reasoning")
     if not all(0 <= token < pair.vocab_size for token in named):
         raise InvalidRequestError("reasoning has token ids outside the vocabulary", field="reasoning")
+
+
+def _check_questions(request: GenerationRequest, pair: ModelPair) -> None:
+    for i, question in enumerate(request.questions):
+        ids = np.concatenate([question.tokens, *(as_token_ids(label) for label in question.labels)])
+        if not question.tokens.size or len(question.labels) < 2 or not all(question.labels):
+            raise InvalidRequestError("a question needs tokens, and labels of tokens", field=f"questions[{i}]")
+        if ids.min() < 0 or ids.max() >= pair.vocab_size:
+            raise InvalidRequestError("it has token ids outside the vocabulary", field=f"questions[{i}]")
+        if (M := len(request.prompt)) + question.room > pair.context_length:
+            raise ContextLengthError(M, question.room, pair.context_length, f"questions[{i}]")
 
 
 def _check_importance(request: GenerationRequest) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from ..adapters.capture import HeadCapture
 from ..adapters.rope import adjust_offsets
 from ..arrays import Floats
-from ..events import Progress, PromptLogprobs
+from ..events import Event, Progress
 from ..prefill_report import Mode, Prediction, PrefillReport
 from ..request import GenerationRequest, concat_tokens
 from ..sampling import LOGITS_ROWS, log_softmax
@@ -122,7 +122,7 @@ class Replay:
 
 def replay_continuation(
     prefiller: Prefiller, request: GenerationRequest, continuation: tuple[int, ...], attention: bool, keep: bool = False
-) -> Generator[Progress | PromptLogprobs, None, Replay]:
+) -> Generator[Event, None, Replay]:
     """Prefill, then let the target read the continuation. Yields between prefill chunks.
 
     Attention can be read only after a full prefill: the target's cache must hold the whole prompt. The continuation is

@@ -58,16 +58,17 @@ class Planner:
         words = pair.sparse_refusal
         self._refusal = None if words is None else Reason("unsupported" if pair.has_draft else "no-draft", words)
 
-    def predict(self, tokens: int, cached: int, kept: int, read: int | None = None) -> Prediction:
+    def predict(self, tokens: int, cached: int, kept: int, read: int | None = None, asked: int = 0) -> Prediction:
         """Return the times of both prefills of a prompt if the target sees `kept` of its uncached tokens.
 
         May be called from any thread.
 
         Args:
             read: tokens that the draft's cache holds; None: as many as the target's.
+            asked: tokens of questions behind the prompt.
         """
         sizes = self._chunks.expected_tokens("prefill"), self._chunks.expected_tokens("draft")
-        return self._costs.predict(tokens, kept, cached, sizes, cached if read is None else read)
+        return self._costs.predict(tokens, kept, cached, sizes, cached if read is None else read, asked)
 
     def plan(self, request: GenerationRequest, cached: int | None = None) -> PrefillPlan:
         """Choose a sparse or a full prefill for a request. May be called from any thread.
@@ -80,13 +81,24 @@ class Planner:
         return plan_prefill(
             request,
             self._config,
-            sparse_refusal=self._refusal,
+            sparse_refusal=self._refusal or self._refuse_questions(request),
             # The number of tokens for a draft with another tokenizer is known only after tokenizing.
             draft_context=pair.draft_context if pair.mapping is None else None,
             cached_tokens=cached,
-            predict=partial(self.predict, len(request.prompt), cached or 0, read=read) if pair.has_draft else None,
+            predict=partial(self._predict_asking, request, cached or 0, read) if pair.has_draft else None,
             gains_are_known=self._config.calibration_file is not None and self._costs.are_measured,
         )
+
+    def _predict_asking(self, request: GenerationRequest, cached: int, read: int | None, kept: int) -> Prediction:
+        return self.predict(len(request.prompt), cached, kept, read, request.asked)
+
+    def _refuse_questions(self, request: GenerationRequest) -> Reason | None:
+        """Return why questions behind a prompt can't choose what is read of it; None if they can."""
+        if not request.questions or request.specprefill.importance is not None:
+            return None
+        if self._pair.heads is not None and (request.specprefill.rule or self._config.rule) != "paper":
+            return None
+        return Reason("unsupported", "questions behind the prompt are scored by calibrated heads alone")
 
     def by_text(self, request: GenerationRequest, plan: PrefillPlan) -> PrefillPlan:
         """Return the plan, as a full prefill where nobody asks for a part of a pasted text, whose lines it reads."""
@@ -121,10 +133,10 @@ class Planner:
         assert plan.predicted is not None
         prompt, M, L, taken = request.prompt, len(request.prompt), prefix.length, plan.predicted.sparse_ms
         if plan.mode == "full":
-            new = self.predict(M, L, M - L, max(L, M - self._config.scoring.question_rows[1]))
+            new = self.predict(M, L, M - L, max(L, M - self._config.scoring.question_rows[1]), request.asked)
             taken = new.sparse_ms if self._scorer.recalls(request, prefix) else new.full_ms
         dense, _ = self._caches.held(prompt[:-1], request.label)
-        return Prediction(self.predict(M, dense, 0).full_ms, taken)
+        return Prediction(self.predict(M, dense, 0, asked=request.asked).full_ms, taken)
 
     def _may_reuse(self, request: GenerationRequest, plan: PrefillPlan) -> bool:
         """Return whether the request leaves the way to the server, and the server reuses."""

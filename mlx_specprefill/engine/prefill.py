@@ -17,7 +17,7 @@ from ..cache.positioned import estimated_tokens, is_stateful, place, recalling
 from ..cache.prefix.nodes import common_length
 from ..config import EngineConfig
 from ..errors import RequestCancelled, device_error
-from ..events import Progress, PromptLogprobs
+from ..events import Event, Progress, PromptLogprobs
 from ..loading import ModelPair
 from ..request import GenerationRequest
 from ..sampling import LOGITS_ROWS, log_softmax, top_logprobs
@@ -27,6 +27,7 @@ from .active_request import ActiveRequest
 from .caches import EngineCaches, empty_cache
 from .chunks import ChunkSizer
 from .costs import CostModel
+from .decisions import Decider
 from .estimating import Estimating
 from .planner import Planner
 from .prefixes import Prefix, Prefixes
@@ -58,6 +59,7 @@ class Prefiller:
         self.caches = caches
         self.step = partial(chunks.size, "prefill")  # tokens of the target's next forward
         self.is_stateful = is_stateful(empty_cache(pair.target))
+        self.decider = Decider(pair, self.step)
         self.estimating = Estimating(pair, config, chunks.size)
         self.prefixes = Prefixes(pair, caches, self.estimating)
         draft_step = partial(chunks.size, "draft")
@@ -65,8 +67,8 @@ class Prefiller:
         self.planner = self._planner_type(pair, config, caches, costs, chunks, self.scorer, self.prefixes)
         self.fallbacks: Counter[str] = Counter()
 
-    def run(self, active: ActiveRequest) -> PrefillSteps:
-        """Prefill a request. If a sparse prefill fails, go on with a full one.
+    def run(self, active: ActiveRequest) -> Generator[Event, None, mx.array]:
+        """Prefill a request, and answer its questions. If a sparse prefill fails, go on with a full one.
 
         Yield between prefill chunks; return the logits (1, V). Throw `RequestCancelled` into the generator to stop it.
         """
@@ -94,6 +96,8 @@ class Prefiller:
             self._start_over(active, error)
             yield from self._begin_drafting(active, None)
             logits = yield from self.read(active, self._choose(active, None))
+        if active.request.questions:
+            yield (yield from self.decider.decide(active))
         active.known, active.stage = None, "draft"
         if active.drafting is not None:
             yield from active.drafting.end(active.cache)

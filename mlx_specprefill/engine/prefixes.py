@@ -130,9 +130,11 @@ class Prefixes:
 
 
 def asks_anew(request: GenerationRequest, start: int) -> bool:
-    """Return whether a user message follows the prompt's first `start` tokens: tool results ask nothing, and neither
-    does a prompt that was read before.
+    """Return whether a user message or a question follows the prompt's first `start` tokens: tool results ask nothing,
+    and neither does a prompt that was read before.
     """
+    if request.questions:
+        return True
     if start == len(request.prompt) - 1:
         return False
     return not request.spans or any(span.kind == "user" and span.content_end > start for span in request.spans)

@@ -91,7 +91,7 @@ class PromptScorer:
         follows it all or a part.
         """
         plan, prefix, text, L = active.plan, active.prefix, active.text, active.prefix.length
-        active.scored = Scored(scores.scorer, scores.words, scores.read + active.scored.draft_read)
+        active.scored = Scored(scores.scorer, scores.words, scores.read + active.scored.draft_read, scores.places)
         config, new = selection_by(plan.rule, self.config.selection), np.arange(L, plan.forced.size, dtype=np.int32)
         select = partial(select_part, scores.importance, plan.forced, text, plan.keep, config)
         recalled = prefix.unread
@@ -134,7 +134,7 @@ class PromptScorer:
         raised = partial(self._raised, request, plan, text, task)
         if self.pair.mapping is not None:
             return self._mapped(request, plan, map_task(self.pair.mapping, task), extension, raised)
-        known = task.prompt.size - 1 if task.again.size else task.question[0]
+        known = task.prompt.size - 1 if task.again.size or task.questions else task.question[0]
         return self._by_draft(request, plan, task, known, extension, raised)
 
     def _mapped(
@@ -157,6 +157,8 @@ class PromptScorer:
         """Return the plan with the lines that may ask, whoever scores the prompt. The published rule has none."""
         if plan.rule == "paper" or plan.asks is not None:
             return plan
+        if request.questions:
+            return plan.asking(())
         asks = possible_questions(request.spans, len(request.prompt), text, self.config.scoring)
         return plan.asking(asks)
 
@@ -182,13 +184,19 @@ class PromptScorer:
         """Return the scores, by heads with more for the lines that share words with the question."""
         if plan.rule == "paper" or self.pair.heads is None:
             return scores
-        factors = word_factors(text, self._asking(request, task, text))[: scores.importance.size]
+        asking = self._asking(request, task, text)
+        if request.questions:
+            text = self.text.read(np.concatenate([request.prompt, *task.questions]))
+            asking = [(len(request.prompt), len(text.pieces))]
+        factors = word_factors(text, asking)[: scores.importance.size]
         return replace(scores, importance=scores.importance * factors)
 
     def _task(self, request: GenerationRequest, plan: PrefillPlan, text: PromptText) -> ScoringInput:
         scoring = self.config.scoring
         said = request.spans[-1].content_end if request.spans else None
         question = question_span(len(request.prompt), scoring, said, text.units)
+        if request.questions:
+            question = len(request.prompt) - 1, len(request.prompt)
         before = () if plan.rule == "paper" else repeated_question_spans(request.spans, scoring, text.units)
         template = template_mask(request.spans, question, plan.forced)
         for start, end in before:
@@ -202,6 +210,7 @@ class PromptScorer:
             stop_ids=request.stop_token_ids | self.pair.eos_token_ids,
             cache=[],
             step=self.step,
+            questions=tuple(question.tokens for question in request.questions),
         )
 
     def _by_draft(
@@ -230,7 +239,8 @@ class PromptScorer:
         if extension is not None:
             by_heads = isinstance(scorer, HeadScorer)
             end = extension.dropped if by_heads else extension.start - self.config.scoring.question_rows[1]
-            if end - read > (len(prompt) - extension.start) // 2:
+            new = len(prompt) - extension.start + sum(question.size for question in task.questions)
+            if end - read > new // 2:
                 return Scores(np.zeros(extension.start, np.float32), "draft", _LAGS)
             task = _behind(task, max(read, end), extension.start) if by_heads else task
         coded = self.estimating.coded(request, plan) if stored and self.pair.mapping is None else None

@@ -83,7 +83,10 @@ class MappedTask:
         known = int(np.searchsorted(self.overlap.target[:, 1], self.overlap.draft[N - 1, 1], side="right"))
         importance = self.overlap.importance(np.pad(found.importance, (0, len(self.overlap.draft) - N)))[:known]
         words = f"{found.words}, mapped by text"
-        return replace(found, importance=importance, scorer="mapped-draft", words=words, lookahead=(), cache=[])
+        ends = self.overlap.draft[found.places, 1]
+        places = np.searchsorted(self.overlap.target[:, 1], ends, side="left").astype(np.int32)
+        mapped = replace(found, importance=importance, scorer="mapped-draft", words=words, lookahead=(), cache=[])
+        return replace(mapped, places=places)
 
 
 def map_task(mapping: TextMapping, task: ScoringInput) -> MappedTask:
@@ -100,5 +103,5 @@ def map_task(mapping: TextMapping, task: ScoringInput) -> MappedTask:
     question = overlap.span(*task.question)
     none = np.zeros(0, dtype=np.int32)  # the draft has other ids for the question
     asks = tuple(ask._replace(start=start, end=end) for ask in task.asks for start, end in [overlap.span(*ask[:2])])
-    task = replace(task, again=none, asks=asks)
+    task = replace(task, again=none, asks=asks, questions=tuple(mapping.read(q).tokens for q in task.questions))
     return MappedTask(replace(task, prompt=text.tokens, question=question, template=template, stop_ids=stops), overlap)

@@ -22,6 +22,7 @@ USER_WHOLE, USER_HEAD, USER_TAIL = (2048, 8), (128, 64), (512, 16)  # (most toke
 EARLIER_WHOLE = (256, 16)  # of the messages before the last: a question about its document, an offer that it takes
 OWN_WHOLE, OWN_SHARE = 64, 16  # most tokens of one of the model's own earlier messages, divisor for all of these
 TOOL_HEAD, TOOL_TAIL = 64, 128  # of a tool result after the last user message
+PASSAGE = 64  # tokens that are kept for each of a request's questions
 SYSTEM_WHOLE, SYSTEM_ENDS = 512, 256  # tokens: a shorter system text is kept in full, of a longer one both ends
 
 
@@ -79,8 +80,10 @@ def plan_prefill(
     M = len(request.prompt)
     options, policy = request.specprefill, config.policy
     nominal = keep = policy.keep_pct if options.keep_pct is None else options.keep_pct
+    least = 0 if options.keep_pct is not None else PASSAGE * len(request.questions)
     if policy.enabled and policy.threshold is None and options.enabled is None and options.keep_pct is None:
-        keep = max(keep, min(Fraction(policy.min_kept, M), Fraction(1)))
+        least = max(least, policy.min_kept)
+    keep = max(keep, min(Fraction(least, M), Fraction(1)))
     rule, scope = options.rule or config.rule, options.scope or policy.scope
     ranges = tuple(forced_ranges(request.spans, M, selection_by(rule, config.selection), scope))
     forced = forced_mask(ranges, M)
@@ -99,7 +102,7 @@ def plan_prefill(
     if draft_context is not None and draft_context < M:
         plan = plan.as_full("draft-context", f"the prompt has {M} tokens, the draft's context {draft_context}")
     elif nominal < keep == 1:
-        plan = plan.as_full("short", f"{M} prompt tokens, at least {policy.min_kept} are kept")
+        plan = plan.as_full("short", f"{M} prompt tokens, at least {least} are kept")
     elif options.enabled is None:
         plan = _by_policy(plan, config, rest.size, gains_are_known)
     if plan.mode == "sparse":

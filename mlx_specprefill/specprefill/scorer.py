@@ -26,7 +26,7 @@ from ..adapters.depth import FirstLayers
 from ..adapters.estimates import Known
 from ..adapters.heads import DraftHeads, Head
 from ..adapters.window import WindowedReader
-from ..arrays import Bools, Floats
+from ..arrays import NO_INDICES, Bools, Floats, Indices
 from ..cache.positioned import Snapshot, tokens_in
 from ..config import DraftWindow, RuleName, ScoringConfig
 from ..distributed.ranks import Ranks
@@ -38,6 +38,7 @@ from .question import Ask
 
 Draft = Callable[..., mx.array]  # a model, called as `draft(tokens, cache=cache)`
 AROUND = 48  # tokens on either side of a line that is asked again
+_AT_ONCE = 256  # tokens of questions that the draft reads in one forward, in which the later ones see the others
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class ScoringInput:
             what one of them looks at counts beside what the question does.
         window: seen by the tokens in front of the question while they are read; None: everything.
         end: the question is asked right behind so many tokens of the prompt, and only they are scored; None: all.
+        questions: token ids of questions that the prompt has not: they are read behind it, and count alone.
     """
 
     prompt: TokenIds
@@ -70,6 +72,7 @@ class ScoringInput:
     asks: tuple[Ask, ...] = ()
     window: DraftWindow | None = None
     end: int | None = None
+    questions: tuple[TokenIds, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,7 @@ class Scores:
         cache: the draft's, holding exactly the scored tokens.
         known: what the draft knows of the tokens that are not read; None: nothing is estimated.
         read: tokens, in the draft's tokenizer, that were read; the others were cached.
+        places: the token that each of the input's questions looks at most, int32 (Q,); empty if they were not read.
 
     Raises:
         SpecPrefillError: the importance is not finite.
@@ -96,6 +100,7 @@ class Scores:
     cache: list[Any] = field(default_factory=list)
     read: int = 0
     known: Known | None = None
+    places: Indices = field(default_factory=lambda: NO_INDICES)
 
     def __post_init__(self) -> None:
         if not np.isfinite(self.importance).all():
@@ -160,6 +165,9 @@ class HeadScorer:
             SpecPrefillError: the scores are not finite.
         """
         M, end = task.prompt.size, task.prompt.size if task.end is None else task.end
+        if task.questions:
+            yield from read_prompt(draft, task, end)
+            return (yield from self._by_questions(draft, task, end))
         if task.again.size or end < M:
             yield from read_prompt(draft, task, end)
             asking = task.again if task.again.size else task.prompt[slice(*task.question)]
@@ -169,7 +177,7 @@ class HeadScorer:
             yield from read_prompt(draft, task, M, task.question, capture.of_passage)
             rows = capture.attention
         parts = [(rows, task.template[None, :end])]
-        words = f"{len(self.heads.heads)} calibrated heads, {self.heads.depth} of {self.heads.layers} layers"
+        words = self._words
         if task.asks:
             parts.append((self._read_asks(draft, task, end), _without_surroundings(task, end)))
             words += f", {len(task.asks)} more lines that may ask"
@@ -177,6 +185,27 @@ class HeadScorer:
         if task.asks:
             importance = add_asks(importance, np.stack(by_line), task.asks)
         return Scores(importance, "draft", words, (), task.cache)
+
+    @property
+    def _words(self) -> str:
+        return f"{len(self.heads.heads)} calibrated heads, {self.heads.depth} of {self.heads.layers} layers"
+
+    def _by_questions(self, draft: Draft, task: ScoringInput, end: int) -> Generator[Progress, None, Scores]:
+        """Score by the questions: each one's attention counts relative to its most, so that none outweighs another."""
+        best, places, left = np.zeros(end, np.float32), [NO_INDICES], list(task.questions)
+        while left:
+            many = np.cumsum([question.size for question in left]) > _AT_ONCE
+            count = max(1, int(many.argmax())) if many.any() else len(left)
+            group, left = left[:count], left[count:]
+            means = _means([question.size for question in group])
+            rows = self._ask_again(draft, end, task.cache, np.concatenate(group), means)
+            found = self._importance([(rows, np.repeat(task.template[None, :end], count, axis=0))])
+            most = found.max(axis=1, keepdims=True)
+            best = np.maximum(best, (found / np.where(most == 0, 1, most)).max(axis=0))
+            places.append(found.argmax(axis=1).astype(np.int32))
+            yield Progress("draft", task.prompt.size, task.prompt.size)
+        words = f"{self._words}, {len(task.questions)} questions"
+        return Scores(best, "draft", words, (), task.cache, places=np.concatenate(places))
 
     def _capture(self, length: int) -> HeadCapture:
         return HeadCapture(length, self.heads.by_call, 0 if self.ranks is None else self.ranks.rank)
@@ -206,10 +235,8 @@ class HeadScorer:
     def _read_asks(self, draft: Draft, task: ScoringInput, end: int) -> dict[tuple[int, int], mx.array]:
         """Return the attention of each line that may ask to the first tokens, (P, end) per (call, head), queued."""
         indices = [np.arange(ask.start, ask.end) for ask in task.asks]
-        numbers = np.repeat(np.arange(len(indices)), [part.size for part in indices])
-        parts = (numbers == np.arange(len(indices))[:, None]) / np.bincount(numbers)[:, None]
         tokens = task.prompt[np.concatenate(indices)]
-        return self._ask_again(draft, end, task.cache, tokens, mx.array(parts.astype(np.float32)))
+        return self._ask_again(draft, end, task.cache, tokens, _means([part.size for part in indices]))
 
     def _importance(self, parts: Sequence[tuple[Mapping[tuple[int, int], mx.array], Bools]]) -> Floats:
         """Return the importance by each of P rows of templates, (P, M), in order of the parts.
@@ -229,6 +256,13 @@ class HeadScorer:
         if round(float(found[-1])) < len(self.heads.heads):
             raise SparseUnsupportedError("a calibrated head of the draft does not see the whole prompt")
         return found[:-1].reshape(templates.shape)
+
+
+def _means(sizes: Sequence[int]) -> mx.array:
+    """Return the weights of tokens in the mean of each line, float32 (P, tokens), for lines one after the other."""
+    numbers = np.repeat(np.arange(len(sizes)), sizes)
+    parts = (numbers == np.arange(len(sizes))[:, None]) / np.bincount(numbers)[:, None]
+    return mx.array(parts.astype(np.float32))
 
 
 def _without_surroundings(task: ScoringInput, end: int) -> Bools:

@@ -14,7 +14,7 @@ from .auth import AuthMiddleware
 from .limits import RequestLimitMiddleware
 from .models.loading_stream import StillLoadingError, answer_when_loaded
 from .models.models import Models
-from .openai import chat, completions, responses
+from .openai import chat, completions, decisions, responses
 from .openai import models as model_list
 from .paths import HeadMiddleware, PathMiddleware
 from .routes import page, prompts, status
@@ -48,7 +48,7 @@ def create_app(models: Models) -> FastAPI:
         )
     app.add_middleware(AccessLogMiddleware)
     app.add_middleware(PathMiddleware)
-    modules = (page, status, prompts, chat, completions, responses, messages, model_list)
+    modules = (page, status, prompts, chat, completions, responses, decisions, messages, model_list)
     routers = [module.router for module in modules]
     for router in routers:
         app.include_router(router)

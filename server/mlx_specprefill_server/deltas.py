@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 from uuid import uuid4
 
-from mlx_specprefill import PrefillReport, Progress, PromptLogprobs, TokenEvent
+from mlx_specprefill import Decisions, PrefillReport, Progress, PromptLogprobs, TokenEvent
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -99,4 +99,4 @@ class AnswerDone:
 
 
 ContentDelta = TextDelta | ReasoningDelta | CallStart | CallDelta | CallEnd | CallBroken
-AnswerDelta = ContentDelta | Progress | PromptLogprobs | Idle | AnswerDone
+AnswerDelta = ContentDelta | Progress | PromptLogprobs | Decisions | Idle | AnswerDone

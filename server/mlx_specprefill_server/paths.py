@@ -6,7 +6,14 @@ from contextlib import suppress
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-VERSIONED = ("chat", "completions", "messages", "models", "responses")  # of paths that some clients call without /v1
+VERSIONED = (
+    "chat",
+    "completions",
+    "decisions",
+    "messages",
+    "models",
+    "responses",
+)  # of paths that some clients call without /v1
 OWN_HEAD = ("/", "/health")  # paths with their own answer to HEAD
 
 

@@ -55,7 +55,7 @@ READ_AS: dict[str, Callable[[str], Any]] = {
 ON_THE_MACHINE = ("mlx-specprefill list", "mlx-specprefill recommend")
 RUN_HERE = ("mlx-specprefill connect", "scripts/bench ttft --help", *ON_THE_MACHINE)
 NOT_RUN = {
-    "tests/e2e/test_readme.py runs it": ("python3 -c", "curl "),
+    "tests/e2e/test_readme.py runs it, or a test below": ("python3 -c", "curl "),
     "starts a server, as tests/e2e, tests/distributed and scripts/try_install.py do": (
         "scripts/serve",
         "mlx-specprefill serve",
@@ -230,6 +230,13 @@ def test_programs_do_what_they_say(server: Server, block: Block, capsys: pytest.
     said = capsys.readouterr().out
     assert "471128" in said or "471128" not in program
     assert "sparse" in said or "sparse" not in program
+
+
+@pytest.mark.extended
+def test_decisions_by_curl(server: Server) -> None:
+    (command,) = [one for page, one in COMMANDS if page == "docs/guides/decisions.md" and one.startswith("curl ")]
+    said = subprocess.check_output(["sh", "-c", command.replace(ADDRESS, server.base)], timeout=120)
+    assert [answer["type"] for answer in json.loads(said)["answers"]] == ["predicate", "choice"]
 
 
 @pytest.mark.parametrize("block", blocks(*READ_AS), ids=lambda block: f"{block.page} {block.language}")

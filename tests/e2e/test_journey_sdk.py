@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from typing import Any
 
@@ -253,3 +254,52 @@ def test_a_forced_call_comes_whole_and_ends(client: openai.OpenAI) -> None:
     )
     cut = client.chat.completions.create(model="any", messages=HI, tools=tools, tool_choice="required", max_tokens=5)
     assert (cut.choices[0].finish_reason, cut.choices[0].message.content or "") == ("length", "")
+
+
+def test_decisions_are_those_of_completions(client: openai.OpenAI, server: Server) -> None:
+    """Behind the same tokens, whose logprobs an echo gives; a second call reads its questions alone."""
+    text = haystack("Anna", "471128", 500, 0.5, seed=4711)
+    whole: Any = {"extra_body": {"specprefill": False}}
+    levels: Any = {
+        "type": "score",
+        "instructions": "How long is it?",
+        "levels": [{"label": "short"}, {"label": "long"}],
+    }
+    asked: Any = [
+        {"type": "predicate", "instructions": f"The code for {name} is 471128."} for name in ("Anna", "Peter")
+    ]
+    first = client.decisions.create(model="any", input=text, questions=asked[:1], **whole)
+    found = client.decisions.create(model="any", input=text, questions=[*asked, levels], **whole)
+    prompt_tokens = report_of(found)["prompt_tokens"]
+    assert first.usage.input_tokens_details.cached_tokens == 0
+    assert found.usage.input_tokens_details.cached_tokens == prompt_tokens - 1
+    for question, answer in zip(asked, found.answers, strict=False):
+        messages = [*user(text), *user(f"{question['instructions']} Yes or No?")]
+        ids = httpx.post(f"{server.base}/tokenize", json={"messages": messages}).json()["tokens"]
+        logprobs = []
+        for label in ("Yes", "No"):
+            label_ids = httpx.post(f"{server.base}/tokenize", json={"content": label}).json()["tokens"]
+            echoed = client.completions.create(
+                model="any", prompt=[*ids, *label_ids], max_tokens=0, echo=True, logprobs=0
+            )
+            shown = echoed.choices[0].logprobs.token_logprobs
+            logprobs.append(shown[len(ids)])
+        odds = [math.exp(one - max(logprobs)) for one in logprobs]
+        assert answer.probability == pytest.approx(odds[0] / sum(odds), abs=1e-5)
+
+
+def test_the_questions_choose_what_is_read(client: openai.OpenAI, server: Server) -> None:
+    """The passages of both names are read, although the prompt asks for none."""
+    text = f"{haystack('Anna', '471128', 1500, 0.4, seed=815)}\n{haystack('Peter', '903377', 1500, 0.7, seed=816)}"
+    asked: Any = [
+        {"type": "predicate", "instructions": f"The secret code for {n} is short."} for n in ("Anna", "Peter")
+    ]
+    options = {"specprefill": True, "specprefill_return_spans": True}
+    found = client.decisions.create(model="any", input=text, questions=asked, extra_body=options)
+    assert report_of(found)["mode"] == "sparse"
+    assert [answer.model_extra["specprefill"] for answer in found.answers] == [{"kept": True}] * 2
+    ids = httpx.post(f"{server.base}/tokenize", json={"messages": user(text)}).json()["tokens"]
+    kept = [token for start, end in report_of(found)["kept_spans"] for token in ids[start:end]]
+    read = httpx.post(f"{server.base}/detokenize", json={"tokens": kept}).json()["content"]
+    assert "471128" in read
+    assert "903377" in read

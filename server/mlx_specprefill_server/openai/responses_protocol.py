@@ -44,7 +44,8 @@ UNREADABLE = {
 }
 
 
-def _input(value: Any) -> str | list[Any]:
+def input_of(value: Any) -> str | list[Any]:
+    """Return the input, a text or items. Raises ValueError."""
     if not isinstance(value, str | list) or not value:
         raise ValueError("must be a non-empty string or array of items")
     return value
@@ -57,7 +58,7 @@ class Text(Body):
 class ResponsesRequest(ConversationFields):
     """The body of POST /v1/responses and /v1/responses/input_tokens."""
 
-    input: Annotated[str | list[Any], PlainValidator(_input, json_schema_input_type=str | list[Any])]
+    input: Annotated[str | list[Any], PlainValidator(input_of, json_schema_input_type=str | list[Any])]
     instructions: str | None = None
     text: Text = Text()
     max_output_tokens: MaxTokens | None = None

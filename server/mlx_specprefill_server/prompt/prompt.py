@@ -19,17 +19,18 @@ from typing import Any, TypeVar
 from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from mlx_specprefill import ContextLengthError, InvalidRequestError, PromptSpan, TokenIds, as_token_ids
+from mlx_specprefill import ContextLengthError, InvalidRequestError, PromptSpan, Question, TokenIds, as_token_ids
 
 from ..big_json import restored
 from ..errors import refusal
 from .conversation import MOST_NAMED, Conversation, Message
 from .deferred import LOADS, Tool, with_schemas
 from .forms import Form, messages_in, tools_in
+from .next_turn import Asked, NextTurn, Part
 from .probe import Show, ask, notation_of
 from .question import about_everything, asks_to_compact
 from .reminders import without_reminders
-from .spans import Render, left_out, locate, mark, to_tokens, turn_ends
+from .spans import Render, absent, left_out, locate, mark, to_tokens, turn_ends
 from .special_tokens import ControlTokens, Encoded, Encoder, EscapedConversation
 from .stable import remove_volatile_lines
 from .tool_writer import ToolWriter
@@ -40,6 +41,7 @@ WORKERS = 4  # threads; the tokenizer releases the GIL while it works
 PIECE = 16  # characters per token of the context in one tokenizer call; several times the rate of prose
 SLACK = 2  # times the context; pieces may have a few more tokens than the whole, at the cuts
 ENDS = 48  # tokens at each end of a prompt of ids in which its question is sought
+HEADER = 64  # characters of a turn's header, which is read with each question behind a prompt if it has to be
 ENDING = 256  # characters; more than a template writes to open an answer, for templates without a marker
 
 WRITTEN = "the model's chat template shows no tool calls: those of the conversation are written as text"
@@ -143,6 +145,15 @@ class PromptBuilder:
         """
         return await self.workers.run(partial(self._chat, conversation))
 
+    async def behind(self, conversation: Conversation, asked: Sequence[Asked]) -> tuple[Prompt, list[Question | str]]:
+        """Return the rendered conversation up to one more turn of the user's, and each text as that turn, up to the
+        answer, with the answers that it may have. In place of one that can't be read stands why.
+
+        Raises:
+            InvalidRequestError, ContextLengthError: as `chat`, or the template has no place for such a turn.
+        """
+        return await self.workers.run(partial(self._behind, conversation, asked))
+
     async def raw(self, text: str) -> Prompt:
         """Return an unrendered prompt, with the special tokens that the tokenizer adds and the text has not.
 
@@ -216,6 +227,54 @@ class PromptBuilder:
             return Prompt(as_token_ids(tokens), (), ending, sentences, *asked)
         spans = locate(fitted.messages, fitted.rendered, marked, self._ends, bool(conversation.tools))
         return Prompt(as_token_ids(tokens), to_tokens(spans, offsets), ending, sentences, *asked)
+
+    def _behind(self, conversation: Conversation, asked: Sequence[Asked]) -> tuple[Prompt, list[Question | str]]:
+        field, contents = conversation.field, "".join(message["content"] for message in conversation.messages)
+        self.check_length(contents, field)
+        word = absent(contents)
+        messages = (*conversation.messages, {"role": "user", "content": word})
+        fitted = self._fit(replace(conversation, messages=messages))
+        if fitted.rendered.count(word) != 1:
+            raise refusal(field, "the model's chat template shows no question behind it")
+        end = fitted.rendered.index(word)
+        whole = Part(fitted.text, self._controls.places(fitted.rendered))
+        start = max((at for at, _ in whole.controls if at < end), default=0)
+        start = start if end - start <= HEADER else end
+        turn = NextTurn(
+            lambda part: self._encoder.encode(*part, "the question")[0],
+            whole.part(start, end),
+            whole.part(end + len(word)),
+        )
+        tokens, offsets = self._encoder.encode(*whole.part(0, start), field)
+        rows = [turn.read(one) for one in asked]
+        if all(isinstance(row, str) or row.tokens[: len(turn.header)].tolist() == [*turn.header] for row in rows):
+            rows = [row if isinstance(row, str) else row.without(len(turn.header)) for row in rows]
+            tokens += turn.header
+        marked = mark(fitted.messages, fitted.rendered, fitted.render)
+        missing = map(fitted.unescape, islice(left_out(fitted.messages, fitted.rendered, marked), MOST_NAMED))
+        spans = locate(fitted.messages, fitted.rendered, marked, self._ends, bool(conversation.tools))
+        before = [replace(span, end=min(span.end, start)) for span in spans if span.content_end <= start]
+        located = to_tokens(before, offsets) if offsets is not None else ()
+        return Prompt(as_token_ids(tokens), located, left_out=(*fitted.left_out, *missing)), self._fitting(
+            rows, tokens, field
+        )
+
+    def _fitting(self, rows: Sequence[Question | str], tokens: Sequence[int], field: str) -> list[Question | str]:
+        """Return the questions that fit behind a prompt, and why others don't.
+
+        Raises:
+            ContextLengthError: not one token fits.
+        """
+        if self._context is None:
+            return list(rows)
+        if (left := self._context - len(tokens)) < 1:
+            raise ContextLengthError(len(tokens), 1, self._context, field)
+        return [
+            f"it needs {row.room} tokens, and the input leaves {left}"
+            if isinstance(row, Question) and row.room > left
+            else row
+            for row in rows
+        ]
 
     def _fit(self, conversation: Conversation) -> _Fitted:
         """Return the conversation in the form that the template takes, without volatile lines."""

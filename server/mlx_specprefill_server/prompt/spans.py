@@ -78,7 +78,7 @@ def mark(messages: Sequence[Message], text: str, render: Render) -> Marked:
         text: `render(messages)`.
         render: the chat template with everything but the messages fixed.
     """
-    stem = _absent(text)
+    stem = absent(text)
     try:
         marked = render([_with_marks(message, f"{stem}{i}") for i, message in enumerate(messages)])
     except InvalidRequestError:
@@ -147,7 +147,7 @@ def _place(index: int, places: Mapping[str, list[int]]) -> _Place | None:
     return None
 
 
-def _absent(text: str) -> str:
+def absent(text: str) -> str:
     """Return a word of letters and digits that is not in the text."""
     taken = {int(number) for number in STEM.findall(text)}
     return f"Qk{next(number for number in count() if number not in taken)}zX"

@@ -196,10 +196,6 @@ class Question:
         """Return whether the first tokens tell the labels apart."""
         return len(set(self.first)) == len(self.labels)
 
-    def without(self, count: int) -> Question:
-        """Return it without its first tokens, which the prompt has."""
-        return Question(self.tokens[count:], self.labels)
-
     @property
     def room(self) -> int:
         """Return the tokens that it takes behind the prompt at most."""

@@ -6,14 +6,7 @@ from contextlib import suppress
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-VERSIONED = (
-    "chat",
-    "completions",
-    "decisions",
-    "messages",
-    "models",
-    "responses",
-)  # of paths that some clients call without /v1
+VERSIONED = ("chat", "completions", "decisions", "messages", "models", "responses")  # clients leave out /v1
 OWN_HEAD = ("/", "/health")  # paths with their own answer to HEAD
 
 

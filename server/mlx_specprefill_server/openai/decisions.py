@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, Self
 
 from fastapi import APIRouter, Depends, Request
 from pydantic import Field, PlainValidator, SkipValidation, model_validator
@@ -13,7 +14,6 @@ from starlette.responses import Response
 from mlx_specprefill import Decisions, GenerationRequest, InvalidRequestError, Progress, Question
 
 from ..auth import IdentityDep
-from ..big_json import dumps
 from ..deltas import AnswerDelta, AnswerDone, Idle
 from ..errors import api_error, refusal
 from ..event_stream import DONE, KEEP_ALIVE, comment, data_event
@@ -34,18 +34,6 @@ router = APIRouter()
 
 MAX_QUESTIONS, MAX_LABELS = 400, 255
 YES, NO = "Yes", "No"
-
-
-def _as_text(parts: Any) -> Any:
-    """Return a content whose parts of JSON are text."""
-    if not isinstance(parts, list):
-        return parts
-    return [
-        {"type": "input_text", "text": dumps(part.get("data")).decode()}
-        if isinstance(part, dict) and part.get("type") == "input_json"
-        else part
-        for part in parts
-    ]
 
 
 def _word(value: bool | str) -> str:
@@ -86,7 +74,7 @@ class Asked(Body):
 
     @property
     def text(self) -> str:
-        return text_of(_as_text(self.instructions), "instructions")
+        return text_of(self.instructions, "instructions")
 
     @property
     def labels(self) -> list[str]:
@@ -114,21 +102,42 @@ class Asked(Body):
 
     def answer(self, shares: Sequence[float]) -> dict[str, Any]:
         """Return the answer by the labels' probabilities. A score is the mean of the levels' places, from 0 on."""
-        head = {"type": self.type, "name": self.name}
-        if self.type == "predicate":
-            return {**head, "probability": shares[0]}
-        confidence = max(shares)
-        if self.type == "score":
-            parts = [
-                {"label": level.label, "value": i, "probability": share}
-                for i, (level, share) in enumerate(zip(self.levels or (), shares, strict=True))
-            ]
-            score = sum(i * share for i, share in enumerate(shares))
-            return {**head, "score": score, "confidence": confidence, "probabilities": parts}
-        values = [choice.value for choice in self.choices or ()]
-        parts = [{"value": value, "probability": share} for value, share in zip(values, shares, strict=True)]
-        best = values[shares.index(confidence)]
-        return {**head, "choice": best, "confidence": confidence, "probabilities": parts}
+        most, found, shown = max(shares), dict[str, Any](), list[dict[str, Any]]()
+        match self.type:
+            case "predicate":
+                return {"probability": shares[0]}
+            case "choice":
+                shown = [{"value": choice.value} for choice in self.choices or ()]
+                found = {"choice": shown[shares.index(most)]["value"]}
+            case "score":
+                shown = [{"label": level.label, "value": place} for place, level in enumerate(self.levels or ())]
+                found = {"score": sum(place * share for place, share in enumerate(shares))}
+        parts = [part | {"probability": share} for part, share in zip(shown, shares, strict=True)]
+        return {**found, "confidence": most, "probabilities": parts}
+
+
+@dataclass
+class Entry:
+    """A question of a request: as it was understood, its tokens, or why it can't be answered."""
+
+    name: str | None
+    asked: Asked | None = None
+    tokens: Question | None = None
+    why: str = ""
+
+    @classmethod
+    def of(cls, question: Any) -> Entry:
+        given = question if isinstance(question, dict) else {}
+        entry = cls(name if isinstance(name := given.get("name"), str) else None)
+        try:
+            entry.asked = validate(Asked, given)
+        except InvalidRequestError as error:
+            entry.why = str(error).removeprefix(": ")
+        return entry
+
+    def warning(self, place: int) -> str:
+        """Return the warning about a refused question."""
+        return f"questions[{place}]{'' if self.name is None else f' ({self.name:.80})'}: {self.why}"
 
 
 class DecisionsRequest(SpecPrefillFields):
@@ -144,42 +153,10 @@ class DecisionsRequest(SpecPrefillFields):
 
     def conversation(self) -> Conversation:
         """Return the input as a conversation, in which the model does not think before an answer."""
-        items = self.input if isinstance(self.input, str) else [*map(_item, self.input)]
-        read = read_items(None, items, {})
-        images = tuple(image_paths([] if isinstance(items, str) else items, "input"))
+        read = read_items(None, self.input, {})
+        images = tuple(image_paths([] if isinstance(self.input, str) else self.input, "input"))
         messages, off = inline_system_messages(read.messages), {"enable_thinking": False}
         return conversation(messages, (), off, field="input", images=images, left_out=(*read.left_out.values(),))
-
-    def asked(self) -> Iterator[Asked | Refused]:
-        """Yield each question, or its refusal."""
-        for i, question in enumerate(self.questions):
-            name = question.get("name") if isinstance(question, dict) else None
-            name = name if isinstance(name, str) else None
-            try:
-                yield validate(Asked, question if isinstance(question, dict) else {})
-            except InvalidRequestError as error:
-                yield Refused(name, i, str(error).removeprefix(": "))
-
-
-class Refused(NamedTuple):
-    """A question that can't be answered: its name and place, and why."""
-
-    name: str | None
-    place: int
-    why: str
-
-    @property
-    def words(self) -> str:
-        return f"questions[{self.place}]{'' if self.name is None else f' ({self.name:.80})'}: {self.why}"
-
-
-Entry = tuple[Asked, Question] | Refused
-
-
-def _item(item: Any) -> Any:
-    if not isinstance(item, dict):
-        return item
-    return item | {name: _as_text(item[name]) for name in ("content", "output") if name in item}
 
 
 @router.post("/v1/decisions")
@@ -190,11 +167,16 @@ async def create(
     service: ModelDep,
 ) -> Response:
     """Answer questions about an input."""
-    asked = list(body.asked())
-    texts = [(question.render(), question.labels) for question in asked if isinstance(question, Asked)]
-    prompt, rows = await while_connected(request, service.prompts.behind(body.conversation(), texts))
-    entries = list(_settle(asked, iter(rows)))
-    refused = [entry.words for entry in entries if isinstance(entry, Refused)]
+    entries = [*map(Entry.of, body.questions)]
+    texts = {i: entry.asked for i, entry in enumerate(entries) if entry.asked is not None}
+    asked = [(question.render(), question.labels) for question in texts.values()]
+    prompt, rows = await while_connected(request, service.prompts.behind(body.conversation(), asked))
+    for i, row in zip(texts, rows, strict=True):
+        if isinstance(row, str):
+            entries[i].why = row
+        else:
+            entries[i].tokens = row
+    refused = [entry.warning(i) for i, entry in enumerate(entries) if entry.tokens is None]
     if len(refused) == len(entries):
         raise refusal("questions", f"none can be answered: {refused[0]}")
     engine_request = GenerationRequest(
@@ -202,22 +184,13 @@ async def create(
         max_tokens=0,
         specprefill=body.options(),
         spans=prompt.spans,
-        questions=tuple(entry[1] for entry in entries if not isinstance(entry, Refused)),
+        questions=tuple(entry.tokens for entry in entries if entry.tokens is not None),
     )
     spec = AnswerSpec(engine_request, partial(_reader, service, engine_request))
     warnings = [*service.other_name(body.model), *prompt.left_out, *refused]
     generation = service.submit([spec], identity, body.cache_salt, warnings)
-    return await respond(request, generation, DecisionsAnswer(service, body, generation, entries), streamed=body.stream)
-
-
-def _settle(asked: Sequence[Asked | Refused], rows: Iterator[Question | str]) -> Iterator[Entry]:
-    """Yield each question with its tokens, or its refusal."""
-    for i, question in enumerate(asked):
-        if isinstance(question, Refused):
-            yield question
-        else:
-            row = next(rows)
-            yield Refused(question.name, i, row) if isinstance(row, str) else (question, row)
+    answer = DecisionsAnswer(body.model or service.model_id, body, generation, entries)
+    return await respond(request, generation, answer, streamed=body.stream)
 
 
 def _reader(service: Service, request: GenerationRequest) -> AnswerReader:
@@ -227,11 +200,9 @@ def _reader(service: Service, request: GenerationRequest) -> AnswerReader:
 class DecisionsAnswer:
     """The answers to one request's questions, whole or as a stream whose only event with data is their object."""
 
-    def __init__(
-        self, service: Service, body: DecisionsRequest, generation: Generation, entries: Sequence[Entry]
-    ) -> None:
+    def __init__(self, model: str, body: DecisionsRequest, generation: Generation, entries: Sequence[Entry]) -> None:
+        self._model = model
         self._generation = generation
-        self._model = body.model or service.model_id
         self._progress = ProgressReporter(body.return_progress)
         self._entries = entries
         self._report = Report(generation)
@@ -267,16 +238,15 @@ class DecisionsAnswer:
         shares = iter(found.probabilities)
         kept = iter([None] * len(found.probabilities) if found.kept is None else found.kept.tolist())
         for entry in self._entries:
-            if isinstance(entry, Refused):
+            if entry.asked is None or entry.tokens is None:
                 yield {"type": "refusal", "name": entry.name}
             else:
-                yield entry[0].answer(next(shares).tolist()) | {"specprefill": {"kept": next(kept)}}
+                head = {"type": entry.asked.type, "name": entry.name}
+                yield {**head, **entry.asked.answer(next(shares).tolist()), "specprefill": {"kept": next(kept)}}
 
     def _body(self) -> dict[str, Any]:
         report, error = self._report, self._report.error
-        tokens = report.prompt_tokens + sum(
-            entry[1].tokens.size for entry in self._entries if not isinstance(entry, Refused)
-        )
+        tokens = report.prompt_tokens + sum(entry.tokens.tokens.size for entry in self._entries if entry.tokens)
         usage = {
             "input_tokens": tokens,
             "input_tokens_details": {"cached_tokens": report.cached_tokens, "cache_write_tokens": 0},

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from typing import Any, Literal
 
-from ..big_json import loads
+from ..big_json import dumps, loads
 from ..errors import refusal, require
 from ..setting_values import refused_name
 from .deferred import FLAG, LOADS, Deferral, Reference, deferral_of, divide, is_deferred, without_flag
@@ -213,6 +213,8 @@ def text_of(content: Any, where: str, of_a_tool: bool = False) -> str:
 
 def _part(part: dict[str, Any], where: str, of_a_tool: bool) -> str:
     kind: Any = part.get("type")
+    if kind == "input_json":  # of decisions
+        return dumps(part.get("data")).decode()
     known = isinstance(kind, str) and kind in TEXT_PARTS
     if isinstance(kind, str) and not known and (of_a_tool or kind in MEDIA):
         return read_media(part)[0]

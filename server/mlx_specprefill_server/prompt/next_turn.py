@@ -35,13 +35,16 @@ class NextTurn:
     Args:
         encode: returns the tokens of a part.
         header, footer: what the template writes in front of the turn's text and behind it, up to the answer.
+        room: tokens that a question and its answers may have; None: any number.
 
     Attributes:
         header: the header's tokens.
     """
 
-    def __init__(self, encode: Callable[[Part], Sequence[int]], header: Part, footer: Part) -> None:
-        self._encode = encode
+    def __init__(
+        self, encode: Callable[[Part], Sequence[int]], header: Part, footer: Part, room: int | None = None
+    ) -> None:
+        self._encode, self._room = encode, room
         self._header, self._footer = header, footer
         self._labels: dict[str, tuple[int, ...]] = {}
         self.header = tuple(encode(header))
@@ -52,9 +55,19 @@ class NextTurn:
         text, labels = asked
         try:
             row = self._encode(self._header.before(text.strip(), self._footer))
-            return Question(as_token_ids(row), tuple(map(self._label, labels)))
+            question = Question(as_token_ids(row), tuple(map(self._label, labels)))
         except InvalidRequestError as error:
             return str(error)
+        if self._room is not None and question.room > self._room:
+            return f"it needs {question.room} tokens, and the input leaves {self._room}"
+        return question
+
+    def begins(self, question: Question) -> bool:
+        """Return whether the question's tokens begin with the header's, so that the prompt can have these."""
+        return tuple(question.tokens[: len(self.header)].tolist()) == self.header
+
+    def behind_header(self, question: Question) -> Question:
+        return Question(question.tokens[len(self.header) :], question.labels)
 
     def _label(self, text: str) -> tuple[int, ...]:
         """Return an answer's tokens as they follow the footer."""

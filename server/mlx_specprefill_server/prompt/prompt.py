@@ -30,7 +30,7 @@ from .next_turn import Asked, NextTurn, Part
 from .probe import Show, ask, notation_of
 from .question import about_everything, asks_to_compact
 from .reminders import without_reminders
-from .spans import Render, absent, left_out, locate, mark, to_tokens, turn_ends
+from .spans import CharSpan, Render, absent, left_out, locate, mark, to_tokens, turn_ends
 from .special_tokens import ControlTokens, Encoded, Encoder, EscapedConversation
 from .stable import remove_volatile_lines
 from .tool_writer import ToolWriter
@@ -217,16 +217,8 @@ class PromptBuilder:
         self.check_length(fitted.text, conversation.field)
         tokens, offsets = self._tokenize(fitted, conversation.field)
         ending = _ending(fitted.rendered, self._ends)
-        marked = mark(fitted.messages, fitted.rendered, fitted.render)
-        missing = map(fitted.unescape, islice(left_out(fitted.messages, fitted.rendered, marked), MOST_NAMED))
-        sentences = (*fitted.left_out, *missing)
+        spans, sentences = self._located(fitted, bool(conversation.tools))
         said = [without_reminders(m["content"]) for m in conversation.messages if m["role"] == "user"]
-        question = next((text for text in reversed(said) if text.strip()), "")
-        asked = about_everything(question), asks_to_compact(question) and _goes_on(conversation.messages)
-        if offsets is None:
-            return Prompt(as_token_ids(tokens), (), ending, sentences, *asked)
-        spans = locate(fitted.messages, fitted.rendered, marked, self._ends, bool(conversation.tools))
-        return Prompt(as_token_ids(tokens), to_tokens(spans, offsets), ending, sentences, *asked)
 
     def _behind(self, conversation: Conversation, asked: Sequence[Asked]) -> tuple[Prompt, list[Question | str]]:
         field, contents = conversation.field, "".join(message["content"] for message in conversation.messages)
@@ -240,41 +232,31 @@ class PromptBuilder:
         whole = Part(fitted.text, self._controls.places(fitted.rendered))
         start = max((at for at, _ in whole.controls if at < end), default=0)
         start = start if end - start <= HEADER else end
+        tokens, offsets = self._encoder.encode(*whole.part(0, start), field)
+        left = None if self._context is None else self._context - len(tokens)
+        if left is not None and left < 1:
+            raise ContextLengthError(len(tokens), 1, self._context or 0, field)
         turn = NextTurn(
             lambda part: self._encoder.encode(*part, "the question")[0],
             whole.part(start, end),
             whole.part(end + len(word)),
+            left,
         )
-        tokens, offsets = self._encoder.encode(*whole.part(0, start), field)
         rows = [turn.read(one) for one in asked]
-        if all(isinstance(row, str) or row.tokens[: len(turn.header)].tolist() == [*turn.header] for row in rows):
-            rows = [row if isinstance(row, str) else row.without(len(turn.header)) for row in rows]
+        if all(turn.begins(row) for row in rows if isinstance(row, Question)):
+            rows = [row if isinstance(row, str) else turn.behind_header(row) for row in rows]
             tokens += turn.header
-        marked = mark(fitted.messages, fitted.rendered, fitted.render)
-        missing = map(fitted.unescape, islice(left_out(fitted.messages, fitted.rendered, marked), MOST_NAMED))
-        spans = locate(fitted.messages, fitted.rendered, marked, self._ends, bool(conversation.tools))
+        spans, sentences = self._located(fitted, bool(conversation.tools))
         before = [replace(span, end=min(span.end, start)) for span in spans if span.content_end <= start]
         located = to_tokens(before, offsets) if offsets is not None else ()
-        return Prompt(as_token_ids(tokens), located, left_out=(*fitted.left_out, *missing)), self._fitting(
-            rows, tokens, field
-        )
+        return Prompt(as_token_ids(tokens), located, left_out=sentences), rows
 
-    def _fitting(self, rows: Sequence[Question | str], tokens: Sequence[int], field: str) -> list[Question | str]:
-        """Return the questions that fit behind a prompt, and why others don't.
-
-        Raises:
-            ContextLengthError: not one token fits.
-        """
-        if self._context is None:
-            return list(rows)
-        if (left := self._context - len(tokens)) < 1:
-            raise ContextLengthError(len(tokens), 1, self._context, field)
-        return [
-            f"it needs {row.room} tokens, and the input leaves {left}"
-            if isinstance(row, Question) and row.room > left
-            else row
-            for row in rows
-        ]
+    def _located(self, fitted: _Fitted, has_tools: bool) -> tuple[list[CharSpan], tuple[str, ...]]:
+        """Return the spans of the messages, and sentences about what is left out."""
+        marked = mark(fitted.messages, fitted.rendered, fitted.render)
+        missing = map(fitted.unescape, islice(left_out(fitted.messages, fitted.rendered, marked), MOST_NAMED))
+        spans = locate(fitted.messages, fitted.rendered, marked, self._ends, has_tools)
+        return spans, (*fitted.left_out, *missing)
 
     def _fit(self, conversation: Conversation) -> _Fitted:
         """Return the conversation in the form that the template takes, without volatile lines."""

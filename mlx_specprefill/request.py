@@ -34,6 +34,7 @@ from .errors import InvalidRequestError
 SpanKind = Literal["system", "tools", "user", "assistant", "tool", "other"]
 _LABEL_PART = re.compile(r"[\w-]{0,64}", re.ASCII)
 TokenIds = npt.NDArray[np.int32]
+QUESTIONS_AT_ONCE = 1024  # tokens of questions that stand behind a prompt at a time, or one longer question
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,10 +257,11 @@ class GenerationRequest:
         """Return the tokens of all questions."""
         return sum(question.tokens.size for question in self.questions)
 
-    def room_behind(self, step: int) -> int:
-        """Return the tokens that questions take behind the prompt at a time, if a forward has `step`."""
+    @property
+    def room_behind(self) -> int:
+        """Return the tokens that questions take behind the prompt at a time."""
         rooms = [question.room for question in self.questions]
-        return min(sum(rooms), max([step, *rooms]))
+        return min(sum(rooms), max([QUESTIONS_AT_ONCE, *rooms]))
 
     @property
     def usable_prefix(self) -> int:

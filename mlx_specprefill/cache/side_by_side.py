@@ -68,20 +68,17 @@ class SideBySide:
         for part in self._parts:
             part.inner.trim(self._numbers.size)
 
-    def read(self, model: Any, rows: Sequence[TokenIds], places: Sequence[int]) -> mx.array:
-        """Feed a part of some rows in one forward. Return the logits of all its tokens, (L, V), not computed yet.
+    def read(self, model: Any, tokens: TokenIds, rows: Indices, places: Indices) -> mx.array:
+        """Feed tokens in one forward. Return their logits, (L, V), not computed yet.
 
         Args:
-            rows: the tokens of each row's part; an empty one is not fed.
-            places: where each part begins in its row.
+            tokens: (L,); those of one row come in order, in one forward or several.
+            rows, places: the row of each token, and its place in the row, (L,).
         """
-        sizes = [len(row) for row in rows]
-        starts = np.repeat(self._next + np.array(places) - np.cumsum([0, *sizes[:-1]]), sizes)
-        positions = (starts + np.arange(sum(sizes))).astype(np.int32)
-        self._numbers = np.append(self._numbers, np.repeat(np.arange(len(rows), dtype=np.int32), sizes))
-        self._positions, self._coming = np.append(self._positions, positions), positions.size
-        self.offset, self._masks = mx.array(positions)[None], {}
-        logits: mx.array = model(mx.array(np.concatenate(rows))[None], cache=self._layers)[0]
+        positions = (self._next + places).astype(np.int32)
+        self._numbers, self._positions = np.append(self._numbers, rows), np.append(self._positions, positions)
+        self._coming, self.offset, self._masks = positions.size, mx.array(positions)[None], {}
+        logits: mx.array = model(mx.array(tokens)[None], cache=self._layers)[0]
         return logits
 
     def wait(self) -> None:

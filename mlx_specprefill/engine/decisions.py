@@ -9,18 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import cached_property
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from ..adapters.probe import probe_sparse
 from ..adapters.registry import adapter_for, architecture_of
-from ..arrays import Bools, Floats
+from ..arrays import Bools, Floats, Indices
 from ..cache.positioned import Snapshot
 from ..cache.side_by_side import SideBySide
 from ..events import Decisions, Progress
 from ..loading import ModelPair
-from ..request import Question, as_token_ids
+from ..request import QUESTIONS_AT_ONCE, Question, TokenIds, as_token_ids
 from ..sampling import LOGITS_ROWS, log_softmax
 from ..specprefill.sparse_prefill import feed, forward_ends
 from .active_request import ActiveRequest
@@ -55,36 +56,45 @@ class Decider:
         found: dict[int, Floats] = {}
         apart = [i for i, question in enumerate(questions) if not (shares and question.differs_at_once)]
         together = sorted({*range(len(questions))} - {*apart})
-        for group in _groups(together, lambda i: questions[i].tokens.size, self._step):
-            decided = self._together(active, [questions[i] for i in group])
+        for group in _groups(together, [question.tokens.size for question in questions], QUESTIONS_AT_ONCE):
+            decided = yield from self._together(cache, [questions[i] for i in group], done, total)
             found |= dict(zip(group, decided, strict=True))
             done += sum(questions[i].tokens.size for i in group)
-            yield Progress("prefill", done, total)
         for i in apart:
-            found[i] = yield from self._alone(active, questions[i], shares, done, total)
+            found[i] = yield from self._alone(cache, questions[i], shares, done, total)
             done += questions[i].tokens.size
         return Decisions(tuple(found[i] for i in range(len(questions))), _kept(active))
 
-    def _together(self, active: ActiveRequest, questions: Sequence[Question]) -> list[Floats]:
-        """Return the probabilities of questions that are read in two forwards, of which the second has their last
-        tokens: only these meet the output projection.
+    def _together(
+        self, cache: list[Any], questions: Sequence[Question], done: int, total: int
+    ) -> Generator[Progress, None, list[Floats]]:
+        """Return the probabilities of questions that share forwards. The last one has their last tokens: only these
+        meet the output projection.
         """
         rows = [question.tokens for question in questions]
-        with SideBySide(active.cache) as side:
-            if any(row.size > 1 for row in rows):
-                side.read(self._pair.target, [row[:-1] for row in rows], [0] * len(rows))
+        ends = np.array([row.size - 1 for row in rows], dtype=np.int32)
+        tokens, numbers, places = _flat([row[:-1] for row in rows])
+        with SideBySide(cache) as side:
+            start = 0
+            while start < tokens.size:
+                part = slice(start, start + self._step())
+                side.read(self._pair.target, tokens[part], numbers[part], places[part])
                 side.wait()
-            logits = side.read(self._pair.target, [row[-1:] for row in rows], [row.size - 1 for row in rows])
+                start = min(part.stop, tokens.size)
+                yield Progress("prefill", done + start, total)
+            last = np.concatenate([row[-1:] for row in rows])
+            logits = side.read(self._pair.target, last, np.arange(len(rows), dtype=np.int32), ends)
             chosen = [row[mx.array(question.first)] for row, question in zip(logits, questions, strict=True)]
             shares = [mx.softmax(row.astype(mx.float32)) for row in chosen]
             mx.eval(shares)
+        yield Progress("prefill", done + tokens.size + len(rows), total)
         return [np.array(row) for row in shares]
 
     def _alone(
-        self, active: ActiveRequest, question: Question, shares: bool, done: int, total: int
+        self, cache: list[Any], question: Question, shares: bool, done: int, total: int
     ) -> Generator[Progress, None, Floats]:
         """Read one question, and the labels behind it where their first tokens don't tell them apart."""
-        cache, tokens, snapshot, fed = active.cache, question.tokens, Snapshot(active.cache), 0
+        tokens, snapshot, fed = question.tokens, Snapshot(cache), 0
         logits: mx.array | None = None
         try:
             ends = forward_ends(tokens.size, self._step)
@@ -98,7 +108,7 @@ class Decider:
         finally:
             snapshot.take_back(fed, fed)
 
-    def _whole_labels(self, cache: list[object], question: Question, first: mx.array, shares: bool) -> mx.array:
+    def _whole_labels(self, cache: list[Any], question: Question, first: mx.array, shares: bool) -> mx.array:
         """Return the mean log-probability of each label's tokens behind the question, (L,).
 
         Args:
@@ -106,37 +116,42 @@ class Decider:
         """
         totals = list(first)
         longer = [i for i, label in enumerate(question.labels) if len(label) > 1]
-        sizes = {i: len(question.labels[i]) - 1 for i in longer}
-        for group in _groups(longer, sizes.__getitem__, lambda: LOGITS_ROWS if shares else 1):
-            rows = [as_token_ids(question.labels[i][:-1]) for i in group]
+        sizes = [len(label) - 1 for label in question.labels]
+        for group in _groups(longer, sizes, LOGITS_ROWS if shares else 1):
+            tokens, numbers, places = _flat([as_token_ids(question.labels[i][:-1]) for i in group])
             if shares:
-                with SideBySide(cache) as side:  # type: ignore[arg-type] # `shares` says so
-                    logprobs = log_softmax(side.read(self._pair.target, rows, [0] * len(rows)))
+                with SideBySide(cache) as side:
+                    logprobs = log_softmax(side.read(self._pair.target, tokens, numbers, places))
                     mx.eval(logprobs)
             else:
                 snapshot = Snapshot(cache)
-                logprobs = log_softmax(self._pair.target(mx.array(rows[0])[None], cache=cache)[0])
+                logprobs = log_softmax(self._pair.target(mx.array(tokens)[None], cache=cache)[0])
                 mx.eval(logprobs)
-                snapshot.take_back(rows[0].size, rows[0].size)
-            start = 0
-            for i in group:
-                following = mx.array(question.labels[i][1:])
-                own = logprobs[start : start + sizes[i]]
-                totals[i] = totals[i] + mx.take_along_axis(own, following[:, None], axis=1).sum()
-                start += sizes[i]
+                snapshot.take_back(tokens.size, tokens.size)
+            following = mx.array([token for i in group for token in question.labels[i][1:]])
+            own = mx.take_along_axis(logprobs, following[:, None], axis=1)[:, 0]
+            for row, i in enumerate(group):
+                totals[i] = totals[i] + mx.where(mx.array(numbers == row), own, 0).sum()
         return mx.stack(totals) / mx.array([len(label) for label in question.labels])
 
 
-def _groups(members: Sequence[int], size_of: Callable[[int], int], step: Callable[[], int]) -> Iterator[list[int]]:
-    """Yield members that are read together: as many as a forward has tokens for, at least one, at most 128."""
-    left = list(members)
-    while left:
-        most, count, used = step(), 0, 0
-        while count < min(len(left), LOGITS_ROWS) and (not count or used + size_of(left[count]) <= most):
-            used += size_of(left[count])
-            count += 1
-        yield left[:count]
-        left = left[count:]
+def _flat(rows: Sequence[TokenIds]) -> tuple[TokenIds, Indices, Indices]:
+    """Return the tokens of all rows, and for each its row and its place in that."""
+    sizes = [row.size for row in rows]
+    places = np.concatenate([np.arange(size, dtype=np.int32) for size in sizes])
+    return np.concatenate(rows), np.repeat(np.arange(len(rows), dtype=np.int32), sizes), places
+
+
+def _groups(members: Sequence[int], sizes: Sequence[int], most: int) -> Iterator[list[int]]:
+    """Yield members that are held together: of so many tokens, at least one, at most 128."""
+    group: list[int] = []
+    for member in members:
+        if group and (len(group) == LOGITS_ROWS or sum(sizes[i] for i in group) + sizes[member] > most):
+            yield group
+            group = []
+        group.append(member)
+    if group:
+        yield group
 
 
 def _kept(active: ActiveRequest) -> Bools | None:

@@ -342,7 +342,7 @@ class Memory:
         log.warning("the memory limit is %d MiB from now on", self.limit >> 20)
 
     def _tokens(self, request: GenerationRequest) -> int:
-        return len(request.prompt) + request.room_behind(self.step) + min(request.max_tokens, ANSWER_TOKENS)
+        return len(request.prompt) + request.room_behind + min(request.max_tokens, ANSWER_TOKENS)
 
     def need(self, request: GenerationRequest, mode: Mode, rows: int = 0) -> Need:
         """Predict the need: prompt and answer in the target, the prompt in the draft, and what proposes the answer.
@@ -389,7 +389,7 @@ class Memory:
         return (request.specprefill.rule or self._config.rule) == "paper"
 
     def _draft_tokens(self, request: GenerationRequest) -> int:
-        return round((len(request.prompt) + request.room_behind(self.step)) * self._pair.draft_ratio)
+        return round((len(request.prompt) + request.room_behind) * self._pair.draft_ratio)
 
     def _need(self, *parts: tuple[Footprint, int], rows: int = 0, more: int = 0) -> Need:
         """Return the need of sequences that are prefilled one after the other. Caches grow by steps.

@@ -22,7 +22,7 @@ USER_WHOLE, USER_HEAD, USER_TAIL = (2048, 8), (128, 64), (512, 16)  # (most toke
 EARLIER_WHOLE = (256, 16)  # of the messages before the last: a question about its document, an offer that it takes
 OWN_WHOLE, OWN_SHARE = 64, 16  # most tokens of one of the model's own earlier messages, divisor for all of these
 TOOL_HEAD, TOOL_TAIL = 64, 128  # of a tool result after the last user message
-PASSAGE = 64  # tokens that are kept for each of a request's questions
+PASSAGE = 32  # tokens that are kept for each of a request's questions
 SYSTEM_WHOLE, SYSTEM_ENDS = 512, 256  # tokens: a shorter system text is kept in full, of a longer one both ends
 
 

@@ -342,7 +342,7 @@ class Memory:
         log.warning("the memory limit is %d MiB from now on", self.limit >> 20)
 
     def _tokens(self, request: GenerationRequest) -> int:
-        return len(request.prompt) + request.room_behind + min(request.max_tokens, ANSWER_TOKENS)
+        return len(request.prompt) + min(request.max_tokens, ANSWER_TOKENS)
 
     def need(self, request: GenerationRequest, mode: Mode, rows: int = 0) -> Need:
         """Predict the need: prompt and answer in the target, the prompt in the draft, and what proposes the answer.
@@ -368,7 +368,7 @@ class Memory:
         return self._proposing.get(request.specprefill.strategy(self._config.speculation))
 
     def _predict(self, request: GenerationRequest, mode: Mode, strategy: _Proposing | None, rows: int) -> Need:
-        tokens, prompt = self._tokens(request), len(request.prompt)
+        tokens, prompt = self._tokens(request) + request.room_behind, len(request.prompt)
         parts, read, more = [(self._target, tokens)], 0, self._row_bytes
         if mode == "sparse" and self._is_paper(request):
             parts.append((self._whole, self._draft_tokens(request)))

@@ -179,6 +179,13 @@ def test_more_questions_need_no_more_memory() -> None:
         assert len(found.probabilities) == 400
 
 
+def test_questions_share_the_room_that_is_left(scoring: Engine) -> None:
+    """Each begins behind the prompt: together they may be longer than the context."""
+    questions = questions_of(60)
+    prompt = random_prompt(4096 - max(question.room for question in questions))
+    assert len(decided(events_of(scoring, prompt, questions)).probabilities) == 60
+
+
 @pytest.mark.parametrize(
     "question",
     [

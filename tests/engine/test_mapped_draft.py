@@ -133,6 +133,28 @@ def test_a_token_has_the_most_that_one_of_its_bytes_has(scorer):
     assert direct.size == len(data) > prompt.size
     assert found.importance.tolist() == [direct[owner == token].max() for token in range(prompt.size)]
     assert (found.scorer, found.lookahead, found.cache) == ("mapped-draft", (), [])
+
+
+@pytest.mark.parametrize("in_bytes", [False, True])
+def test_questions_behind_the_prompt_look_at_the_same_places(in_bytes):
+    """A draft with other ids looks where the same weights do, and one that reads bytes at the token of those bytes."""
+    tokenizer, ids = (without_merges(), None) if in_bytes else permuted()
+    draft = model() if in_bytes else behind(ids)
+    text, asked = TEXT.replace("🙂", ""), (ASKED, "Nobody knows what?")
+    prompt, read = tokens_of(text), tokens_of(text, tokenizer)
+    questions, config = tuple(map(tokens_of, asked)), ScoringConfig()
+    template = np.arange(prompt.size) < 1
+    task = scoring_input(draft, prompt, config, questions=questions, template=template)
+    mapped = map_task(pair(draft, tokenizer).mapping, task)
+    scorer = HeadScorer(HEADS, config)
+    found = mapped.scores(finish(scorer.score(draft, mapped.task)))
+    in_its_tokens = tuple(tokens_of(one, tokenizer) for one in asked)
+    own = {"questions": in_its_tokens, "template": mapped.task.template}
+    direct = finish(scorer.score(draft, scoring_input(draft, read, config, **own)))
+    lengths = [len(target_tokenizer().decode([int(token)]).encode()) for token in prompt]
+    owner = np.repeat(np.arange(prompt.size), lengths) if in_bytes else np.arange(prompt.size)
+    assert found.places.tolist() == owner[direct.places].tolist()
+    assert found.importance.max() == direct.importance.max() == 1
     assert found.words.endswith("mapped by text")
 
 

@@ -78,6 +78,7 @@ class Planner:
         """
         pair = self._pair
         read = None if cached is None else self._caches.draft_covers(request.prompt[:-1], request.label)
+        predict = partial(self.predict, len(request.prompt), cached or 0, read=read, asked=request.asked)
         return plan_prefill(
             request,
             self._config,
@@ -85,12 +86,9 @@ class Planner:
             # The number of tokens for a draft with another tokenizer is known only after tokenizing.
             draft_context=pair.draft_context if pair.mapping is None else None,
             cached_tokens=cached,
-            predict=partial(self._predict_asking, request, cached or 0, read) if pair.has_draft else None,
+            predict=predict if pair.has_draft else None,
             gains_are_known=self._config.calibration_file is not None and self._costs.are_measured,
         )
-
-    def _predict_asking(self, request: GenerationRequest, cached: int, read: int | None, kept: int) -> Prediction:
-        return self.predict(len(request.prompt), cached, kept, read, request.asked)
 
     def _refuse_questions(self, request: GenerationRequest) -> Reason | None:
         """Return why questions behind a prompt can't choose what is read of it; None if they can."""

@@ -195,7 +195,7 @@ class PromptScorer:
         scoring = self.config.scoring
         said = request.spans[-1].content_end if request.spans else None
         question = question_span(len(request.prompt), scoring, said, text.units)
-        if request.questions:
+        if request.questions:  # they are read behind the prompt, in which nothing asks
             question = len(request.prompt) - 1, len(request.prompt)
         before = () if plan.rule == "paper" else repeated_question_spans(request.spans, scoring, text.units)
         template = template_mask(request.spans, question, plan.forced)

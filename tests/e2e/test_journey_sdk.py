@@ -271,7 +271,7 @@ def test_decisions_are_those_of_completions(client: openai.OpenAI, server: Serve
     first = client.decisions.create(model="any", input=text, questions=asked[:1], **whole)
     found = client.decisions.create(model="any", input=text, questions=[*asked, levels], **whole)
     prompt_tokens = report_of(found)["prompt_tokens"]
-    assert first.usage.input_tokens_details.cached_tokens == 0
+    assert first.usage.input_tokens_details.cached_tokens < 16  # the header of a message, which others have, too
     assert found.usage.input_tokens_details.cached_tokens == prompt_tokens - 1
     for question, answer in zip(asked, found.answers, strict=False):
         messages = [*user(text), *user(f"{question['instructions']} Yes or No?")]

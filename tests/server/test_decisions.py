@@ -170,7 +170,7 @@ MALFORMED = [
     ({"type": "predicate"}, "instructions"),
     ({"type": "predicate", "instructions": " "}, "empty"),
     ({"type": "predicate", "instructions": [{"type": "input_image", "image_url": "x"}]}, "image"),
-    ({"type": "predicate", "instructions": [{"type": "input_file"}]}, "instructions[0].type"),
+    ({"type": "predicate", "instructions": [{"type": "input_file"}]}, "a file without text"),
     ({"type": "choice", "instructions": "x"}, "needs choices"),
     ({"type": "choice", "instructions": "x", "choices": [{"value": "a"}]}, "choices"),
     ({"type": "choice", "instructions": "x", "choices": [{"value": str(i)} for i in range(256)]}, "choices"),

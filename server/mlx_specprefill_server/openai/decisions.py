@@ -22,7 +22,7 @@ from ..generation.generation import AnswerSpec, Generation
 from ..generation.reader import AnswerReader, IncrementalDetokenizer
 from ..models.dependencies import ModelDep
 from ..parsers.formats import plain_text
-from ..prompt.conversation import Conversation, conversation, image_paths, inline_system_messages, text_of
+from ..prompt.conversation import Conversation, conversation, text_of, unread_parts
 from ..report import ProgressReporter, Report
 from ..request_body import body_of, validate
 from ..service import Service
@@ -66,8 +66,8 @@ class Asked(Body):
             raise ValueError(f"a question of type {self.type} needs {wanted}")
         if len(set(self.labels)) < len(self.labels):
             raise ValueError("each choice or level must be unique")
-        if isinstance(self.instructions, list) and any(image_paths([{"content": self.instructions}], "")):
-            raise ValueError("this model reads text only, and the question has an image")
+        if isinstance(self.instructions, list) and any(unread_parts([{"content": self.instructions}], "")):
+            raise ValueError("this model reads text only, and the question has an image or a file without text")
         if not self.text.strip() or not all(self.labels):
             raise ValueError("instructions, choices and levels must not be empty")
         return self
@@ -154,9 +154,9 @@ class DecisionsRequest(SpecPrefillFields):
     def conversation(self) -> Conversation:
         """Return the input as a conversation, in which the model does not think before an answer."""
         read = read_items(None, self.input, {})
-        images = tuple(image_paths([] if isinstance(self.input, str) else self.input, "input"))
-        messages, off = inline_system_messages(read.messages), {"enable_thinking": False}
-        return conversation(messages, (), off, field="input", images=images, left_out=(*read.left_out.values(),))
+        unread = unread_parts([] if isinstance(self.input, str) else self.input, "input")
+        left_out, off = (*unread, *read.left_out.values()), {"enable_thinking": False}
+        return conversation(read.messages, (), off, field="input", left_out=left_out, opening_in_front=False)
 
 
 @router.post("/v1/decisions")

@@ -219,6 +219,14 @@ class PromptBuilder:
         ending = _ending(fitted.rendered, self._ends)
         spans, sentences = self._located(fitted, bool(conversation.tools))
         said = [without_reminders(m["content"]) for m in conversation.messages if m["role"] == "user"]
+        questions = [text for text in said if text.strip()]
+        words = about_everything(questions[-1]) if questions else None
+        goes_on = any(message["role"] == "assistant" for message in conversation.messages)
+        asked_last = bool(questions) and conversation.messages[-1]["role"] == "user"
+        compacts = goes_on and asked_last and asks_to_compact(questions[-1])
+        if offsets is None:
+            return Prompt(as_token_ids(tokens), (), ending, sentences, words, compacts)
+        return Prompt(as_token_ids(tokens), to_tokens(spans, offsets), ending, sentences, words, compacts)
 
     def _behind(self, conversation: Conversation, asked: Sequence[Asked]) -> tuple[Prompt, list[Question | str]]:
         field, contents = conversation.field, "".join(message["content"] for message in conversation.messages)

@@ -53,3 +53,22 @@ class Tags(NamedTuple):
             self.end_call: (self.call,),
             f"\n{self.parameter}": tuple(f"{name}{self.end_name}" for name in names),
         }
+
+
+class Written(NamedTuple):
+    """The text of a call with holes: {name}, {arguments} or {input}, {number}, {id}, and {line} and {space}, which
+    may be empty.
+
+    Attributes:
+        between: text between two calls; None: an answer has one.
+        before, after: texts before the first call and behind the last.
+        needs: the mark that its vocabulary has.
+        excluded: the marks that no {input} may hold.
+    """
+
+    call: str
+    between: str | None = ""
+    before: str = ""
+    after: str = ""
+    needs: str = ""
+    excluded: tuple[str, ...] = ()

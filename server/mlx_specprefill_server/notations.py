@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from .call_marks import Marks, Tags
+from .call_marks import Marks, Tags, Written
 
 NAME = re.compile(r"[\w.:/-]{1,256}")  # of a tool
 
@@ -78,3 +78,60 @@ STEP = Tags(  # Step 3
     '<steptml:parameter name="', '">', lines=False, end_parameter="</steptml:parameter>",
     beside=("<｜tool_call_begin｜>", "function", "<｜tool_sep｜>", "<｜tool_call_end｜>"),
 )  # fmt: skip
+
+
+def _one_text(tags: Tags) -> Written:
+    line = "\n" if tags.lines else ""
+    head = f"{tags.call}\n{tags.function}{{name}}{tags.close}\n{tags.parameter}input{tags.close}{line}"
+    tail = f"{line}{tags.end_parameter}\n{tags.end_function}\n{tags.end_call}"
+    return Written(f"{head}{{input}}{tail}", excluded=tuple(tags.ends()))
+
+
+OBJECT = '{"name": "{name}", "arguments": {arguments}}'
+# JSON is what a model is made to write whose notation has none. Every parser reads it where it may come.
+ANY_CALLS = (Written(f"{CALL}{{line}}{OBJECT}{{line}}{END_CALL}", "\n"),)
+CALLS: Mapping[str, Sequence[Written]] = {
+    "harmony": [Written("<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}", None)],
+    "mistral": [
+        Written(f"{MISTRAL_TAG}{{name}}{{id}}{MISTRAL_ARGUMENTS}{{arguments}}", needs=MISTRAL_ARGUMENTS),
+        Written(OBJECT, ", ", f"{MISTRAL_TAG}{{space}}[", "]"),
+    ],
+    "granite": [Written(OBJECT, ", ", f"{GRANITE}[", "]")],
+    "command": [
+        Written(
+            '    {"tool_call_id": "{number}", "tool_name": "{name}", "parameters": {arguments}}',
+            ",\n",
+            f"{COMMAND}[\n",
+            f"\n]{END_COMMAND}",
+        )
+    ],
+    "deepseek": [
+        Written(
+            f"{DEEPSEEK.call}{{name}}{DEEPSEEK.arguments}{{arguments}}{DEEPSEEK.end_call}",
+            "",
+            DEEPSEEK.section,
+            DEEPSEEK.end_section,
+        )
+    ],
+    "kimi": [
+        Written(
+            f"{KIMI.call}functions.{{name}}:{{number}}{KIMI.arguments}{{arguments}}{KIMI.end_call}",
+            "",
+            KIMI.section,
+            KIMI.end_section,
+        )
+    ],
+}
+# A call of a tool with one text, in a notation without JSON.
+TEXTS: Mapping[str, Written] = {
+    "xml": _one_text(XML),
+    "minimax": _one_text(MINIMAX),
+    "seed": _one_text(SEED),
+    "glm": Written(
+        f"{CALL}{{name}}{{line}}{KEY}input{END_KEY}{{line}}{VALUE}{{input}}{END_VALUE}{{line}}{END_CALL}",
+        excluded=(END_VALUE, END_CALL),
+    ),
+    "gemma": Written(
+        f"{GEMMA_4[0]}call:{{name}}{{input:{GEMMA_4[2]}{{input}}{GEMMA_4[2]}}}{GEMMA_4[1]}", excluded=GEMMA_4[2:]
+    ),
+}

@@ -14,7 +14,7 @@ from mlx_specprefill import Constraint, ContextLengthError, GenerationRequest, R
 
 from .auth import Identity
 from .constrained.answer_grammar import constraint_of
-from .constrained.calls import forced_format, with_patterns
+from .constrained.calls import with_patterns
 from .constrained.tool_choice import ToolChoice, resolve_tool_choice
 from .errors import JsonResponse, refusal
 from .event_stream import EventStream
@@ -88,7 +88,7 @@ async def start_answers(service: Service, body: ChatFields, identity: Identity) 
             output,
             with_patterns(tools, conversation.inputs) if conversation.inputs else tools,
             choice,
-            forced_format(service.format.tools) if forced else service.format.tools,
+            service.format.tools,
             body.parallel(),
             service.format.reasoning_end(prompt.ending),
             service.format.may_think(prompt.ending) if _thinks(service, body, conversation) else None,
@@ -105,7 +105,7 @@ async def start_answers(service: Service, body: ChatFields, identity: Identity) 
         body,
         params,
         prompt,
-        partial(service.format.parser, (*tools, *waiting), prompt.ending),
+        partial(service.format.parser, (*tools, *waiting), prompt.ending, as_json=not free),
         field=conversation.field,
         constraint=constraint,
         reasoning=None if budget is None else service.format.budget(budget, prompt.ending),

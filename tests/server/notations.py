@@ -79,6 +79,11 @@ class Notation:
     ends: tuple[str, ...] = ('"',)
     prompt: str = ""
 
+    @property
+    def forced(self) -> Callable[[Mapping[str, Any]], str]:
+        """The writer of forced calls, which are JSON."""
+        return self.write if self.format.tools in WITH_JSON else NOTATIONS["hermes"].write
+
 
 def _of(parser: ToolParser, write: Callable[[Mapping[str, Any]], str], *ends: str) -> Notation:
     return Notation(Format(parser, None), write, ends or ('"',))
@@ -100,6 +105,7 @@ def dsml(tag: str) -> Callable[[Mapping[str, Any]], str]:
     return written
 
 
+WITH_JSON = ("hermes", "granite", "command", "deepseek", "mistral", "harmony", "kimi")
 GEMMA, OLD_GEMMA = gemma('<|"|>'), gemma("<escape>")
 NOTATIONS = {
     "hermes": _of("hermes", lambda given: f'<tool_call>\n{{"name": "f", "arguments": {as_json(given)}}}\n</tool_call>'),

@@ -57,6 +57,18 @@ def test_a_call_alone(engine: FakeEngine, fmt: ToolParser, text: str) -> None:
     assert call["function"] == {"name": "get_weather", "arguments": PARIS}
 
 
+@pytest.mark.parametrize("fmt", ["minimax", "seed", "muse", "gemma", "lfm2", "dsml", "dsml4"])
+@pytest.mark.parametrize("choice", ["required", "auto"])
+def test_json_is_a_call_in_notations_without_it_where_it_is_forced(
+    engine: FakeEngine, fmt: ToolParser, choice: str
+) -> None:
+    engine.says(CALL)
+    message = ask(client_of(engine, tool_parser=fmt), tools=TOOLS, tool_choice=choice)["choices"][0]["message"]
+    called = [call["function"] for call in message.get("tool_calls") or ()]
+    assert called == [{"name": "get_weather", "arguments": PARIS}] * (choice == "required")
+    assert (message["content"] or "") == CALL * (choice == "auto")
+
+
 def test_streamed_calls(client: TestClient, engine: FakeEngine) -> None:
     engine.says(TWO)
     chunks = stream(client, tools=TOOLS)

@@ -36,7 +36,7 @@ def test_calls_come_to_an_end_though_the_model_never_ends_them(tool_format: Tool
         tokens.append(min(liked, key=lambda token: (not TOKENIZER.decode([token]).isspace(), token)))
         state.accept(tokens[-1])
     text = TOKENIZER.decode(tokens)
-    parser = Format(tool_format, None).parser(tools, "")
+    parser = Format(tool_format, None).parser(tools, "", as_json=True)
     events = [*parser.push(text), *parser.finish(True)]
     assert sum(isinstance(event, CallEnd) for event in events) == 16
     assert not re.search(r"\s{3}", text)

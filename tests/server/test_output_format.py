@@ -227,17 +227,6 @@ NOTATIONS = [
         "\n",
     ),
     (
-        "xml",
-        "<tool_call>\n<function=weather>\n<parameter=city>\nRome <b>\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
-        "<parameter=unit>\nC\n</parameter>\n<parameter=tags>\n[\"x\"]\n</parameter>\n</function>\n</tool_call>",
-        "<tool_call>\n<function=weather_time>\n</function>\n</tool_call>",
-        ["<tool_call>\n<function=weather>\n</function>",
-         "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n<parameter=days>\nmany",
-         "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
-         "<parameter=unit>\nK"],
-        "\n",
-    ),
-    (
         "harmony",
         "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
         '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Rome", "days": 3}',
@@ -253,23 +242,6 @@ NOTATIONS = [
         ['[{"name": "weather"', '[TOOL_CALLS][{"name": "weather", "arguments": {"days"'],
         None,
     ),
-    (
-        "gemma",
-        '<|tool_call>call:weather{city:<|"|>Rome {1}<|"|>,days:3,tags:[<|"|>a<|"|>,<|"|>b<|"|>]}<tool_call|>',
-        "<|tool_call>call:weather_time{}<tool_call|>",
-        ["<|tool_call>call:weather{}", "<|tool_call>call:weather{city:1", "call:weather",
-         '<|tool_call>call:weather{city:<|"|>Rome<|"|>,days:3,unit:<|"|>K'],
-        "",
-    ),
-    (
-        "glm",
-        "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n<arg_key>days</arg_key>\n"
-        "<arg_value>3</arg_value>\n</tool_call>",
-        "<tool_call>weather_time</tool_call>",
-        ["<tool_call>weather</tool_call>", "<tool_call>weather<arg_key>days",
-         "<tool_call>weather<arg_key>city</arg_key><arg_value>Rome</arg_value><arg_key>days</arg_key><arg_value>x"],
-        "\n",
-    ),
 ]  # fmt: skip
 
 
@@ -277,6 +249,11 @@ def forced(tool_format: str | None, choice: ToolChoice = "required", parallel: b
     constraint = constraint_of(None, TOOLS, choice, tool_format, parallel, special=SPECIAL, **more)
     assert constraint is not None
     return constraint
+
+
+# Notations without JSON, and none at all: forced calls are those of hermes.
+WITHOUT_JSON = ["xml", "glm", "minimax", "seed", "muse", "gemma", "lfm2", "dsml", "dsml4", "native", None]
+NOTATIONS += [(name, *NOTATIONS[0][1:]) for name in WITHOUT_JSON]
 
 
 @pytest.mark.parametrize(("tool_format", "call", "other", "bad", "between"), NOTATIONS)
@@ -344,14 +321,6 @@ def test_calls_or_the_asked_output() -> None:
     assert not accepts(none, NOTATIONS[0][2])
 
 
-@pytest.mark.parametrize("tool_format", ["native", None])
-def test_a_format_leaves_no_room_for_calls_that_have_no_grammar_and_says_so(tool_format: str | None) -> None:
-    warnings: list[str] = []
-    alone = constraint_of(OutputFormat("json_object"), TOOLS, "auto", tool_format, warnings=warnings)
-    assert accepts(alone, "{}")
-    assert warnings == ["tools: calls in this model's notation can't be made beside a format"]
-
-
 def test_harmony_answers_in_its_final_channel() -> None:
     output = constraint_of(OutputFormat("json_object"), (), "auto", "harmony", special=SPECIAL)
     assert accepts(output, "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>final<|message|>{}")
@@ -365,7 +334,6 @@ def test_harmony_answers_in_its_final_channel() -> None:
     [
         (TOOLS, NamedTool("other"), "hermes", "no tool is called 'other'"),
         ([], "required", "hermes", "needs tools"),
-        (TOOLS, "required", "native", "can't be forced"),
         ([{"function": {"name": 'a"b'}}], "required", "hermes", "can't be forced"),
     ],
 )

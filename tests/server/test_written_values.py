@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-import re
 from typing import Any
 
-import jsonschema
 import pytest
 
 from mlx_specprefill import InvalidRequestError
@@ -119,54 +117,7 @@ def test_a_value_can_be_written_where_the_call_is_forced(case: int, name: str) -
     schema, written = VALUES[case]
     notation = NOTATIONS[name]
     constraint = constraint_of(None, tools(schema), "required", notation.format.tools, special=SPECIAL)
-    assert verdict(constraint, notation.write({"v": exactly(written)})) == "whole"
-
-
-# Sizes at which the grammar library has lost count.
-LIMITED: list[Any] = [
-    {"minLength": 5, "maxLength": 60},
-    {"minLength": 100, "maxLength": 101},
-    {"minLength": 100},
-    {"maxLength": 3000},
-    {"pattern": "^[^x]{10,300}$"},
-    {"pattern": "b", "maxLength": 300},
-]
-TAGGED = [name for name in FORCED if NOTATIONS[name].ends != ('"',)]
-
-
-def marked(notation: Notation) -> list[str]:
-    """Return texts that hold the marks of the notation."""
-    (end,) = notation.ends
-    tail = notation.write({"v": "*"}).partition("*")[2]
-    marks = (end, end.strip(), end + notation.write({"v": "b", "w": "b"}), tail, "".join(tail.split()))
-    return [before + mark + behind for before in ("", "a" * 50) for mark in marks for behind in ("", "b", "b" * 90)]
-
-
-@pytest.mark.parametrize("name", TAGGED)
-@pytest.mark.parametrize("case", range(len(LIMITED)))
-def test_a_text_with_limits_holds_no_marks(name: str, case: int) -> None:
-    notation, schema = NOTATIONS[name], TEXT | LIMITED[case]
-    constraint = constraint_of(None, tools(schema), "required", notation.format.tools, special=SPECIAL)
-    for text in marked(notation):
-        assert verdict(constraint, notation.write({"v": text})).startswith("wrong"), text
-    for text in ("b" * 60, f"<</ {'b' * 80}", "b" * 100):
-        fits = jsonschema.Draft202012Validator(schema).is_valid(text)
-        said = verdict(constraint, notation.write({"v": text}))
-        assert (said == "whole") is fits, text
-
-
-@pytest.mark.parametrize("name", TAGGED)
-@pytest.mark.parametrize("word", ["enum", "const", "pattern"])
-def test_a_schema_that_wants_marks_is_named(name: str, word: str) -> None:
-    notation = NOTATIONS[name]
-    for text in marked(notation):
-        made = {"enum": ["a", text], "const": text, "pattern": f"^{re.escape(text)}$"}
-        given, warnings = tools({"type": "string", word: made[word]}), list[str]()
-        constraint_of(None, given, "required", notation.format.tools, special=SPECIAL, warnings=warnings)
-        assert [f"`{word}` at v can't be enforced" in warning for warning in warnings] == [True]
-        given[0]["function"]["strict"] = True
-        with pytest.raises(InvalidRequestError, match=f"`{word}` at v can't be enforced"):
-            constraint_of(None, given, "required", notation.format.tools, special=SPECIAL)
+    assert verdict(constraint, notation.forced({"v": exactly(written)})) == "whole"
 
 
 @pytest.mark.parametrize("name", NOTATIONS)
@@ -176,11 +127,6 @@ def test_a_required_member_that_no_property_describes_has_the_type_of_additional
     parser = NOTATIONS[name].format.parser(made, "")
     out = collected([*parser.push(NOTATIONS[name].write({"v": 5})), *parser.finish(True)])
     assert [json.loads(written) for _, written in out.calls] == [{"v": 5}]
-
-
-def test_calls_are_refused_where_they_can_not_be_forced() -> None:
-    with pytest.raises(InvalidRequestError, match="can't be forced"):
-        constraint_of(None, tools({}), "required", "native", special=SPECIAL)
 
 
 def test_the_table_is_as_long_as_it_says() -> None:
@@ -193,21 +139,15 @@ def test_the_table_is_as_long_as_it_says() -> None:
 def test_limits_hold_for_listed_texts_too(name: str) -> None:
     schema = {"enum": ["aa", "b"], "minLength": 2}
     constraint = constraint_of(None, tools(schema), "required", NOTATIONS[name].format.tools, special=SPECIAL)
-    assert verdict(constraint, NOTATIONS[name].write({"v": "aa"})) == "whole"
-    assert verdict(constraint, NOTATIONS[name].write({"v": "b"})).startswith("wrong")
+    assert verdict(constraint, NOTATIONS[name].forced({"v": "aa"})) == "whole"
+    assert verdict(constraint, NOTATIONS[name].forced({"v": "b"})).startswith("wrong")
 
 
 @pytest.mark.parametrize("date", ["2026-04-31", "2026-02-30", "2026-13-01", "2026-00-10", "2026-01-00"])
 def test_days_that_no_month_has_can_not_be_written(date: str) -> None:
     schema = {"type": "string", "format": "date"}
     constraint = constraint_of(None, tools(schema), "required", "xml", special=SPECIAL)
-    assert verdict(constraint, NOTATIONS["xml"].write({"v": date})).startswith("wrong")
-
-
-@pytest.mark.parametrize("value", ['[{"a": 1}]', "5", '"text"'])
-def test_marks_that_tell_text_from_json_leave_both_where_the_schema_does(value: str) -> None:
-    constraint = constraint_of(None, tools({}), "required", "dsml", special=SPECIAL)
-    assert verdict(constraint, NOTATIONS["dsml"].write({"v": exactly(value)})) == "whole"
+    assert verdict(constraint, NOTATIONS["xml"].forced({"v": date})).startswith("wrong")
 
 
 @pytest.mark.parametrize("name", FORCED)

@@ -9,7 +9,7 @@ from mlx_specprefill import Constraint
 
 from ..errors import refusal
 from ..prompt.deferred import tool_name
-from .calls import answer_with_calls, calls_rule, has_grammar
+from .calls import answer_with_calls, calls_rule
 from .lark import Lark
 from .output_format import OutputFormat
 from .tool_choice import ToolChoice, forced_tools
@@ -43,7 +43,7 @@ def constraint_of(
         warnings: list that gets a sentence for each part of a schema that is not enforced.
 
     Raises:
-        InvalidRequestError: the named tool does not exist, or the model can't make the forced calls.
+        InvalidRequestError: the named tool does not exist, or no call of a tool can follow its schema.
     """
     forced = forced_tools(tools, tool_choice)
     if output is not None and output.kind == "grammar" and not forced:
@@ -53,9 +53,6 @@ def constraint_of(
     field = "tools" if output is None or forced else output.field
     lark = Lark(special or {}, field)
     possible = forced or (tools if tool_choice == "auto" else ())
-    if possible and not (forced or has_grammar(tool_format)):
-        lark.ignore("tools: calls in this model's notation can't be made beside a format", False, "tools")
-        possible = ()
     rules = [calls_rule(lark, possible, tool_format, parallel and isinstance(tool_choice, str))] if possible else []
     if output is not None and not forced:
         rules.append(_body(lark, output, tool_format))

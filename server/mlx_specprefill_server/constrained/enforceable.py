@@ -11,7 +11,6 @@ from mlx_specprefill import grammar_error
 
 from ..big_json import dumps
 from ..schemas import TYPES, Resolver, Together, key_of, listed, mapping_of, members, required, target, types_of
-from .patterns import ascii_classes
 
 Schema = dict[str, Any]
 
@@ -33,6 +32,10 @@ _LISTED = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLE = ("items", "additionalItems", "additionalProperties")
 _BEYOND_REGEX = re.compile(r"\(\?<?[=!]|\\[1-9]|\\k<")  # look-around and back-references
 _PATTERN_RULE = "look-around and back-references are not supported"
+
+_PIECES = re.compile(r"\\.|\[\^?(?:\\.|[^\]\\])*\]?|.", re.DOTALL)
+_ESCAPES = re.compile(r"\\.", re.DOTALL)
+_CLASSES = {r"\d": "0-9", r"\w": "A-Za-z0-9_"}  # ASCII in JSON schemas (ECMA-262), Unicode in the grammar library
 
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 # Words whose values may be beyond the grammar library, alone or together.
@@ -78,7 +81,7 @@ class EnforceableSchema:
         if not _CONDITIONS.isdisjoint(schema):
             out.setdefault("additionalProperties", True)  # members that only a condition describes
         if isinstance(pattern := out.get("pattern"), str):
-            out["pattern"] = ascii_classes(pattern)
+            out["pattern"] = _ascii_classes(pattern)
         self._leave_out_limits(out, path)
         if isinstance(reference := out.get("$ref"), str):
             out["$ref"] = f"#/$defs/{self._definition(reference)}"
@@ -238,3 +241,16 @@ def _is_beyond(patterns: str | Mapping[str, Any]) -> bool:
 def _is_ordinary(limit: Any) -> bool:
     """Return whether a limit is certainly enforced: the grammar library need not be asked."""
     return type(limit) is int and 0 <= limit < _ORDINARY
+
+
+def _ascii_classes(pattern: str) -> str:
+    r"""Return the same expression with \d and \w written out."""
+    return "".join(map(_ascii, _PIECES.findall(pattern)))
+
+
+def _ascii(piece: str) -> str:
+    if piece.startswith("["):
+        return _ESCAPES.sub(lambda m: _CLASSES.get(m[0], m[0]), piece)
+    if piece.startswith("\\") and piece.lower() in _CLASSES:
+        return f"[{'^' if piece.isupper() else ''}{_CLASSES[piece.lower()]}]"
+    return piece

@@ -10,7 +10,6 @@ from typing import Any
 from mlx_specprefill import InvalidRequestError, grammar_error
 
 from ..big_json import dumps
-from ..call_marks import Ends
 from ..errors import refusal
 from ..notations import MUSE_MESSAGE, MUSE_START
 from ..schemas import mapping_of
@@ -132,16 +131,11 @@ class Lark:
         """Return text that matches a regular expression as a whole."""
         return self.rule("regex", terminal(pattern))
 
-    def free_text(self, end: str, ends: Ends | None = None, patterns: Sequence[str] = ()) -> str:
-        """Return text that matches all regular expressions as a whole, up to and including the literal `end`. It spells
-        no mark of `ends` before one of the mark's texts, and with patterns no mark at all.
+    def free_text(self, end: str, excluded: Sequence[str] = (), pattern: str = "") -> str:
+        """Return text up to and including the literal `end` that matches a regular expression as a whole, and has none
+        of the excluded marks; without any, it has no `end`.
         """
-        ends = ends or {end: ()}
-        all_of = " & ".join(map(terminal, [*patterns, without(*ends)]))
-        if not patterns:
-            spaces = r"[\s\x1c-\x1f]*"  # as in Python
-            held = (f"{escaped(mark)}{spaces}({'|'.join(map(escaped, texts))})" for mark, texts in ends.items())
-            all_of = f"/(?s:.)*/ & ~{terminal('(?s:.)*(' + '|'.join(held) + ')(?s:.)*')}"
+        all_of = " & ".join(map(terminal, filter(None, (pattern, without(*(excluded or (end,)))))))
         found = self._markers.search(end) if self._markers else None
         at = found.start() if found else len(end)  # of a token, which no text can hold
         text = self.rule("TEXT", f"({all_of}) {_quote(end[:at])}")

@@ -135,17 +135,20 @@ class Format:
         opened = self.is_reasoning_open(prompt) or (self.tools == "harmony" and REASONING_HEAD in opened_header(prompt))
         return ReasoningBudget(tokens, *self.budget_marks, opened=opened)
 
-    def parser(self, tools: Sequence[Mapping[str, Any]], prompt: str) -> Parser:
+    def parser(self, tools: Sequence[Mapping[str, Any]], prompt: str, *, as_json: bool = False) -> Parser:
         """Return a parser of one answer.
 
         Args:
             tools: the request's function tools; without any, no text is taken for a call.
             prompt: the beginning of the answer's turn in the prompt. It may open and begin the reasoning.
+            as_json: a grammar has calls as JSON in `<tool_call>`, if the notation has none.
         """
         known = Tools.of(tools)
         if self.tools == "harmony":
             return Parser(HarmonyText(known, opened_header(prompt)))
         openers, bare = self._readers(list(tools), known) if known else ({}, None)
+        if known and as_json:
+            openers = {**openers, CALL: read_tool_call}
         begun = not prompt.rstrip().endswith(self.think[0]) if self.think else False
         again = self.think in SEVERAL
         thinking = self.is_reasoning_open(prompt)

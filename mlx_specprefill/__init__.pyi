@@ -23,7 +23,7 @@ from .config import SpeculationName as SpeculationName
 from .config import Temperature as Temperature
 from .config import WiredLimit as WiredLimit
 from .config import keep_pct as keep_pct
-from .constraints import grammar_error as grammar_error
+from .constraints import grammar_warnings as grammar_warnings
 from .distributed.ranks import Ranks as Ranks
 from .distributed.ranks import join_ranks as join_ranks
 from .engine.costs import ForwardCost as ForwardCost

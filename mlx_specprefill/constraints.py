@@ -7,11 +7,14 @@ applies the mask to the logits. Nothing here touches an array of MLX or needs a 
 from __future__ import annotations
 
 import copy
+import json
 import re
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, cached_property, partial
+from contextlib import suppress
+from functools import cached_property, partial
+from typing import Any, TypeVar
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -20,24 +23,27 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .arrays import Bools
 from .errors import InvalidRequestError
-from .grammar_depth import depth_of
 from .remembered import Remembered
 from .request import Constraint, ReasoningBudget
 
+T = TypeVar("T")
+
 _LARGEST = 1 << 20  # characters of a grammar
-_DEEPEST = 2000  # levels of rules, brackets and references
-# llguidance compiles by recursion, 1 to 5 KiB for each of these levels, more in all than some threads have (512 KiB
-# where macOS is asked for no more). Later steps do not recurse.
-_STACK = 64 << 20  # bytes; only what is used takes memory
+_MOST_LINES = 2000  # each is a rule at most; compiling a chain of rules takes time with the square of their number
+_MOST_PATTERNS = 100  # patternProperties of an object: the time to compare them grows with the cube of their number
+# llguidance compiles by recursion into rules and into references of schemas, without a limit: a grammar of the greatest
+# size has used a quarter of this. Only what is used takes memory.
+_STACK = 512 << 20  # bytes
 _STACK_SIZE_LOCK = threading.Lock()  # the size is a setting of the whole process
 _COMPILED = 128 << 20  # bytes of compiled grammars that are kept
-_FOLLOWED = 1 << 20  # bytes of what is known of grammars that can be followed
 _PROBED = 4  # tokens of a possible answer that are tried
 # A step stays within some 100 ms for any grammar; llguidance's own limits allow seconds.
 _LIMITS = LLParserLimits(max_items_in_row=1000, step_max_items=20_000, step_lexer_fuel=100_000)
 # Otherwise llguidance splits forced text as the tokenizer does, special tokens included, which its parser refuses. And
 # the model could not choose between two spellings.
 _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
+_JSON = re.compile(r"%json\s*")
+_PLACE = re.compile(r"^(at )?\d+\(\d+\): (failed to compile JSON schema: )?")
 _DETAILS = re.compile(r"\n<|\n +\d+ \|")
 _LONGEST_MESSAGE = 400
 
@@ -89,7 +95,7 @@ class LLGuidanceState:
         elif not self._over:
             self._over = token in self._stops and self._matcher.is_accepting()
             if not self._over and not self._matcher.consume_token(token):
-                raise self._error(_message(self._matcher))
+                raise self._error(_brief(self._matcher.get_error()))
 
     def mask(self, size: int) -> Bools | None:
         """Return a mask of the permitted ids, (size,) bool; None permits all. Raises as `accept`."""
@@ -114,7 +120,7 @@ class LLGuidanceState:
             return np.zeros(size, np.bool_)
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
-            raise self._error(_message(self._matcher))
+            raise self._error(_brief(self._matcher.get_error()))
         mask = np.unpackbits(bits, count=size, bitorder="little").view(np.bool_)  # zeros for missing bits
         if self._foreign:
             mask[[token for token in self._foreign if token < size]] = False
@@ -240,25 +246,18 @@ class Grammars:
             raise ValueError(f"this model's tokenizer can't be guided by a grammar ({error})") from error
 
 
-def grammar_error(grammar: str) -> str:
-    """Return why no answer can follow a grammar, whatever the tokenizer; "" if one can. It may take milliseconds."""
-    try:
-        _followed(grammar)
-    except ValueError as error:
-        return str(error)
-    return ""
+def grammar_warnings(grammar: str) -> list[str]:
+    """Return sentences about what is not enforced of the schemas in a grammar. It may take milliseconds.
 
-
-def _follow(grammar: str) -> None:
-    _compile(grammar, _byte_tokenizer())
-
-
-_followed = Remembered(_follow, lambda _: 256, _FOLLOWED)  # has digests alone
-
-
-@cache
-def _byte_tokenizer() -> LLTokenizer:
-    return LLTokenizer("byte")
+    Raises:
+        ValueError: no answer can follow it, whatever the tokenizer; what is wrong with it.
+    """
+    _check_size(grammar)
+    judge = partial(LLMatcher.validate_grammar_with_warnings, grammar, LLTokenizer("byte"), limits=_LIMITS)
+    is_wrong, sentences = _on_large_stack(judge)
+    if is_wrong:
+        raise ValueError(_brief(sentences[0]))
+    return list(sentences)
 
 
 def _compile(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
@@ -267,21 +266,41 @@ def _compile(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
     Raises:
         ValueError: what is wrong with the grammar.
     """
-    if len(grammar) > _LARGEST:
-        raise ValueError(f"the grammar has {len(grammar)} characters, more than {_LARGEST}")
-    if (depth := depth_of(grammar)) > _DEEPEST:
-        raise ValueError(f"the grammar's rules and references are {depth} levels deep, more than {_DEEPEST}")
-    text = grammar if grammar.lstrip().startswith("{") else grammar + _NO_FORCING
-    matcher = _on_large_stack(partial(LLMatcher, tokenizer, text, log_level=0, limits=_LIMITS))
+    _check_size(grammar)
+    matcher = _on_large_stack(partial(LLMatcher, tokenizer, grammar + _NO_FORCING, log_level=0, limits=_LIMITS))
     probe = matcher.deep_copy()
     for _ in range(_PROBED):  # a grammar that is too complex mostly fails at the first tokens
         bits = np.frombuffer(probe.compute_bitmask(), np.uint8)
         if probe.is_error():
-            raise ValueError(_message(probe))
+            raise ValueError(_brief(probe.get_error()))
         if not bits.any() or probe.is_stopped():
             break
         probe.consume_token(int(np.unpackbits(bits, bitorder="little").argmax()))
     return matcher
+
+
+def _check_size(grammar: str) -> None:
+    if len(grammar) > _LARGEST:
+        raise ValueError(f"the grammar has {len(grammar)} characters, more than {_LARGEST}")
+    if (lines := grammar.count("\n")) > _MOST_LINES:
+        raise ValueError(f"the grammar has {lines} lines, more than {_MOST_LINES}")
+    for found in _JSON.finditer(grammar):
+        if (patterns := _count_patterns(grammar, found.end())) > _MOST_PATTERNS:
+            raise ValueError(f"a schema has {patterns} patternProperties, more than {_MOST_PATTERNS}")
+
+
+def _count_patterns(grammar: str, at: int) -> int:
+    """Return the number of patternProperties in the schema at a place of a grammar, 0 for what is no JSON."""
+    counts = list[int]()
+
+    def count(members: dict[str, Any]) -> dict[str, Any]:
+        named = members.get("patternProperties")
+        counts.append(len(named) if isinstance(named, dict) else 0)
+        return members
+
+    with suppress(ValueError, RecursionError):  # llguidance refuses it, too
+        json.JSONDecoder(object_hook=count, parse_int=float).raw_decode(grammar, at)
+    return sum(counts)
 
 
 def _compiled_size(grammar: str) -> int:
@@ -289,21 +308,23 @@ def _compiled_size(grammar: str) -> int:
     return (1 << 18) + 64 * len(grammar)
 
 
-def _on_large_stack(compile_grammar: Callable[[], LLMatcher]) -> LLMatcher:
-    """Return the call's result, made on a thread of its own with a stack for _DEEPEST levels; raises as the call."""
+def _on_large_stack(call: Callable[[], T]) -> T:
+    """Return the call's result, made on a thread of its own with a large stack; raises as the call."""
     with ThreadPoolExecutor(1, thread_name_prefix="grammar") as executor:
         with _STACK_SIZE_LOCK:
             usual = threading.stack_size(_STACK)
             try:
-                future = executor.submit(compile_grammar)
+                future = executor.submit(call)
             finally:
                 threading.stack_size(usual)
         return future.result()
 
 
-def _message(matcher: LLMatcher) -> str:
-    """Return llguidance's message without its parser dump and grammar excerpts."""
-    text = _DETAILS.split(matcher.get_error(), maxsplit=1)[0].strip()
+def _brief(error: str) -> str:
+    """Return llguidance's message without places, its parser dump and grammar excerpts."""
+    text = _PLACE.sub("", _DETAILS.split(error, maxsplit=1)[0].strip())
     if text == "NoExtensionBias":
         return "no text satisfies the grammar"
+    if text.startswith("panic"):  # a table of its is full
+        return "the grammar has too many parts"
     return text if len(text) <= _LONGEST_MESSAGE else f"{text[:_LONGEST_MESSAGE]}..."

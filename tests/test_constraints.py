@@ -162,7 +162,7 @@ def test_two_answers_do_not_share_their_state() -> None:
 
 
 def schema(value: Any) -> str:
-    return json.dumps({"grammars": [{"json_schema": value}]})
+    return f"start: %json {json.dumps(value)}"
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def schema(value: Any) -> str:
         (schema({"type": "str"}), "str"),
         (schema(False), "false"),
         (schema({"type": "integer", "minimum": 2, "maximum": 1}), "minimum"),
-        ("{not json", "property name"),
+        ("{not json", "key must be"),
         ("", "no start rule"),
         ("start: /(/", "unclosed"),
         ("start: other", "other"),
@@ -199,7 +199,7 @@ BOMBS = {
     "doubling terminals": "start: T0\n" + "".join(f"T{i}: T{i + 1} T{i + 1}\n" for i in range(40)) + 'T40: "a"',
     "ambiguity": 'start: start start start | /[abc]/ | ""',
     "optional properties": schema({"properties": {f"p{i}": {"type": "string"} for i in range(20_000)}}),
-    "nesting": '{"grammars":[{"json_schema":' + '{"items":' * 5000 + "{}" + "}" * 5000 + "}]}",
+    "nesting": "start: %json " + '{"items":' * 5000 + "{}" + "}" * 5000,
     "branches": schema({"allOf": [{"anyOf": [{"required": [f"{i}{j}"]} for j in range(4)]} for i in range(12)]}),
     "intersection": "start: A\n" + "A: " + " & ".join(f"/.*{c}.{{{n}}}/" for c, n in [("a", 90), ("b", 91), ("c", 92)]),
     "endless recursion": 'start: "a" start',

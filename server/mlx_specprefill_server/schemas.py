@@ -37,14 +37,20 @@ def items_of(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def target(reference: str, root: Any) -> Any:
-    """Return the schema that a local reference names, None if there is none. Source: RFC 6901."""
+def reference_in(reference: str, root: Any) -> str:
+    """Return a reference as a path from the root, "" if it is none."""
     identity = root.get("$id") if isinstance(root, dict) else None
     if isinstance(identity, str) and not reference.startswith("#"):
         reference = "#" + reference.removeprefix(identity).removeprefix("#")
-    if reference[:2] not in ("#", "#/"):
+    return reference if reference[:2] in ("#", "#/") else ""
+
+
+def target(reference: str, root: Any) -> Any:
+    """Return the schema that a local reference names, None if there is none. Source: RFC 6901."""
+    path = reference_in(reference, root)
+    if not path:
         return None
-    for step in unquote(reference).split("/")[1:]:
+    for step in unquote(path).split("/")[1:]:
         name = step.replace("~1", "/").replace("~0", "~")
         if isinstance(root, list) and name.isdecimal() and len(name) < 10 and int(name) < len(root):
             root = root[int(name)]

@@ -29,32 +29,36 @@ def trouble(schema: Any) -> str:
     return text
 
 
+UNIMPLEMENTED = 'Unimplemented keys: ["{}"]'
 LEFT_OUT = [
-    ({"uniqueItems": True}, "`uniqueItems` at the top is not supported"),
-    ({"type": "array", "items": {"uniqueItems": True}}, "`uniqueItems` at items is not supported"),
-    ({"properties": {"a": {"items": {"not": {}}}}}, "`not` at properties.a.items is not supported"),
-    ({"anyOf": [{"type": "null"}, {"contains": {}}]}, "`contains` at anyOf.1 is not supported"),
-    ({"$ref": "#/$defs/x", "$defs": {"x": {"propertyNames": {"maxLength": 3}}}}, "`propertyNames` at $defs.x is not"),
-    ({"additionalProperties": {"format": "int64"}}, "`format` at additionalProperties is not supported for 'int64'"),
-    ({"pattern": "(?=a)b"}, "`pattern` at the top is not supported: look-around and back-references"),
-    ({"pattern": r"(a)\1"}, "`pattern` at the top is not supported: look-around and back-references"),
+    ({"uniqueItems": True}, UNIMPLEMENTED.format("uniqueItems")),
+    ({"type": "array", "items": {"uniqueItems": True}}, UNIMPLEMENTED.format("uniqueItems")),
+    ({"properties": {"a": {"items": {"not": {}}}}}, UNIMPLEMENTED.format("not")),
+    ({"anyOf": [{"type": "null"}, {"contains": {}}]}, UNIMPLEMENTED.format("contains")),
+    ({"$ref": "#/$defs/x", "$defs": {"x": {"propertyNames": {"maxLength": 3}}}}, UNIMPLEMENTED.format("propertyNames")),
+    ({"additionalProperties": {"format": "int64"}}, "Unknown format: int64"),
+    ({"pattern": "(?=a)b"}, "`pattern` at the top is not supported: look-around"),
+    ({"properties": {"a": {"pattern": r"(a)\1"}}}, "`pattern` at properties.a is not supported: backreferences"),
     ({"patternProperties": {"(?!a)": {}}}, "`patternProperties` at the top is not supported: look-around"),
-    ({"$ref": "https://example.com/a.json"}, "`$ref` at the top is not supported to another document"),
-    ({"type": []}, "`type` at the top is not supported for []"),
+    ({"$ref": "https://example.com/a.json"}, "`$ref` at the top is not supported: 'https://example.com/a.json'"),
+    ({"$defs": {"a": {"$ref": "#/$defs/b"}}, "$ref": "#/$defs/a"}, "`$ref` at $defs.a is not supported: '#/$defs/b'"),
+    ({"type": []}, "`type` at the top is not supported"),
+    ({"type": "str"}, "`type` at the top is not supported: Invalid type: str"),
+    ({"type": "integer", "minimum": 2, "maximum": 1}, "`minimum` at the top can't be enforced beside"),
     ({"oneOf": [{"type": "string"}, {"minLength": 3}]}, "`oneOf` at the top is taken as anyOf"),
     ({"oneOf": [{"const": 1}, {"enum": [2, 1]}]}, "`oneOf` at the top is taken as anyOf"),
-    *(({word: {"a": ["b"]}}, f"`{word}` at the top") for word in ("dependentRequired", "dependencies")),
-    *(({word: {"type": "string"}}, f"`{word}` at the top") for word in ("if", "then", "else", "unevaluatedItems")),
+    *(({word: {"a": ["b"]}}, UNIMPLEMENTED.format(word)) for word in ("dependentRequired", "dependencies")),
+    *(({word: {"type": "string"}}, UNIMPLEMENTED.format(word)) for word in ("if", "then", "else", "unevaluatedItems")),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("schema", "sentence"), LEFT_OUT)
-def test_each_is_named_with_its_place_and_the_rest_is_enforced(schema: dict[str, Any], sentence: str) -> None:
+def test_each_is_named_and_the_rest_is_enforced(schema: dict[str, Any], sentence: str) -> None:
     found = EnforceableSchema(schema)
     assert len(found.left_out) == 1
     assert found.left_out[0].startswith(sentence)
     assert trouble(schema)
-    assert not trouble(found.schema)
+    assert not sentence.startswith("`") or not trouble(found.schema)
 
 
 def kind(value: str) -> dict[str, Any]:
@@ -69,10 +73,11 @@ def kind(value: str) -> dict[str, Any]:
         {"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}], "$defs": {"a": kind("a"), "b": kind("b")}},
         {"oneOf": [{"const": 1}, {"enum": [2, 3]}]},
         {"uniqueItems": False, "type": "array"},
-        {"properties": {"not": {"type": "string"}, "if": {}}, "enum": [{"not": 1}], "default": {"uniqueItems": True}},
+        {"properties": {"not": {"type": "string"}, "if": {}}, "default": {"uniqueItems": True}},
         {"x-order": 1, "deprecated": True, "markdownDescription": "x", "title": "not", "$dynamicAnchor": "a"},
         {"type": "string", "format": "date-time", "pattern": "^2"},
-        {"items": [], "prefixItems": {}, "properties": 3, "oneOf": "x", "required": 5},
+        {"$ref": "#/$defs/List[int]", "$defs": {"List[int]": {"type": "array"}}},
+        {"$ref": "http://x/a#/definitions/b c", "$id": "http://x/a", "definitions": {"b c": {"type": "null"}}},
     ],
 )
 def test_what_can_be_enforced_is_not_left_out(schema: dict[str, Any]) -> None:
@@ -105,9 +110,10 @@ SCHEMAS: st.SearchStrategy[dict[str, Any]] = st.recursive(
 @given(schema=SCHEMAS)
 def test_what_is_left_compiles(schema: dict[str, Any]) -> None:
     found = EnforceableSchema(schema)
-    assert not trouble(found.schema), found.left_out
+    named = [sentence for sentence in found.left_out if sentence.startswith(("Unimplemented", "Unknown"))]
+    assert named or not trouble(found.schema), found.left_out
     again = EnforceableSchema(found.schema)
-    assert (again.schema, again.left_out) == (found.schema, [])
+    assert (again.schema, again.left_out) == (found.schema, named)
     assert found.left_out or not trouble(schema)
 
 
@@ -115,7 +121,7 @@ def test_what_is_left_compiles(schema: dict[str, Any]) -> None:
 
 HI = [{"role": "user", "content": "Hi"}]
 TAGS = {"type": "object", "properties": {"tags": {"type": "array", "items": {"type": "string"}, "uniqueItems": True}}}
-SENTENCE = "`uniqueItems` at properties.tags is not supported"
+SENTENCE = 'Unimplemented keys: ["uniqueItems"]'
 
 
 def formats(strict: bool | None) -> dict[str, dict[str, Any]]:

@@ -62,30 +62,6 @@ def test_a_grammar_grows_no_faster_than_its_tool(notation: str, member: Any, req
     assert large < 5 * small
 
 
-@pytest.mark.parametrize("notation", NOTATIONS)
-def test_a_definition_is_written_where_it_is_used_and_what_it_uses_too(notation: str) -> None:
-    chain = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}, {"const": f"only {i}"}]} for i in range(3)}
-    parameters = {
-        "type": "object",
-        "properties": {"x": {"$ref": "#/$defs/d1"}},
-        "$defs": {**chain, "d3": {"const": "only 3"}, "d4": {"const": "only 4"}},
-    }
-    one = {"type": "function", "function": {"name": "f", "parameters": parameters}}
-    constraint = constraint_of(None, [one], "required", notation)
-    assert constraint is not None
-    assert [i for i in range(5) if f"only {i}" in constraint.grammar] == [1, 2, 3]
-    GRAMMARS.check(constraint)
-
-
-def test_a_grammar_that_would_be_too_large_is_not_built() -> None:
-    one = {
-        "type": "function",
-        "function": {"name": "f", "parameters": {"properties": {"a": {"const": "x" * (1 << 20)}}}},
-    }
-    with pytest.raises(InvalidRequestError, match=r"^tools: the grammar has more than 1048576 characters"):
-        constraint_of(None, [one], "required", "xml")
-
-
 class Counted(int):
     """A number that counts its comparisons."""
 

@@ -7,23 +7,14 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from mlx_specprefill import InvalidRequestError, grammar_error
+from mlx_specprefill import InvalidRequestError
 
 from ..big_json import dumps
 from ..errors import refusal
 from ..notations import MUSE_MESSAGE, MUSE_START
-from ..schemas import mapping_of
-from .enforceable import EnforceableSchema, Schema
+from .enforceable import COMPACT, EnforceableSchema, Schema
 
-# At most one space, where people write one. A model could fill its whole answer with free whitespace.
-_COMPACT = {
-    "whitespace_flexible": False,
-    "item_separator": ", ?",
-    "key_separator": ": ?",
-    "lenient": True,  # what can't be enforced has been left out by name; other words say nothing
-}
 LARGEST = 1 << 20  # characters of a grammar, as in the library; a larger one is not even built
-_MOST_CHECKED = 256  # grammars that are checked whether they can be followed; each takes milliseconds
 _ESCAPED_OR_SPECIAL = re.compile(r"\\.|/|\n", re.DOTALL)
 
 
@@ -44,7 +35,7 @@ class Lark:
         self._rules: dict[str, str] = {}
         self._names: dict[tuple[str, str, str], str] = {}
         self._field = field
-        self._size = self._checked = 0
+        self._size = 0
         markers = sorted(filter(None, special), key=len, reverse=True)
         self._markers = re.compile(f"({'|'.join(map(re.escape, markers))})") if markers else None
 
@@ -85,47 +76,31 @@ class Lark:
         return self.rule("CHOICE", " | ".join(_quote(text) for text in texts))
 
     def json(self, schema: Mapping[str, Any], strict: bool = True, field: str = "schema") -> str:
-        """Return JSON that matches a schema. Unless `strict`, keywords that can't be enforced are ignored with a
-        warning.
-
-        Raises:
-            InvalidRequestError: `strict`, and the schema holds such a keyword.
-        """
+        """Return JSON that matches a schema; warns and raises as `enforceable`."""
         return self.enforced_json(self.enforceable(schema, strict, field))
 
     def enforced_json(self, schema: Mapping[str, Any]) -> str:
-        """Return JSON that matches a part of a schema that `enforceable` has returned."""
-        text = dumps({**_without_unused(schema), "x-guidance": _COMPACT}).decode()
-        return self.rule("json", f"%json {text}")
+        """Return JSON that matches a schema that `enforceable` has returned."""
+        return self.rule("json", f"%json {dumps({**schema, 'x-guidance': COMPACT}).decode()}")
 
     def enforceable(self, schema: Mapping[str, Any], strict: bool, field: str, whose: str = "") -> Schema:
-        """Return a schema without the keywords that can't be enforced.
+        """Return the part of a schema that can be enforced. There is a warning for each other part.
 
         Args:
             whose: name of the schema in messages, besides `field`.
 
         Raises:
-            InvalidRequestError: `strict`, and the schema has such keywords. The message names them and their places.
+            InvalidRequestError: no value can follow the schema, or `strict`, and it has other parts.
         """
-        part = EnforceableSchema(schema, self.objection)
-        for sentence in part.left_out:
-            self.ignore(f"{field}: {whose}{sentence}", strict, field)
+        try:
+            part = EnforceableSchema(schema, strict)
+        except ValueError as error:
+            raise InvalidRequestError(f"{field}: {whose}{error}", field=field) from error
+        sentences = [f"{field}: {whose}{sentence}" for sentence in part.left_out]
+        if strict and sentences:
+            raise InvalidRequestError(sentences[0], field=field)
+        self.warnings |= dict.fromkeys(sentences)
         return part.schema
-
-    def ignore(self, sentence: str, strict: bool, field: str) -> None:
-        """Warn that a part of a schema is not enforced.
-
-        Raises:
-            InvalidRequestError: `strict`: the request does not want that.
-        """
-        if strict:
-            raise InvalidRequestError(sentence, field=field)
-        self.warnings[sentence] = None
-
-    def objection(self, grammar: str) -> str:
-        """Return why no text can follow a grammar, "" if one can or after too many questions."""
-        self._checked += 1
-        return grammar_error(grammar) if self._checked <= _MOST_CHECKED else ""
 
     def regex(self, pattern: str) -> str:
         """Return text that matches a regular expression as a whole."""
@@ -150,21 +125,6 @@ class Lark:
         end = self.free_text("<|end|>")
         start, again = self.literal("<|channel|>analysis<|message|>"), self.literal("<|start|>assistant")
         return self.rule("analysis", f"({start} {end} {again})?")
-
-
-def _without_unused(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the schema with those of its definitions that it refers to."""
-    definitions, used = mapping_of(schema.get("$defs")), Schema()
-    todo: list[Any] = [{word: value for word, value in schema.items() if word != "$defs"}]
-    while todo:
-        value = todo.pop()
-        if isinstance(value, dict) and isinstance(reference := value.get("$ref"), str):
-            name = reference.removeprefix("#/$defs/")
-            if name in definitions and name not in used:
-                used[name] = definitions[name]
-                todo.append(used[name])
-        todo += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return {**schema, "$defs": used} if definitions else schema
 
 
 def terminal(pattern: str) -> str:

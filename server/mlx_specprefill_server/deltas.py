@@ -6,10 +6,11 @@ Parsers yield the content; `AnswerReader` adds tokens and the end; a dialect wri
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 from uuid import uuid4
 
-from mlx_specprefill import Decisions, PrefillReport, Progress, PromptLogprobs, TokenEvent
+if TYPE_CHECKING:  # they bring arrays, and the settings' words are made of notations
+    from mlx_specprefill import Decisions, PrefillReport, Progress, PromptLogprobs, TokenEvent
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -99,4 +100,4 @@ class AnswerDone:
 
 
 ContentDelta = TextDelta | ReasoningDelta | CallStart | CallDelta | CallEnd | CallBroken
-AnswerDelta = ContentDelta | Progress | PromptLogprobs | Decisions | Idle | AnswerDone
+AnswerDelta: TypeAlias = "ContentDelta | Progress | PromptLogprobs | Decisions | Idle | AnswerDone"

@@ -22,8 +22,8 @@ from .generation.reader import Vocabulary
 from .monitoring.answers import RunningRequest, recent_answer
 from .monitoring.metrics import Metrics
 from .monitoring.verdicts import AnswerVerdict
+from .notations.formats import detect
 from .pairs import short_name
-from .parsers.formats import detect
 from .prompt.prompt import PromptBuilder
 from .prompt.stable import ToolMemory
 from .server_state import ServerState

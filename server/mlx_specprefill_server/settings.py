@@ -9,7 +9,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
@@ -27,6 +27,7 @@ from mlx_specprefill import (
 )
 
 from . import setting_values
+from .notations import NOTATIONS, THINK_TAGS
 
 ENV_PREFIX = "MLX_SPECPREFILL_"
 API_KEY_VARIABLE = f"{ENV_PREFIX}API_KEY"  # of clients: the key that they send
@@ -36,26 +37,12 @@ _REMEMBERED_BYTES = 8 << 30  # bytes of disk space for the common beginnings of 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 Densify = Literal["on", "off", "auto"]
-ToolParser = Literal[
-    "hermes",
-    "xml",
-    "harmony",
-    "mistral",
-    "gemma",
-    "glm",
-    "minimax",
-    "seed",
-    "muse",
-    "kimi",
-    "deepseek",
-    "dsml",
-    "dsml4",
-    "granite",
-    "command",
-    "lfm2",
-    "native",
-]
-ReasoningParser = Literal["think", "mistral", "gemma", "seed", "command", "apriel", "minimax", "muse", "native"]
+if TYPE_CHECKING:
+    ToolParser = str
+    ReasoningParser = str
+else:
+    ToolParser = Literal[(*NOTATIONS, "native")]
+    ReasoningParser = Literal[(*THINK_TAGS, "native")]
 
 
 Size = Annotated[int, BeforeValidator(setting_values.size), Field(ge=0)]

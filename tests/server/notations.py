@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from mlx_specprefill_server.parsers.formats import Format
-from mlx_specprefill_server.settings import ToolParser
+from mlx_specprefill_server.notations.formats import Format
 
 
 class Number(str):
@@ -85,7 +84,7 @@ class Notation:
         return self.write if self.format.tools in WITH_JSON else NOTATIONS["hermes"].write
 
 
-def _of(parser: ToolParser, write: Callable[[Mapping[str, Any]], str], *ends: str) -> Notation:
+def _of(parser: str, write: Callable[[Mapping[str, Any]], str], *ends: str) -> Notation:
     return Notation(Format(parser, None), write, ends or ('"',))
 
 

@@ -12,7 +12,6 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from starlette.testclient import TestClient
 
 from mlx_specprefill import GenerationRequest
-from mlx_specprefill_server.settings import ToolParser
 
 from .conftest import client_of
 from .fakes import FakeEngine, FakePair, Step, byte_tokenizer
@@ -44,7 +43,7 @@ def message_of(chunks: list[Any], index: int = 0) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("fmt", "text"), [("hermes", CALL), ("xml", XML), ("harmony", HARMONY)])
-def test_a_call_alone(engine: FakeEngine, fmt: ToolParser, text: str) -> None:
+def test_a_call_alone(engine: FakeEngine, fmt: str, text: str) -> None:
     engine.says(text)
     client = client_of(engine, tool_parser=fmt)
     body = ask(client, tools=TOOLS)
@@ -59,9 +58,7 @@ def test_a_call_alone(engine: FakeEngine, fmt: ToolParser, text: str) -> None:
 
 @pytest.mark.parametrize("fmt", ["minimax", "seed", "muse", "gemma", "lfm2", "dsml", "dsml4"])
 @pytest.mark.parametrize("choice", ["required", "auto"])
-def test_json_is_a_call_in_notations_without_it_where_it_is_forced(
-    engine: FakeEngine, fmt: ToolParser, choice: str
-) -> None:
+def test_json_is_a_call_in_notations_without_it_where_it_is_forced(engine: FakeEngine, fmt: str, choice: str) -> None:
     engine.says(CALL)
     message = ask(client_of(engine, tool_parser=fmt), tools=TOOLS, tool_choice=choice)["choices"][0]["message"]
     called = [call["function"] for call in message.get("tool_calls") or ()]

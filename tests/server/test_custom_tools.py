@@ -28,7 +28,10 @@ from mlx_specprefill.constraints import Grammars
 from mlx_specprefill_server.anthropic.messages import MessageAnswer
 from mlx_specprefill_server.anthropic.protocol import MessagesRequest
 from mlx_specprefill_server.errors import JsonResponse
-from mlx_specprefill_server.notations import DEEPSEEK, GEMMA_4, HARMONY, KIMI
+from mlx_specprefill_server.notations.deepseek import MARKS as DEEPSEEK
+from mlx_specprefill_server.notations.gemma import GEMMA_4
+from mlx_specprefill_server.notations.harmony import HEADER as HARMONY
+from mlx_specprefill_server.notations.kimi import MARKS as KIMI
 from mlx_specprefill_server.openai.chat import ChatAnswer, ChatRequest
 from mlx_specprefill_server.openai.custom_tools import input_pattern
 from mlx_specprefill_server.openai.responses import ResponsesAnswer

@@ -9,8 +9,7 @@ import pytest
 from mlx_specprefill.constraints import Grammars
 from mlx_specprefill_server.constrained.answer_grammar import constraint_of
 from mlx_specprefill_server.deltas import CallEnd
-from mlx_specprefill_server.parsers.formats import Format
-from mlx_specprefill_server.settings import ToolParser
+from mlx_specprefill_server.notations.formats import Format
 
 from .fakes import byte_tokenizer
 
@@ -21,7 +20,7 @@ LONGEST = 3000
 
 
 @pytest.mark.parametrize("tool_format", ["hermes", "xml", "mistral", "gemma", "glm", "lfm2"])
-def test_calls_come_to_an_end_though_the_model_never_ends_them(tool_format: ToolParser) -> None:
+def test_calls_come_to_an_end_though_the_model_never_ends_them(tool_format: str) -> None:
     """The longest way through the grammar: whoever likes calls and white space gets no more of them than this."""
     flag = {"type": "object", "properties": {"flag": {"type": "boolean"}}, "required": ["flag"]}
     tools = [{"type": "function", "function": {"name": "one", "parameters": flag, "strict": True}}]

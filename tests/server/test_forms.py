@@ -177,12 +177,12 @@ def test_every_text_lies_in_a_span_of_its_role(name: str, talk: Talk) -> None:
 
 # Templates that show no calls, and the notation in which these are written as text.
 WRITTEN = {
-    "no calls": "json",
-    "no calls, trained on tags": "tags",
-    "no calls, trained on Python": "python",
-    "no calls, trained on a list": "list",
-    "no calls, no results": "json",
-    "no system, all alternate": "json",
+    "no calls": "",
+    "no calls, trained on tags": "hermes",
+    "no calls, trained on Python": "lfm2",
+    "no calls, trained on a list": "granite",
+    "no calls, no results": "",
+    "no system, all alternate": "",
 }
 HIDE_TOOLS = {"no calls, no results", "no system, all alternate"}
 ONE_BY_ONE = {"one call at a time", "the first call", "one channel for text and reasoning", "the last call's name"}
@@ -192,7 +192,7 @@ ONE_BY_ONE = {"one call at a time", "the first call", "one channel for text and 
 def test_calls_are_written_or_taken_apart_only_where_a_template_does_not_show_them(name: str) -> None:
     assert (form(name).calls == "written") is (name in WRITTEN)
     assert form(name).shows_tools is (name not in HIDE_TOOLS)
-    assert form(name).notation == WRITTEN.get(name, "json")
+    assert form(name).notation == WRITTEN.get(name, "")
     assert form(name).parallel is (name not in ONE_BY_ONE)
 
 

@@ -26,7 +26,7 @@ from mlx_specprefill_server.generation.reader import (
     StopMatcher,
     Vocabulary,
 )
-from mlx_specprefill_server.parsers.formats import Format, plain_text
+from mlx_specprefill_server.notations.formats import Format, plain_text
 
 from .fakes import byte_tokenizer
 from .parsers.reading import THINK, TOOLS

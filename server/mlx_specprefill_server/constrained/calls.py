@@ -6,26 +6,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..call_marks import Written
 from ..errors import refusal
-from ..notations import (
-    ANY_CALLS,
-    CALL,
-    CALLS,
-    DEEPSEEK,
-    END_CALL,
-    GEMMA_4,
-    HARMONY,
-    KIMI,
-    MINIMAX,
-    MISTRAL_ARGUMENTS,
-    MISTRAL_CALL_ID,
-    MISTRAL_TAG,
-    NAME,
-    SEED,
-    SHORT_ID,
-    TEXTS,
-)
+from ..notations import NOTATIONS
+from ..notations.declaration import NAME, Notation, Written
+from ..notations.harmony import HEADER
+from ..notations.mistral import CALL_ID, SHORT_ID
 from ..prompt.deferred import Tool, tool_name
 from ..schemas import Resolver, Schema, items_of, mapping_of, types_of
 from .lark import Lark, escaped, terminal
@@ -35,19 +20,6 @@ _MOST_CALLS = 16  # calls in one answer; a weak model could write them without e
 _NO_NAME = "[^A-Za-z0-9_-]"  # parts a name from other text
 _NAME_BEFORE = 24  # characters; a call's name begins within so many behind its mark
 _HOLES = re.compile(r"\{(arguments|number|id|space)\}")
-# The marks before a call's name and behind the call, or else behind the name, where others may stand, too.
-_CALL_MARKS: Mapping[str, tuple[str, str]] = {
-    "hermes": (CALL, END_CALL),
-    "xml": (CALL, END_CALL),
-    "glm": (CALL, END_CALL),
-    "minimax": (MINIMAX.call, MINIMAX.end_call),
-    "seed": (SEED.call, SEED.end_call),
-    "mistral": (MISTRAL_TAG, MISTRAL_ARGUMENTS),
-    "kimi": (KIMI.call, KIMI.arguments),
-    "deepseek": (DEEPSEEK.call, DEEPSEEK.arguments),
-    "gemma": GEMMA_4[:2],
-}
-_MARKED_NAMES = ("mistral", "kimi", "deepseek", "glm")  # GLM's marks of arguments are tokens, too
 
 
 def calls_rule(lark: Lark, tools: Sequence[Tool], tool_format: str | None, parallel: bool) -> str:
@@ -67,7 +39,8 @@ def calls_rule(lark: Lark, tools: Sequence[Tool], tool_format: str | None, paral
 
 def _written(lark: Lark, tool_format: str | None) -> Written:
     """Return how calls as JSON are written with this vocabulary."""
-    return next(one for one in CALLS.get(tool_format or "", ANY_CALLS) if not one.needs or one.needs in lark.special)
+    written = NOTATIONS.get(tool_format or "", Notation()).written
+    return next(one for one in written if not one.needs or one.needs in lark.special)
 
 
 def _call(lark: Lark, written: Written, tool: Tool) -> str:
@@ -88,7 +61,7 @@ def _way(lark: Lark, written: Written, text: str, schema: Schema) -> str:
 
 def _filled(lark: Lark, text: str, arguments: str = "") -> str:
     """Return the rule of a text with what may stand in its holes."""
-    given = f"({lark.literal(MISTRAL_CALL_ID)} /{SHORT_ID.pattern}/)?" if MISTRAL_CALL_ID in lark.special else ""
+    given = f"({lark.literal(CALL_ID)} /{SHORT_ID.pattern}/)?" if CALL_ID in lark.special else ""
     holes = {"arguments": arguments, "number": "/[0-9]{1,2}/", "id": given, "space": '" "?'}
     return " ".join(holes[part] if i % 2 else lark.literal(part) for i, part in enumerate(_HOLES.split(text)) if part)
 
@@ -141,12 +114,13 @@ def answer_with_calls(lark: Lark, tools: Sequence[Tool], tool_format: str | None
     """
     if tool_format == "harmony":
         return _harmony_with_calls(lark, tools)
-    marks = _CALL_MARKS.get(tool_format or "")
+    notation = NOTATIONS.get(tool_format or "", Notation())
+    marks = notation.begun
     if marks is None or not lark.special.keys() >= set(marks):
         return False
     others = _specials_but(lark, marks[:1])
-    begin, end = lark.literal(marks[0]), f"<[{others}]>" if tool_format in _MARKED_NAMES else lark.literal(marks[1])
-    written = TEXTS.get(tool_format or "") or _written(lark, tool_format)
+    begin, end = lark.literal(marks[0]), f"<[{others}]>" if notation.marked else lark.literal(marks[1])
+    written = notation.text or _written(lark, tool_format)
     calls = [_call(lark, written, tool) for tool in tools]
     _define_texts(lark, f"((?s:.){{0,{_NAME_BEFORE}}}{_NO_NAME})?", tools)
     lark.define("said", f"(SAID | <[{others}]>)*")
@@ -160,10 +134,10 @@ def _harmony_with_calls(lark: Lark, tools: Sequence[Tool]) -> bool:
     `<|start|>assistant to=functions.f<|channel|>commentary json<|message|>`, or the recipient behind the channel. The
     answer begins within the first one.
     """
-    if not lark.special.keys() >= set(HARMONY):
+    if not lark.special.keys() >= set(HEADER):
         return False
-    others = _specials_but(lark, HARMONY[:2])
-    start, channel, constrain, message = map(lark.literal, HARMONY)
+    others = _specials_but(lark, HEADER[:2])
+    start, channel, constrain, message = map(lark.literal, HEADER)
     _define_texts(lark, "(?s:.)*to=(functions[.])?", tools)
     lark.define("said", f"(<[{others}]> SAID?)*")  # what follows another mark is no header
     lark.define("TYPE", f"/[a-z ]{{0,{_NAME_BEFORE}}}/")

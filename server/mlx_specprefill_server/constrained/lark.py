@@ -11,7 +11,7 @@ from mlx_specprefill import InvalidRequestError
 
 from ..big_json import dumps
 from ..errors import refusal
-from ..notations import MUSE_MESSAGE, MUSE_START
+from ..notations import muse
 from .enforceable import COMPACT, EnforceableSchema, Schema
 
 LARGEST = 1 << 20  # characters of a grammar, as in the library; a larger one is not even built
@@ -118,7 +118,7 @@ class Lark:
 
     def muse_head(self, recipient: str) -> str:
         """Return the header of one of Muse's messages. The prompt holds the beginning of the first one."""
-        return f"({self.literal(MUSE_START)})? {self.literal(f' to={recipient}{MUSE_MESSAGE}')}"
+        return f"({self.literal(muse.START)})? {self.literal(f' to={recipient}{muse.MESSAGE}')}"
 
     def analysis(self) -> str:
         """Return the rule of the reasoning that harmony's models may write before they answer or call."""

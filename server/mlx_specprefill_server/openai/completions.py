@@ -29,7 +29,7 @@ from ..fields import Whole, first_limit, refuse_documents, refuse_sampling
 from ..generation.generation import Generation
 from ..generation.reader import IncrementalDetokenizer, Vocabulary
 from ..models.dependencies import ModelDep
-from ..parsers.formats import plain_text
+from ..notations.formats import plain_text
 from ..prompt.prompt import Prompt
 from ..report import ProgressReporter, Report
 from ..request_body import body_of

@@ -21,7 +21,7 @@ from ..fields import Body, SpecPrefillFields
 from ..generation.generation import AnswerSpec, Generation
 from ..generation.reader import AnswerReader, IncrementalDetokenizer
 from ..models.dependencies import ModelDep
-from ..parsers.formats import plain_text
+from ..notations.formats import plain_text
 from ..prompt.conversation import Conversation, conversation, text_of, unread_parts
 from ..report import ProgressReporter, Report
 from ..request_body import body_of, validate

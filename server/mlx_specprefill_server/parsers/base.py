@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from ..deltas import ContentDelta
-from ..notations import NAME
 from ..schemas import Places
 
 T = TypeVar("T")
+
+NAME = re.compile(r"[\w.:/-]{1,256}")  # of a tool
 
 # Every reading step is a generator: it yields deltas, or None when it needs more text, and returns what it read.
 Reading = Generator[ContentDelta | None, None, T]

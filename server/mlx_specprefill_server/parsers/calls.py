@@ -10,6 +10,7 @@ from .base import Cursor, MalformedError, Reading, Tools, Waiting, peek, skip, s
 
 LONGEST_NAME = 256
 FENCE = "```"
+CALL, END_CALL = "<tool_call>", "</tool_call>"  # of several families
 
 # Reads one or more calls; the cursor stands on the opening tag.
 CallReader = Callable[[Cursor, Tools], Reading[None]]

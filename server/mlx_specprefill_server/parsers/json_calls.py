@@ -1,23 +1,21 @@
-"""Calls as JSON objects: Hermes, Qwen, Mistral and many others; Gemma's have keys without quotes.
+"""Calls as JSON objects: Hermes, Qwen, Mistral and many others.
 
 Some families' marks stand around calls in Python, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ..deltas import CallDelta, CallEnd
-from ..notations import END_CALL, GEMMA_4, MISTRAL_ARGUMENTS, MISTRAL_CALL_ID, MISTRAL_TAG, NAME, SHORT_ID
 from .base import Cursor, MalformedError, Reading, Tools, ahead, past_spaces, peek, skip, spaces, starts_with
-from .calls import FENCE, CallReader, call, capture, emit, expect, fence, until
+from .calls import END_CALL, FENCE, CallReader, call, capture, emit, expect, fence
 from .json_text import JsonReader
 from .python_calls import read_python_calls
 
 NAMES, ARGUMENTS = ("name", "tool_name", "function"), ("arguments", "parameters")
 OUTSIDE = ("function", "tool_calls")  # keys of calls inside an object
 MOST_OUTSIDE = 2  # objects around a call: {"tool_calls": [{"function": {...}}]}
-GEMMA_CALL = "call:"
 
 
 def read_calls(
@@ -178,69 +176,3 @@ class _Call:
                 yield CallDelta("{}")
             case _:
                 yield from self._reader.object()
-
-
-def read_mistral_tag(cursor: Cursor, tools: Tools) -> Reading[None]:
-    """Read all calls behind one mark."""
-    cursor.take(len(MISTRAL_TAG))
-    yield from spaces(cursor)
-    if (yield from starts_with(cursor, ("[", "{"))):
-        yield from read_calls(cursor, tools)
-        return
-    while True:
-        name = tools.name((yield from until(cursor, "[{", never=' "<\n')))
-        given = (yield from until(cursor, "[{")) if (yield from skip(cursor, MISTRAL_CALL_ID)) else ""
-        yield from skip(cursor, MISTRAL_ARGUMENTS)
-        yield from spaces(cursor)
-        yield from call(name, JsonReader(cursor).object(), given if SHORT_ID.fullmatch(given) else "")
-        yield from spaces(cursor)
-        if not NAME.match((yield from peek(cursor, 1))):
-            return
-
-
-def named_mistral_readers(tools: Tools) -> dict[str, CallReader]:
-    """Return readers of calls whose tool's name stands before the mark, as Devstral sometimes writes them."""
-
-    def reader(name: str) -> CallReader:
-        def read(cursor: Cursor, _: Tools) -> Reading[None]:
-            yield from expect(cursor, f"{name}{MISTRAL_TAG}")
-            yield from skip(cursor, MISTRAL_ARGUMENTS)
-            yield from call(name, JsonReader(cursor).object())
-
-        return read
-
-    return {f"{name}{MISTRAL_TAG}": reader(name) for name in tools.parameters}
-
-
-def gemma_reader(opener: str, closer: str, quote: str) -> CallReader:
-    """Return a reader of `<opener>call:name{key:value,...}<closer>`, with strings between two `quote` marks."""
-
-    def read(cursor: Cursor, tools: Tools) -> Reading[None]:
-        yield from expect(cursor, opener)
-        yield from spaces(cursor)
-        yield from _read_gemma(cursor, tools.name, quote)
-        yield from skip(cursor, closer)
-
-    return read
-
-
-def read_bare_gemma(cursor: Cursor, tools: Tools) -> Reading[None]:
-    """Read calls without the mark that opens them. Only a known tool is one."""
-
-    def known(raw: str) -> str:
-        if (name := tools.name(raw)) not in tools:
-            raise MalformedError("no such tool")
-        return name
-
-    _, closer, quote = GEMMA_4
-    while (yield from starts_with(cursor, (GEMMA_CALL,))):
-        yield from _read_gemma(cursor, known, quote)
-        yield from skip(cursor, closer)
-        yield from spaces(cursor)
-
-
-def _read_gemma(cursor: Cursor, name_of: Callable[[str], str], quote: str) -> Reading[None]:
-    yield from expect(cursor, GEMMA_CALL)
-    name = name_of((yield from until(cursor, "{", never=' "[\n}')))
-    yield from call(name, JsonReader(cursor, quote=quote).object())
-    yield from spaces(cursor)

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
-from ..call_marks import Marks
 from .base import Cursor, Reading, Tools, skip, spaces, starts_with
 from .calls import FENCE, CallReader, call, expect, fence, until
 from .json_text import JsonReader
 
 NUMBER = re.compile(r":\d+\s*$", re.ASCII)
+
+
+class Marks(NamedTuple):
+    """The marks of a notation with a name and JSON: around all calls, around each, and before its arguments."""
+
+    section: str
+    end_section: str
+    call: str
+    end_call: str
+    arguments: str
 
 
 def marked_reader(marks: Marks) -> CallReader:

@@ -1,47 +1,58 @@
-"""Calls as tags with unquoted values: GLM, MiniMax M2, Qwen3-Coder, Qwen3.5, Nemotron-3."""
+"""Calls as tags with unquoted values, one for each argument."""
 
 from __future__ import annotations
 
-from ..call_marks import Tags
-from ..notations import END_CALL, END_KEY, END_VALUE, GLM_ENDS, KEY, VALUE, XML
+from collections.abc import Iterable
+from typing import NamedTuple
+
 from ..schemas import TYPES
 from .base import Cursor, MalformedError, Reading, Tools, skip, spaces, starts_with
-from .calls import CallReader, call, declared, emit, expect, until
+from .calls import CALL, END_CALL, CallReader, call, declared, emit, expect, until
 from .json_text import JsonReader
-from .values import Members, Value
+from .values import Ends, Members, Value
 
 # What the tags of a parameter say of its value.
 KINDS = (frozenset({"string"}), TYPES - {"string"})
 EMPTY = ("/>", " />")  # the end of a tag without a tag that ends it
 
 
-def read_glm_body(cursor: Cursor, tools: Tools) -> Reading[None]:
-    """Read a call after its tag. The name must be a known tool: a bare name is hard to tell from text."""
-    name = tools.name((yield from until(cursor, "\n<{", never=' "[')))
-    if name not in tools:
-        raise MalformedError("no such tool")
-    yield from spaces(cursor)
-    if (yield from starts_with(cursor, ("{",))):
-        yield from call(name, JsonReader(cursor, (END_CALL,)).object())
-    else:
-        yield from call(name, _glm_arguments(cursor, tools, name))
+class Tags(NamedTuple):
+    """The tags of a notation with one tag per argument.
+
+    Attributes:
+        close: what ends the name in the tag of a function, and in that of a parameter without `kinds`.
+        lines: values stand on lines of their own.
+        kinds: what follows the quoted name of a parameter before a text, and before JSON; none: the schema tells.
+        beside: marks before and behind a function that say nothing.
+    """
+
+    call: str
+    end_call: str
+    function: str
+    end_function: str
+    parameter: str
+    close: str
+    lines: bool
+    end_parameter: str = "</parameter>"
+    kinds: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
+
+    @property
+    def end_name(self) -> str:
+        """The end of the name in the tag of a parameter."""
+        return '"' if self.kinds else self.close
+
+    def ends(self, names: Iterable[str] = ()) -> Ends:
+        """Return the ends of a value. Models sometimes omit its end tag, also before parameters of these names."""
+        return {
+            self.end_parameter: (self.parameter, self.end_function, self.end_call, self.function, self.call),
+            self.end_function: (self.end_call, self.function, self.call),
+            self.end_call: (self.call,),
+            f"\n{self.parameter}": tuple(f"{name}{self.end_name}" for name in names),
+        }
 
 
-def _glm_arguments(cursor: Cursor, tools: Tools, name: str) -> Reading[None]:
-    places = tools.places(name)
-    members = Members(places)
-    while (yield from skip(cursor, KEY)):
-        key = yield from declared(cursor, places, END_KEY)
-        if not key:
-            key = (yield from until(cursor, "<")).strip()
-            yield from expect(cursor, END_KEY)
-        yield from spaces(cursor)
-        yield from expect(cursor, VALUE)
-        yield from members.add(key, Value(cursor, END_VALUE, GLM_ENDS))
-        yield from spaces(cursor)
-    if not (yield from starts_with(cursor, (END_CALL,))) and (cursor.buffer or not cursor.complete):
-        raise MalformedError("a key is expected")
-    yield from members.close()
+XML = Tags(CALL, END_CALL, "<function=", "</function>", "<parameter=", ">", lines=True)
 
 
 def tag_reader(tags: Tags) -> CallReader:

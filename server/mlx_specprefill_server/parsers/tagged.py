@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ..deltas import CallBroken, CallEnd, CallStart, ContentDelta, ReasoningDelta, TextDelta
-from ..notations import END_CALL
 from .base import Cursor, MalformedError, Reading, Tools, find_first, overlap, skip, spaces, starts_with
-from .calls import FENCE, CallReader, fence
+from .calls import END_CALL, FENCE, CallReader, fence
 from .code import Code
 
 # the deltas of one whole call

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 
 import orjson
 
 from ..big_json import is_too_deep
-from ..call_marks import Ends
 from ..deltas import CallDelta
 from ..schemas import TYPES, Place
 from .base import Cursor, MalformedError, Reading, ahead, find_first, past_spaces, peek, starts_with
 from .calls import capture, text_of
 from .json_text import JsonReader
+
+# The marks that end a value, each with the texts of which one must follow; none: any.
+Ends = Mapping[str, Sequence[str]]
 
 ANYTHING = Place()
 BEGINS = {'"': "string", "{": "object", "[": "array", "t": "boolean", "f": "boolean", "n": "null"}

@@ -9,26 +9,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import groupby
 from typing import Any, Literal
 
-from ..notations import SHORT_ID
+from ..notations import NOTATIONS
+from ..notations.mistral import SHORT_ID
 from .conversation import Message, no_result
-
-Notation = Literal["python", "list", "tags", "json"]
 
 ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 OWN_ID = re.compile(f"call_[0-9a-f]{{15}}({SHORT_ID.pattern})")  # of this server; its end may be the model's
 NAMING_ID = re.compile(r"functions\..+:[0-9]+")
 PLAIN = {"role", "content", "name"}  # members of messages that can be joined
-
-# Marks in the vocabulary or the template of models that were trained on a notation which their template does not write.
-# python: "Tool use" in Liquid's documentation of LFM2. list: "Function calling" in IBM's of Granite 3.3. tags:
-# NousResearch's Hermes function calling, which SmolLM3 follows.
-NOTATIONS: Mapping[str, Notation] = {"<|tool_call_start|>": "python", "<|tool_call|>": "list", "<tool_call>": "tags"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +35,7 @@ class Form:
         no_tools: an empty list stands for no tools.
         fills_tools: tools without a description or parameters get empty ones, and types are single words.
         calls: arguments as a "mapping" or as JSON "text"; "written": calls are text.
-        notation: of written calls; "json" is in a user's message, since no model was trained on it.
+        notation: of written calls, by name; "": JSON in a user's message, since the model was trained on none.
         null: content is null beside calls.
         parallel: a message may have several calls.
         beside: text beside calls is "kept", "joined" with the reasoning before it, or "apart" in a message before.
@@ -63,7 +57,7 @@ class Form:
     no_tools: bool = False
     fills_tools: bool = False
     calls: Literal["mapping", "text", "written"] = "mapping"
-    notation: Notation = "json"
+    notation: str = ""
     null: bool = False
     parallel: bool = True
     beside: Literal["kept", "joined", "apart"] = "kept"
@@ -218,37 +212,16 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _python(call: Mapping[str, Any]) -> str:
-    arguments = ", ".join(f"{name}={_literal(value)}" for name, value in call["arguments"].items())
-    return f"{call['name']}({arguments})"
-
-
-def _literal(value: Any) -> str:
-    return _json(value) if isinstance(value, str) else repr(value)
-
-
-def _in_tags(calls: Iterable[Mapping[str, Any]]) -> str:
-    return "\n".join(f"<tool_call>\n{_json(call)}\n</tool_call>" for call in calls)
-
-
-WRITERS: Mapping[Notation, Callable[[list[Any]], str]] = {
-    "python": lambda calls: f"<|tool_call_start|>[{', '.join(map(_python, calls))}]<|tool_call_end|>",
-    "list": lambda calls: f"<|tool_call|>{_json(calls)}",
-    "tags": _in_tags,
-    "json": lambda calls: "\n".join(map(_json, calls)),
-}
-
-
-def _written(notation: Notation, message: Message, calls: Sequence[Mapping[str, Any]]) -> Iterator[Message]:
+def _written(notation: str, message: Message, calls: Sequence[Mapping[str, Any]]) -> Iterator[Message]:
     """Yield the message with its calls as text: in the answer, or in a user's message behind it."""
-    text = WRITERS[notation]([{"name": c["function"]["name"], "arguments": c["function"]["arguments"]} for c in calls])
+    written = [{"name": c["function"]["name"], "arguments": c["function"]["arguments"]} for c in calls]
     said = {name: value for name, value in message.items() if name != "tool_calls"}
-    if notation != "json":
-        yield said | {"content": "\n".join(filter(None, (said["content"], text)))}
+    if notation and (write := NOTATIONS[notation].history):
+        yield said | {"content": "\n".join(filter(None, (said["content"], write(written))))}
         return
     if _says(said):
         yield said
-    yield _user(text)
+    yield _user("\n".join(map(_json, written)))
 
 
 def _written_result(result: Message) -> str:

@@ -13,8 +13,9 @@ from typing import Any
 
 from mlx_specprefill import InvalidRequestError
 
+from ..notations import NOTATIONS
 from .conversation import Message
-from .forms import NOTATIONS, Form, Notation
+from .forms import Form
 from .probe_messages import LONG, NAME, OTHER, SHORT, TINY, Talk, answer, calls, marks, result, system, user
 
 Show = Callable[[Form, Sequence[Message], Sequence[Mapping[str, Any]]], str]
@@ -80,7 +81,7 @@ CALL_TURNS = [
 OPENINGS = [[answer("zqa1"), user("zqu1")], [calls("zqc1"), result("zqr1"), user("zqu1")]]
 
 
-def ask(show: Show, notation: Notation, has_tools: bool) -> Form:
+def ask(show: Show, notation: str, has_tools: bool) -> Form:
     """Return the form for requests with tools, or for those without.
 
     Args:
@@ -113,10 +114,11 @@ def ask(show: Show, notation: Notation, has_tools: bool) -> Form:
     return next((one for one in tried if _keeps_thoughts(probe, one)), form)
 
 
-def notation_of(template: str, vocabulary: Iterable[str]) -> Notation:
-    """Return the notation of calls that a model was trained on, by its marks."""
+def notation_of(template: str, vocabulary: Iterable[str]) -> str:
+    """Return the notation of calls that a model was trained on, by its marks, "" for none."""
     known = set(vocabulary)
-    return next((name for mark, name in NOTATIONS.items() if mark in known or mark in template), "json")
+    marks = {name: one.history_mark for name, one in NOTATIONS.items() if one.history_mark}
+    return next((name for name, mark in marks.items() if mark in known or mark in template), "")
 
 
 @dataclass(frozen=True, slots=True)

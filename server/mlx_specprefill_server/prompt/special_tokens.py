@@ -17,7 +17,8 @@ from itertools import accumulate, chain, pairwise
 from typing import Any
 
 from ..errors import refusal
-from ..parsers.formats import THINK_TAGS, reasoning_tags
+from ..notations import THINK_TAGS
+from ..notations.formats import reasoning_tags
 from .conversation import Conversation, Message
 from .spans import TURN_ENDS
 

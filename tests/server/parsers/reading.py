@@ -16,8 +16,7 @@ from mlx_specprefill_server.deltas import (
     ReasoningDelta,
     TextDelta,
 )
-from mlx_specprefill_server.parsers.formats import Format
-from mlx_specprefill_server.settings import ToolParser
+from mlx_specprefill_server.notations.formats import Format
 
 THINK = ("<think>", "</think>")
 
@@ -48,7 +47,7 @@ class Read:
 
 
 def read(
-    fmt: ToolParser | None,
+    fmt: str | None,
     text: str,
     cuts: Sequence[int] = (),
     *,

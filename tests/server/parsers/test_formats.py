@@ -22,8 +22,7 @@ from mlx_lm.tool_parsers import (
     qwen3_coder,
 )
 
-from mlx_specprefill_server.parsers.formats import detect
-from mlx_specprefill_server.settings import ToolParser
+from mlx_specprefill_server.notations.formats import detect
 
 from ..fakes import byte_tokenizer
 from .reading import TOOLS, Read, collected, read, tool
@@ -76,7 +75,7 @@ WEATHER = ("get_weather", PARIS)
 DAYS = ("get_weather", '{"city": "Paris", "days": 3}')
 
 # What models write as they should, or with a slip that still has only one meaning: format, text, calls, shape, text.
-GOOD: list[tuple[ToolParser | None, str, list[tuple[str, str]], str, str]] = [
+GOOD: list[tuple[str | None, str, list[tuple[str, str]], str, str]] = [
     ("hermes", "Hello.\n", [], "t", "Hello.\n"),
     ("hermes", f"Let me see.\n\n{CALL}\n{CALL}\n", [WEATHER, WEATHER], "tcc", "Let me see."),
     ("hermes", f"I ask.\n\n{CALL}\n\nDone.\n", [WEATHER], "tct", "I ask.\n\n\n\nDone."),
@@ -231,7 +230,7 @@ def shown(out: Read) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize(("fmt", "text", "calls", "shape", "content"), GOOD)
 def test_calls_are_read_however_the_text_is_cut(
-    fmt: ToolParser | None, text: str, calls: list[tuple[str, str]], shape: str, content: str
+    fmt: str | None, text: str, calls: list[tuple[str, str]], shape: str, content: str
 ) -> None:
     assert shown(read(fmt, text)) == (calls, shape, content)
     assert shown(read(fmt, text, range(1, len(text)))) == (calls, shape, content)
@@ -240,7 +239,7 @@ def test_calls_are_read_however_the_text_is_cut(
 
 
 # What is no call: it comes back as it is. The last column: how much of the arguments had been passed on before.
-BAD: list[tuple[ToolParser, str, str]] = [
+BAD: list[tuple[str, str, str]] = [
     ("hermes", "<tool_call>{not json}</tool_call>", ""),
     ("hermes", "<tool_call>\n</tool_call>", ""),
     ("hermes", '<tool_call>{"arguments": {}}</tool_call>', ""),
@@ -284,7 +283,7 @@ BAD: list[tuple[ToolParser, str, str]] = [
 
 
 @pytest.mark.parametrize(("fmt", "text", "passed_on"), BAD)
-def test_what_is_no_call_comes_back_as_text(fmt: ToolParser, text: str, passed_on: str) -> None:
+def test_what_is_no_call_comes_back_as_text(fmt: str, text: str, passed_on: str) -> None:
     for cuts in ([], range(1, len(text)), *([cut] for cut in range(1, len(text)))):
         out = read(fmt, text, cuts)
         assert (out.text, out.calls, out.reasoning) == (text, [], "")
@@ -305,7 +304,7 @@ def test_xml_cut_off_at_the_token_limit_is_no_call() -> None:
 
 @pytest.mark.parametrize(("fmt", "text"), [("hermes", CALL), ("xml", XML), ("glm", GLM), ("gemma", GEMMA),
                                           ("mistral", MISTRAL)])  # fmt: skip
-def test_without_tools_everything_is_text(fmt: ToolParser, text: str) -> None:
+def test_without_tools_everything_is_text(fmt: str, text: str) -> None:
     assert read(fmt, text, tools=[]).text == text
 
 
@@ -410,7 +409,7 @@ def test_values_about_the_format_itself_stay_whole() -> None:
         ("harmony", '<|channel|>commentary to=functions.write<|message|>{"content": "', '"}'),
     ],
 )
-def test_arguments_are_passed_on_as_they_are_generated(fmt: ToolParser, before: str, after: str) -> None:
+def test_arguments_are_passed_on_as_they_are_generated(fmt: str, before: str, after: str) -> None:
     parser = detect(byte_tokenizer(), fmt).parser(TOOLS, "")
     parser.push(before)
     for word in ("one ", "two ", "three "):
@@ -602,7 +601,7 @@ MEANT = [
     ("I run:\n```sh\nls\n```\n", "", "I run:\n```sh\nls\n```"),
     ("I ask `f`:\n", "", "I ask `f`:"),
 ]
-IN_CODE: list[tuple[ToolParser | None, str]] = [
+IN_CODE: list[tuple[str | None, str]] = [
     (None, LLAMA), (None, f"<tool_calls>[{LLAMA}]</tool_calls>"), ("hermes", CALL), ("xml", XML), ("glm", GLM),
     ("minimax", MINIMAX), ("mistral", MISTRAL), ("gemma", GEMMA), ("kimi", KIMI), ("deepseek", DEEPSEEK),
     ("dsml", DSML), ("seed", SEED), ("granite", f"<|tool_call|>[{LLAMA}]"), ("command", COMMAND),
@@ -612,9 +611,7 @@ IN_CODE: list[tuple[ToolParser | None, str]] = [
 
 @pytest.mark.parametrize(("fmt", "call"), IN_CODE)
 @pytest.mark.parametrize(("before", "behind"), SHOWN)
-def test_a_call_in_a_document_is_shown_and_not_made(
-    fmt: ToolParser | None, call: str, before: str, behind: str
-) -> None:
+def test_a_call_in_a_document_is_shown_and_not_made(fmt: str | None, call: str, before: str, behind: str) -> None:
     text = f"{before}{call}{behind}"
     for cuts in ([], range(1, len(text)), *([cut] for cut in range(1, len(text)))):
         out = read(fmt, text, cuts)
@@ -624,7 +621,7 @@ def test_a_call_in_a_document_is_shown_and_not_made(
 @pytest.mark.parametrize(("fmt", "call"), IN_CODE)
 @pytest.mark.parametrize(("before", "behind", "said"), MEANT)
 def test_a_call_in_a_fence_is_made_where_it_ends_the_answer(
-    fmt: ToolParser | None, call: str, before: str, behind: str, said: str
+    fmt: str | None, call: str, before: str, behind: str, said: str
 ) -> None:
     text = f"{before}{call}{behind}"
     for cuts in ([], range(1, len(text)), *([cut] for cut in range(1, len(text)))):

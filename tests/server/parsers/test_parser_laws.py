@@ -10,7 +10,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mlx_specprefill_server.settings import ToolParser
 from tests.support.examples import examples
 
 from ..notations import NOTATIONS
@@ -18,7 +17,7 @@ from .reading import STRING, Read, collected, read, tool
 from .test_formats import CALL, GEMMA, GLM, HARMONY, LLAMA, MINIMAX, MISTRAL, STEP, XML
 from .test_reasoning import SKETCHED
 
-FORMATS: list[ToolParser] = ["hermes", "xml", "glm", "minimax", "gemma", "mistral", "harmony"]
+FORMATS: list[str] = ["hermes", "xml", "glm", "minimax", "gemma", "mistral", "harmony"]
 CALLS = [CALL, XML, GLM, MINIMAX, GEMMA, MISTRAL, HARMONY]
 FRAGMENTS = [
     *re.findall(r"<[^>]+>|\[[A-Z_]+\]|\"[a-z]+\"|[{}:,\n]|\w+", "".join(CALLS)),
@@ -55,7 +54,7 @@ def unsaid(text: str, out: Read) -> list[str]:
 @example(
     text='<tool_call>{"name": "get_weather", "arguments": {"city": "\\ud83d"}}', cuts=[], complete=True, opened=False
 )
-def test_any_text(fmt: ToolParser, text: str, cuts: list[int], complete: bool, opened: bool) -> None:
+def test_any_text(fmt: str, text: str, cuts: list[int], complete: bool, opened: bool) -> None:
     prompt = "<think>" if opened else ""
     out = read(fmt, text, prompt=prompt, complete=complete)
     assert out == read_again(fmt, text, cuts, prompt, complete, out)
@@ -71,7 +70,7 @@ def test_any_text(fmt: ToolParser, text: str, cuts: list[int], complete: bool, o
     assert all(fmt == "harmony" or any(name in stretch for name in names) for stretch in lost), lost
 
 
-def read_again(fmt: ToolParser, text: str, cuts: list[int], prompt: str, complete: bool, whole: Read) -> Read:
+def read_again(fmt: str, text: str, cuts: list[int], prompt: str, complete: bool, whole: Read) -> Read:
     """The same in pieces; where text is said in other pieces, the places are those of the whole."""
     out = read(fmt, text, [cut for cut in cuts if cut < len(text)], prompt=prompt, complete=complete)
     assert "".join(part.text for part in out.said) == "".join(part.text for part in whole.said)
@@ -108,7 +107,7 @@ def test_half_of_the_first_tag_of_a_call_is_text_where_no_call_can_begin(notatio
 
 
 @pytest.mark.parametrize(("tags", "fmt"), {think: fmt for fmt, _, think in SKETCHED}.items())
-def test_reasoning_that_is_cut_off_shows_no_half_of_its_tags(tags: tuple[str, str], fmt: ToolParser | None) -> None:
+def test_reasoning_that_is_cut_off_shows_no_half_of_its_tags(tags: tuple[str, str], fmt: str | None) -> None:
     text = f"{tags[0]}Hm.{tags[1]}"
     for cut in range(1, len(text) + 1):
         for cuts in ([], list(range(1, cut))):
@@ -118,7 +117,7 @@ def test_reasoning_that_is_cut_off_shows_no_half_of_its_tags(tags: tuple[str, st
 
 @pytest.mark.extended
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_many_broken_calls_take_linear_time(fmt: ToolParser) -> None:
+def test_many_broken_calls_take_linear_time(fmt: str) -> None:
     """Each beginning is tried once; 100 000 characters would take minutes in squared time."""
     for fragment in BEGINNINGS:
         text = fragment * (40_000 // len(fragment))

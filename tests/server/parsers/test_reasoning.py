@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from mlx_specprefill_server.parsers.formats import detect
-from mlx_specprefill_server.settings import ToolParser
+from mlx_specprefill_server.notations.formats import detect
 
 from ..fakes import byte_tokenizer
 from .reading import THINK, TOOLS, Read, collected, read
@@ -97,7 +96,7 @@ def test_reasoning_is_divided_from_text_however_it_is_cut(prompt: str, text: str
 
 
 @pytest.mark.parametrize(("fmt", "call", "think"), SKETCHED)
-def test_a_call_that_is_only_sketched_is_none(fmt: ToolParser | None, call: str, think: tuple[str, str]) -> None:
+def test_a_call_that_is_only_sketched_is_none(fmt: str | None, call: str, think: tuple[str, str]) -> None:
     """In every notation, however it is cut: arguments that have gone out can't be called back."""
     opens, closes = think
     sketch, again = f"{opens}\nI could ask.\n{call} But no.", call.replace("Paris", "Rome")

@@ -2,82 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 from mlx_specprefill import ReasoningBudget
 
-from ..notations import (
-    ATEM,
-    CALL,
-    COMMAND,
-    DEEPSEEK,
-    FUNCTION_GEMMA,
-    GEMMA_4,
-    GRANITE,
-    KIMI,
-    LFM2,
-    MINIMAX,
-    MISTRAL_TAG,
-    MUSE_END,
-    MUSE_MESSAGE,
-    MUSE_START,
-    SEED,
-    XML,
-)
-from ..settings import ReasoningParser, ToolParser
-from .base import Parser, Tools
-from .calls import CallReader
+from ..parsers.base import Parser, Tools
+from ..parsers.calls import CALL, CallReader
+from ..parsers.native_calls import native_reader
+from ..parsers.tagged import Bare, TaggedText
+from . import NOTATIONS, THINK_TAGS
+from .declaration import Notation
 from .harmony import ANSWER_ENDS, ANSWER_HEAD, REASONING_END, REASONING_HEAD, HarmonyText, opened_header
-from .json_calls import named_mistral_readers
-from .native_calls import native_reader
-from .readers import BARE, BARE_GEMMA, EXAMPLE, OWN, READERS, other_readers, read_tool_call
-from .tag_calls import read_functions
-from .tagged import Bare, TaggedText
+from .hermes import read_tool_call
+from .lfm2 import LFM2
+from .muse import MUSE
+from .muse import START as MUSE_START
+from .others import BARE, EXAMPLE, any_readers, other_readers
 
 BudgetMarks = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
-THINK_TAGS: Mapping[str, tuple[str, str]] = {
-    "apriel": ("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
-    "think": ("<think>", "</think>"),
-    "mistral": ("[THINK]", "[/THINK]"),
-    "gemma": ("<|channel>thought", "<channel|>"),
-    "seed": ("<seed:think>", "</seed:think>"),
-    "command": ("<|START_THINKING|>", "<|END_THINKING|>"),
-    "minimax": ("<mm:think>", "</mm:think>"),
-    "muse": (f"to=self{MUSE_MESSAGE}", MUSE_END),
-}
-SEVERAL = [THINK_TAGS[name] for name in ("gemma", "command", "muse")]  # tokens of their own, and second thoughts
-# Marks around answers that say nothing.
-AROUND: Mapping[str | None, tuple[str, ...]] = {
-    "command": ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
-    "muse": (MUSE_START, *(f"to={name}{MUSE_MESSAGE}" for name in ("user", "commentary"))),
-}
 ANSWER_TAGS = (  # Hunyuan's, ERNIE's, Apriel's
     ("<answer>", "</answer>"),
     ("<response>", "</response>"),
     ("[BEGIN FINAL RESPONSE]", "[END FINAL RESPONSE]"),
-)
-# Marks in templates; the first one found decides. Gemma's and GLM's templates also have marks of later rows.
-MARKS: Sequence[tuple[ToolParser, tuple[str, ...]]] = (
-    ("harmony", ("<|channel|>", "<|message|>")),
-    ("gemma", GEMMA_4[:2]),
-    ("gemma", FUNCTION_GEMMA[:1]),
-    ("glm", ("<tool_call>", "<arg_key>")),
-    ("xml", ("<tool_call>", "<function=")),
-    ("minimax", (MINIMAX.call,)),
-    ("seed", (SEED.call,)),
-    ("muse", (ATEM.call,)),
-    ("kimi", (KIMI.section,)),
-    ("dsml4", ("｜DSML｜", "tool_calls>")),
-    ("dsml", ("｜DSML｜",)),
-    ("deepseek", (DEEPSEEK.section,)),
-    ("command", (COMMAND,)),
-    ("granite", (GRANITE,)),
-    ("mistral", (MISTRAL_TAG,)),
-    ("hermes", ("<tool_call>",)),
 )
 
 
@@ -96,7 +46,7 @@ class Format:
         around: the tags that the template puts around answers.
     """
 
-    tools: ToolParser | None
+    tools: str | None
     think: tuple[str, str] | None
     think_end: tuple[int, ...] = ()
     ends: frozenset[int] = frozenset()
@@ -150,27 +100,21 @@ class Format:
         if known and as_json:
             openers = {**openers, CALL: read_tool_call}
         begun = not prompt.rstrip().endswith(self.think[0]) if self.think else False
-        again = self.think in SEVERAL
+        notation = NOTATIONS.get(self.tools or "", Notation())
+        again = any(one.again and one.think == self.think for one in NOTATIONS.values())
+        around = (*(notation.around or self.around), *(notation.recipients(known) if notation.recipients else ()))
         thinking = self.is_reasoning_open(prompt)
-        around = (*AROUND.get(self.tools, self.around), *(_heads(known) if self.tools == "muse" else ()))
         return Parser(TaggedText(known, self.think, thinking, openers, bare, begun=begun, again=again, around=around))
 
-    def _readers(self, tools: list[Any], known: Tools) -> tuple[dict[str, CallReader], Bare | None]:
-        if self.tools is not None and self.tools in READERS:
-            named = named_mistral_readers(known) if self.tools == "mistral" else {}
-            return {**READERS[self.tools], **named}, BARE_GEMMA if self.tools == "gemma" else None
+    def _readers(self, tools: list[Any], known: Tools) -> tuple[Mapping[str, CallReader], Bare | None]:
         if self.tools == "native":
             wrapper = self.tokenizer
             read = native_reader(wrapper.tool_call_start, wrapper.tool_call_end or "", wrapper.tool_parser, tools)
             return {wrapper.tool_call_start: read, CALL: read_tool_call}, None
-        lists = (f"[{name}(" for name in known.parameters)
-        bare = BARE._replace(anywhere=(*BARE.anywhere, *lists))
-        return {CALL: read_tool_call, XML.function: read_functions, **other_readers()}, bare
-
-
-def _heads(tools: Tools) -> Iterator[str]:
-    """Return the ends of the headers of Muse's messages to these tools."""
-    return (f"to={name}{MUSE_MESSAGE}" for name in tools.parameters)
+        notation = NOTATIONS.get(self.tools or "", Notation())
+        if not notation.readers:
+            return any_readers(known)
+        return {**notation.readers, **(notation.named(known) if notation.named else {})}, notation.bare
 
 
 def plain_text() -> Parser:
@@ -178,7 +122,7 @@ def plain_text() -> Parser:
     return Parser(TaggedText(Tools(), None, False, {}))
 
 
-def detect(tokenizer: Any, tools: ToolParser | None = None, reasoning: ReasoningParser | None = None) -> Format:
+def detect(tokenizer: Any, tools: str | None = None, reasoning: str | None = None) -> Format:
     """Return the format of a model.
 
     Args:
@@ -196,31 +140,30 @@ def detect(tokenizer: Any, tools: ToolParser | None = None, reasoning: Reasoning
     return Format(calls, think, think_end, known_ends, _budget_marks(tokenizer, calls, think), tokenizer, around)
 
 
-def _budget_marks(tokenizer: Any, calls: ToolParser | None, think: tuple[str, str] | None) -> BudgetMarks | None:
+def _budget_marks(tokenizer: Any, calls: str | None, think: tuple[str, str] | None) -> BudgetMarks | None:
     def ids(text: str) -> tuple[int, ...]:
         return tuple(tokenizer.encode(text, add_special_tokens=False))
 
     if calls == "harmony":  # its models then continue in another channel
         return ids(REASONING_HEAD), ids(REASONING_END), ids(REASONING_END + ANSWER_HEAD)
     if calls == "muse":  # the mark stands behind a space, and the next message follows
-        head, end = THINK_TAGS["muse"]
+        head, end = THINK_TAGS[calls]
         return ids(f" {head}"), ids(end), ids(f"{end}{MUSE_START}")
     return None if think is None else (ids(think[0]), ids(think[1]), ids(think[1]))
 
 
-def _tools(tokenizer: Any, template: str) -> ToolParser | None:
+def _tools(tokenizer: Any, template: str) -> str | None:
     """Return the format by the marks in the template, or in the vocabulary if Python code stands for a template."""
     text = template or (" ".join(tokenizer.get_added_vocab()) if tokenizer.has_chat_template else "")
-    for name, marks in MARKS:
-        if all(mark in text for mark in marks):
-            return name
-    return _native(tokenizer)
+    found = (name for name, one in NOTATIONS.items() if any(all(m in text for m in marks) for marks in one.marks))
+    return next(found, None) or _native(tokenizer)
 
 
-def _native(tokenizer: Any) -> ToolParser | None:
+def _native(tokenizer: Any) -> str | None:
     """Return the format of the parser that mlx-lm chose, None if it has none."""
     if tokenizer.has_tool_calling and tokenizer.tool_parser is not None:
-        return OWN.get(tokenizer.tool_call_start, "native")
+        own = {mark: name for name, one in NOTATIONS.items() for mark in one.readers} | {CALL: "hermes"}
+        return own.get(tokenizer.tool_call_start, "native")
     return None
 
 
@@ -236,6 +179,6 @@ def reasoning_tags(tokenizer: Any) -> tuple[str, str] | None:
     said = (
         tags
         for tags in THINK_TAGS.values()
-        if (tags[1] in template and (tags[1] != MUSE_END or tags[0] in template)) or all(tag in known for tag in tags)
+        if (tags[1] in template and (tags != MUSE.think or tags[0] in template)) or all(tag in known for tag in tags)
     )  # Muse's end is that of any message, as in Llama 4's templates
-    return next(said, THINK_TAGS["think"] if LFM2 in known else None)
+    return next(said, THINK_TAGS["think"] if LFM2.history_mark in known else None)

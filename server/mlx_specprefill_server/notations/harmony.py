@@ -11,17 +11,18 @@ from __future__ import annotations
 import re
 
 from ..deltas import CallBroken, CallEnd, CallStart, ContentDelta, ReasoningDelta, TextDelta
-from ..notations import HARMONY
-from .base import Cursor, MalformedError, Reading, Tools, find_first, skip, spaces, starts_with
-from .calls import call, emit, until
-from .json_text import JsonReader
+from ..parsers.base import Cursor, MalformedError, Reading, Tools, find_first, skip, spaces, starts_with
+from ..parsers.calls import call, emit, until
+from ..parsers.json_text import JsonReader
+from .declaration import Notation, Written
 
-START, CHANNEL, CONSTRAIN, MESSAGE = HARMONY
+HEADER = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>")  # before a header, in it, and behind it
+START, CHANNEL, CONSTRAIN, MESSAGE = HEADER
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
 ANSWER_ENDS = ENDS[1:]  # after a call it is the tool's turn
 BREAKS = (*ENDS, START, CHANNEL)  # a header ends a text, too
 REASONING_HEAD, REASONING_END, ANSWER_HEAD = f"{CHANNEL}analysis", ENDS[0], f"{START}assistant"
-HEADS = (*HARMONY, "to=")
+HEADS = (*HEADER, "to=")
 LONGEST_HEADER = 512
 RECIPIENT = re.compile(r"to=([^\s<]+)")
 PREFIX = "functions."
@@ -161,3 +162,9 @@ class HarmonyText:
             if opened:
                 yield CallBroken()
             yield TextDelta(cursor.trail(), start=start)
+
+
+HARMONY = Notation(
+    marks=((CHANNEL, MESSAGE),),
+    written=(Written(f"{CHANNEL}commentary to=functions.{{name}} {CONSTRAIN}json{MESSAGE}{{arguments}}", None),),
+)

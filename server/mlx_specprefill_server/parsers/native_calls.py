@@ -23,7 +23,7 @@ def native_reader(opener: str, closer: str, parse: Callable[..., Any], tools: li
         text = yield from _native_body(cursor, closer)
         try:
             parsed = parse(text, tools)
-            calls = [_check_native_call(call, known) for call in (parsed if isinstance(parsed, list) else [parsed])]
+            calls = [check_native_call(call, known) for call in (parsed if isinstance(parsed, list) else [parsed])]
         except FAULTS as error:
             raise MalformedError(str(error)) from error
         for name, arguments in calls:
@@ -49,7 +49,8 @@ def _native_body(cursor: Cursor, closer: str) -> Reading[str]:
         yield None
 
 
-def _check_native_call(call: Any, tools: Tools) -> tuple[str, dict[str, Any]]:
+def check_native_call(call: Any, tools: Tools) -> tuple[str, dict[str, Any]]:
+    """Return the name and the arguments of a call that another library has read."""
     name, arguments = call["name"], call.get("arguments")
     if isinstance(arguments, str):
         arguments = json.loads(arguments)

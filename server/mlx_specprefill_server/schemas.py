@@ -1,4 +1,4 @@
-"""JSON schemas with `$ref` followed: the one answer to what may stand in a place, for parsers and grammars of calls.
+"""JSON schemas with `$ref` followed: what may stand in a place of a call's arguments.
 
 Clients write the schemas: whatever in them is no schema allows anything.
 """
@@ -183,25 +183,19 @@ def key_of(value: Any) -> Hashable:
 
 
 def members(way: Together) -> dict[str, Schema]:
-    """Return the schemas of an object's members by name: of those that are described or required, and not ruled out."""
+    """Return the schemas of an object's members by name: of those that are described or required."""
     parts: dict[str, list[Any]] = {}
     for schema in way:
         for name, inner in mapping_of(schema.get("properties")).items():
             parts.setdefault(name, []).append(inner)
-    closed = [mapping_of(schema.get("properties")) for schema in way if schema.get("additionalProperties") is False]
     others = [inner for schema in way if isinstance(inner := schema.get("additionalProperties"), dict)]
     parts |= dict.fromkeys(sorted(required(way) - parts.keys()), others)
-    possible = {name: inner for name, inner in parts.items() if all(name in known for known in closed)}
-    return {name: _all_of(inner) for name, inner in possible.items() if False not in inner}
+    return {name: mapping_of(inner[0]) if len(inner) == 1 else {"allOf": inner} for name, inner in parts.items()}
 
 
 def required(way: Together) -> set[str]:
     """Return the names of an object's required members."""
     return {name for schema in way for name in items_of(schema.get("required")) if isinstance(name, str)}
-
-
-def _all_of(schemas: list[Any]) -> Schema:
-    return mapping_of(schemas[0]) if len(schemas) == 1 else {"allOf": schemas}
 
 
 class Places(Mapping[str, Place]):

@@ -107,7 +107,7 @@ def read(notation: Notation, tools: list[Any], text: str, cuts: list[int]) -> st
     return out.calls[0][1]
 
 
-@pytest.mark.parametrize("seeds", [range(12), pytest.param(range(12, 100), marks=pytest.mark.nightly)], ids=str)
+@pytest.mark.parametrize("seeds", [range(12), pytest.param(range(12, 200), marks=pytest.mark.nightly)], ids=str)
 @pytest.mark.parametrize("notation", [NOTATIONS[name] for name in FORCED], ids=FORCED)
 def test_a_forced_value_is_read_as_it_was_meant(notation: Notation, seeds: range) -> None:
     tags = re.findall(r"<[^<>=\s]+>|\[[A-Z_]+\]|｜DSML｜", notation.write({"v": "*"}))

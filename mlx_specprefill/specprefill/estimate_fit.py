@@ -79,7 +79,7 @@ def _render(tokenizer: TokenizerWrapper, turns: list[CalibrationItem], rng: rand
 
 @dataclass(eq=False)
 class _Sums:
-    """What is added up over tokens: states (F,), centred and scaled, and by layer keys and values (K + V,)."""
+    """Adds up states (F,), centred and scaled, and by layer keys and values (K + V,), over tokens."""
 
     centre: Floats
     scale: Floats

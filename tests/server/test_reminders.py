@@ -1,4 +1,4 @@
-"""What clients say to the model in between: it stands beside what it belongs to, and never asks."""
+"""Reminders of clients: each stands beside what it belongs to, and never asks."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from mlx_specprefill_server import request_body
 from mlx_specprefill_server.anthropic import messages
 from mlx_specprefill_server.big_json import DEEPEST
 from mlx_specprefill_server.errors import ApiError
-from mlx_specprefill_server.openai import chat, completions, responses
+from mlx_specprefill_server.openai import chat, completions, decisions, responses
 from mlx_specprefill_server.routes import prompts
 from mlx_specprefill_server.settings import Settings
 from tests.support.application import app_over
@@ -82,7 +82,7 @@ def test_a_mean_body_stops_nobody_else(engine: FakeEngine, path: str, body: byte
 
 
 def models() -> Iterator[tuple[str, type[BaseModel]]]:
-    for module in (chat, completions, responses, messages, prompts, prompts, prompts):
+    for module in (chat, completions, decisions, responses, messages, prompts, prompts, prompts):
         for route in module.router.routes:
             assert isinstance(route, APIRoute)
             for dependency in route.dependant.dependencies:

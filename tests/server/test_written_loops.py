@@ -238,11 +238,15 @@ def test_each_prompt_begins_with_the_last_and_what_the_model_wrote(
         shown = prompt(engine) + written
 
 
-def test_a_forced_call_may_be_written_as_the_template_shows_it(engine: FakeEngine, notation: str) -> None:
+TAGGED = "xml", "seed", "dsml", "dsml4", "muse"  # forced calls of these families are JSON in tags of all models
+
+
+def test_a_forced_call_may_be_written_as_the_template_shows_it_or_as_json(engine: FakeEngine, notation: str) -> None:
     model, client = Model(engine, notation), Client(client_of(engine), CHAT)
     written = model.says("", "", SECOND)
-    if notation == "muse":  # no message to the user before
-        written = written.removeprefix(" to=user<|message|><|eom|><|start|>assistant")
+    if notation in TAGGED:
+        (name, arguments), *_ = SECOND
+        written = f'<tool_call>{{"name": "{name}", "arguments": {json.dumps(arguments)}}}</tool_call>'
     client.asks(tool_choice="required")
     tokenizer, request = engine.pair.tokenizer, engine.requests[-1]
     assert request.constraint is not None

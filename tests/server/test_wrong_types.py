@@ -15,6 +15,7 @@ from mlx_specprefill_server.big_json import DEEPEST
 
 from .conftest import client_of
 from .fakes import FakeEngine
+from .test_decisions import decides
 
 VALUES: tuple[Any, ...] = (
     None, True, 0, -1, 1.5, 2**63, 1e308, "", "x", "null", [], [[]], [1], ["x"], [None], [{}], {}, {"x": 1},
@@ -87,6 +88,16 @@ BODIES: dict[str, list[dict[str, Any]]] = {
     "/detokenize": [{"tokens": [1, 2]}],
 }
 COUNTS = {f"{path}/input_tokens": path for path in ("/v1/chat/completions", "/v1/responses")}
+BODIES["/v1/decisions"] = [
+    {
+        "input": ITEMS,
+        "questions": [
+            {"type": "predicate", "instructions": "It rains."},
+            {"type": "choice", "instructions": "Which?", "choices": [{"value": "a"}, {"value": "b"}]},
+            {"type": "score", "instructions": "How much?", "levels": [{"label": "low"}, {"label": "top"}]},
+        ],
+    }
+]
 BODIES |= {count: BODIES[path][:1] for count, path in COUNTS.items()}
 BODIES["/v1/messages/count_tokens"] = BODIES["/v1/messages"]
 
@@ -94,6 +105,7 @@ BODIES["/v1/messages/count_tokens"] = BODIES["/v1/messages"]
 @pytest.fixture(scope="module")
 def lasting() -> Iterator[TestClient]:
     engine = FakeEngine()
+    engine.script = lambda request: decides(request) if request.questions else engine.tokens("Hello")
     yield client_of(engine)
     engine.close()
 

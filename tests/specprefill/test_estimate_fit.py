@@ -40,7 +40,7 @@ def test_conversations_are_the_same_and_differ_by_seed() -> None:
 
 
 def test_a_linear_law_is_found() -> None:
-    """Of low rank; the last layer has nothing to do with the states, and stays at its mean."""
+    """A law of low rank; the last layer has nothing to do with the states, and stays at its mean."""
     fit = EstimateFit(tiny_pair(), tokens=1500, rank=8)
     rng = np.random.default_rng(0)
     laws = {n: rng.normal(size=(5, size)).astype(np.float32) for n, size in fit._layers.made.items()}

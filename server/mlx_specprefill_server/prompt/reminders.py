@@ -1,4 +1,4 @@
-"""What an agent's client says to the model in between: in system messages behind the first, or in tags.
+"""Reminders: an agent's client speaks to the model in system messages behind the first, or in tags.
 
 A reminder (of a plan, a changed file, the tokens that are left) asks nothing, and the text beside it takes it in. So
 the user's message stays the one that asks, and a result the one that was read last.

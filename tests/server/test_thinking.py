@@ -157,7 +157,7 @@ def rendered(client: TestClient, engine: FakeEngine, messages: list[dict[str, An
 
 
 def grows(client: TestClient, engine: FakeEngine, name: str = "reasoning_content", **fields: Any) -> bool:
-    """Check that each of ten prompts begins with the one before, up to where its answer began, and shows all thoughts."""
+    """Check that each of ten prompts begins with the one before, up to its answer, and shows all thoughts."""
     texts = [rendered(client, engine, history(turns, name), **fields) for turns in range(1, 11)]
     begins = [text[: text.rindex("<|im_start|>assistant")] for text in texts]
     whole = all(f"said, {i}." in texts[-1] and f"it, {i}." in texts[-1] for i in range(10))

@@ -16,6 +16,7 @@ from mlx_specprefill.adapters.estimates import Estimates, Layers, StateReader, r
 from mlx_specprefill.config import SpecPrefillPolicy
 from mlx_specprefill.errors import LoadError
 from mlx_specprefill.specprefill.estimate_fit import with_estimates
+from tests.engine.test_decisions import decided, questions_of, with_heads_of
 from tests.support.dense import assert_is_full_reading
 from tests.support.tiny import generated, on_own_layers, random_prompt, tiny_pair
 
@@ -133,3 +134,17 @@ def test_weights_of_the_map_are_counted() -> None:
     pair = made_pair("llama")
     with Engine(pair) as engine, Engine(replace(pair, estimates=None)) as plain:
         assert engine.memory.weights == plain.memory.weights + pair.estimates.nbytes
+
+
+def test_of_a_text_with_questions_nothing_is_absent() -> None:
+    """Questions behind a prompt see what was read and the estimates of the rest."""
+    pair = with_heads_of(made_pair("llama"))
+    prompt, questions = random_prompt(1200, 5), questions_of(3)
+    with Engine(pair, EngineConfig(policy=QUIET)) as engine:
+        sparse = SpecPrefillOptions(True, keep_pct("0.3"))
+        events = list(engine.generate(GenerationRequest(prompt, 0, specprefill=sparse, questions=questions)))
+        report = events[-1].report
+        assert report.mode == "sparse"
+        assert report.estimated_tokens > 0
+        assert report.kept_tokens + report.estimated_tokens == len(prompt)
+        assert all(abs(shares.sum() - 1) < 1e-4 for shares in decided(events).probabilities)

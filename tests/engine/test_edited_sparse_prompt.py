@@ -81,7 +81,7 @@ def inserted(place: int, tokens: tuple[int, ...] = INSERTED, prompt: tuple[int, 
 def running(pair: ModelPair, config: EngineConfig = CONFIG) -> Iterator[Engine]:
     """Yield an engine for which the draft costs a tenth of the target, however busy the machine is."""
 
-    def predict(tokens: int, cached: int, kept: int, read: int | None = None) -> Prediction:
+    def predict(tokens: int, cached: int, kept: int, read: int | None = None, asked: int = 0) -> Prediction:
         drafted = tokens - (cached if read is None else read)
         return Prediction(tokens - cached, drafted / 10 + kept)
 

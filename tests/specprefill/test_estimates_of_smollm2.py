@@ -40,11 +40,11 @@ def conversation_of(seed: int) -> list[dict[str, str]]:
     rng, messages = np.random.default_rng(seed), []
     for turn in range(TURNS):
         lines = texts[turn % len(texts)]
-        at = int(rng.integers(0, len(lines) - 3))
+        at = int(rng.integers(0, len(lines) - 5))
         messages.append(
-            {"role": "user", "content": "\n".join([*lines[at : at + 2], "", f"What follows in part {turn}?"])}
+            {"role": "user", "content": "\n".join([*lines[at : at + 4], "", f"What follows in part {turn}?"])}
         )
-        messages.append({"role": "assistant", "content": lines[at + 2][:40]})
+        messages.append({"role": "assistant", "content": lines[at + 4][:40]})
     return messages[:-1]
 
 

@@ -99,8 +99,8 @@ class SpecPrefillOptions:
             for rounding in half precision.
         scope: the text that competes, as in `SpecPrefillPolicy.scope`; None: server policy.
         verify: compare a sparse answer with full reading, in idle time.
-        estimate: estimate what is not read, as in `SpecPrefillPolicy.estimate`; None: server policy, but neither by the
-            published rule nor with the caller's own scores, for which the draft need not read.
+        estimate: estimate what is not read, as in `SpecPrefillPolicy.estimate`; None: server policy. With the caller's
+            own scores only True does, because the draft has to read. Nothing is estimated by the published rule.
     """
 
     enabled: bool | None = None

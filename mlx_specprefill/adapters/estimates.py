@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,10 @@ from ..cache.positioned import (
     leaves,
     make_positioned_cache,
     place,
-    tokens_in,
 )
 from ..errors import LoadError, SparseUnsupportedError
 from ..request import TokenIds
-from .depth import FirstLayers, Observed, layers_of, replace_layers
+from .depth import FirstLayers
 from .moved_keys import check_equal, layer_rotations, rotated, unrotated
 from .rope import RotationCall
 
@@ -67,12 +66,12 @@ class Estimates:
 
     @property
     def nbytes(self) -> int:
-        return sum(array.nbytes for array in self._arrays)
+        """Return the bytes of what serves the target; the basis is the draft's."""
+        return sum(array.nbytes for array in (*self.weights.values(), *self.offsets.values()))
 
     def codes(self, states: mx.array) -> tuple[mx.array, mx.array]:
         """Return the codes (L, R) of states (L, F), and whether each of these is like those of the fit, (L,)."""
-        scaled = (states.astype(mx.float32) - self.centre) * self.scale
-        return scaled.astype(self.basis.dtype) @ self.basis, (scaled * scaled).mean(axis=-1) <= self.limit
+        return code(states, self.centre, self.scale, self.limit, self.basis)
 
     def of_layer(self, layer: int, codes: mx.array) -> mx.array:
         """Return a layer's unrotated keys and values, (L, K + V), from codes (L, R)."""
@@ -112,86 +111,74 @@ def read_estimates(file: Path) -> Estimates:
         raise LoadError(f"{file}: {error}") from error
 
 
-class StateReader:
-    """A draft that hands out its states.
+class CodedDraft(FirstLayers):
+    """First layers of a draft that keep a code of each token that they read, in a cache behind their own.
+
+    So what has a draft's cached prefix has the codes, too.
 
     Args:
-        draft: a whole model, or first layers of one.
+        inner: the first layers, with retrieval heads or without.
     """
 
-    def __init__(self, draft: nn.Module) -> None:
-        self._states: list[Any] = []
-        self.model = draft
-        self._is_shallow = isinstance(draft, FirstLayers)
-        if not self._is_shallow:
-            last = layers_of(draft)[-1]
-            self.model = replace_layers(draft, {id(last): Observed(last, self._states)})
+    inner: FirstLayers
 
-    def read(self, tokens: mx.array, cache: Sequence[Any]) -> tuple[mx.array, mx.array]:
-        """Return the draft's output for tokens (1, L), and its states behind the last layer that runs, (L, F).
+    def __init__(self, inner: FirstLayers, estimates: Estimates) -> None:
+        nn.Module.__init__(self)
+        object.__setattr__(self, "whole", inner.whole)
+        self.inner, self.count, self.slots = inner, inner.count, inner.slots
+        self.basis, self.centre, self.scale, self.limit = (
+            estimates.basis,
+            estimates.centre,
+            estimates.scale,
+            estimates.limit,
+        )
 
-        Raises:
-            SparseUnsupportedError: its layers return something else.
-        """
-        output: mx.array = self.model(tokens, cache=cache)
-        states = output if self._is_shallow else self._states[-1]
-        self._states.clear()
-        states = states[0] if isinstance(states, tuple) else states
-        if states.ndim != 3:
-            raise SparseUnsupportedError("the draft's layers return more than one state for a token")
-        return output, states[0]
+    @property
+    def layers(self) -> list[nn.Module]:
+        return self.inner.layers
 
+    def make_cache(self) -> list[Any]:
+        return [*self.inner.make_cache(), KVCache()]
 
-@dataclass(eq=False)
-class CodedDraft:
-    """A draft that keeps a code of each token that it reads in front of `end`. Called as the draft is.
-
-    Attributes:
-        start: the first token that has a code.
-    """
-
-    reader: StateReader
-    estimates: Estimates
-    end: int
-    start: int = -1
-    _parts: list[tuple[mx.array, mx.array]] = field(default_factory=list)
-
-    def __call__(self, tokens: mx.array, cache: Sequence[Any]) -> mx.array:
-        first = tokens_in(cache)
-        output, states = self.reader.read(tokens, cache)
-        if first >= self.end:  # a question that is asked again
-            return output
-        self.start = first if self.start < 0 else self.start
-        self._parts.append(self.estimates.codes(states[: self.end - first]))
-        mx.async_eval(self._parts[-1])  # type: ignore[no-untyped-call]
-        return output
-
-    def codes(self) -> tuple[mx.array, Bools]:
-        """Return the codes (N, R) of the tokens from `start` on, and which of them may be used."""
-        codes, alike = zip(*self._parts, strict=True)
-        return mx.concatenate(list(codes)), np.array(mx.concatenate(list(alike)))
+    def __call__(self, inputs: mx.array, cache: Sequence[Any] | None = None) -> mx.array:
+        if cache is None:
+            return self.inner(inputs, None)
+        states = self.inner(inputs, cache[:-1])
+        codes, alike = code(states, self.centre, self.scale, self.limit, self.basis)
+        cache[-1].update_and_fetch(codes[:, None], alike[:, None, :, None].astype(codes.dtype))
+        return states
 
 
-@dataclass(frozen=True, eq=False)
+def code(
+    states: mx.array, centre: mx.array, scale: mx.array, limit: float, basis: mx.array
+) -> tuple[mx.array, mx.array]:
+    """Return the codes (..., R) of states (..., F), and whether each of these is like those of the fit, (...)."""
+    scaled = (states.astype(mx.float32) - centre) * scale
+    return scaled.astype(basis.dtype) @ basis, (scaled * scaled).mean(axis=-1) <= limit
+
+
 class Known:
-    """The draft's knowledge of a prompt's tokens from `start` on.
+    """The draft's knowledge of a prompt.
 
-    Attributes:
-        tokens: of the whole prompt.
-        codes: (N, R), and `alike`: (N,) which of these the map may be used for.
-        cache: the draft's, which holds the whole prompt.
+    Args:
+        tokens: of the prompt.
+        cache: of a coded draft, which holds the prompt.
     """
 
-    tokens: TokenIds
-    start: int
-    codes: mx.array
-    alike: Bools
-    cache: Sequence[Any]
+    def __init__(self, tokens: TokenIds, cache: Sequence[Any]) -> None:
+        self.tokens, self.cache = tokens, cache
+        self._codes: mx.array = cache[-1].keys[0, 0]
+        alike = np.array(cache[-1].values[0, 0, :, 0].astype(mx.float32)) > 0.5
+        self._alike: Bools = alike & (np.arange(alike.size) < cache[-1].offset)
 
     def may_estimate(self, positions: Positions) -> Bools:
         """Return which of the tokens at these positions have a code that the map may be used for."""
-        at = positions - self.start
-        return (at >= 0) & (at < self.alike.size) & self.alike[np.clip(at, 0, self.alike.size - 1)]
+        there = positions < self._alike.size
+        return there & self._alike[np.where(there, positions, 0)]
+
+    def codes(self, positions: Positions) -> mx.array:
+        """Return the codes at these positions, (N, R); of tokens that have none, anything."""
+        return self._codes[mx.array(np.minimum(positions, self._alike.size - 1))]
 
 
 class Layers:
@@ -272,7 +259,6 @@ class Estimator:
 
     def __init__(self, target: nn.Module, draft: nn.Module, estimates: Estimates) -> None:
         self.layers = Layers(target, draft)
-        self.reader = StateReader(draft)
         self.estimates = estimates.cast(self.layers.dtype)
         if {n: offsets.size for n, offsets in estimates.offsets.items()} != self.layers.made:
             raise SparseUnsupportedError("the estimates are those of a target with other layers")
@@ -293,7 +279,7 @@ class Estimator:
             place(cache, positions)
             return
         between, reading, on_device = between[held], reading[held], mx.array(positions)[None]
-        codes = known.codes[mx.array(np.maximum(between - known.start, 0))]
+        codes = known.codes(between).astype(self.layers.dtype)
         for layer, part in enumerate(leaves(cache)):
             if isinstance(part, Positioned):
                 if layer in self.layers.made:

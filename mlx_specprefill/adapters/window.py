@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from ..cache.positioned import leaves, tokens_in
 from ..config import DraftWindow
@@ -28,7 +29,7 @@ _forward: Active[_Forward] = Active()
 class WindowedReader:
     """A model that reads within a window. Called as the model is."""
 
-    model: Callable[..., mx.array]
+    model: nn.Module
     window: DraftWindow
 
     def __call__(self, tokens: mx.array, cache: Sequence[Any]) -> mx.array:

@@ -246,7 +246,6 @@ class BackgroundPrefill:
                 log.error("the estimates' fit failed", exc_info=result)
                 self._answered = False
             self.drop_fit()
-            self._memory.count_estimates(self._prefiller.estimating.nbytes)
 
     def drop_fit(self) -> None:
         """Give up what the fit has added up, and its memory."""

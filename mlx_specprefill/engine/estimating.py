@@ -1,4 +1,4 @@
-"""The estimates of an engine: its pair's map, or one that is fitted in idle time. MLX thread only."""
+"""The estimates of an engine: its pair's map, or the fit of one in idle time, for the next start. MLX thread only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from ..adapters.estimates import CodedDraft, Estimates, Estimator, Known
+from ..adapters.estimates import Estimates, Estimator
 from ..config import EngineConfig
 from ..errors import SparseUnsupportedError
 from ..events import Progress
@@ -24,17 +24,17 @@ class EstimatesState(NamedTuple):
     """The state of an engine's map.
 
     Attributes:
-        state: "used", "to be fitted", being "fitted", or "none": this pair has no map, `words` says why.
+        state: "used", "to be fitted", "fitting", "fitted" for the next start, or "none"; `words` says why.
         share: of the fit's tokens that have been read.
     """
 
-    state: Literal["used", "to be fitted", "fitted", "none"]
+    state: Literal["used", "to be fitted", "fitting", "fitted", "none"]
     words: str
     share: float = 0.0
 
 
 class Estimating:
-    """Codes what the draft reads of a prompt, and fits a map for a pair that has none.
+    """Says what is estimated, and fits a map for a pair that has none.
 
     Args:
         step: returns the tokens of the next forward of "draft" or "prefill".
@@ -46,62 +46,53 @@ class Estimating:
         self._folder = config.fits_folder
         self._step = step
         self._estimator: Estimator | None = None
+        self._is_fitted = False
         self._fit: Generator[Progress, None, Estimates | None] | None = None
         self._share = 0.0
         self._refusal = None if self._is_on else "off by server policy"
-        if self._refusal is None:
-            self._refusal = "no draft model is loaded" if pair.draft is None else estimates_refusal(pair)
-        self._wanted = pair.estimates
+        self._refusal = self._refusal or estimates_refusal(pair)
 
     @property
     def state(self) -> EstimatesState:
         """Return the state. May be called from any thread."""
         if self._refusal is not None:
             return EstimatesState("none", self._refusal)
-        if self._wanted is not None:
+        if self._pair.estimates is not None:
             return EstimatesState("used", "tokens that are not read are estimated")
         if self._folder is None:
             return EstimatesState("none", "no map was fitted for this pair")
-        return EstimatesState("to be fitted" if self._fit is None else "fitted", "in idle time", self._share)
+        if self._is_fitted:
+            return EstimatesState("fitted", "the map is used from the next start on", 1.0)
+        return EstimatesState("to be fitted" if self._fit is None else "fitting", "in idle time", self._share)
 
     @property
     def is_used(self) -> bool:
-        return self._refusal is None and self._wanted is not None
+        return self._refusal is None and self._pair.estimates is not None
 
     @property
     def estimator(self) -> Estimator | None:
         """Return what puts estimates into caches; None where there is no map that fits this pair (logged)."""
-        if self._estimator is None and self._refusal is None and self._wanted is not None:
+        if self._estimator is None and self._refusal is None and self._pair.estimates is not None:
             assert self._pair.draft is not None, "a pair without a draft has no map"
             try:
-                self._estimator = Estimator(self._pair.target, self._pair.draft, self._wanted)
+                self._estimator = Estimator(self._pair.target, self._pair.draft, self._pair.estimates)
             except SparseUnsupportedError as error:
                 self._refuse(str(error))
         return self._estimator
 
-    def coded(self, request: GenerationRequest, plan: PrefillPlan) -> CodedDraft | None:
-        """Return the draft as it reads a prompt that may be estimated in part; None where nothing will be."""
-        options = request.specprefill
-        wanted = options.estimate
-        if wanted is None:
-            wanted = options.importance is None and plan.rule == "default"
-        if plan.mode == "full" or not wanted or self.estimator is None:
-            return None
-        return CodedDraft(self.estimator.reader, self.estimator.estimates, len(request.prompt))
-
-    def known(self, request: GenerationRequest, draft: CodedDraft | None, cache: list[object]) -> Known | None:
-        """Return what the draft knows of the prompt, once it has read it."""
-        if draft is None or draft.start < 0 or self.estimator is None:
-            return None
-        codes, alike = draft.codes()
-        return Known(request.prompt, draft.start, codes, alike, cache if self.estimator.layers.own else [])
+    def wants(self, request: GenerationRequest, plan: PrefillPlan) -> bool:
+        """Return whether tokens of this request that are not read will be estimated."""
+        options, has_own = request.specprefill, request.specprefill.importance is not None
+        wanted = options.estimate if has_own else options.estimate is not False and plan.rule == "default"
+        return bool(wanted) and plan.mode == "sparse" and self.estimator is not None
 
     # --- the fit -----------------------------------------------------------------------------------------------------
 
     @property
     def is_to_fit(self) -> bool:
         """Return whether a map is to be fitted in idle time."""
-        return self._refusal is None and self._wanted is None and self._folder is not None
+        is_open = self._refusal is None and self._pair.estimates is None and not self._is_fitted
+        return is_open and self._folder is not None
 
     def begin_fit(self) -> int:
         """Return the bytes that the fit adds up; 0 where this pair can have no map."""
@@ -131,19 +122,17 @@ class Estimating:
         except StopIteration as done:
             self._end(done.value)
 
-    @property
-    def nbytes(self) -> int:
-        return 0 if self._wanted is None else self._wanted.nbytes
-
     def drop_fit(self) -> None:
         """Give up what was added up so far, and its memory: the fit begins anew."""
         self._fit, self._share = None, 0.0
 
     def _end(self, found: Estimates | None) -> None:
         self.drop_fit()
-        self._wanted = found
+        self._is_fitted = found is not None
         if found is None:
             self._refuse(_USELESS)
+        else:
+            log.info("estimates are fitted: they are used from the next start on")
         assert self._folder is not None, "it was to be fitted"
         try:
             store(found, fit_file(self._pair, self._folder))

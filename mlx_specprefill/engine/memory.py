@@ -275,10 +275,6 @@ class Memory:
     def release_fit(self) -> None:
         self._reserved.pop(_FIT, None)
 
-    def count_estimates(self, nbytes: int) -> None:
-        """Count a new map among the weights."""
-        self.weights += nbytes
-
     def fits(self, need: Need) -> bool:
         """Return whether the bytes are free now."""
         return self._missing(need) <= 0 and self.common.missing(self._added(need)) <= 0

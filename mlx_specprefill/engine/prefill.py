@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
+from ..adapters.estimates import Known
 from ..arrays import Indices
 from ..cache.positioned import estimated_tokens, is_stateful, place, recalling
 from ..cache.prefix.nodes import common_length
@@ -80,8 +81,8 @@ class Prefiller:
                 yield Progress("draft", 0, len(active.request.prompt))
             scores = None if scoring is None else (yield from scoring)
             reading = self._choose(active, scores)
-            if scores is not None and active.plan.mode == "sparse" and active.prefix.edit is None:
-                active.known = scores.known
+            if scores is not None and active.prefix.edit is None and self.estimating.wants(active.request, active.plan):
+                active.known = Known(active.request.prompt, scores.cache)
             if active.plan.mode == "sparse" or not active.prefix.is_dense:
                 yield Progress("select", reading.size, len(active.request.prompt))
             yield from self._begin_drafting(active, scores)

@@ -127,7 +127,7 @@ class PromptScorer:
             DraftContextError: the draft has another tokenizer, and the prompt is too long for it.
         """
         if (given := request.specprefill.importance) is not None:
-            if not (request.specprefill.estimate and self.estimating.estimator is not None):
+            if not self.estimating.wants(request, plan):
                 return _given(Scores(given))
             plan = replace(plan, rule="default")  # it is read for the estimates alone
         task = self._task(request, plan, text)
@@ -243,17 +243,15 @@ class PromptScorer:
             if end - read > new // 2:
                 return Scores(np.zeros(extension.start, np.float32), "draft", _LAGS)
             task = _behind(task, max(read, end), extension.start) if by_heads else task
-        coded = self.estimating.coded(request, plan) if stored and self.pair.mapping is None else None
         try:
-            scores = yield from scorer.score(draft if coded is None else coded, task)
+            scores = yield from scorer.score(draft, task)
         except RequestCancelled:
             if stored:
                 self._keep_part(prompt, task.cache, keeper)
             raise
         if stored:
             self.caches.keep_draft(prompt[: scores.importance.size], task.cache, keeper)
-        told = self.estimating.known(request, coded, task.cache)
-        scores = replace(raised(scores), read=scores.importance.size - read, known=told)
+        scores = replace(raised(scores), read=scores.importance.size - read)
         if request.specprefill.importance is not None:
             scores = replace(scores, importance=request.specprefill.importance, scorer="request")
         return replace(scores, scorer="self") if self._whole is self.pair.target else scores

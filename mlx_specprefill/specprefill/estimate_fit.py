@@ -23,8 +23,8 @@ import numpy.typing as npt
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..adapters.depth import full_draft_model
-from ..adapters.estimates import Estimates, Estimator, Known, Layers, StateReader, read_estimates
+from ..adapters.depth import FirstLayers, full_draft_model
+from ..adapters.estimates import CodedDraft, Estimates, Estimator, Known, Layers, read_estimates
 from ..arrays import Floats, Positions
 from ..cache.positioned import leaves, make_positioned_cache, place
 from ..cache.prefix.identity import model_identity
@@ -132,13 +132,12 @@ class EstimateFit:
     def __init__(
         self, pair: ModelPair, tokens: int = TOKENS, rank: int = RANK, step: Callable[[str], int] = lambda _: 512
     ) -> None:
-        if pair.draft is None or (refusal := estimates_refusal(pair)) is not None:
-            raise SparseUnsupportedError("there is no draft" if pair.draft is None else str(refusal))
+        if (refusal := estimates_refusal(pair)) is not None or not isinstance(pair.draft, FirstLayers):
+            raise SparseUnsupportedError(str(refusal))
         self._pair, self._draft = pair, pair.draft
         self._tokens, self._rank, self._step = tokens, rank, step
         self._layers = Layers(pair.target, pair.draft)
-        self._reader = StateReader(pair.draft)
-        width = self._reader.read(mx.zeros((1, 2), dtype=mx.int32), make_prompt_cache(pair.draft))[1].shape[1]
+        width = pair.draft(mx.zeros((1, 2), dtype=mx.int32)).shape[-1]
         self.nbytes = 8 * width * (width + sum(self._layers.made.values()))
         self._done = 0
 
@@ -169,7 +168,7 @@ class EstimateFit:
 
     def _read(self, prompt: TokenIds) -> Steps[tuple[Floats, dict[int, mx.array]]]:
         """Return the draft's states of a prompt (N, F), and by layer its unrotated keys and values (N, K + V)."""
-        states = np.concatenate([np.array(part) for part in (yield from self._states(prompt))[0]])
+        states = np.concatenate([np.array(part) for part in (yield from self._draft_read(self._draft, prompt))[0]])
         held: dict[int, list[mx.array]] = {layer: [] for layer in self._layers.made}
         cache, start = make_positioned_cache(self._pair.target), 0
         for end, _ in feed(self._pair.target, cache, prompt, None, self._ends(prompt.size)):
@@ -181,12 +180,12 @@ class EstimateFit:
             start = end
         return states, {layer: mx.concatenate(parts) for layer, parts in held.items()}
 
-    def _states(self, prompt: TokenIds) -> Steps[tuple[list[mx.array], list[Any]]]:
+    def _draft_read(self, draft: FirstLayers, prompt: TokenIds) -> Steps[tuple[list[mx.array], list[Any]]]:
         """Return the draft's states of a prompt, forward by forward, and its cache."""
-        cache, states, start, tokens = list(make_prompt_cache(self._draft)), [], 0, mx.array(prompt)[None]
+        cache, states, start, tokens = list(make_prompt_cache(draft)), list[mx.array](), 0, mx.array(prompt)[None]
         while start < prompt.size:
             end = min(start + self._step("draft"), prompt.size)
-            states.append(self._reader.read(tokens[:, start:end], cache)[1].astype(mx.float32))
+            states.append(draft(tokens[:, start:end], cache)[0].astype(mx.float32))
             mx.eval(states, [part.state for part in cache])
             yield self._progress()
             start = end
@@ -243,12 +242,12 @@ class EstimateFit:
 
         Random tokens are read: the geometric mean over prompts.
         """
-        estimator, ratios = Estimator(self._pair.target, self._draft, fitted), []
+        estimator, ratios = Estimator(self._pair.target, self._draft, fitted), list[float]()
+        draft = CodedDraft(self._draft, fitted)
         special = np.asarray(sorted(self._pair.tokenizer.all_special_ids), dtype=np.int32)
         for number, prompt in enumerate(prompts):
-            states, cache = yield from self._states(prompt)
-            codes, alike = estimator.estimates.codes(mx.concatenate(states))
-            known = Known(prompt, 0, codes, np.array(alike), cache)
+            _, cache = yield from self._draft_read(draft, prompt)
+            known = Known(prompt, cache)
             chunks = np.random.default_rng(number).random(-(-prompt.size // _CHUNK)) < _KEPT
             kept = np.repeat(chunks, _CHUNK)[: prompt.size] | np.isin(prompt, special)
             kept[:_CHUNK], kept[-_ASKED:] = True, True
@@ -278,6 +277,8 @@ def estimates_refusal(pair: ModelPair) -> str | None:
     """Return why a pair can have no map; None if it may have one."""
     if pair.sparse_refusal is not None:
         return pair.sparse_refusal
+    if not isinstance(pair.draft, FirstLayers):
+        return "no draft is loaded, or one that runs all of its layers"
     if pair.ranks is not None:
         return "the target runs on several machines"
     return None if pair.mapping is None else "the draft has another tokenizer than the target"
@@ -292,11 +293,18 @@ def with_estimates(pair: ModelPair, file: Path | None, folder: Path | None) -> M
     Raises:
         LoadError: the file holds no map.
     """
-    if pair.draft is None or estimates_refusal(pair) is not None:
+    if not isinstance(pair.draft, FirstLayers) or estimates_refusal(pair) is not None:
         return pair
     if file is not None:
-        return replace(pair, estimates=read_estimates(file))
-    return pair if folder is None else replace(pair, estimates=_stored(fit_file(pair, folder)))
+        return estimating_pair(pair, read_estimates(file))
+    found = None if folder is None else _stored(fit_file(pair, folder))
+    return pair if found is None else estimating_pair(pair, found)
+
+
+def estimating_pair(pair: ModelPair, estimates: Estimates) -> ModelPair:
+    """Return the pair with a map, whose draft keeps codes."""
+    assert isinstance(pair.draft, FirstLayers), "no other draft's states are at hand"
+    return replace(pair, estimates=estimates, draft=CodedDraft(pair.draft, estimates))
 
 
 def fit_file(pair: ModelPair, folder: Path) -> Path:

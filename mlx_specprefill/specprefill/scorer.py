@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 
 from ..adapters.capture import HeadCapture, QueryCapture, pool
 from ..adapters.depth import FirstLayers
-from ..adapters.estimates import Known
 from ..adapters.heads import DraftHeads, Head
 from ..adapters.window import WindowedReader
 from ..arrays import NO_INDICES, Bools, Floats, Indices
@@ -36,7 +36,6 @@ from ..prefill_report import ScorerKind
 from ..request import TokenIds
 from .question import Ask
 
-Draft = Callable[..., mx.array]  # a model, called as `draft(tokens, cache=cache)`
 AROUND = 48  # tokens on either side of a line that is asked again
 _AT_ONCE = 256  # tokens of questions that the draft reads in one forward, in which the later ones see the others
 
@@ -85,7 +84,6 @@ class Scores:
         words: its rule and input, for a report.
         lookahead: the draft's greedy continuation, as far as it was used; empty if the scorer needs none.
         cache: the draft's, holding exactly the scored tokens.
-        known: what the draft knows of the tokens that are not read; None: nothing is estimated.
         read: tokens, in the draft's tokenizer, that were read; the others were cached.
         places: the token that each of the input's questions looks at most, int32 (Q,); empty if they were not read.
 
@@ -99,7 +97,6 @@ class Scores:
     lookahead: tuple[int, ...] = ()
     cache: list[Any] = field(default_factory=list)
     read: int = 0
-    known: Known | None = None
     places: Indices = field(default_factory=lambda: NO_INDICES)
 
     def __post_init__(self) -> None:
@@ -108,7 +105,7 @@ class Scores:
 
 
 def read_prompt(
-    draft: Draft,
+    draft: nn.Module,
     task: ScoringInput,
     end: int,
     passage: tuple[int, int] | None = None,
@@ -157,7 +154,7 @@ class HeadScorer:
     config: ScoringConfig
     ranks: Ranks | None = None
 
-    def score(self, draft: Draft, task: ScoringInput) -> Generator[Progress, None, Scores]:
+    def score(self, draft: nn.Module, task: ScoringInput) -> Generator[Progress, None, Scores]:
         """Yield between draft forwards; return the scores.
 
         Raises:
@@ -190,7 +187,7 @@ class HeadScorer:
     def _words(self) -> str:
         return f"{len(self.heads.heads)} calibrated heads, {self.heads.depth} of {self.heads.layers} layers"
 
-    def _by_questions(self, draft: Draft, task: ScoringInput, end: int) -> Generator[Progress, None, Scores]:
+    def _by_questions(self, draft: nn.Module, task: ScoringInput, end: int) -> Generator[Progress, None, Scores]:
         """Score by the questions: each one's attention counts relative to its most, so that none outweighs another."""
         best, places, left = np.zeros(end, np.float32), [NO_INDICES], list(task.questions)
         while left:
@@ -212,7 +209,7 @@ class HeadScorer:
 
     def _ask_again(
         self,
-        draft: Draft,
+        draft: nn.Module,
         end: int,
         cache: list[Any],
         tokens: TokenIds,
@@ -232,7 +229,7 @@ class HeadScorer:
         snapshot.take_back(Q, Q)
         return {key: row[..., :end] for key, row in capture.attention.items()}
 
-    def _read_asks(self, draft: Draft, task: ScoringInput, end: int) -> dict[tuple[int, int], mx.array]:
+    def _read_asks(self, draft: nn.Module, task: ScoringInput, end: int) -> dict[tuple[int, int], mx.array]:
         """Return the attention of each line that may ask to the first tokens, (P, end) per (call, head), queued."""
         indices = [np.arange(ask.start, ask.end) for ask in task.asks]
         tokens = task.prompt[np.concatenate(indices)]
@@ -325,7 +322,7 @@ class PaperScorer:
     config: ScoringConfig
     ranks: Ranks | None = None
 
-    def score(self, draft: Draft, task: ScoringInput) -> Generator[Progress, None, Scores]:
+    def score(self, draft: nn.Module, task: ScoringInput) -> Generator[Progress, None, Scores]:
         """Score as `HeadScorer`. First layers generate no answer: the last prompt token is their only row."""
         M = task.prompt.size
         capture = QueryCapture(M, self.config.pool_width)
@@ -340,7 +337,7 @@ class PaperScorer:
 
 
 def _look_ahead(
-    draft: Draft,
+    draft: nn.Module,
     last: mx.array,
     capture: QueryCapture,
     cache: list[Any],

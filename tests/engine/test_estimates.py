@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_specprefill import Engine, EngineConfig, GenerationRequest, ModelPair, PromptSpan, SpecPrefillOptions, keep_pct
-from mlx_specprefill.adapters.estimates import Estimates, Layers, StateReader, read_estimates
+from mlx_specprefill.adapters.depth import first_layers, smallest_depth
+from mlx_specprefill.adapters.estimates import Estimates, Layers, read_estimates
+from mlx_specprefill.adapters.heads import DraftHeads, Head
 from mlx_specprefill.config import SpecPrefillPolicy
 from mlx_specprefill.errors import LoadError
-from mlx_specprefill.specprefill.estimate_fit import with_estimates
-from tests.engine.test_decisions import decided, questions_of, with_heads_of
+from mlx_specprefill.specprefill.estimate_fit import estimating_pair, with_estimates
+from tests.engine.test_decisions import decided, questions_of
 from tests.support.dense import assert_is_full_reading
 from tests.support.tiny import generated, on_own_layers, random_prompt, tiny_pair
 
@@ -24,16 +26,25 @@ FAMILIES = ["llama", "qwen3", "gpt_oss", "qwen3_5", "nemotron_h", "own layers"]
 QUIET = SpecPrefillPolicy(densify=False)
 
 
-def made_pair(family: str) -> ModelPair:
-    pair = on_own_layers(tiny_pair(), 2) if family == "own layers" else tiny_pair(family, family)
-    return replace(pair, estimates=random_map(pair))
+def made_pair(family: str, **changes: Any) -> ModelPair:
+    pair = drafted_by_first_layers(family)
+    return estimating_pair(pair, replace(random_map(pair), **changes))
+
+
+def drafted_by_first_layers(family: str) -> ModelPair:
+    """A pair whose draft ends early, as calibrated ones do."""
+    if family == "own layers":
+        return on_own_layers(tiny_pair(), 2)
+    pair = tiny_pair(family, family)
+    assert pair.draft is not None
+    return replace(pair, draft=first_layers(pair.draft, max(2, smallest_depth(pair.draft))))
 
 
 def random_map(pair: ModelPair, rank: int = 8) -> Estimates:
     """A map that changes what the target sees, whatever it is worth."""
     assert pair.draft is not None
-    states = StateReader(pair.draft).read(mx.zeros((1, 2), dtype=mx.int32), make_prompt_cache(pair.draft))[1]
-    F, made = states.shape[1], Layers(pair.target, pair.draft).made
+    F = pair.draft(mx.zeros((1, 2), dtype=mx.int32)).shape[-1]
+    made = Layers(pair.target, pair.draft).made
     weights = {layer: 0.3 * mx.random.normal((rank, size)) for layer, size in made.items()}
     offsets = {layer: 0.1 * mx.random.normal((size,)) for layer, size in made.items()}
     return Estimates(mx.zeros((F,)), mx.ones((F,)), 1e9, mx.random.normal((F, rank)) / F**0.5, weights, offsets)
@@ -66,7 +77,8 @@ def test_a_request_can_do_without(engine: Engine) -> None:
     second = engine.replay(without, (1, 2, 3), keep=True)
     assert second.report.estimated_tokens == 0 == second.report.cached_tokens
     assert not np.allclose(first.logprobs, second.logprobs, atol=1e-3)
-    with Engine(replace(engine.pair, estimates=None), EngineConfig(policy=QUIET)) as plain:
+    bare = replace(engine.pair, estimates=None, draft=engine.pair.draft.inner)
+    with Engine(bare, EngineConfig(policy=QUIET)) as plain:
         assert np.allclose(plain.replay(with_them, (1, 2, 3)).logprobs, second.logprobs, atol=1e-4)
 
 
@@ -91,10 +103,7 @@ def test_idle_work_reads_what_was_estimated(engine: Engine) -> None:
 
 
 def test_a_map_of_another_pair_is_not_used() -> None:
-    pair = made_pair("llama")
-    assert pair.estimates is not None
-    fewer = replace(pair.estimates, offsets={1: mx.zeros((3,))})
-    with Engine(replace(pair, estimates=fewer), EngineConfig(policy=QUIET)) as engine:
+    with Engine(made_pair("llama", offsets={1: mx.zeros((3,))}), EngineConfig(policy=QUIET)) as engine:
         report = generated(engine.generate(asked(random_prompt(300))))[1].report
         assert report.mode == "sparse"
         assert report.estimated_tokens == 0
@@ -104,9 +113,7 @@ def test_a_map_of_another_pair_is_not_used() -> None:
 
 
 def test_states_unlike_those_of_the_fit_stay_absent() -> None:
-    pair = made_pair("llama")
-    assert pair.estimates is not None
-    with Engine(replace(pair, estimates=replace(pair.estimates, limit=0.0)), EngineConfig(policy=QUIET)) as engine:
+    with Engine(made_pair("llama", limit=0.0), EngineConfig(policy=QUIET)) as engine:
         report = generated(engine.generate(asked(random_prompt(300))))[1].report
         assert report.estimated_tokens == 0
         assert report.mode == "sparse"
@@ -121,7 +128,7 @@ def test_the_server_can_do_without() -> None:
 def test_a_map_is_stored_as_it_is(tmp_path: Path) -> None:
     pair = made_pair("llama")
     pair.estimates.write(tmp_path / "map.safetensors")
-    read = with_estimates(replace(pair, estimates=None), tmp_path / "map.safetensors", None).estimates
+    read = with_estimates(drafted_by_first_layers("llama"), tmp_path / "map.safetensors", None).estimates
     codes = mx.random.normal((4, 8))
     for layer in pair.estimates.weights:
         assert mx.allclose(read.of_layer(layer, codes), pair.estimates.of_layer(layer, codes), atol=0.05)
@@ -132,13 +139,14 @@ def test_a_map_is_stored_as_it_is(tmp_path: Path) -> None:
 
 def test_weights_of_the_map_are_counted() -> None:
     pair = made_pair("llama")
-    with Engine(pair) as engine, Engine(replace(pair, estimates=None)) as plain:
-        assert engine.memory.weights == plain.memory.weights + pair.estimates.nbytes
+    with Engine(pair) as engine, Engine(drafted_by_first_layers("llama")) as plain:
+        assert engine.memory.weights >= plain.memory.weights + pair.estimates.nbytes
 
 
 def test_of_a_text_with_questions_nothing_is_absent() -> None:
     """Questions behind a prompt see what was read and the estimates of the rest."""
-    pair = with_heads_of(made_pair("llama"))
+    heads = DraftHeads((Head(0, 1, 0.6), Head(1, 0, 0.4)), 2, 3, {"copy": 1.0})
+    pair = replace(made_pair("llama"), heads=heads)
     prompt, questions = random_prompt(1200, 5), questions_of(3)
     with Engine(pair, EngineConfig(policy=QUIET)) as engine:
         sparse = SpecPrefillOptions(True, keep_pct("0.3"))
@@ -148,3 +156,16 @@ def test_of_a_text_with_questions_nothing_is_absent() -> None:
         assert report.estimated_tokens > 0
         assert report.kept_tokens + report.estimated_tokens == len(prompt)
         assert all(abs(shares.sum() - 1) < 1e-4 for shares in decided(events).probabilities)
+
+
+def test_another_question_about_a_text_that_the_draft_has_read_finds_its_codes(engine: Engine) -> None:
+    """The target read it in part for the first question, and goes on from nothing of it."""
+    text = random_prompt(300, 7)
+    counts = []
+    for seed in (8, 9):
+        prompt = (*text, *random_prompt(24, seed))
+        spans = (PromptSpan("user", 0, 0, len(prompt), len(prompt)),)
+        report = generated(engine.generate(replace(asked(prompt), spans=spans)))[1].report
+        assert report.kept_tokens + report.estimated_tokens == len(prompt)
+        counts.append(report.draft_tokens)
+    assert counts[1] < counts[0] / 2 or engine.prefiller.is_stateful  # a state that can't be cut is made anew

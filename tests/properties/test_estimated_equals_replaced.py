@@ -10,6 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx_lm.models.cache import KVCache
 
 from mlx_specprefill.adapters.estimates import Estimates, Estimator, Known, Layers
 from mlx_specprefill.adapters.moved_keys import layer_rotations
@@ -127,7 +128,9 @@ def test_true_estimates_are_full_reading(name: str) -> None:
     object.__setattr__(true, "truth", truth)
     estimator = Estimator(model, model, true)
     estimator.estimates = true
-    known = Known(case.prompt, 0, mx.arange(M, dtype=mx.float32)[:, None], np.ones(M, np.bool_), [])
+    codes = KVCache()
+    codes.update_and_fetch(mx.arange(M, dtype=mx.float32)[None, None, :, None], mx.ones((1, 1, M, 1)))
+    known = Known(case.prompt, [codes])
     cache = make_positioned_cache(model)
     for part in np.array_split(case.kept, 4):
         estimator.place(cache, part, known)

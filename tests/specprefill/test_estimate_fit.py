@@ -12,7 +12,8 @@ from mlx_specprefill import SparseUnsupportedError
 from mlx_specprefill.adapters.estimates import Estimates
 from mlx_specprefill.specprefill import estimate_fit
 from mlx_specprefill.specprefill.estimate_fit import EstimateFit, conversations
-from tests.support.tiny import on_own_layers, tiny_pair, tokenizer
+from tests.engine.test_estimates import drafted_by_first_layers
+from tests.support.tiny import tiny_pair, tokenizer
 
 
 def fitted(fit: EstimateFit) -> Estimates | None:
@@ -41,7 +42,7 @@ def test_conversations_are_the_same_and_differ_by_seed() -> None:
 
 def test_a_linear_law_is_found() -> None:
     """A law of low rank; the last layer has nothing to do with the states, and stays at its mean."""
-    fit = EstimateFit(tiny_pair(), tokens=1500, rank=8)
+    fit = EstimateFit(drafted_by_first_layers("llama"), tokens=1500, rank=8)
     rng = np.random.default_rng(0)
     laws = {n: rng.normal(size=(5, size)).astype(np.float32) for n, size in fit._layers.made.items()}
     basis = None
@@ -82,13 +83,12 @@ def test_a_state_unlike_the_others_has_no_estimate() -> None:
 
 @pytest.mark.parametrize("pair", ["llama", "qwen3_5", "gpt_oss", "own layers"])
 def test_random_models_get_a_map_only_if_it_helps(pair: str) -> None:
-    models = on_own_layers(tiny_pair(), 2) if pair == "own layers" else tiny_pair(pair, pair)
-    found = fitted(EstimateFit(models, tokens=1200, rank=8))
+    found = fitted(EstimateFit(drafted_by_first_layers(pair), tokens=1200, rank=8))
     assert found is None or all(array.size for array in found.weights.values())
 
 
 def test_pairs_that_can_have_none_are_refused() -> None:
-    pair = tiny_pair()
-    for other in (replace(pair, draft=None), replace(pair, sparse_refusal="no")):
+    pair = drafted_by_first_layers("llama")
+    for other in (tiny_pair(), replace(pair, draft=None), replace(pair, sparse_refusal="no")):
         with pytest.raises(SparseUnsupportedError):
             EstimateFit(other)

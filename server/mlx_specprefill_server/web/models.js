@@ -124,5 +124,6 @@ function readingOf({ specprefill, estimates, draft, scorer, context_window: room
 
 function estimatesOf({ state, share }) {
   if (state === "used") return ["estimates what it does not read"];
-  return state === "fitted" ? [`learns in idle time to estimate what it does not read: ${Math.floor(100 * share)} %`] : [];
+  if (state === "fitted") return ["will estimate from its next start on what it does not read"];
+  return state === "fitting" ? [`learns in idle time to estimate what it does not read: ${Math.floor(100 * share)} %`] : [];
 }

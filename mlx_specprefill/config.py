@@ -120,10 +120,16 @@ class SpecPrefillPolicy:
     densify: bool = True  # after a sparse turn, make its prompt dense in idle time
     on_battery: bool = False  # also while the machine runs on battery
     reuse: bool = True  # keep what follows an edit of a cached prompt
-    estimate: bool = True  # estimate the keys and values of tokens that are not read, where the pair has a map
+    # Estimate the keys and values of tokens that are not read, where the pair has a map. Off: at 4 000 tokens no gain
+    # was seen (docs/results.md).
+    estimate: bool = False
     # The text that competes: "user" for users, tools and earlier turns, "all" also for a long system text except its
     # ends.
     scope: Scope = "user"
+
+    def estimates(self, asked: bool | None) -> bool:
+        """Return whether what is not read is estimated, by a request's word or this policy."""
+        return self.estimate if asked is None else asked
 
     @property
     def long_prompt(self) -> int:

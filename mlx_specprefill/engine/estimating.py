@@ -42,15 +42,14 @@ class Estimating:
 
     def __init__(self, pair: ModelPair, config: EngineConfig, step: Callable[[str], int]) -> None:
         self._pair = pair
-        self._is_on = config.policy.estimate
+        self._policy = config.policy
         self._folder = config.fits_folder
         self._step = step
         self._estimator: Estimator | None = None
         self._is_fitted = False
         self._fit: Generator[Progress, None, Estimates | None] | None = None
         self._share = 0.0
-        self._refusal = None if self._is_on else "off by server policy"
-        self._refusal = self._refusal or estimates_refusal(pair)
+        self._refusal = estimates_refusal(pair)
 
     @property
     def state(self) -> EstimatesState:
@@ -59,6 +58,8 @@ class Estimating:
             return EstimatesState("none", self._refusal)
         if self._pair.estimates is not None:
             return EstimatesState("used", "tokens that are not read are estimated")
+        if not self._policy.estimate:
+            return EstimatesState("none", "off by server policy")
         if self._folder is None:
             return EstimatesState("none", "no map was fitted for this pair")
         if self._is_fitted:
@@ -83,7 +84,7 @@ class Estimating:
     def wants(self, request: GenerationRequest, plan: PrefillPlan) -> bool:
         """Return whether tokens of this request that are not read will be estimated."""
         options, has_own = request.specprefill, request.specprefill.importance is not None
-        wanted = options.estimate if has_own else options.estimate is not False and plan.rule == "default"
+        wanted = options.estimate if has_own else self._policy.estimates(options.estimate) and plan.rule == "default"
         return bool(wanted) and plan.mode == "sparse" and self.estimator is not None
 
     # --- the fit -----------------------------------------------------------------------------------------------------
@@ -92,7 +93,7 @@ class Estimating:
     def is_to_fit(self) -> bool:
         """Return whether a map is to be fitted in idle time."""
         is_open = self._refusal is None and self._pair.estimates is None and not self._is_fitted
-        return is_open and self._folder is not None
+        return is_open and self._folder is not None and self._policy.estimate
 
     def begin_fit(self) -> int:
         """Return the bytes that the fit adds up; 0 where this pair can have no map."""

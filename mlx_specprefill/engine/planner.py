@@ -150,7 +150,7 @@ class Planner:
 
         It would read a part, or all only because that is sooner or nothing may be dropped, as of tools.
         """
-        edits, rereads = self._prefixes.edits, self._prefixes.rereads
+        edits, rereads = self._prefixes.edits, self._prefixes.rereads(plan.selection_key)
         # Behind an edit, what the map made could not be told from what was read behind other text.
         key = edits.movable(None if rereads else plan.selection_key)
         edit = edits.find(request, key) if plan.mode == "sparse" or code in ("predicted", "forced") else None

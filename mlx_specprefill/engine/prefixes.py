@@ -99,12 +99,11 @@ class Prefixes:
             key = key.unforced
         length, held = self._caches.held(request.prompt[:limit], request.label, key)
         miss = self._caches.miss(request, self._pair.tokenizer.decode)
-        return Prefix(length, held, None if held.dense == length else key, rereads=self.rereads, miss=miss)
+        return Prefix(length, held, None if held.dense == length else key, rereads=self.rereads(key), miss=miss)
 
-    @property
-    def rereads(self) -> bool:
-        """Return whether what a prefix holds as estimates was made by a map, and may be read for a question."""
-        return self._estimating.is_used
+    def rereads(self, key: SelectionKey | None) -> bool:
+        """Return whether what a prefix of this key holds as estimates was made by a map, and may be read again."""
+        return key is not None and key.estimates and self._estimating.is_used
 
     def _is_repeated(self, request: GenerationRequest, key: SelectionKey) -> bool:
         """Return whether the same prompt was read before with the same selection key."""

@@ -96,7 +96,7 @@ def plan_prefill(
         return plan.as_full(sparse_refusal.code, sparse_refusal.words)
     if request.prompt_logprobs is not None:
         return plan.as_full("prompt-logprobs", "prompt log-probabilities need the logits of every token")
-    key = SelectionKey(nominal, rule, scope, bool(options.enabled), estimates=options.estimate is not False)
+    key = SelectionKey(nominal, rule, scope, bool(options.enabled), estimates=policy.estimates(options.estimate))
     if (options.enabled or policy.enabled) and nominal < 1 and options.importance is None:
         plan = replace(plan, selection_key=key)
     if draft_context is not None and draft_context < M:

@@ -85,6 +85,8 @@ def load(
         made = made if heads is None else with_heads(made, heads, exit_early=early)
     if pair.draft is None and made.draft is made.target:
         return _alone(made)
+    if settings is not None and not settings.estimate:
+        return made
     folder = None if settings is None else settings.fits_folder
     return with_estimates(made, None if pair.estimates in (None, "off") else Path(pair.estimates), folder)
 

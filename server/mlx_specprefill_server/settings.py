@@ -127,7 +127,7 @@ class Settings(BaseSettings):
     estimate: bool = Field(
         default=ENGINE.policy.estimate,
         description="Estimate the keys and values of the tokens that the target does not read. A pair without a map "
-        "for it gets one in idle time.",
+        "for it gets one in idle time, for the next start.",
     )
     rule: RuleName = Field(
         default=ENGINE.rule,

@@ -23,7 +23,7 @@ from tests.support.dense import assert_is_full_reading
 from tests.support.tiny import generated, on_own_layers, random_prompt, tiny_pair
 
 FAMILIES = ["llama", "qwen3", "gpt_oss", "qwen3_5", "nemotron_h", "own layers"]
-QUIET = SpecPrefillPolicy(densify=False)
+QUIET = SpecPrefillPolicy(densify=False, estimate=True)
 
 
 def made_pair(family: str, **changes: Any) -> ModelPair:
@@ -96,7 +96,7 @@ def test_the_next_turn_goes_on_from_estimates(engine: Engine) -> None:
 
 
 def test_idle_work_reads_what_was_estimated(engine: Engine) -> None:
-    with Engine(engine.pair, EngineConfig()) as dense:
+    with Engine(engine.pair, EngineConfig(policy=SpecPrefillPolicy(estimate=True))) as dense:
         request = asked(random_prompt(260, 4))
         generated(dense.generate(request))
         assert_is_full_reading(dense, replace(request, specprefill=SpecPrefillOptions(False)))
@@ -119,10 +119,11 @@ def test_states_unlike_those_of_the_fit_stay_absent() -> None:
         assert report.mode == "sparse"
 
 
-def test_the_server_can_do_without() -> None:
-    policy = replace(QUIET, estimate=False)
-    with Engine(made_pair("llama"), EngineConfig(policy=policy)) as engine:
+def test_a_server_does_without_unless_it_is_told_to() -> None:
+    with Engine(made_pair("llama"), EngineConfig()) as engine:
         assert generated(engine.generate(asked(random_prompt(300))))[1].report.estimated_tokens == 0
+        asks = asked(random_prompt(300, 1), estimate=True)
+        assert generated(engine.generate(asks))[1].report.estimated_tokens > 0
 
 
 def test_a_map_is_stored_as_it_is(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_specprefill import Engine, EngineConfig, GenerationRequest, SpecPrefillOptions, keep_pct
+from mlx_specprefill import Engine, EngineConfig, GenerationRequest, SpecPrefillOptions, SpecPrefillPolicy, keep_pct
 from mlx_specprefill.engine import estimating
 from mlx_specprefill.engine.estimating import EstimatesState
 from mlx_specprefill.events import Progress
@@ -45,6 +45,10 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ShortFit, "helps", True)
 
 
+def config_of(folder: Path) -> EngineConfig:
+    return EngineConfig(fits_folder=folder, policy=SpecPrefillPolicy(estimate=True))
+
+
 def asked(seed: int) -> GenerationRequest:
     return GenerationRequest(random_prompt(200, seed), 4, specprefill=SpecPrefillOptions(True, keep_pct("0.3")))
 
@@ -54,7 +58,10 @@ def state_of(engine: Engine) -> EstimatesState:
 
 
 def test_a_map_is_fitted_after_the_first_answer_and_kept(tmp_path: Path) -> None:
-    pair, config = drafted_by_first_layers("llama"), EngineConfig(fits_folder=tmp_path)
+    pair, config = (
+        drafted_by_first_layers("llama"),
+        config_of(tmp_path),
+    )
     with Engine(pair, config) as engine:
         time.sleep(0.2)
         assert state_of(engine).state == "to be fitted"
@@ -70,7 +77,7 @@ def test_a_map_is_fitted_after_the_first_answer_and_kept(tmp_path: Path) -> None
 
 
 def test_requests_and_turns_interrupt_it_and_it_goes_on(tmp_path: Path) -> None:
-    with Engine(drafted_by_first_layers("llama"), EngineConfig(fits_folder=tmp_path)) as engine:
+    with Engine(drafted_by_first_layers("llama"), config_of(tmp_path)) as engine:
         for seed in range(6):  # each leaves a turn to be made dense
             generated(engine.generate(asked(seed)))
             time.sleep(0.05)
@@ -80,7 +87,7 @@ def test_requests_and_turns_interrupt_it_and_it_goes_on(tmp_path: Path) -> None:
 
 
 def test_memory_is_given_back_to_a_request(tmp_path: Path) -> None:
-    with Engine(drafted_by_first_layers("llama"), EngineConfig(fits_folder=tmp_path)) as engine:
+    with Engine(drafted_by_first_layers("llama"), config_of(tmp_path)) as engine:
         generated(engine.generate(asked(0)))
         assert eventually(lambda: ShortFit.begun == 1)
         engine._inbox.call(engine.memory.stop_background)
@@ -93,7 +100,10 @@ def test_a_pair_that_gains_nothing_is_not_tried_again(tmp_path: Path, monkeypatc
     monkeypatch.setattr(ShortFit, "helps", False)
     pair = drafted_by_first_layers("llama")
     for _ in range(2):
-        with Engine(with_estimates(pair, None, tmp_path), EngineConfig(fits_folder=tmp_path)) as engine:
+        with Engine(
+            with_estimates(pair, None, tmp_path),
+            config_of(tmp_path),
+        ) as engine:
             generated(engine.generate(asked(0)))
             assert eventually(lambda: state_of(engine).state == "none")
             assert "no nearer" in state_of(engine).words
@@ -115,7 +125,7 @@ def test_a_failure_costs_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         raise RuntimeError("a fit fails")
 
     monkeypatch.setattr(ShortFit, "steps", fail)
-    with Engine(drafted_by_first_layers("llama"), EngineConfig(fits_folder=tmp_path)) as engine:
+    with Engine(drafted_by_first_layers("llama"), config_of(tmp_path)) as engine:
         for seed in range(2):
             assert generated(engine.generate(asked(seed)))[1].report.mode == "sparse"
         assert eventually(lambda: not engine.health().background)

@@ -19,7 +19,7 @@ class SelectionKey:
         scope: the text that competes.
         forced: the request forces a sparse prefill.
         chooser: digest of draft and settings; empty until a cache is asked.
-        estimates: what is not read may be estimated.
+        estimates: what is not read is estimated, where that can be.
     """
 
     share: Fraction
@@ -27,7 +27,7 @@ class SelectionKey:
     scope: Scope
     forced: bool = False
     chooser: str = ""
-    estimates: bool = True
+    estimates: bool = False
 
     @property
     def unforced(self) -> SelectionKey:
@@ -39,7 +39,7 @@ class SelectionKey:
 
     def __str__(self) -> str:
         """Return the text that is stored, of which `parse` makes the key again."""
-        marks = [*(["forced"] if self.forced else []), *([] if self.estimates else ["absent"])]
+        marks = [*(["forced"] if self.forced else []), *(["estimated"] if self.estimates else [])]
         return ":".join([self.chooser, str(self.share), self.rule, self.scope, *marks])
 
     @classmethod
@@ -54,7 +54,7 @@ class SelectionKey:
             parsed = Fraction(share)
         except ZeroDivisionError as error:
             raise ValueError(f"{share} is no share") from error
-        key = cls(parsed, cast(RuleName, rule), cast(Scope, scope), "forced" in marks, chooser, "absent" not in marks)
+        key = cls(parsed, cast(RuleName, rule), cast(Scope, scope), "forced" in marks, chooser, "estimated" in marks)
         if str(key) != text:
             raise ValueError(f"{text!r} is no selection key of this version")
         return key

@@ -80,6 +80,7 @@ NOT_RUN = {
     "deletes what is the user's": ("rm -r ",),
     "takes minutes to days": (
         "mlx-specprefill eval",
+        "MLX_SPECPREFILL_ESTIMATE=on mlx-specprefill eval",
         "mlx-specprefill bench",
         "mlx-specprefill doctor --compute",
         "scripts/bench ",

@@ -64,7 +64,7 @@ def test_measures_are_in_their_ranges(replies):
             assert 0 <= reply.measures["mass"] <= 1
             assert 0 <= reply.measures["top1"] <= 1
             assert reply.measures["kl"] >= -1e-6
-        assert ("agreement" in reply.measures) == (name in ("sparse@0.2", "paper@0.2", "renumbered@0.2"))
+        assert ("agreement" in reply.measures) == (name in ("sparse@0.2", "absent@0.2", "paper@0.2", "renumbered@0.2"))
     assert found["sparse@0.2"].measures["agreement"] > 0
     assert found["sparse@0.2"].measures["mass"] > found["random@0.2"].measures["mass"]
     assert found["sparse@0.2"].measures["kl"] < 0.1 < found["random@0.2"].measures["kl"]  # nobody knows the code

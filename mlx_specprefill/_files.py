@@ -8,6 +8,7 @@ import os
 import resource
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -65,12 +66,17 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def replace_text(file: Path, text: str) -> None:
-    """Replace the file's content. Makes its folder if it is missing.
+    """Replace the file's content, as `replace_file`."""
+    replace_file(file, lambda new: new.write_text(text, encoding="utf-8"))
+
+
+def replace_file(file: Path, write: Callable[[Path], object]) -> None:
+    """Replace a file by what `write` writes to another one. Makes its folder if it is missing.
 
     Raises:
         OSError: it can't be written.
     """
-    new = file.with_name(f"{file.name}.{os.getpid()}")
+    new = file.with_name(f"{os.getpid()}.{file.name}")  # with the ending that `write` may look at
     file.parent.mkdir(parents=True, exist_ok=True)
-    new.write_text(text, encoding="utf-8")
+    write(new)
     new.replace(file)

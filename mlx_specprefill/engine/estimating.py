@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from .._files import replace_file
 from ..adapters.estimates import Estimates, Estimator
 from ..config import EngineConfig
 from ..errors import SparseUnsupportedError
@@ -48,6 +49,7 @@ class Estimating:
         self._estimator: Estimator | None = None
         self._is_fitted = False
         self._fit: Generator[Progress, None, Estimates | None] | None = None
+        self._fit_bytes = 0  # that it adds up
         self._share = 0.0
         self._refusal = estimates_refusal(pair)
 
@@ -56,7 +58,7 @@ class Estimating:
         """Return the state. May be called from any thread."""
         if self._refusal is not None:
             return EstimatesState("none", self._refusal)
-        if self._pair.estimates is not None:
+        if self.is_used:
             return EstimatesState("used", "tokens that are not read are estimated")
         if not self._policy.estimate:
             return EstimatesState("none", "off by server policy")
@@ -73,8 +75,9 @@ class Estimating:
     @property
     def estimator(self) -> Estimator | None:
         """Return what puts estimates into caches; None where there is no map that fits this pair (logged)."""
-        if self._estimator is None and self._refusal is None and self._pair.estimates is not None:
+        if self._estimator is None and self.is_used:
             assert self._pair.draft is not None, "a pair without a draft has no map"
+            assert self._pair.estimates is not None, "it is used"
             try:
                 self._estimator = Estimator(self._pair.target, self._pair.draft, self._pair.estimates)
             except SparseUnsupportedError as error:
@@ -96,10 +99,12 @@ class Estimating:
         return is_open and self._folder is not None and self._policy.estimate
 
     def begin_fit(self) -> int:
-        """Return the bytes that the fit adds up; 0 where this pair can have no map."""
+        """Return the bytes that the fit adds up; 0 where this pair can have no map. A fit that has begun goes on."""
+        if self._fit is not None:
+            return self._fit_bytes
         assert self._folder is not None, "it is to be fitted"
         file = fit_file(self._pair, self._folder)
-        if self._fit is None and file.is_file() and file.stat().st_size == 0:
+        if file.is_file() and file.stat().st_size == 0:
             self._refuse(_USELESS)
             return 0
         try:
@@ -107,8 +112,8 @@ class Estimating:
         except SparseUnsupportedError as error:
             self._refuse(str(error))
             return 0
-        self._fit = self._fit or fit.steps()
-        return fit.nbytes
+        self._fit, self._fit_bytes = fit.steps(), fit.nbytes
+        return self._fit_bytes
 
     def fit(self) -> Generator[Progress, None, None]:
         """Go on with the fit. Stopped in between, it goes on from there at the next call."""
@@ -136,7 +141,7 @@ class Estimating:
             log.info("estimates are fitted: they are used from the next start on")
         assert self._folder is not None, "it was to be fitted"
         try:
-            store(found, fit_file(self._pair, self._folder))
+            replace_file(fit_file(self._pair, self._folder), _write_nothing if found is None else found.write)
         except OSError as error:
             log.warning("the estimates' map could not be kept: %s", error)
 
@@ -145,12 +150,6 @@ class Estimating:
         self._refusal = words
 
 
-def store(found: Estimates | None, file: Path) -> None:
-    """Store a map; an empty file says that none helps."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_name(f"part-{file.name}")
-    if found is None:
-        part.write_bytes(b"")
-    else:
-        found.write(part)
-    part.replace(file)
+def _write_nothing(file: Path) -> None:
+    """Write an empty file, which says that no map helps."""
+    file.write_bytes(b"")

@@ -120,10 +120,14 @@ SHOWN_IF = {  # the kinds of templates, and the argument with which a conversati
     "Kimi K2.6": (f"preserve_thinking | default(false) or {LAST}", {"preserve_thinking": True}),
     "GLM 4.7": (f"(clear_thinking is defined and not clear_thinking) or {LAST}", {"clear_thinking": False}),
     "Nemotron 3": (f"not truncate_history_thinking | default(true) or {LAST}", {"truncate_history_thinking": False}),
+    "Gemma 4": (  # keeps those of calls, and so all of a turn but its end
+        f"{LAST} or (preserve_thinking | default(false) and message.tool_calls)",
+        {"preserve_thinking": True},
+    ),
     "all always": ("true", {}),
     "none ever": ("false", {}),
 }
-GROWS = [name for name in SHOWN_IF if name not in ("Qwen 3.5", "none ever")]
+GROWS = [name for name in SHOWN_IF if name not in ("Qwen 3.5", "Gemma 4", "none ever")]
 
 
 def thinker(engine: FakeEngine, kind: str, **settings: Any) -> TestClient:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from functools import partial
+from itertools import pairwise, product
 from typing import Any
 
 from mlx_specprefill import InvalidRequestError
@@ -17,6 +18,7 @@ from ..notations import NOTATIONS
 from .conversation import Message
 from .forms import Form
 from .probe_messages import LONG, NAME, OTHER, SHORT, TINY, Talk, answer, calls, marks, result, system, user
+from .spans import length_in_common
 
 Show = Callable[[Form, Sequence[Message], Sequence[Mapping[str, Any]]], str]
 
@@ -46,7 +48,7 @@ PYTHON_DICT = "{'zqkey':"  # the arguments as Python writes them, which no model
 
 # Templates drop them unless told otherwise, so that each new user message makes all behind the last one be read again.
 KEEPING_THOUGHTS: tuple[Mapping[str, Any], ...] = (
-    {"preserve_thinking": True},  # Qwen 3.6, Kimi K2.6
+    {"preserve_thinking": True},  # Qwen 3.6, Kimi K2.6, LFM 2.5; Gemma 4 keeps those of calls
     {"clear_thinking": False},  # GLM 4.7 to 5.2
     {"truncate_history_thinking": False},  # Nemotron 3
 )
@@ -110,8 +112,7 @@ def ask(show: Show, notation: str, has_tools: bool) -> Form:
     with_system = [[system(), user("zqu1")], [system(), *FIRST_CALL]]
     form = probe.first(form, with_system, ["zqsys"], system=("system", "user"))
     form = probe.first(form, [[system()]], ["zqsys"], asks=(form.asks, True))
-    tried = (replace(form, kwargs=kwargs) for kwargs in ({}, *KEEPING_THOUGHTS))
-    return next((one for one in tried if _keeps_thoughts(probe, one)), form)
+    return max((replace(form, kwargs=kwargs) for kwargs in ({}, *KEEPING_THOUGHTS)), key=partial(_kept, probe))
 
 
 def notation_of(template: str, vocabulary: Iterable[str]) -> str:
@@ -165,12 +166,10 @@ def _ask_calls(probe: _Probe, form: Form) -> Form:
     return probe.first(written, [FIRST_CALL, CLOSED], results=("tool", "user"), alternates=alternates)
 
 
-def _keeps_thoughts(probe: _Probe, form: Form) -> bool:
-    """Return whether all thoughts are shown, and the conversation is a beginning of the same one with more turns."""
+def _kept(probe: _Probe, form: Form) -> int:
+    """Count the texts and thoughts of a conversation that stand where they stood when it has further turns."""
     texts = [probe.text(form, THOUGHTS[:end]) for end in (3, 5, 7)]  # up to a result, or a user's message
-    begins = (text[: text.find(mark) + len(mark)] for text, mark in zip(texts, ("zqr1", "zqu2"), strict=False))
-    grows = all(longer.startswith(begin) for begin, longer in zip(begins, texts[1:], strict=True))
-    return grows and all(mark in texts[-1] for mark in ("zqt1", "zqt2", "zqt3"))
+    return sum(one[: length_in_common(one, other)].count("zq") for one, other in pairwise(texts))
 
 
 def _shows_name(probe: _Probe, form: Form) -> bool:

@@ -116,6 +116,9 @@ FORMS = {
     "text behind the results": TOOLS + FOR + IF_CALLS + OPEN + CALLS + "{%- for r in messages[loop.index:] %}"
     "{%- if r.role != 'tool' %}{%- break %}{%- endif %}{{- '<result>' + r.content }}{%- endfor %}{{- m.content }}"
     + CLOSE + "{%- elif m.role != 'tool' %}" + TURN + FI + END,
+    "results found by id": TOOLS + FOR + IF_CALLS + OPEN + "{{- m.content }}" + CALLS + "{%- for c in m.tool_calls %}"
+    "{%- for r in messages if r.role == 'tool' and r.tool_call_id == c.id %}{{- '<result>' + r.content }}{%- endfor %}"
+    "{%- endfor %}" + CLOSE + "{%- elif m.role != 'tool' %}" + TURN + FI + END,
     "signatures of tools": SIGNATURES + FOR + IF_CALLS + OPEN + CALLS + CLOSE + ELSE + TURN + FI + END,
     "no orphans": TOOLS + FOR + refuse("m.role == 'tool' and not messages[loop.index0 - 1].tool_calls and "
     "messages[loop.index0 - 1].role != 'tool'", "Tool message outside of assistant") + SHOWN + END,

@@ -20,7 +20,10 @@ REMINDER = "<system-reminder>\nThe task list is empty.\n</system-reminder>\n\n"
 Rounds = list[list[tuple[str, str]]]  # per round the calls' ids and arguments
 
 
-@pytest.fixture(params=["all is shown", "ids of nine or more", "ids name the function"])
+TAKEN = ["all is shown", "ids of nine or more", "ids name the function", "results found by id", "no empty answer"]
+
+
+@pytest.fixture(params=TAKEN)
 def engine(request: pytest.FixtureRequest) -> Iterator[FakeEngine]:
     fake = FakeEngine(FakePair(byte_tokenizer(FORMS[request.param]), context_length=1 << 16))
     yield fake
@@ -83,6 +86,38 @@ def test_each_result_stands_at_its_call(client: TestClient, engine: FakeEngine, 
     assert shown == expected
 
 
+CONSTANT_WRITTEN = {
+    "mistral": '[TOOL_CALLS]f[CALL_ID]abcDEF123[ARGS]{"n": "call 1"}',
+    "kimi": "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>"
+    '{"n": "call 1"}<|tool_call_end|><|tool_calls_section_end|>',
+}
+TOOLS: dict[str, dict[str, Any]] = {
+    CHAT: {"type": "function", "function": {"name": "f"}},
+    MESSAGES: {"name": "f", "input_schema": {"type": "object"}},
+    RESPONSES: {"type": "function", "name": "f"},
+}
+
+
+def ids_of(path: str, answer: dict[str, Any]) -> list[str]:
+    if path == CHAT:
+        return [call["id"] for call in answer["choices"][0]["message"]["tool_calls"]]
+    if path == MESSAGES:
+        return [block["id"] for block in answer["content"] if block["type"] == "tool_use"]
+    return [item["call_id"] for item in answer["output"] if item["type"] == "function_call"]
+
+
+@pytest.mark.parametrize("path", SHAPES)
+@pytest.mark.parametrize("notation", CONSTANT_WRITTEN)
+def test_an_id_that_a_model_always_writes_becomes_another_each_time(path: str, notation: str) -> None:
+    fake = FakeEngine(FakePair(byte_tokenizer(FORMS["all is shown"])))
+    fake.says(2 * CONSTANT_WRITTEN[notation])
+    room = {"max_tokens": 999} if path == MESSAGES else {}
+    client, body = client_of(fake, tool_parser=notation), SHAPES[path]("Go", [], 1) | {"tools": [TOOLS[path]]} | room
+    ids = [name for _ in range(3) for name in ids_of(path, ask(client, path, body))]
+    fake.close()
+    assert len(set(ids)) == len(ids) == 6
+
+
 @pytest.mark.parametrize("path", SHAPES)
 def test_a_resumed_sub_agent_differs_in_its_lost_reminder_alone(
     client: TestClient, engine: FakeEngine, path: str
@@ -94,7 +129,7 @@ def test_a_resumed_sub_agent_differs_in_its_lost_reminder_alone(
     late = {"role": "user", "content": "The coordinator sent a message while you were working: stop."}
     resumed["input" if path == RESPONSES else "messages"].append(late)
     ask(client, path, resumed)
-    end = before.rindex("<|im_start|>assistant")
+    end = before.rindex("<|im_end|>")  # a form puts the user's text into the result before it
     assert prompt(engine).startswith(before[:end].replace(REMINDER, ""))
     assert "The coordinator" in prompt(engine)
 

@@ -46,6 +46,7 @@ class Form:
         orphans: results of no call are shown.
         unanswered: calls without results are taken before other messages.
         empty: an empty answer is taken.
+        only_thought: an answer that is a thought alone is taken.
         opens: the first message has to be a user's.
         asks: there has to be a user's message.
         alternates: people and the assistant alternate, without regard to calls and results.
@@ -67,6 +68,7 @@ class Form:
     orphans: bool = True
     unanswered: bool = True
     empty: bool = True
+    only_thought: bool = True
     opens: bool = False
     asks: bool = False
     alternates: bool = False
@@ -78,8 +80,7 @@ def messages_in(form: Form, messages: Sequence[Message]) -> list[Message]:
     out = _in_rounds(form, messages)
     if form.system == "user":
         out = _system_to_user(out)
-    if not form.empty:
-        out = [message for message in out if message["role"] != "assistant" or _says(message)] or [_user("")]
+    out = [message for message in out if message["role"] != "assistant" or _is_taken(form, message)] or [_user("")]
     if form.alternates:
         out = _alternating(form, out)
     opening = next((i for i, message in enumerate(out) if message["role"] != "system"), len(out))
@@ -96,8 +97,10 @@ def tools_in(form: Form, tools: Sequence[Mapping[str, Any]]) -> list[Any] | None
     return [_filled(tool) for tool in tools] if form.fills_tools else [dict(tool) for tool in tools]
 
 
-def _says(message: Message) -> bool:
-    return bool(message["content"]) or "reasoning" in message or "tool_calls" in message
+def _is_taken(form: Form, message: Message) -> bool:
+    if message["content"] or "tool_calls" in message:
+        return True
+    return form.only_thought if "reasoning" in message else form.empty
 
 
 def _user(content: str) -> Message:
@@ -112,6 +115,7 @@ def _in_rounds(form: Form, messages: Sequence[Message]) -> list[Message]:
     final = max((i for i, m in enumerate(messages) if m["role"] == "assistant" and "tool_calls" not in m), default=-1)
     out: list[Message] = []
     at = calls = 0  # calls so far
+    known: set[str] = set()
     while at < len(messages):
         message = messages[at]
         if "tool_calls" in message:
@@ -120,7 +124,7 @@ def _in_rounds(form: Form, messages: Sequence[Message]) -> list[Message]:
             if not (results or form.unanswered or after == len(messages)):
                 results = [no_result(call) for call in message["tool_calls"]]
             where = form.beside_earlier if at < final else form.beside
-            out += _round(form, _beside(where, message), _ids(form, message, calls), results)
+            out += _round(form, _beside(where, message), _ids(form, message, calls, known), results)
             calls, at = calls + len(message["tool_calls"]), after
         else:
             out.append(_orphan(form, message, calls) if message["role"] == "tool" else message)
@@ -182,10 +186,17 @@ def _result(form: Form, result: Message, name: str) -> Message:
     return result | {"tool_call_id": name}
 
 
-def _ids(form: Form, message: Message, before: int) -> list[str]:
-    """Return the ids of a message's calls, with as many calls before them."""
-    calls = message["tool_calls"]
-    return [_id(form, call["id"], call["function"]["name"], i, before + i) for i, call in enumerate(calls)]
+def _ids(form: Form, message: Message, before: int, known: set[str]) -> list[str]:
+    """Return the ids of a message's calls, with as many calls before them, whose ids are `known`; adds to these.
+
+    Templates may look for a call by its result's id, so an id that is known already gets the call's number.
+    """
+    out = []
+    for i, call in enumerate(message["tool_calls"]):
+        given = f"{call['id']}-{before + i}" if call["id"] in known else call["id"]
+        known.add(call["id"])
+        out.append(_id(form, given, call["function"]["name"], i, before + i))
+    return out
 
 
 def _id(form: Form, given: str, name: str, in_message: int, in_conversation: int) -> str:
@@ -219,7 +230,7 @@ def _written(notation: str, message: Message, calls: Sequence[Mapping[str, Any]]
     if notation and (write := NOTATIONS[notation].history):
         yield said | {"content": "\n".join(filter(None, (said["content"], write(written))))}
         return
-    if _says(said):
+    if said["content"] or "reasoning" in said:
         yield said
     yield _user("\n".join(map(_json, written)))
 

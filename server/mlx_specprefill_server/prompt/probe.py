@@ -69,7 +69,7 @@ THOUGHTS = [
     user("zqu1"), calls("zqc1", thought="zqt1"), result("zqr1"), answer("zqa1", "zqt2"), user("zqu2"),
     answer("zqa2", "zqt3"), user("zqu3"),
 ]  # fmt: skip
-EMPTY = [user("zqu1"), answer(""), user("zqu2")]
+EMPTY, ONLY_THOUGHT = ([user("zqu1"), answer("", thought), user("zqu2")] for thought in ("", "zqt1"))
 # People and the assistant in any order.
 PLAIN_TURNS = [
     [user("zqu1"), user("zqu2"), answer("zqa1"), user("zqu3")],
@@ -100,6 +100,7 @@ def ask(show: Show, notation: str, has_tools: bool) -> Form:
     form = probe.first(form, PLAIN_TURNS, alternates=(False, True))
     form = _ask_calls(probe, form)
     form = probe.first(form, [EMPTY], empty=(True, False))
+    form = probe.first(form, [ONLY_THOUGHT], only_thought=(True, False))
     form = _ask_ids(probe, form)
     form = probe.first(form, [*PLAIN_TURNS, *CALL_TURNS], alternates=(form.alternates, True), empty=(form.empty, False))
     form = probe.first(form, OPENINGS, opens=(False, True))

@@ -93,10 +93,11 @@ class Blocks:
         all: every block, the open one last.
     """
 
+    _input: InputText  # of the last call
+
     def __init__(self, custom: frozenset[str] = frozenset()) -> None:
         self.all: list[Block] = []
         self._custom = custom
-        self._input = InputText()
 
     @property
     def open(self) -> Block | None:

@@ -401,12 +401,13 @@ def merged() -> TokenizerWrapper:
     return wrapped(inner, ROUND, bos_token="<s>", eos_token="</s>")
 
 
-def loose() -> TokenizerWrapper:
+def loose(normalizer: normalizers.Normalizer, *names: str) -> TokenizerWrapper:
     """Its control tokens are found in other spellings too, and take white space with them."""
     tokenizer = byte_tokenizer(ROUND, eos="</s>")
     inner = tokenizer._tokenizer.backend_tokenizer
-    inner.normalizer = normalizers.NFKC()
-    inner.add_special_tokens([AddedToken("<wide>", normalized=True, special=True, rstrip=True)])
+    inner.normalizer = normalizer
+    special = [AddedToken(name, normalized=True, special=True, rstrip=True) for name in ("<wide>", "</wide>", *names)]
+    inner.add_special_tokens(special)
     return tokenizer
 
 
@@ -427,12 +428,34 @@ def test_other_vocabularies(kind: str) -> None:
         assert shown.replace(" ", "") == content.replace(" ", "")
 
 
-def test_other_spellings_of_a_name() -> None:
-    tokenizer = loose()
-    wide = "\uff1cwide\uff1e"
-    assert tokenizer.convert_tokens_to_ids("<wide>") in tokenizer.encode(wide)  # what this tokenizer would do
+@pytest.mark.parametrize(
+    ("spell", "normalizer"),
+    [
+        (lambda name: name.replace("<", "\uff1c"), normalizers.NFKC()),
+        (str.upper, normalizers.Lowercase()),
+        (lambda name: f"  {name}", normalizers.Strip()),
+    ],
+    ids=["wide", "upper case", "spaces"],
+)
+def test_other_spellings_of_a_name(spell: Callable[[str], str], normalizer: Any) -> None:
+    """Only the tokenizer's own normaliser makes names of them."""
+    tokenizer = loose(normalizer)
+    names = ["<wide>", "</wide>"]
+    spelled = [spell(name) for name in names]
+    assert set(controls_in(tokenizer, tokenizer.encode(spelled[0]))) == {tokenizer.convert_tokens_to_ids("<wide>")}
+    builder = PromptBuilder(tokenizer)
+    frame = controls_in(tokenizer, built(builder, [GO]).tokens)
+    for content in hostile([*names, *spelled], 400):
+        prompt = built(builder, [{"role": "user", "content": content}])
+        assert controls_in(tokenizer, prompt.tokens) == frame, content
+
+
+def test_a_character_that_is_a_name_to_the_tokenizer_is_refused() -> None:
+    """It can't be cut."""
+    tokenizer = loose(normalizers.NFKC(), "km")
+    assert tokenizer.convert_tokens_to_ids("km") in tokenizer.encode("\u339e")
     with pytest.raises(InvalidRequestError, match="names of control tokens as text"):
-        built(PromptBuilder(tokenizer), [{"role": "user", "content": f"a {wide} b"}])
+        built(PromptBuilder(tokenizer), [{"role": "user", "content": "5 \u339e"}])
 
 
 def test_tokens_that_are_no_control_tokens_stay_tokens() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from mlx_specprefill_server.big_json import DEEPEST
+from tests.support.bad_bodies import changed, places
 
 from .conftest import client_of
 from .fakes import FakeEngine
@@ -108,24 +108,6 @@ def lasting() -> Iterator[TestClient]:
     engine.script = lambda request: decides(request) if request.questions else engine.tokens("Hello")
     yield client_of(engine)
     engine.close()
-
-
-def places(value: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The way to every value within a body."""
-    if way:
-        yield way
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, part in inner:
-        yield from places(part, (*way, key))
-
-
-def changed(body: dict[str, Any], way: tuple[Any, ...], value: Any) -> dict[str, Any]:
-    body = copy.deepcopy(body)
-    part: Any = body
-    for key in way[:-1]:
-        part = part[key]
-    part[way[-1]] = value
-    return body
 
 
 def documented(client: TestClient, path: str) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from time import monotonic
 from typing import Annotated, Any
 from uuid import uuid4
@@ -14,17 +14,8 @@ from starlette.responses import Response
 from mlx_specprefill import Progress
 
 from ..auth import IdentityDep
-from ..deltas import (
-    AnswerDelta,
-    AnswerDone,
-    CallBroken,
-    CallDelta,
-    CallEnd,
-    CallStart,
-    Idle,
-    ReasoningDelta,
-    TextDelta,
-)
+from ..blocks import Block, Blocks, Kind, Step
+from ..deltas import AnswerDelta, AnswerDone, Idle
 from ..errors import JsonResponse, anthropic_body
 from ..event_stream import named_event
 from ..generation.generation import Generation
@@ -39,14 +30,10 @@ Event = dict[str, Any]
 
 # A signature proves who wrote the thinking. Clients send it back unread. Some drop a thinking block without one.
 SIGNATURE = "mlx-specprefill"
-START: dict[str, dict[str, Any]] = {
-    "text": {"type": "text", "text": ""},
-    "thinking": {"type": "thinking", "thinking": "", "signature": ""},
-}
 DELTAS = {
     "text": ("text_delta", "text"),
-    "thinking": ("thinking_delta", "thinking"),
-    "tool_use": ("input_json_delta", "partial_json"),
+    "reasoning": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
 }
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -68,82 +55,36 @@ def stop_of(end: AnswerDone, torn: bool = False) -> dict[str, Any]:
     return {"stop_reason": STOP_REASONS[end.finish_reason], "stop_sequence": None}
 
 
-class BlockWriter:
-    """A writer of one answer. At most one block is open at a time: text, thinking or a tool call."""
+def events_of(steps: Iterable[Step]) -> Iterator[Event]:
+    """Yield the events of an answer's steps."""
+    for step in steps:
+        block = step.block
+        match step.event:
+            case "open":
+                yield {"type": "content_block_start", "index": block.index, "content_block": content_of(block)}
+            case "piece":
+                kind, name = DELTAS[block.kind]
+                yield _delta(block, {"type": kind, name: step.text})
+            case "close":
+                if block.kind == "reasoning":
+                    yield _delta(block, {"type": "signature_delta", "signature": SIGNATURE})
+                yield {"type": "content_block_stop", "index": block.index}
 
-    def __init__(self) -> None:
-        self.blocks: list[dict[str, Any]] = []  # closed blocks, in the form of a whole message
-        self._index = 0  # the index of the open block, or of the next one
-        self._open: dict[str, Any] | None = None
-        self._text: list[str] = []  # the text of the open block
-        self.broken = False  # a call was announced and turned out malformed
 
-    def write(self, delta: AnswerDelta) -> Iterator[Event]:
-        """Return the events of one delta."""
-        match delta:
-            case TextDelta() if delta.text:
-                yield from self._ensure("text")
-                yield self._delta(delta.text)
-            case ReasoningDelta() if delta.text:
-                yield from self._ensure("thinking")
-                yield self._delta(delta.text)
-            case CallStart():
-                yield from self.close()
-                yield self._start({"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}})
-            case CallDelta():
-                yield self._delta(delta.text)
-            case CallEnd():
-                yield from self.close(delta.arguments)
-            case CallBroken():
-                yield from self.close()
-                self.blocks.pop()
-                self.broken = True
+def _delta(block: Block, delta: dict[str, Any]) -> Event:
+    return {"type": "content_block_delta", "index": block.index, "delta": delta}
 
-    def stir(self, thinks: bool) -> Iterator[Event]:
-        """Return an empty delta, in a new block if none is open. Clients count it as content."""
-        if self._open is None:
-            yield self._start(START["thinking" if thinks else "text"])
-        yield self._delta("")
 
-    def close(self, arguments: str = "{}") -> Iterator[Event]:
-        """Return the event that ends the open block, if there is one.
-
-        Args:
-            arguments: of a complete call, as JSON; those of a call that was cut off can't be passed on.
-        """
-        if self._open is None:
-            return
-        block, text = self._open, "".join(self._text)
-        if block["type"] == "thinking":
-            block["signature"] = SIGNATURE
-            yield self._delta_event({"type": "signature_delta", "signature": SIGNATURE})
-        if block["type"] == "tool_use":
-            block["input"] = orjson.Fragment(arguments)  # numbers keep their digits
-        else:
-            block[block["type"]] = text
-        yield {"type": "content_block_stop", "index": self._index}
-        self.blocks.append(block)
-        self._index += 1
-        self._open, self._text = None, []
-
-    def _ensure(self, kind: str) -> Iterator[Event]:
-        if self._open is not None and self._open["type"] == kind:
-            return
-        yield from self.close()
-        yield self._start(START[kind])
-
-    def _start(self, block: dict[str, Any]) -> Event:
-        self._open = dict(block)
-        return {"type": "content_block_start", "index": self._index, "content_block": block}
-
-    def _delta(self, text: str) -> Event:
-        assert self._open is not None
-        self._text.append(text)
-        kind, name = DELTAS[self._open["type"]]
-        return self._delta_event({"type": kind, name: text})
-
-    def _delta_event(self, delta: dict[str, Any]) -> Event:
-        return {"type": "content_block_delta", "index": self._index, "delta": delta}
+def content_of(block: Block) -> dict[str, Any]:
+    """Return a block of a whole message, or an empty one of a stream."""
+    match block.kind:
+        case "text":
+            return {"type": "text", "text": block.text}
+        case "reasoning":
+            return {"type": "thinking", "thinking": block.text, "signature": SIGNATURE if block.end else ""}
+    # numbers keep their digits; arguments that were cut off can't be passed on
+    arguments = orjson.Fragment(block.text) if block.end == "whole" else {}
+    return {"type": "tool_use", "id": block.id, "name": block.name, "input": arguments}
 
 
 @router.post("/v1/messages")
@@ -173,7 +114,7 @@ class MessageAnswer:
         self._generation = generation
         self._progress = ProgressReporter(body.return_progress)
         self._thinks = service.format.think is not None
-        self._writer = BlockWriter()
+        self._blocks = Blocks()
         self._report = Report(generation)
         self._head = {
             "id": f"msg_{uuid4().hex}",
@@ -190,7 +131,8 @@ class MessageAnswer:
             if isinstance(delta, AnswerDone):
                 stop = stop_of(delta)
         self._report.raise_error()
-        answer = {**self._head, "content": self._writer.blocks, **stop, "usage": self._usage()}
+        content = [content_of(block) for block in self._blocks.all if block.end != "broken"]
+        answer = {**self._head, "content": content, **stop, "usage": self._usage()}
         return answer | self._report.prefill_fields()
 
     async def stream(self) -> AsyncIterator[bytes]:
@@ -205,7 +147,7 @@ class MessageAnswer:
             if isinstance(delta, Idle):
                 yield PING
                 if monotonic() - content_at >= STIR_AFTER_S:
-                    events = list(self._writer.stir(self._thinks))
+                    events = list(self._stir())
             if events:
                 content_at = monotonic()
             for payload in events:
@@ -213,17 +155,23 @@ class MessageAnswer:
 
     def _events_of(self, delta: AnswerDelta) -> Iterator[dict[str, Any]]:
         if not isinstance(delta, AnswerDone):
-            yield from self._writer.write(delta)
+            yield from events_of(self._blocks.push(delta))
             return
         self._report.add(delta)
-        yield from self._writer.close()
+        yield from events_of(self._blocks.close("cut"))
         if self._report.error is not None:
             yield anthropic_body(self._report.error) | self._report.prefill_fields()
             return
-        stop = stop_of(delta, torn=self._writer.broken)
+        stop = stop_of(delta, torn=any(block.end == "broken" for block in self._blocks.all))
         end = {"type": "message_delta", "delta": stop, "usage": self._usage()}
         yield end | self._report.prefill_fields()
         yield {"type": "message_stop"}
+
+    def _stir(self) -> Iterator[Event]:
+        """Yield an empty delta, in a new block if none is open. Clients count it as content."""
+        open_one = self._blocks.open
+        kind: Kind = "reasoning" if self._thinks else "text"
+        return events_of(self._blocks.say(kind if open_one is None else open_one.kind, ""))
 
     def _usage(self) -> dict[str, Any]:
         """Return Anthropic's usage object. Its `input_tokens` exclude tokens from the cache."""

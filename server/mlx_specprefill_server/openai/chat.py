@@ -17,7 +17,8 @@ from starlette.responses import Response
 from mlx_specprefill import Progress, TokenEvent
 
 from ..auth import IdentityDep
-from ..deltas import AnswerDelta, AnswerDone, CallBroken, CallDelta, CallEnd, CallStart, Idle, ReasoningDelta, TextDelta
+from ..blocks import Block, Blocks, Kind
+from ..deltas import AnswerDelta, AnswerDone, Idle, ReasoningDelta, TextDelta
 from ..errors import JsonResponse, refusal
 from ..event_stream import DONE, KEEP_ALIVE, data_event
 from ..fields import MaxTokens, Refused, Whole, first_limit, refuse_fields, refuse_sampling
@@ -29,7 +30,7 @@ from ..report import ProgressReporter, Report
 from ..request_body import body_of
 from ..service import Service
 from ..serving import count_tokens, serve
-from .custom_tools import InputText, Tools, chat_tools, whole_input
+from .custom_tools import Tools, chat_tools
 from .protocol import ConversationFields, Envelope, logprob_entry, refuse_best_of
 
 router = APIRouter()
@@ -42,6 +43,9 @@ REFUSED_IN_CHAT: Refused = {
     "web_search_options": ((), "not supported"),
     "echo": ((False,), "not supported; with continue_final_message the answer goes on with the last message"),
 }
+
+
+MEMBERS = {"call": ("function", "arguments"), "custom": ("custom", "input")}  # of calls, by the kind of their block
 
 
 class ChatRequest(ConversationFields):
@@ -117,19 +121,16 @@ class ChatAnswer:
         self._vocabulary = service.vocabulary if body.logprobs else None
         self._progress = ProgressReporter(body.return_progress)
         self._report = Report(generation)
-        self._calls = [0] * body.n  # streams that have begun
-        self._custom = body.functions.custom
-        self._inputs: dict[int, InputText] = {}  # of the answers that write a custom tool's call
+        self._choices = [_Choice(i, self._vocabulary, body.functions.custom) for i in range(body.n)]
         self._envelope = Envelope.new("chatcmpl", "chat.completion", body.model or service.model_id)
 
     async def collect(self) -> dict[str, Any]:
-        choices = [_Choice(i, self._vocabulary, self._custom) for i in range(self._body.n)]
         async for index, delta in self._generation.stream():
-            choices[index].add(delta)
+            self._choices[index].add(delta)
             if isinstance(delta, AnswerDone):
                 self._report.add(delta, index)
         self._report.raise_error()
-        body = [choice.body() | self._new_ids(i) for i, choice in enumerate(choices)]
+        body = [choice.body() | self._new_ids(i) for i, choice in enumerate(self._choices)]
         return self._envelope.body(body, usage=self._report.usage(), **self._report.extras(), **self._prompt_ids())
 
     async def stream(self) -> AsyncIterator[bytes]:
@@ -162,24 +163,14 @@ class ChatAnswer:
                 yield {"content": delta.text}
             case ReasoningDelta():
                 yield {"reasoning_content": delta.text}
-            case CallStart():
-                number, self._calls[index] = self._calls[index], self._calls[index] + 1
-                self._inputs.pop(index, None)
-                call = {"type": "function", "function": {"name": delta.name, "arguments": ""}}
-                if delta.name in self._custom:
-                    self._inputs[index] = InputText()
-                    call = {"type": "custom", "custom": {"name": delta.name, "input": ""}}
-                yield {"tool_calls": [{"index": number, "id": delta.id, **call}]}
-            case CallDelta() if index in self._inputs:
-                yield from self._input(index, self._inputs[index].push(delta.text))
-            case CallEnd() if index in self._inputs:
-                yield from self._input(index, self._inputs[index].end())
-            case CallDelta():
-                yield {"tool_calls": [{"index": self._calls[index] - 1, "function": {"arguments": delta.text}}]}
-
-    def _input(self, index: int, text: str) -> Iterator[dict[str, Any]]:
-        if text:
-            yield {"tool_calls": [{"index": self._calls[index] - 1, "custom": {"input": text}}]}
+            case _:
+                for step in self._choices[index].blocks.push(delta):
+                    place = {"index": step.block.index}
+                    if step.event == "open":
+                        yield {"tool_calls": [place | _call(step.block, "")]}
+                    elif step.event == "piece":
+                        member, name = MEMBERS[step.block.kind]
+                        yield {"tool_calls": [place | {member: {name: step.text}}]}
 
     def _logprobs(self, delta: AnswerDelta) -> dict[str, Any] | None:
         return _logprobs(self._vocabulary, delta.tokens) if isinstance(delta, TextDelta) else None
@@ -200,44 +191,40 @@ class _Choice:
     """One answer, assembled from its deltas."""
 
     def __init__(self, index: int, vocabulary: Vocabulary | None, custom: frozenset[str]) -> None:
+        self.blocks = Blocks(custom)  # in streams of calls only
         self._index = index
-        self._custom = custom
         self._vocabulary = vocabulary
-        self._texts: list[str] = []
-        self._reasoning: list[str] = []
-        self._calls: list[dict[str, Any]] = []
         self._tokens: list[TokenEvent] = []
         self._finish_reason = "stop"
 
     def add(self, delta: AnswerDelta) -> None:
+        for _ in self.blocks.push(delta):
+            pass
         match delta:
             case TextDelta():
-                self._texts.append(delta.text)
                 self._tokens += delta.tokens
-            case ReasoningDelta():
-                self._reasoning.append(delta.text)
-            case CallStart():
-                kind = "custom" if delta.name in self._custom else "function"
-                self._calls.append({"id": delta.id, "type": kind, kind: {"name": delta.name}})
-            case CallEnd() if "custom" in self._calls[-1]:
-                self._calls[-1]["custom"]["input"] = whole_input(delta.arguments)
-            case CallEnd():
-                self._calls[-1]["function"]["arguments"] = delta.arguments
-            case CallBroken():
-                self._calls.pop()
             case AnswerDone():
                 self._finish_reason = delta.finish_reason
 
     def body(self) -> dict[str, Any]:
-        content = "".join(self._texts)
-        shown = None if self._calls and not content else content
+        content = self._text("text")
+        calls = [_call(call, call.text) for call in self.blocks.all if call.kind in MEMBERS and call.end != "broken"]
+        shown = None if calls and not content else content
         message: dict[str, Any] = {"role": "assistant", "content": shown, "refusal": None}
-        if self._reasoning:
-            message["reasoning_content"] = "".join(self._reasoning)
-        if self._calls:
-            message["tool_calls"] = self._calls
+        if reasoning := self._text("reasoning"):
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = calls
         logprobs = _logprobs(self._vocabulary, self._tokens)
         return {"index": self._index, "message": message, "logprobs": logprobs, "finish_reason": self._finish_reason}
+
+    def _text(self, kind: Kind) -> str:
+        return "".join(block.text for block in self.blocks.all if block.kind == kind)
+
+
+def _call(block: Block, text: str) -> dict[str, Any]:
+    member, name = MEMBERS[block.kind]
+    return {"id": block.id, "type": member, member: {"name": block.name, name: text}}
 
 
 def _logprobs(vocabulary: Vocabulary | None, tokens: Sequence[TokenEvent]) -> dict[str, Any] | None:

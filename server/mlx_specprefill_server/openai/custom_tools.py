@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..blocks import INPUT
 from ..errors import refusal, require
 from ..prompt.conversation import function_of, objects, unknown_tool
 from ..prompt.deferred import deferral_of
@@ -15,11 +15,7 @@ from ..prompt.deferred import deferral_of
 Source = tuple[str, dict[str, Any]]  # a tool as it was sent, behind its path
 Origin = tuple[str | None, str]  # a function's namespace, if it came in one, and its name there
 CUSTOM = "custom"
-INPUT = "input"  # the string's name
 _PARAMETERS = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]}
-_BEGIN = re.compile(rf'\s*\{{\s*"{INPUT}"\s*:\s*"')
-_PAIR = r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4}"  # of two escapes, one character
-_PARTS = re.compile(rf'(?:[^"\\]|{_PAIR}|\\u(?![dD][89abAB])[0-9a-fA-F]{{4}}|\\[^u])+')
 _ANCHOR = re.compile(r"(?<!\\)((?:\\\\)*)\$$")  # at the end, where no backslash makes it a sign
 # Codex's, codex-rs/core/src/tools/handlers/apply_patch.lark, without comments and empty lines, and its expression.
 _PATCH = r"""
@@ -153,38 +149,3 @@ def _flat(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
     if isinstance(form, dict) and isinstance(form.get("grammar"), dict):
         form = {**form, **form["grammar"]}
     return {**custom, "format": form}
-
-
-class InputText:
-    """A reader of the input in a call's arguments, as their text comes. Together its pieces are the input."""
-
-    def __init__(self) -> None:
-        self._waiting = ""
-        self._begun = False
-
-    def push(self, text: str) -> str:
-        """Add JSON text and return what it says of an input that is a text and stands first."""
-        self._waiting += text
-        if not self._begun:
-            match = _BEGIN.match(self._waiting)
-            if match is None:
-                return ""
-            self._begun, self._waiting = True, self._waiting[match.end() :]
-        parts = _PARTS.match(self._waiting)
-        if parts is None:
-            return ""
-        self._waiting = self._waiting[parts.end() :]
-        return str(json.loads(f'"{parts[0]}"', strict=False))
-
-    def end(self) -> str:
-        """Return the input of a complete call that stood elsewhere. Arguments without one are passed on as they are."""
-        if self._begun:
-            return ""
-        value = json.loads(self._waiting, parse_int=float).get(INPUT)  # whatever the number, it is no text
-        return value if isinstance(value, str) else self._waiting
-
-
-def whole_input(arguments: str) -> str:
-    """Return the input of a complete call."""
-    reader = InputText()
-    return reader.push(arguments) + reader.end()

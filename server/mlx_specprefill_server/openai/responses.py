@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from itertools import count as numbers
 from typing import Annotated, Any
 from uuid import uuid4
@@ -16,17 +16,8 @@ from mlx_specprefill import ContextLengthError, Progress, TokenEvent
 
 from ..auth import IdentityDep
 from ..big_json import integer
-from ..deltas import (
-    AnswerDelta,
-    AnswerDone,
-    CallBroken,
-    CallDelta,
-    CallEnd,
-    CallStart,
-    Idle,
-    ReasoningDelta,
-    TextDelta,
-)
+from ..blocks import Block, Blocks, Step
+from ..deltas import AnswerDelta, AnswerDone, Idle
 from ..errors import JsonResponse, api_error
 from ..event_stream import named_event
 from ..generation.generation import Generation
@@ -35,12 +26,10 @@ from ..report import ProgressReporter, Report
 from ..request_body import body_of
 from ..service import Service
 from ..serving import count_tokens, serve
-from .custom_tools import InputText, Tools
 from .protocol import logprob_entry
 from .responses_protocol import SEALED, TOOL_SEARCH, ResponsesRequest, refuse, sealed
 
 Event = dict[str, Any]
-LogprobsOf = Callable[[Sequence[TokenEvent]], list[dict[str, Any]]]  # tokens as the wire's logprobs
 
 CUSTOM, SEARCH_CALL = "custom_tool_call", "tool_search_call"
 PREFIXES = {
@@ -57,128 +46,14 @@ EVENTS = {
     CUSTOM: "response.custom_tool_call_input",
 }
 ARGUMENTS = {"function_call": "arguments", CUSTOM: "input"}  # the members of calls that come as text
+FIELDS: dict[str, dict[str, Any]] = {  # of items that are no calls, by the kind of their block
+    "text": {"type": "message", "role": "assistant", "content": []},
+    "reasoning": {"type": "reasoning", "summary": [], "content": [], "encrypted_content": None},
+}
 
 router = APIRouter()
 
 BodyDep = Annotated[ResponsesRequest, Depends(body_of(ResponsesRequest, refuse))]
-
-
-class ItemWriter:
-    """A writer of one answer. At most one item is open at a time: a message, reasoning or a call.
-
-    Args:
-        seals: reasoning also comes as `encrypted_content`.
-    """
-
-    def __init__(self, logprobs_of: LogprobsOf, tools: Tools, seals: bool = False) -> None:
-        self.items: list[dict[str, Any]] = []  # closed items
-        self._index = 0  # the index of the open item, or of the next one
-        self._logprobs_of = logprobs_of
-        self._seals = seals
-        self._tools = tools
-        self._origins = {name: origin for origin, name in tools.shown.items()}
-        self._input = InputText()
-        self._open: dict[str, Any] | None = None
-        self._text: list[str] = []  # the text of the open item, and the logprobs of its tokens
-        self._logprobs: list[dict[str, Any]] = []
-
-    def write(self, delta: AnswerDelta) -> Iterator[Event]:
-        """Return the events of one delta."""
-        match delta:
-            case TextDelta() if delta.text or self._is_open("message"):  # tokens of tags alone make no message
-                yield from self._ensure("message", {"role": "assistant", "content": []})
-                yield self._delta(delta.text, self._logprobs_of(delta.tokens))
-            case ReasoningDelta() if delta.text:
-                yield from self._ensure("reasoning", {"summary": [], "content": [], "encrypted_content": None})
-                yield self._delta(delta.text)
-            case CallStart():
-                yield from self.close()
-                yield from self._start_call(delta)
-            case CallDelta():
-                yield from self._call_text(delta.text)
-            case CallEnd():
-                if self._is_open(CUSTOM) and (rest := self._input.end()):
-                    yield self._delta(rest)
-                yield from self.close()
-            case CallBroken():
-                yield from self.close("incomplete")
-
-    def close(self, status: str = "completed") -> Iterator[Event]:
-        """Return the events that end the open item, if there is one."""
-        if self._open is None:
-            return
-        item, text = self._open, "".join(self._text)
-        item["status"] = status
-        if item["type"] == SEARCH_CALL:
-            item["arguments"] = json.loads(text, parse_int=integer) if status == "completed" else {}
-        elif item["type"] in ARGUMENTS:
-            member = ARGUMENTS[item["type"]]
-            item[member] = text
-            name = {"name": item["name"]} if member == "arguments" else {}
-            yield self._about(f"{EVENTS[item['type']]}.done", **name, **{member: text})
-        else:
-            part = _part(item["type"], text, self._logprobs)
-            item["content"] = [part]
-            if self._seals and item["type"] == "reasoning":
-                item["encrypted_content"] = sealed(text)
-            logprobs = {"logprobs": self._logprobs} if item["type"] == "message" else {}
-            yield self._about(f"{EVENTS[item['type']]}.done", text=text, **logprobs)
-            yield self._about("response.content_part.done", part=part)
-        yield {"type": "response.output_item.done", "output_index": self._index, "item": item}
-        self.items.append(item)
-        self._index += 1
-        self._open, self._text, self._logprobs = None, [], []
-
-    def _start_call(self, call: CallStart) -> Iterator[Event]:
-        if call.name == TOOL_SEARCH and self._tools.has_search:
-            yield from self._start(SEARCH_CALL, {"call_id": call.id, "execution": "client", "arguments": {}})
-            return
-        kind = CUSTOM if call.name in self._tools.custom else "function_call"
-        namespace, name = self._origins.get(call.name, (None, call.name))
-        space = {} if namespace is None else {"namespace": namespace}
-        self._input = InputText()
-        yield from self._start(kind, {"call_id": call.id, "name": name, ARGUMENTS[kind]: "", **space})
-
-    def _call_text(self, text: str) -> Iterator[Event]:
-        assert self._open is not None
-        match self._open["type"]:
-            case "tool_search_call":
-                self._text.append(text)
-            case "custom_tool_call":
-                if read := self._input.push(text):
-                    yield self._delta(read)
-            case _:
-                yield self._delta(text)
-
-    def _is_open(self, kind: str) -> bool:
-        return self._open is not None and self._open["type"] == kind
-
-    def _ensure(self, kind: str, fields: dict[str, Any]) -> Iterator[Event]:
-        if self._is_open(kind):
-            return
-        yield from self.close()
-        yield from self._start(kind, fields)
-        yield self._about("response.content_part.added", part=_part(kind, "", []))
-
-    def _start(self, kind: str, fields: dict[str, Any]) -> Iterator[Event]:
-        item = {"id": f"{PREFIXES[kind]}_{uuid4().hex}", "type": kind, "status": "in_progress", **fields}
-        self._open = item
-        yield {"type": "response.output_item.added", "output_index": self._index, "item": dict(item)}
-
-    def _delta(self, text: str, logprobs: Sequence[dict[str, Any]] | None = None) -> Event:
-        assert self._open is not None
-        self._text.append(text)
-        name = f"{EVENTS[self._open['type']]}.delta"
-        if logprobs is None:
-            return self._about(name, delta=text)
-        self._logprobs += logprobs
-        return self._about(name, delta=text, logprobs=logprobs)
-
-    def _about(self, event: str, /, **fields: Any) -> Event:
-        """Return an event about the content of the open item."""
-        assert self._open is not None
-        part = {} if self._open["type"] in ARGUMENTS else {"content_index": 0}
-        return {"type": event, "item_id": self._open["id"], "output_index": self._index, **part, **fields}
 
 
 def _part(kind: str, text: str, logprobs: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -209,7 +84,11 @@ class ResponsesAnswer:
         self._body = body
         self._progress = ProgressReporter(body.return_progress)
         self._vocabulary = service.vocabulary
-        self._writer = ItemWriter(self._logprobs_of, body.functions, SEALED in body.include)
+        self._blocks = Blocks(body.functions.custom)
+        self._origins = {name: origin for origin, name in body.functions.shown.items()}
+        self._items: list[dict[str, Any]] = []  # closed items
+        self._item: dict[str, Any] = {}  # the open one, and the logprobs of its tokens
+        self._logprobs: list[dict[str, Any]] = []
         self._report = Report(generation)
         self._numbers = numbers()
         self._response = _fields(service, body)
@@ -237,16 +116,70 @@ class ResponsesAnswer:
 
     def _events_of(self, delta: AnswerDelta) -> Iterator[dict[str, Any]]:
         if not isinstance(delta, AnswerDone):
-            yield from self._writer.write(delta)
+            yield from self._write(self._blocks.push(delta))
             return
         self._report.add(delta)
         status = _status(delta)
-        yield from self._writer.close("completed" if status == "completed" else "incomplete")
+        yield from self._write(self._blocks.close("whole" if status == "completed" else "cut"))
         self._response |= self._end(status)
         yield {"type": f"response.{status}", "response": self._response}
 
+    def _write(self, steps: Iterable[Step]) -> Iterator[Event]:
+        for step in steps:
+            match step.event:
+                case "open":
+                    yield from self._open(step.block)
+                case "piece" if self._item["type"] in EVENTS:
+                    more = {"logprobs": self._logprobs_of(step.tokens)} if step.block.kind == "text" else {}
+                    self._logprobs += more.get("logprobs", ())
+                    yield self._about(step.block, f"{EVENTS[self._item['type']]}.delta", delta=step.text, **more)
+                case "close":
+                    yield from self._close(step.block)
+
+    def _open(self, block: Block) -> Iterator[Event]:
+        fields = FIELDS[block.kind] if block.kind in FIELDS else self._call(block)
+        kind = fields["type"]
+        self._item = {"id": f"{PREFIXES[kind]}_{uuid4().hex}", "type": kind, "status": "in_progress", **fields}
+        self._logprobs = []
+        yield {"type": "response.output_item.added", "output_index": block.index, "item": dict(self._item)}
+        if block.kind in FIELDS:
+            yield self._about(block, "response.content_part.added", part=_part(kind, "", []))
+
+    def _call(self, block: Block) -> dict[str, Any]:
+        if block.name == TOOL_SEARCH and self._body.functions.has_search:
+            return {"type": SEARCH_CALL, "call_id": block.id, "execution": "client", "arguments": {}}
+        kind = CUSTOM if block.kind == "custom" else "function_call"
+        namespace, name = self._origins.get(block.name, (None, block.name))
+        space = {} if namespace is None else {"namespace": namespace}
+        return {"type": kind, "call_id": block.id, "name": name, ARGUMENTS[kind]: "", **space}
+
+    def _close(self, block: Block) -> Iterator[Event]:
+        item, kind, text = self._item, self._item["type"], block.text
+        item["status"] = "completed" if block.end == "whole" else "incomplete"
+        if kind == SEARCH_CALL:
+            item["arguments"] = json.loads(text, parse_int=integer) if block.end == "whole" else {}
+        elif kind in ARGUMENTS:
+            item[ARGUMENTS[kind]] = text
+            name = {} if kind == CUSTOM else {"name": item["name"]}
+            yield self._about(block, f"{EVENTS[kind]}.done", **name, **{ARGUMENTS[kind]: text})
+        else:
+            part = _part(kind, text, self._logprobs)
+            item["content"] = [part]
+            if kind == "reasoning" and SEALED in self._body.include:
+                item["encrypted_content"] = sealed(text)
+            logprobs = {"logprobs": self._logprobs} if kind == "message" else {}
+            yield self._about(block, f"{EVENTS[kind]}.done", text=text, **logprobs)
+            yield self._about(block, "response.content_part.done", part=part)
+        yield {"type": "response.output_item.done", "output_index": block.index, "item": item}
+        self._items.append(item)
+
+    def _about(self, block: Block, event: str, /, **fields: Any) -> Event:
+        """Return an event about the content of the open item."""
+        part = {"content_index": 0} if block.kind in FIELDS else {}
+        return {"type": event, "item_id": self._item["id"], "output_index": block.index, **part, **fields}
+
     def _end(self, status: str) -> dict[str, Any]:
-        fields: dict[str, Any] = {"status": status, "output": self._writer.items, "usage": self._usage()}
+        fields: dict[str, Any] = {"status": status, "output": self._items, "usage": self._usage()}
         if status == "completed":
             fields["completed_at"] = int(time.time())
         elif status == "incomplete":

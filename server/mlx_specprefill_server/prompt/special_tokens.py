@@ -160,18 +160,24 @@ class Encoder:
         """Return the ids that mlx-lm makes from a rendered template, and their places, which only fast tokenizers know.
 
         Args:
-            structure: where control tokens are. What has a name elsewhere is text: it is tokenized in two parts.
+            structure: where control tokens are, ascending. What has a name elsewhere is text: it is tokenized in two
+                parts. So is what the tokenizer takes for a name in another spelling.
             field: names the prompt in errors.
 
         Raises:
             InvalidRequestError: this tokenizer can't tell the two apart.
         """
-        cuts = [0, *self._controls.cuts(text, structure), len(text)]
-        ids, places = self._encode_parts([text[start:end] for start, end in pairwise(cuts)])
+        cuts = {0, *self._controls.cuts(text, structure), len(text)}
         named = sum(self._controls.ids[text[start:end]] in self._ids for start, end in structure)
-        if sum(token in self._ids for token in ids) != named:
-            raise refusal(field, "this model's tokenizer can't read the names of control tokens as text; take them out")
-        return ids, places
+        while True:
+            ids, places = self._encode_parts([text[start:end] for start, end in pairwise(sorted(cuts))])
+            if sum(token in self._ids for token in ids) == named:
+                return ids, places
+            starts, found = {start for start, _ in structure}, zip(ids, places or (), strict=False)
+            further = {a + 1 for token, (a, b) in found if token in self._ids and starts.isdisjoint(range(a, b))} - cuts
+            if not further:  # a single character is a name, or a slow tokenizer has no places
+                raise refusal(field, "this tokenizer can't read the names of control tokens as text; take them out")
+            cuts |= further
 
     def _encode_parts(self, parts: list[str]) -> Encoded:
         if not self._fast:

@@ -212,6 +212,17 @@ class TestRecommend:
         if column == 2:
             assert list(page) == [pair for pair in pairs if ", " in pair]
 
+    def test_the_table_for_macs_has_the_same_figures(self, cache: Path) -> None:
+        """For nine tenths of what macOS leaves a GPU: two thirds of up to 32 GB, three quarters of more."""
+        page = MODELS.read_text(encoding="utf-8")
+        rows = re.findall(r"^\| (\d+) GB \| (.+) \| (.+) \| (\d+) \| (.+) \| (.+) \|$", page, re.MULTILINE)
+        assert [int(memory) for memory in dict.fromkeys(row[0] for row in rows)] == [16, 32, 64, 96, 128]
+        for memory, limit, pair, tokens, takes, sooner in rows:
+            assert limit == f"{0.9 * int(memory) * (2 / 3 if int(memory) <= 32 else 3 / 4):.1f} GB"
+            shown = table("recommend", "--memory-limit", limit.replace(" ", ""), "--context", tokens)[1:]
+            pairs = {", ".join(re.findall(r"mlx-community/(\S+)", row[-1])): (row[0], row[2]) for row in shown}
+            assert pairs[pair] == (takes, sooner)
+
     def test_what_is_here_is_served(self, cache: Path) -> None:
         store(cache, "mlx-community/gpt-oss-20b-MXFP4-Q8")
         store(cache, "mlx-community/Meta-Llama-3.1-8B-Instruct-4bit")  # without its draft

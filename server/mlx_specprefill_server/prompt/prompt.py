@@ -235,7 +235,7 @@ class PromptBuilder:
         messages = (*conversation.messages, {"role": "user", "content": word})
         fitted = self._fit(replace(conversation, messages=messages))
         if fitted.rendered.count(word) != 1:
-            raise refusal(field, "the model's chat template shows no question behind it")
+            raise refusal(field, "the model's chat template shows no message after it")
         end = fitted.rendered.index(word)
         whole = Part(fitted.text, self._controls.places(fitted.rendered))
         start = max((at for at, _ in whole.controls if at < end), default=0)

@@ -1,4 +1,4 @@
-"""Access: who may ask, by Host header, API key and origin; what a key may see of prompts and recent answers."""
+"""Access by Host header, API key and origin: who may use the server, and which prompts and answers a key may see."""
 
 from __future__ import annotations
 

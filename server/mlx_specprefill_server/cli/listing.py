@@ -1,4 +1,4 @@
-"""`mlx-specprefill list` and `recommend`: plain columns. Ids are never cut."""
+"""`mlx-specprefill list` and `recommend`: models on this machine, and pairs that fit its memory, by predicted times."""
 
 from __future__ import annotations
 

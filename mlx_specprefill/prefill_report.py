@@ -93,7 +93,7 @@ def _rounded(times: Timings | Prediction) -> dict[str, float | None]:
 
 
 class Reached(NamedTuple):
-    """Where the reading of a prompt was given up: the stage, and the tokens that its model held, cached ones too."""
+    """The point at which a prefill was given up: its stage, and the tokens in the cache, cached ones too."""
 
     stage: Stage
     tokens: int

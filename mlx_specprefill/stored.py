@@ -82,7 +82,7 @@ def _model_in(folder: Path, file: str | None) -> Path | None:
     files = [path for path in sorted(folder.glob("*.gguf")) if not path.name.startswith("mmproj")]
     if len(files) > 1:
         names = ", ".join(path.name for path in files)
-        raise LoadError(f"{folder} has several GGUF files: name one of them behind the id, as in ID/FILE.gguf: {names}")
+        raise LoadError(f"{folder} has several GGUF files: name one of them after the id, as in ID/FILE.gguf: {names}")
     return files[0] if files else None
 
 

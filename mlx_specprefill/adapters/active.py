@@ -1,4 +1,4 @@
-"""A value of the current thread, inside a block, by which the wrapped functions of mlx act."""
+"""Sets the value by which the wrapped functions of mlx act, for the current thread and one block."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class DraftHeads:
         if not self.recall or max(self.recall.values()) >= _FINDS:
             return None
         recall = ", ".join(f"{kind} {share:.2f}" for kind, share in self.recall.items())
-        return f"no head of the draft finds what a question asks for (share of it kept at 20 %: {recall})"
+        return f"no head of the draft looks from a question at its answer (share of it kept at 20 %: {recall})"
 
     @property
     def by_call(self) -> dict[int, list[int]]:

@@ -1,7 +1,7 @@
-"""A model whose layers are given the hidden states of an earlier run.
+"""Runs a model layer by layer on the hidden states of an earlier run, so that rounding can't add up in comparisons.
 
-What two runs then make of a token differs by one layer's rounding at a time, however deep the model is, and however
-often rounding sends a token to another expert.
+Two runs then differ by the rounding of one layer at a time, however deep the model is, and however often rounding
+sends a token to another expert.
 """
 
 from __future__ import annotations

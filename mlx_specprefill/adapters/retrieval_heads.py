@@ -98,7 +98,7 @@ def attach_heads(model: nn.Module, file: Path) -> RetrievalDraft:
     layers, heads, arrays = _read(file)
     total = len(layers_of(model))
     if layers > total:
-        raise LoadError(f"{file}: its heads stand on the first {layers} layers; the draft has {total}")
+        raise LoadError(f"{file}: its heads read the first {layers} layers; the draft has {total}")
     ours, theirs = witness_of(model, layers), arrays.pop("witness")
     if ours.shape != theirs.shape or not _is_close(ours, theirs):
         raise LoadError(f"{file}: its heads were trained on another model than this draft (layer {layers} differs)")

@@ -1,11 +1,11 @@
-"""Rotations at original positions, through the model's own RoPE.
+"""Rotates by original positions through the model's own RoPE. The positions are those that `cache/positioned` holds.
 
 Every RoPE in mlx-lm ends in `mx.fast.rope`, whatever module or function builds its frequencies. So one wrapper around
 that primitive (`adapters/patches`) maps positions for all of them, without re-implementing a rotation. Calls with
 ordinary offsets pass through unchanged.
 
-- An offset that is a matrix (B, L) is one position per token. Such offsets come only from a positioned cache that was
-  told where its next tokens lie (`cache/positioned.py`).
+- An offset that is a matrix (B, L) is one position per token. Such offsets come only from a positioned cache that knows
+  the positions of its next tokens (`cache/positioned.py`).
 - Inside `adjust_offsets` a shift is added to each row's offset. It serves caches that can't carry the shift themselves,
   because their `offset` is also their storage index (mlx-lm's `QuantizedKVCache`).
 

@@ -157,7 +157,7 @@ class TextMapping:
         self.aligned = self._aligned_share(_PLAIN + _SCRIPTS)
         if self.aligned <= LEAST_ALIGNED:
             raise PairMismatchError(
-                f"of a text in many scripts {self.aligned:.2%} of the characters lie in tokens that stand for them, "
+                f"of a text in many scripts {self.aligned:.2%} of the characters are in tokens of their own text, "
                 f"more than {LEAST_ALIGNED:.1%} are needed; take a draft whose tokenizer has a token for every byte"
             )
         self._start = self._start_tokens()

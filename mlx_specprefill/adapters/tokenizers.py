@@ -1,4 +1,4 @@
-"""A draft with the target's tokens takes the target's tokenizer, whatever its template: one takes two seconds."""
+"""Loads one tokenizer for a target and a draft with the same tokens, since each takes two seconds."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Decoded:
 
 @dataclass(slots=True)
 class Times:
-    """When things happened, in seconds of the performance counter, and the milliseconds of each stage."""
+    """The times of a request, in seconds of the performance counter, and the milliseconds of each stage."""
 
     submitted: float = 0.0
     started: float = 0.0

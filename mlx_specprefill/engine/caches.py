@@ -236,7 +236,7 @@ class EngineCaches:
                 return None
             return explain_miss(request, (shared, others), decode)
 
-        return self._try("why a prompt is read again could not be told", explain, None)
+        return self._try("the reason why a prompt is read again is unknown", explain, None)
 
     def keep_target(
         self,

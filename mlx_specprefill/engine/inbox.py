@@ -1,4 +1,4 @@
-"""The inbox of the MLX thread: jobs and calls from other threads, how many may wait, and results on their way back."""
+"""The inbox of the MLX thread: jobs and calls from other threads, the limit of waiting ones, results on their way."""
 
 from __future__ import annotations
 

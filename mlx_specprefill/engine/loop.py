@@ -51,7 +51,7 @@ class EngineCore:
 
     Attributes:
         jobs: in work or waiting, by uid.
-        ready, ended: set once it has measured what a active costs, and once it does nothing more.
+        ready, ended: set once it has measured the cost of a request, and once it has ended.
         stuck: requests wait, and none runs, for memory that other engines hold.
         beat: when it last did something, by the monotonic clock.
         meter: of generated tokens.

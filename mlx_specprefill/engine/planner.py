@@ -1,4 +1,4 @@
-"""Plans a prefill: at first by what the request allows, then once more, when it is known what is cached."""
+"""Decides full or sparse prefill: first by what the request allows, then by what is cached and the predicted times."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ class Prefiller:
             if fed and not active.is_sparse:
                 active.keep_prompt(self.caches, active.prefix.length + fed)
             raise
-        assert logits is not None, "the last token's were asked for"
+        assert logits is not None, "the last token's logits are missing"
         if active.is_sparse and active.prefix.edit is None:
             active.estimated = estimated_tokens(active.cache)
         return logits

@@ -1,4 +1,4 @@
-"""The tokens that the target reads: all, or by the draft's scores, and from which cached prefix it scores."""
+"""Decides which tokens the target reads: all, or the best by the draft's scores, behind the draft's cached prefix."""
 
 from __future__ import annotations
 

@@ -276,7 +276,7 @@ def _choose_heads(
             heads, recall = _best_number(leading, reads, scoring, selection)
             tried.append(DraftHeads(heads, depth, layers, recall))
     if not tried:
-        raise SparseUnsupportedError("no head of the draft looks at what a question asks for")
+        raise SparseUnsupportedError("no head of the draft looks from a question at its answer")
     enough = max(_mean(heads.recall) for heads in tried) - _EQUAL
     return next(heads for heads in tried if _mean(heads.recall) >= enough)
 

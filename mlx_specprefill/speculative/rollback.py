@@ -1,4 +1,4 @@
-"""Rolls back fed tokens, in every kind of cache.
+"""Takes rejected proposals out of a cache again, of every kind: trims, copies of windows, replayed recurrent states.
 
 Keys and values are trimmed. A window that has wrapped has overwritten the tokens that a trim needs. A forward of
 several rows leaves a ring that still holds the tokens before it, so cutting its last rows off is exact. Over several

@@ -60,7 +60,7 @@ def evaluate(
     ] = None,
     server: Annotated[
         str | None,
-        typer.Option("--url", help="Ask the server at this address instead of loading a pair."),
+        typer.Option("--url", help="Use the server at this address instead of loading a pair."),
     ] = None,
     model: Annotated[str | None, typer.Option(help="Model of that server. Default: its first.")] = None,
     api_key: Annotated[str | None, typer.Option(help="API key of that server.")] = None,

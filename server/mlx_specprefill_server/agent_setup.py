@@ -160,8 +160,8 @@ def _claude(server: RunningServer) -> Setup:
         "CLAUDE_CODE_TOTAL_TOKENS_REMINDER": "off",  # a countdown behind every result
     }
     note = (
-        "CLAUDE_CODE_DISABLE_AUTO_MEMORY=1 turns its memory of folders off. The path of that memory stands in front of "
-        "all tools: without it, most of the first prompt of another folder is cached, with it next to nothing."
+        "CLAUDE_CODE_DISABLE_AUTO_MEMORY=1 turns its memory of folders off. The path of that memory is in front of all "
+        "tools. Without the memory, most of the first prompt of another folder is cached, with it next to nothing."
     )
     return Setup(environment=environment, notes=(note,), command=("claude",))
 

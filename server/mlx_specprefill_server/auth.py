@@ -1,4 +1,4 @@
-"""Access: who may ask, by Host header, API key and origin; what a key may see of prompts and recent answers."""
+"""Access by Host header, API key and origin: who may use the server, and which prompts and answers a key may see."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class AuthMiddleware:
         identity = self._identity(headers) if self._identities else self._anonymous
         if identity is None and scope["path"] not in OPEN_PATHS and not scope["path"].startswith(OPEN_FOLDER):
             wrong = any(_keys_of(headers))
-            what = "Incorrect API key provided" if wrong else "This server asks for an API key, and none was sent"
+            what = "Incorrect API key provided" if wrong else "This server needs an API key, and none was sent"
             message = f"{what}. Send it as 'Authorization: Bearer <key>' or 'x-api-key'."
             return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         scope["identity"] = identity or Identity()

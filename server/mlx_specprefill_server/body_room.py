@@ -1,6 +1,6 @@
-"""The memory of the large bodies of all requests: images stay until their request ends, also in the queue.
+"""Limits the memory of all requests' bodies: large ones count until their request ends, also in the queue.
 
-What is remembered of tools counts, too.
+Tools that are remembered count, too.
 """
 
 from __future__ import annotations

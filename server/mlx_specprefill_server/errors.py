@@ -85,7 +85,7 @@ class DeadlineError(ApiError):
     def __init__(self, seconds: float) -> None:
         message = (
             f"The request was not finished within the {seconds:g} s of its header x-request-timeout. Allow more time, "
-            "or ask for fewer tokens."
+            "or lower max_tokens."
         )
         super().__init__(504, message, code="request_timeout")
 

@@ -1,4 +1,4 @@
-"""Request fields that all dialects share, with their ranges: sampling, stops, sparse prefill, thinking; refusals."""
+"""Request fields that all dialects share, with their ranges: sampling, stops, sparse prefill, thinking, refusals."""
 
 from __future__ import annotations
 

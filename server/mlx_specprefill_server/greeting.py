@@ -11,15 +11,15 @@ from .models.models import Models
 from .service import Service
 from .sockets import address, network_address
 
-_TOKENS = 8192  # of the prompt whose times are told
+_TOKENS = 8192  # of the prompt whose times are predicted
 
 
 def greeting(models: Models, sockets: Sequence[socket.socket]) -> Iterator[str]:
-    """Return the greeting's log lines. They never contain a key that the server asks for."""
+    """Return the greeting's log lines. They never contain an API key."""
     settings, service = models.state.settings, models.default.service
     if models.several:
         names = ", ".join(entry.id + (" (stays in memory)" if entry.pin else "") for entry in models)
-        yield f"serving {names}: loaded when they are asked for, {models.default.id} where a request names none"
+        yield f"serving {names}: each is loaded by its first request, {models.default.id} is the default"
     elif service is not None:
         yield f"serving {service.model_id}: {_draft(service)}, context {service.context_length} tokens"
         yield from expected_times(service)
@@ -28,7 +28,7 @@ def greeting(models: Models, sockets: Sequence[socket.socket]) -> Iterator[str]:
     base = address(sockets[0], reachable=True)
     keyed = bool(settings.api_keys or settings.admin_keys)
     other = "" if (outside := network_address(sockets[0])) is None else f", from other machines {outside}"
-    yield f"the page is {base}{other}{'; it asks for a key' if keyed else ''}"
+    yield f"the page is {base}{other}{'; it needs a key' if keyed else ''}"
     yield f"an example: {_example(base, keyed)}"
 
 
@@ -54,7 +54,7 @@ def _draft(service: Service) -> str:
         return "no draft, full prefill only"
     threshold = service.settings.specprefill_threshold
     if not service.settings.specprefill:
-        when = "a request asks for it"
+        when = "a request sets specprefill"
     else:
         when = "it is predicted to pay" if threshold is None else f"a prompt is longer than {threshold} tokens"
     scorer = "scored by" if pair.scores_itself else "draft"

@@ -1,4 +1,4 @@
-"""Loading of a pair's models with the settings; the choice between a draft and the target's own first layers."""
+"""Loads a pair's models by the settings, and chooses between a draft and the target's own first layers."""
 
 from __future__ import annotations
 

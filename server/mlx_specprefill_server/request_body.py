@@ -68,7 +68,7 @@ def decompress(body: bytes | bytearray, encoding: str, limit: int) -> bytes | by
     if len(text) > limit:
         raise _too_large(limit)
     if not stream.eof or stream.unused_data:
-        raise ApiError(400, "The body must be one gzip stream, with nothing behind it.", code="invalid_json")
+        raise ApiError(400, "The body must be one gzip stream, with nothing after it.", code="invalid_json")
     return text
 
 

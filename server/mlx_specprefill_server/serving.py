@@ -79,7 +79,7 @@ async def start_answers(service: Service, body: ChatFields, identity: Identity) 
     forced = choice not in ("auto", "none")
     warnings = [*service.other_name(body.model), *body.ignored, *prompt.left_out]
     if tools and not service.prompts.takes_tools:
-        warnings.append("the model's chat template has no place for tools: the model is not told of them")
+        warnings.append("the model's chat template has no place for tools: the model does not see them")
     constraint: Constraint | None = None
     free = output is None and not forced  # of a grammar that says where the answer ends
     if not free:

@@ -98,7 +98,7 @@ class Settings(BaseSettings):
     template_kwargs: Kwargs = Field(
         default_factory=dict,
         description="Arguments of the chat template, as a JSON object, for requests that don't set them. Default: "
-        "those that keep the thoughts of finished turns, where the template knows any.",
+        "those that keep the thoughts of finished turns, where the template has any.",
     )
     temperature: Temperature = Field(
         default=0.0,

@@ -215,7 +215,7 @@ def test_another_models_heads_are_refused(tmp_path: Path) -> None:
         attach_heads(target, file)
     with pytest.raises(LoadError, match="trained on another model"):
         attach_heads(tiny_model("llama", 1, hidden_size=64), file)
-    with pytest.raises(LoadError, match="stand on the first 2 layers; the draft has 1"):
+    with pytest.raises(LoadError, match="read the first 2 layers; the draft has 1"):
         attach_heads(tiny_model("llama", 1, num_hidden_layers=1), file)
 
 

@@ -20,4 +20,4 @@ def test_the_lack_of_tools_is_said_wherever_it_matters(server: Server) -> None:
     body = {"messages": [{"role": "user", "content": "Hello"}], "tools": [TOOL], "max_tokens": 2}
     answer = httpx.post(f"{server.base}/v1/chat/completions", json=body, timeout=120)
     assert answer.status_code == 200
-    assert "the model is not told of them" in answer.text
+    assert "the model does not see them" in answer.text

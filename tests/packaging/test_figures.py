@@ -133,11 +133,12 @@ def oldest_python() -> list[float]:
 # The figures of the README's running text, by words of their sentence: results are in its tables only. What has no
 # value here is no figure, or another test knows it.
 PROSE: dict[str, Callable[[], list[float]] | str] = {
-    "takes half of the target's time allows": lambda: [gain(0.5 + KEPT)],
-    "is scored by 20 of its 30 layers": lambda: [20, 30, gain(20 / 30 + KEPT)],
-    "with Python 3.11 or newer": oldest_python,
-    "read in steps of some two seconds alone": lambda: [chunks._ALONE_MS / 1000, STEP_S],
-    "takes such a step, so that": lambda: [12, round(12 * STEP_S, 1)],
+    "takes half of the target's time": lambda: [gain(0.5 + KEPT)],
+    "Without these heads 20 of its 30 layers": lambda: [20, 30, gain(20 / 30 + KEPT)],
+    "With Python 3.11 or newer": oldest_python,
+    "a prompt is read in steps of": lambda: [STEP_S, chunks._ALONE_MS / 1000],
+    "each running answer gets one token": lambda: [12, round(12 * STEP_S, 1)],
+    "A table for 16 to 128 GB": "tests/cli/test_listing.py",
     "Please lend five minutes": "a wish",
     "a small English chat model of": "test_the_size_of_the_first_download_is_one_number",
 }

@@ -53,10 +53,10 @@ def test_without_a_key_nothing_but_health_is_open(engine: FakeEngine, headers: d
 @pytest.mark.parametrize(
     ("headers", "what"),
     [
-        ({}, "This server asks for an API key, and none was sent"),
-        ({"authorization": "Bearer "}, "This server asks for an API key, and none was sent"),
-        ({"authorization": "Bearer", "x-api-key": ""}, "This server asks for an API key, and none was sent"),
-        ({"authorization": "key-one"}, "This server asks for an API key, and none was sent"),
+        ({}, "This server needs an API key, and none was sent"),
+        ({"authorization": "Bearer "}, "This server needs an API key, and none was sent"),
+        ({"authorization": "Bearer", "x-api-key": ""}, "This server needs an API key, and none was sent"),
+        ({"authorization": "key-one"}, "This server needs an API key, and none was sent"),
         ({"x-api-key": "x"}, "Incorrect API key provided"),
         ({"authorization": "Bearer x", "x-api-key": ""}, "Incorrect API key provided"),
     ],

@@ -117,7 +117,7 @@ def test_the_depth_is_the_least_that_holds_the_head(call: int) -> None:
 
 
 def test_where_no_head_gains_nothing_is_found() -> None:
-    with pytest.raises(SparseUnsupportedError, match="no head of the draft looks at what a question asks for"):
+    with pytest.raises(SparseUnsupportedError, match="no head of the draft looks from a question at its answer"):
         chosen(even(12))
 
 
@@ -131,7 +131,7 @@ def test_a_draft_that_finds_little_must_not_choose() -> None:
     found = _choose_heads(tiny_model("llama", num_hidden_layers=12), items, SCORING, SELECTION)
     assert max(found.recall.values()) < 0.5
     assert found.refusal is not None
-    assert "no head of the draft finds" in found.refusal
+    assert "no head of the draft looks" in found.refusal
 
 
 def test_calls_of_windows_are_never_eligible() -> None:

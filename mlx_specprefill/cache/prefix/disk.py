@@ -1,4 +1,4 @@
-"""Prefixes on disk: writes, checks, reads and erases one file per record, within a limit of bytes.
+"""Prefixes on disk: one checked file per record, the oldest erased beyond a limit, a former version's at the start.
 
 The folder is its own index. A record is one safetensors file, whose head says all that is known of it and proves it;
 the file's time of change is the time of its last use, and pinned records lie in a subfolder. A file gets its own name

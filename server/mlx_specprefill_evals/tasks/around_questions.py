@@ -66,7 +66,7 @@ _FORMAT = "Give the answer as a single sentence, without any introduction, and a
 
 
 class Place(NamedTuple):
-    """Where a question stands: the turns' texts with `$document`, or its halves `$first` and `$second`, and
+    """The place of a question: the turns' texts with `$document`, or its halves `$first` and `$second`, and
     `$question`; the last turn's answer is the item's."""
 
     turns: tuple[Turn, ...]

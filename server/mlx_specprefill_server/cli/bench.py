@@ -1,4 +1,4 @@
-"""`mlx-specprefill bench`. What measures is imported once the options have been read."""
+"""The options of `mlx-specprefill bench`. Its work (`measuring`) is imported once they are read."""
 
 from __future__ import annotations
 

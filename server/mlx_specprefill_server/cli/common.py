@@ -78,7 +78,7 @@ def ask_server(url: str, path: str, key: str | None, field: str) -> dict[str, An
     except urllib.error.HTTPError as error:
         raise OptionError(f"{address}: {_error_message(error)}") from error
     except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
-        hint = "start the server first, or say where it is (--url) and which key it asks for (--api-key)"
+        hint = "start the server first, or give its address (--url) and key (--api-key)"
         raise OptionError(f"{address} does not answer as this project's server does: {error}; {hint}") from error
 
 

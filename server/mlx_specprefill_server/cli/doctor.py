@@ -1,4 +1,4 @@
-"""The options of `mlx-specprefill doctor`. What examines the machine is imported once they are read."""
+"""The options of `mlx-specprefill doctor`. Its work (`examination`) is imported once they are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The options of `mlx-specprefill inspect`. What scores the prompt is imported once they are read."""
+"""The options of `mlx-specprefill inspect`. Its work (`inspecting`) is imported once they are read."""
 
 from __future__ import annotations
 

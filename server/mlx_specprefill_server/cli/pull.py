@@ -1,4 +1,4 @@
-"""`mlx-specprefill pull`, and fetching of missing files for other commands."""
+"""`mlx-specprefill pull`: fetches models, also for `serve`, and refuses what disk, memory or mlx-lm can't take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The options of `mlx-specprefill serve`. The server's own module is imported once they are read."""
+"""The options of `mlx-specprefill serve`. Its work (`run_server`) is imported once they are read."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""An answer that repeats itself without end, by its tokens: models fall into such loops, and clients wait for minutes.
+"""Ends an answer that repeats itself, by its tokens: models fall into such loops, and clients wait for minutes.
 
-What repeats for good reasons is left alone: rows of tables, white space, and runs without words, such as base64 or
+Useful repetitions are left alone: rows of tables, white space, and runs without words, such as base64 or
 lists of numbers. Code, also in a call, and signs without words may be alike for long: there a loop has to be longer.
 """
 

@@ -1,4 +1,4 @@
-"""The model that a request names, as a dependency of endpoints: loaded first where the request has a body."""
+"""The model of a request, as a dependency of endpoints: loaded first if the request has a body."""
 
 from __future__ import annotations
 

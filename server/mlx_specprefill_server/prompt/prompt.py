@@ -1,4 +1,4 @@
-"""Token ids and message spans of conversations and raw prompts, made on worker threads; images are refused or left out.
+"""Renders conversations and raw prompts to token ids and message spans, on worker threads.
 
 Templates and tokenizers take seconds on the longest prompts, so they run on worker threads beside the event loop.
 Several threads may use a fast tokenizer as long as none changes its settings.
@@ -235,7 +235,7 @@ class PromptBuilder:
         messages = (*conversation.messages, {"role": "user", "content": word})
         fitted = self._fit(replace(conversation, messages=messages))
         if fitted.rendered.count(word) != 1:
-            raise refusal(field, "the model's chat template shows no question behind it")
+            raise refusal(field, "the model's chat template shows no message after it")
         end = fitted.rendered.index(word)
         whole = Part(fitted.text, self._controls.places(fitted.rendered))
         start = max((at for at, _ in whole.controls if at < end), default=0)

@@ -1,6 +1,6 @@
-"""Prompts that stay as they were: without lines that change every time, with tools in their first order.
+"""Keeps the beginning of prompts the same: without lines that change every time, with tools in their first order.
 
-One changed token makes everything behind it be read again.
+Everything behind a changed token is read again.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def _pairs(pairs_file: Path | None) -> Iterator[tuple[str, ...]]:
 
 
 def _repacked() -> Iterator[tuple[str, ...]]:
-    folder = Settings().repacked_folder
+    folder = Settings().beside_costs("repacked")
     for file, source in () if folder is None else repacked_files(folder):
         yield source, size(file.stat().st_size), shlex.join(("rm", str(file)))
 

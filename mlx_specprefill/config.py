@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from fractions import Fraction
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 from pydantic import Field
+from pydantic.dataclasses import dataclass
 
 from .errors import InvalidRequestError
 
@@ -21,6 +22,7 @@ RuleName = Literal["default", "paper"]
 RULE_NAMES: tuple[RuleName, ...] = get_args(RuleName)
 Scope = Literal["user", "all"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+Count = Annotated[int, Field(ge=1)]
 # The ranges of sampling: OpenAI's where it has one.
 Temperature = Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)]
 Probability = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
@@ -50,13 +52,9 @@ def keep_pct(value: float | int | str | Fraction, field_name: str = "specprefill
 class DraftWindow:
     """The tokens that the draft sees while it reads a prompt up to the question; see `adapters/window`."""
 
-    tokens: int = 1024  # in front of a block
-    sinks: int = 64  # first tokens of the prompt
-    block: int = 512
-
-    def __post_init__(self) -> None:
-        if min(self.tokens, self.block) < 1 or self.sinks < 0:
-            raise ValueError("a draft's window and its blocks must have tokens")
+    tokens: Count = 1024  # in front of a block
+    sinks: Annotated[int, Field(ge=0)] = 64  # first tokens of the prompt
+    block: Count = 512
 
     def whole(self, ring: int = 0) -> int:
         """Return the prompt's length up to which tokens see everything: blocks that hold `ring` tokens at least."""
@@ -67,30 +65,26 @@ class DraftWindow:
 class ScoringConfig:
     """Turns the draft's attention into one importance per prompt token."""
 
-    rows: int = 8  # paper: N, the last prompt token's row and look-ahead rows, which are averaged
+    rows: Count = 8  # paper: N, the last prompt token's row and look-ahead rows, which are averaged
     # The question is the last line or sentence of the last message, within these limits in tokens. Calibrated heads are
     # read there.
     question_rows: tuple[int, int] = (16, 48)
-    pool_width: int = 13  # taps of the zero-padded mean over neighbouring tokens; odd
-    prefill_step: int = 2048  # tokens per draft forward
+    pool_width: Count = 13  # taps of the zero-padded mean over neighbouring tokens; odd
+    prefill_step: Count = 2048  # tokens per draft forward
     window: DraftWindow | None = field(default_factory=DraftWindow)  # None: the draft sees the whole prompt
 
     def __post_init__(self) -> None:
-        if self.rows < 1:
-            raise ValueError(f"rows must be at least 1, got {self.rows}")
         if not 0 < self.question_rows[0] <= self.question_rows[1]:
             raise ValueError(f"question_rows must be two ascending positive numbers, got {self.question_rows}")
-        if self.pool_width < 1 or self.pool_width % 2 == 0:
-            raise ValueError(f"pool_width must be odd and positive, got {self.pool_width}")
-        if self.prefill_step < 1:
-            raise ValueError(f"prefill_step must be positive, got {self.prefill_step}")
+        if self.pool_width % 2 == 0:
+            raise ValueError(f"pool_width must be odd, got {self.pool_width}")
 
 
 @dataclass(frozen=True, slots=True)
 class SelectionConfig:
     """Selects the tokens that the target sees. Limits are tokens."""
 
-    chunk_size: int = 8
+    chunk_size: Count = 8
     by_sentence: bool = True  # the chunks of one line or sentence are kept together; False: the paper
     sentence_limit: int = 96  # longer lines and sentences are cut into pieces of 32, each kept together
     # A chosen token that an earlier turn dropped is recalled if its importance is this multiple of the best unchosen
@@ -98,10 +92,6 @@ class SelectionConfig:
     stands_out: float = 2.0
     max_forced_share: Fraction = Fraction(3, 5)  # above it a sparse prefill can't pay off: full prefill
     verbatim_system_limit: int = 16384  # system prompt and tool definitions are kept whole up to here
-
-    def __post_init__(self) -> None:
-        if self.chunk_size < 1:
-            raise ValueError(f"chunk_size must be positive, got {self.chunk_size}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,22 +136,17 @@ class SpeculationConfig:
     """
 
     strategy: SpeculationName = "off"  # default of requests
-    gamma: int = 3  # tokens that the draft model or the MTP head proposes at a time
-    gamma1: int = 2  # triforce: tokens of the small model per inner verification
-    gamma2: int = 4  # triforce: tokens per verification on the whole cache
+    gamma: Count = 3  # tokens that the draft model or the MTP head proposes at a time
+    gamma1: Count = 2  # triforce: tokens of the small model per inner verification
+    gamma2: Count = 4  # triforce: tokens per verification on the whole cache
     budget: int = 4096  # tokens of the retrieved part of the cache
-    chunk: int = 16  # tokens per retrieved chunk
-    sinks: int = 16  # first tokens of the prompt that triforce's small model reads
-    window: int = 1024  # last tokens of the prompt that it reads
-    ngram: int = 8  # tokens proposed at a time from an earlier match
-    ngram_match: int = 3  # last tokens that have to match
+    chunk: Count = 16  # tokens per retrieved chunk
+    sinks: Annotated[int, Field(ge=0)] = 16  # first tokens of the prompt that triforce's small model reads
+    window: Count = 1024  # last tokens of the prompt that it reads
+    ngram: Count = 8  # tokens proposed at a time from an earlier match
+    ngram_match: Count = 3  # last tokens that have to match
 
     def __post_init__(self) -> None:
-        if self.strategy not in SPECULATION_NAMES:
-            raise ValueError(f"speculation must be one of {', '.join(SPECULATION_NAMES)}, got {self.strategy!r}")
-        counts = (self.gamma, self.gamma1, self.gamma2, self.chunk, self.window, self.ngram)
-        if min(*counts, self.ngram_match) < 1 or self.sinks < 0:
-            raise ValueError("numbers of tokens must be positive")
         if self.budget < 4 * self.chunk:
             raise ValueError(f"a budget of {self.budget} tokens is less than four chunks of {self.chunk}")
 
@@ -183,9 +168,9 @@ class EngineConfig:
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     # Tokens per forward at most; a cancelled request stops within one such chunk, of some two seconds. 2048 on a GPU.
     # MLX's CPU attention computes the whole square of a chunk, masked or not, so 128 is a quarter faster there.
-    prefill_step: int = field(default_factory=_own_prefill_step)
-    max_queue: int = 256  # requests waiting to be admitted
-    max_rows: int = 32  # requests that prefill or decode at the same time
+    prefill_step: Count = field(default_factory=_own_prefill_step)
+    max_queue: Count = 256  # requests waiting to be admitted
+    max_rows: Count = 32  # requests that prefill or decode at the same time
     target_itl_ms: float = 200.0  # a prefill chunk may delay running answers by this much
     memory_limit: int | None = None  # bytes for weights, sequences and caches; None: what the device recommends
     wired_limit: WiredLimit = "auto"  # memory that macOS keeps resident: see docs/guides/mac.md
@@ -201,9 +186,5 @@ class EngineConfig:
     kv_bits: int | None = None  # quantise the target's KV cache after prefill (plain attention caches only)
 
     def __post_init__(self) -> None:
-        if self.rule not in RULE_NAMES:
-            raise ValueError(f"rule must be one of {', '.join(RULE_NAMES)}, got {self.rule!r}")
         if self.kv_bits not in (None, 2, 3, 4, 5, 6, 8):
             raise ValueError(f"kv_bits must be one of 2, 3, 4, 5, 6, 8, got {self.kv_bits}")
-        if min(self.prefill_step, self.max_queue, self.max_rows) < 1:
-            raise ValueError("prefill_step, max_queue and max_rows must be positive")

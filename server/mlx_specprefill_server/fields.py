@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from fractions import Fraction
 from typing import Annotated, Any, Literal, Self
 
@@ -186,10 +187,10 @@ class SamplingFields(Body):
     @model_validator(mode="wrap")
     @classmethod
     def _note_ignored(cls, body: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
-        fields = validate(body)
+        read = validate(body)
         if isinstance(body, dict):
-            fields._ignored = tuple(_ignored_in(body))
-        return fields
+            read._ignored = tuple(_ignored_in(body))
+        return read
 
     @property
     def ignored(self) -> list[str]:
@@ -213,17 +214,11 @@ class SamplingFields(Body):
             if any(not 0 <= token < vocabulary.size for token in getattr(self, name)):
                 raise refusal(name, f"token ids must be from 0 to {vocabulary.size - 1}")
         given = self.given(defaults)
-        return SamplingParams(
-            temperature=given["temperature"],
-            top_p=given.get("top_p", self.top_p),
-            top_k=min(max(given.get("top_k", self.top_k), 0), vocabulary.size),
-            min_p=given.get("min_p", self.min_p),
-            repetition_penalty=given.get("repeat_penalty", given.get("repetition_penalty", self.repetition_penalty)),
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            logit_bias=self.logit_bias,
-            seed=None if self.seed is None or self.seed < 0 else self.seed,
-        )
+        values = {field.name: given.get(field.name, getattr(self, field.name)) for field in fields(SamplingParams)}
+        values["repetition_penalty"] = given.get("repeat_penalty", values["repetition_penalty"])
+        values["top_k"] = min(max(values["top_k"], 0), vocabulary.size)
+        values["seed"] = None if self.seed is None or self.seed < 0 else self.seed
+        return SamplingParams(**values)
 
 
 class AnswerFields(SamplingFields, SpecPrefillFields):

@@ -72,7 +72,7 @@ def load(
             exit_early=early,
             dtype=pair.dtype if dtype == "auto" else dtype,
             loaded=loaded,
-            repacked=None if settings is None else settings.repacked_folder,
+            repacked=None if settings is None else settings.beside_costs("repacked"),
             on_progress=lambda done, total: progress(done >> 20, total >> 20),
             ranks=ranks,
         )
@@ -87,7 +87,7 @@ def load(
         return _alone(made)
     if settings is not None and not settings.estimate:
         return made
-    folder = None if settings is None else settings.fits_folder
+    folder = None if settings is None else settings.beside_costs("estimates")
     return with_estimates(made, None if pair.estimates in (None, "off") else Path(pair.estimates), folder)
 
 
@@ -128,8 +128,6 @@ def _alone(pair: ModelPair) -> ModelPair:
 
 
 def _heads(pair: ModelPair, settings: Settings, calibrate: bool, tell: Tell) -> DraftHeads | None:
-    config = settings.engine_config()
+    config, folder = settings.engine_config(), settings.beside_costs("heads")
     with tell("Calibrating the draft's heads, once") as progress:
-        return calibrated_heads(
-            pair, config.scoring, config.selection, settings.heads_folder, measure=calibrate, on_progress=progress
-        )
+        return calibrated_heads(pair, config.scoring, config.selection, folder, measure=calibrate, on_progress=progress)

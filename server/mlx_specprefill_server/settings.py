@@ -171,26 +171,9 @@ class Settings(BaseSettings):
         default=None, description="Quantise the target's KV cache after prefill: 2, 3, 4, 5, 6 or 8."
     )
 
-    @property
-    def heads_folder(self) -> Path | None:
-        """The folder of the drafts' calibrated heads."""
-        return None if self.calibration_file is None else self.calibration_file.parent / "heads"
-
-    @property
-    def fits_folder(self) -> Path | None:
-        """The folder of the maps for estimates."""
-        return None if self.calibration_file is None else self.calibration_file.parent / "estimates"
-
-    @property
-    def repacked_folder(self) -> Path | None:
-        """The folder of the repacked weights of GGUF files."""
-        return None if self.calibration_file is None else self.calibration_file.parent / "repacked"
-
-    @property
-    def remember_folder(self) -> Path | None:
-        """The folder of system prompts and tools, if they are kept. A folder for all prefixes serves for them too."""
-        kept = self.remember and self.prefix_cache_dir is None
-        return self.calibration_file.parent / "prompts" if kept and self.calibration_file is not None else None
+    def beside_costs(self, name: str) -> Path | None:
+        """Return a path beside the file of costs, None without one."""
+        return None if self.calibration_file is None else self.calibration_file.parent / name
 
     @model_validator(mode="after")
     def _engine_agrees(self) -> Self:
@@ -199,8 +182,8 @@ class Settings(BaseSettings):
 
     def serving_config(self) -> EngineConfig:
         """Return the `engine_config` of a server, which pins the common beginnings of agents' prompts."""
-        config, folder = self.engine_config(), self.remember_folder
-        if folder is None:
+        config, folder = self.engine_config(), self.beside_costs("prompts")
+        if folder is None or not self.remember or self.prefix_cache_dir is not None:  # one for all prefixes serves, too
             return config
         return replace(
             config,
@@ -232,7 +215,7 @@ class Settings(BaseSettings):
             prefix_disk_bytes=self.prefix_disk_size,
             kv_bits=self.kv_bits,
             calibration_file=self.calibration_file,
-            fits_folder=self.fits_folder,
+            fits_folder=self.beside_costs("estimates"),
         )
 
 

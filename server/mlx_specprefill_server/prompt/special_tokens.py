@@ -170,7 +170,7 @@ class Encoder:
         cuts = {0, *self._controls.cuts(text, structure), len(text)}
         named = sum(self._controls.ids[text[start:end]] in self._ids for start, end in structure)
         while True:
-            ids, places = self._encode_parts([text[start:end] for start, end in pairwise(sorted(cuts))])
+            ids, places = self._encode_parts([text[start:end] for start, end in pairwise(sorted(cuts))] or [text])
             if sum(token in self._ids for token in ids) == named:
                 return ids, places
             starts, found = {start for start, _ in structure}, zip(ids, places or (), strict=False)

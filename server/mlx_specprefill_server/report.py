@@ -95,6 +95,17 @@ class Report:
             "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
         }
 
+    def items_usage(self, questions: int = 0) -> dict[str, Any]:
+        """Return the usage object of OpenAI's responses. `questions` are tokens of the input beside the prompts."""
+        read = self.prompt_tokens + questions
+        return {
+            "input_tokens": read,
+            "input_tokens_details": {"cached_tokens": self.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": self.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
+            "total_tokens": read + self.completion_tokens,
+        }
+
     def extras(self) -> dict[str, Any]:
         """Return the report, the timings, and the error, if there is one."""
         extras = self.prefill_fields() | {"timings": self.timings()}

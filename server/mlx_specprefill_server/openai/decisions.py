@@ -246,14 +246,7 @@ class DecisionsAnswer:
 
     def _body(self) -> dict[str, Any]:
         report, error = self._report, self._report.error
-        tokens = report.prompt_tokens + sum(entry.tokens.tokens.size for entry in self._entries if entry.tokens)
-        usage = {
-            "input_tokens": tokens,
-            "input_tokens_details": {"cached_tokens": report.cached_tokens, "cache_write_tokens": 0},
-            "output_tokens": 0,
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": tokens,
-        }
+        asked = sum(entry.tokens.tokens.size for entry in self._entries if entry.tokens)
         failed = {} if error is None else api_error(error).body()
-        body = {"model": self._model, "answers": self._answers, "usage": usage}
+        body = {"model": self._model, "answers": self._answers, "usage": report.items_usage(asked)}
         return {**body, **report.prefill_fields(), "timings": report.timings(), **failed}

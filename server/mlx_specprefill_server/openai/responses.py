@@ -179,7 +179,7 @@ class ResponsesAnswer:
         return {"type": event, "item_id": self._item["id"], "output_index": block.index, **part, **fields}
 
     def _end(self, status: str) -> dict[str, Any]:
-        fields: dict[str, Any] = {"status": status, "output": self._items, "usage": self._usage()}
+        fields: dict[str, Any] = {"status": status, "output": self._items, "usage": self._report.items_usage()}
         if status == "completed":
             fields["completed_at"] = int(time.time())
         elif status == "incomplete":
@@ -187,16 +187,6 @@ class ResponsesAnswer:
         else:
             fields["error"] = _failure(self._report.error)
         return fields | self._report.prefill_fields() | {"timings": self._report.timings()}
-
-    def _usage(self) -> dict[str, Any]:
-        report = self._report
-        return {
-            "input_tokens": report.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": report.cached_tokens, "cache_write_tokens": 0},
-            "output_tokens": report.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": report.reasoning_tokens},
-            "total_tokens": report.prompt_tokens + report.completion_tokens,
-        }
 
     def _in_progress(self, prompt_progress: dict[str, Any] | None = None) -> bytes:
         more = {} if prompt_progress is None else {"prompt_progress": prompt_progress}

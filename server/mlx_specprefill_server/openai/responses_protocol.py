@@ -286,12 +286,19 @@ def _shown_name(origin: Origin, taken: Container[str]) -> str | None:
 
 
 def _left_out(tools: Sequence[Source]) -> Iterator[str]:
-    for where, tool in tools:
+    for _, (where, tool) in _each(tools):
         kind = tool.get("type", "function")
-        if kind == "namespace":
-            yield from _left_out(_tools_of(tool, where))
-        elif kind not in ("function", "custom") and not _is_search(tool):
+        if kind not in ("function", "custom") and not _is_search(tool):
             yield unknown_tool(where, kind)
+
+
+def _each(tools: Sequence[Source], space: str | None = None) -> Iterator[tuple[str | None, Source]]:
+    """Yield each tool behind the name of its namespace."""
+    for where, tool in tools:
+        if tool.get("type") == "namespace":
+            yield from _each(_tools_of(tool, where), string_of(tool, "name", where))
+        else:
+            yield space, (where, tool)
 
 
 def _is_search(tool: Mapping[str, Any]) -> bool:
@@ -300,23 +307,13 @@ def _is_search(tool: Mapping[str, Any]) -> bool:
 
 
 def _functions(tools: Sequence[Source]) -> Iterator[tuple[dict[str, Any], Origin, Source]]:
-    """Yield functions with their origins and sources. Those without one come first, so that they win over others of
-    the same name.
+    """Yield functions with their origins and sources. Those without a namespace come first, so that they win over
+    others of the same name.
     """
-    spaces: list[Source] = []
-    for where, tool in tools:
-        kind = tool.get("type", "function")
-        if kind in ("function", "custom"):
+    for space, (where, tool) in sorted(_each(tools), key=lambda each: each[0] is not None):
+        if tool.get("type", "function") in ("function", "custom"):
             function = _function(tool, where)
-            yield function, (None, function["name"]), (where, tool)
-        elif kind == "namespace":
-            spaces.append((where, tool))
-    for where, space in spaces:
-        name = string_of(space, "name", where)
-        for place, tool in _tools_of(space, where):
-            if tool.get("type", "function") in ("function", "custom"):
-                function = _function(tool, place)
-                yield function, (name, function["name"]), (place, tool)
+            yield function, (space, function["name"]), (where, tool)
 
 
 def _function(tool: Mapping[str, Any], where: str) -> dict[str, Any]:

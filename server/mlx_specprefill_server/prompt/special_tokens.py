@@ -167,10 +167,11 @@ class Encoder:
         Raises:
             InvalidRequestError: this tokenizer can't tell the two apart.
         """
-        cuts = {0, *self._controls.cuts(text, structure), len(text)}
+        cuts = set(self._controls.cuts(text, structure))
         named = sum(self._controls.ids[text[start:end]] in self._ids for start, end in structure)
         while True:
-            ids, places = self._encode_parts([text[start:end] for start, end in pairwise(sorted(cuts))] or [text])
+            ends = pairwise([0, *sorted(cuts), len(text)])
+            ids, places = self._encode_parts([text[start:end] for start, end in ends])
             if sum(token in self._ids for token in ids) == named:
                 return ids, places
             starts, found = {start for start, _ in structure}, zip(ids, places or (), strict=False)

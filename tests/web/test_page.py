@@ -305,7 +305,7 @@ def test_a_refused_key_leaves_a_way_back(page: Page, live: Any, engine: FakeEngi
     page.until(lambda: page.find("#key-dialog").is_displayed())
     assert not page.find("#key-refused").is_displayed()
     page.find("#key").send_keys(Keys.ESCAPE)
-    page.until(lambda: "asks for an API key" in page.find("#notice").text)
+    page.until(lambda: "needs an API key" in page.find("#notice").text)
     assert not page.find("#key-dialog").is_displayed()
     page.find("#key-button").click()
     page.find("#key").send_keys("wrong", Keys.ENTER)

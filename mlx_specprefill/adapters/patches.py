@@ -18,6 +18,7 @@ from typing import Any
 from .capture import wrap_attention, wrap_softmax
 from .recurrence import RECURRENT, wrap_recurrence
 from .rope import PositionMappedRoPE, wrap_attention_scale, wrap_dynamic_ntk
+from .row_attention import wrap_rows
 from .window import wrap_window
 
 Function = Callable[..., Any]
@@ -25,7 +26,7 @@ _MARK = "mlx_specprefill_patch"
 
 PATCHES: Mapping[str, Callable[[Function], Function]] = {
     "mlx.core:fast.rope": PositionMappedRoPE,
-    "mlx.core:fast.scaled_dot_product_attention": lambda attention: wrap_attention(wrap_window(attention)),
+    "mlx.core:fast.scaled_dot_product_attention": lambda attention: wrap_rows(wrap_attention(wrap_window(attention))),
     "mlx.core:softmax": wrap_softmax,
     "mlx_lm.models.rope_utils:DynamicNTKScalingRoPE.__call__": wrap_dynamic_ntk,
     "mlx_lm.models.ministral3:_get_llama_4_attn_scale": wrap_attention_scale,

@@ -1,173 +1,141 @@
-"""Whole prompt caches as rows of a batch: which may share one; how they are merged, extended, filtered and split."""
+"""Prompt caches as rows of a batch. Each row keeps its own caches, of any length; a model sees one cache per layer.
+
+A step feeds one token per row. The cache of a layer hands each row's token to the row's own cache, and returns what the
+rows have stored as `RowTokens`. Models pass these on to attention, which reads row by row (`adapters/row_attention`).
+Nothing is padded, and no row's keys are copied when another one joins or leaves.
+
+States of recurrent layers have no length: those of all rows lie in one array for as long as the rows stay the same.
+"""
 
 from __future__ import annotations
 
-import copy
-import math
-import time
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, CacheList, QuantizedKVCache
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCache, RotatingKVCache, _BaseCache
 
-from .batched import PositionedBatch, QuantizedBatchKVCache
 from .positioned import Positioned, leaves
 
+_OWN = (Positioned, KVCache, QuantizedKVCache, RotatingKVCache)  # caches of tokens, which stay the rows' own
 
-def batch_key(cache: Sequence[Any]) -> Hashable | None:
-    """Return a key that is equal for prompt caches of one model that can share a batch; None if this one can't be
-    batched.
+
+class RowColumns(mx.array):
+    """Keys of several rows, transposed. A subclass, so that Python asks it first for the product with queries."""
+
+    def __init__(self, rows: Sequence[mx.array], caches: Sequence[Any]) -> None:
+        super().__init__(0)  # never read
+        self.rows, self.caches = rows, caches
+
+    def __rmatmul__(self, queries: mx.array) -> RowTokens:  # type: ignore[misc]
+        """Return the rows' products with queries (B, H, 1, D)."""
+        each = zip(mx.split(queries, len(self.rows)), self.rows, strict=True)
+        return RowTokens([query @ keys for query, keys in each], self.caches)
+
+
+class RowTokens(NamedTuple):
+    """Keys, values or masks of several rows, for attention.
+
+    Attributes:
+        rows: of each row (1, H, S_i, D), or a triple of quantised arrays; masks over S_i keys, or None.
+        caches: the rows' own caches.
     """
-    kinds = tuple(_kind(leaf) for leaf in leaves(cache))
-    return None if None in kinds else kinds
+
+    rows: Sequence[Any]
+    caches: Sequence[Any]
+
+    def swapaxes(self, first: int, second: int) -> RowColumns:
+        """Transpose the rows: latent attention adds one product with keys to the mask of another."""
+        return RowColumns([row.swapaxes(first, second) for row in self.rows], self.caches)
 
 
-def _kind(leaf: Any) -> Hashable | None:
-    if isinstance(leaf, Positioned):
-        return type(leaf), getattr(leaf, "max_size", None)
-    if isinstance(leaf, QuantizedKVCache):
-        return type(leaf), leaf.group_size, leaf.bits
-    # mlx-lm's own batch form of a ring drops tokens that should be kept.
-    if not hasattr(leaf, "merge") or getattr(leaf, "keep", 0) != 0:
-        return None
-    return type(leaf), len(leaf.cache) if isinstance(leaf, ArraysCache) else getattr(leaf, "max_size", None)
+class RowCaches(_BaseCache):  # type: ignore[misc]
+    """One layer's cache of several rows, which holds nothing of its own."""
+
+    def __init__(self, caches: Sequence[Any]) -> None:
+        self.caches = caches
+        self._offset: mx.array | None = None
+
+    @property
+    def offset(self) -> mx.array:
+        """Return the position of each row's next token, (B,) int32."""
+        if self._offset is None:
+            self._offset = mx.array([cache.offset for cache in self.caches], dtype=mx.int32)
+        return self._offset
+
+    def make_mask(self, N: int, **kwargs: Any) -> RowTokens | None:
+        """Return the rows' masks over the tokens that the next one will fetch; None if every row sees all of them."""
+        masks = [cache.make_mask(N, **kwargs) for cache in self.caches]
+        return None if all(mask is None for mask in masks) else RowTokens(masks, self.caches)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[RowTokens, RowTokens]:
+        """Store one token per row, (B, H, 1, D), and return all tokens."""
+        self._offset = None
+        count = len(self.caches)
+        new = zip(self.caches, mx.split(keys, count), mx.split(values, count), strict=True)
+        stored = [cache.update_and_fetch(key, value) for cache, key, value in new]
+        fetched, others = zip(*stored, strict=True)
+        return RowTokens(fetched, self.caches), RowTokens(others, self.caches)
+
+    def keys_and_values(self) -> tuple[RowTokens, RowTokens]:
+        """Return all tokens, for layers that read another one's cache."""
+        keys, values = zip(*(cache.keys_and_values() for cache in self.caches), strict=True)
+        return RowTokens(keys, self.caches), RowTokens(values, self.caches)
+
+    @property
+    def keys(self) -> Any:
+        """Return one row's keys, to which some models tie other work of the forward."""
+        return self.caches[0].keys
+
+    @keys.setter
+    def keys(self, value: Any) -> None:
+        self.caches[0].keys = value
+
+    @property
+    def state(self) -> Any:
+        return [cache.state for cache in self.caches]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(int(cache.nbytes) for cache in self.caches)
 
 
-def merge_rows(caches: Sequence[Sequence[Any]]) -> list[Any]:
-    """Merge prefilled prompt caches with one row each into one batch cache per layer."""
-    batch = [_merge(layer) for layer in zip(*caches, strict=True)]
-    parts = _positioned_batches(batch)
-    for index, part in enumerate(parts):
-        part.part = index, len(parts)
-    return batch
+def can_share(cache: Sequence[Any]) -> bool:
+    """Return whether this prompt cache can be a row beside others."""
+    return all(type(leaf) is ArraysCache or _is_own(leaf) for leaf in leaves(cache))
 
 
-def extend_batch(batch: Sequence[Any], other: Sequence[Any]) -> None:
-    """Add the rows of `other` to `batch`."""
-    for ours, theirs in zip(batch, other, strict=True):
-        ours.extend(theirs)
+def _is_own(leaf: Any) -> bool:
+    return isinstance(leaf, _OWN) and getattr(leaf, "keep", 0) == 0
 
 
-def filter_batch(batch: Sequence[Any], keep: Sequence[int]) -> None:
-    """Keep these rows only, in this order. If the last row takes the place of one that leaves, only it is copied."""
-    parts = list(leaves(batch))
-    lifted = [part.lift(keep) if isinstance(part, PositionedBatch) else None for part in parts]
-    mx.eval(lifted)  # all at once
-    for part, rows in zip(parts, lifted, strict=True):
-        part.filter(list(keep)) if rows is None else part.filter(list(keep), rows)
+def gather(rows: Sequence[Sequence[Any]]) -> list[Any]:
+    """Return one cache per layer for these prompt caches. It takes their recurrent states until `scatter`."""
+    return [_gather(layer) for layer in zip(*rows, strict=True)]
 
 
-def make_room(batch: Sequence[Any], rows: int, longest: Sequence[Any], until: float = math.inf) -> bool:
-    """Copy caches layer by layer to make room for `rows` new rows; return whether they fit.
-
-    Args:
-        longest: prompt cache of the new row with the most tokens.
-        until: by `time.monotonic`, after which no further layer starts; the first one always does.
-    """
-    slots = {id(ours): _tokens(theirs) for ours, theirs in zip(leaves(batch), leaves(longest), strict=True)}
-    return _copy_rings(
-        batch,
-        lambda part: not part.fits(rows, slots[id(part)]),
-        lambda part: part.make_room(rows, slots[id(part)]),
-        until,
-    )
-
-
-def give_back(batch: Sequence[Any], until: float = math.inf) -> bool:
-    """Compact the caches with too much idle space, layer by layer; return whether all are done.
-
-    Args:
-        until: as in `make_room`.
-    """
-    return _copy_rings(batch, lambda part: part.oversized, lambda part: part.compact(), until)
-
-
-def row_bytes(cache: Sequence[Any], rows: int) -> list[int]:
-    """Return the bytes of each row's tokens. Recurrent states have no length.
-
-    Args:
-        cache: a batch, or the prompt cache of a single row.
-        rows: how many it has.
-    """
-    parts = [part for part in leaves(cache) if isinstance(part, (PositionedBatch, Positioned, QuantizedKVCache))]
-    return [sum(layers) for layers in zip(*map(_row_bytes, parts), strict=True)] or [0] * rows
-
-
-def _row_bytes(part: PositionedBatch | Positioned | QuantizedKVCache) -> list[int]:
-    if isinstance(part, PositionedBatch):
-        return part.row_bytes
-    if part.empty():
-        return [0]
-    keys = part.keys[0] if isinstance(part, QuantizedKVCache) else part.keys
-    return [int(part.nbytes) // keys.shape[2] * _tokens(part)]
-
-
-def padding_bytes(batch: Sequence[Any]) -> int:
-    """Return the bytes of the caches beside their rows' tokens and these rows' room to grow; 0 for a single row."""
-    return sum(part.padding for part in _positioned_batches(batch))
-
-
-def limit_idle(batch: Sequence[Any], most: int) -> None:
-    """Let at most this many bytes of a batch lie idle from now on. `give_back` frees the rest."""
-    for part in _positioned_batches(batch):
-        part.most_idle = most
-
-
-def _tokens(leaf: Any) -> int:
-    """Return the number of stored tokens. mlx-lm's quantised cache does not report its size."""
-    return int(leaf.offset if isinstance(leaf, QuantizedKVCache) else leaf.size())
-
-
-def _positioned_batches(batch: Sequence[Any]) -> list[PositionedBatch]:
-    return [part for part in leaves(batch) if isinstance(part, PositionedBatch)]
-
-
-def _copy_rings(
-    batch: Sequence[Any],
-    wanted: Callable[[PositionedBatch], bool],
-    copy: Callable[[PositionedBatch], None],
-    until: float,
-) -> bool:
-    """Copy all rings or none: the slots in use depend on the layout, and layers share a mask."""
-    parts = _positioned_batches(batch)
-    rings = [part for part in parts if part.max_size is not None]
-    units = [rings, *([part] for part in parts if part.max_size is None)]
-    for done, unit in enumerate([unit for unit in units if any(wanted(part) for part in unit)]):
-        if done and time.monotonic() >= until:
-            return False
-        for part in unit:
-            copy(part)
-        mx.eval([part.state for part in unit])
-    return True
-
-
-def extract_row(batch: Sequence[Any], index: int) -> list[Any]:
-    """Return one row as a prompt cache. The batch is unchanged."""
-    return [_extract(part, index) for part in batch]
-
-
-def _merge(caches: Sequence[Any]) -> Any:
-    first = caches[0]
+def _gather(layer: Sequence[Any]) -> Any:
+    first = layer[0]
     if isinstance(first, CacheList):
-        return CacheList(*(_merge(parts) for parts in zip(*(cache.caches for cache in caches), strict=True)))
-    if isinstance(first, Positioned):
-        return PositionedBatch.merge(caches)
-    if isinstance(first, QuantizedKVCache):
-        return QuantizedBatchKVCache.merge(caches)
-    if isinstance(first, ArraysCache):
-        merged = copy.deepcopy(first)
-        for other in caches[1:]:  # mlx-lm's merge needs a row that has filled each slot
-            merged.extend(other)
-        return merged
-    return type(first).merge(caches)
+        return CacheList(*(_gather(parts) for parts in zip(*(cache.caches for cache in layer), strict=True)))
+    if not isinstance(first, ArraysCache):
+        return RowCaches(layer)
+    together = ArraysCache(len(first.cache))
+    together.cache = list(first.cache)
+    for other in layer[1:]:
+        together.extend(other)
+    for own in layer:
+        own.cache = [None] * len(own.cache)
+    return together
 
 
-def _extract(batch: Any, index: int) -> Any:
-    if isinstance(batch, CacheList):
-        return CacheList(*(_extract(part, index) for part in batch.caches))
-    if isinstance(batch, ArraysCache):
-        row = ArraysCache(len(batch.cache))
-        row.cache = [None if array is None else mx.contiguous(array[index : index + 1]) for array in batch.cache]
-        return row
-    return batch.extract(index)
+def scatter(shared: Sequence[Any], rows: Sequence[Sequence[Any]]) -> None:
+    """Give recurrent states back to the prompt caches that `gather` took them from."""
+    for index, row in enumerate(rows):
+        for together, own in _states(shared, row):
+            own.cache = [None if array is None else mx.contiguous(array[index : index + 1]) for array in together.cache]
+
+
+def _states(shared: Sequence[Any], row: Sequence[Any]) -> Iterator[tuple[ArraysCache, ArraysCache]]:
+    pairs = zip(leaves(shared), leaves(row), strict=True)
+    return ((together, own) for together, own in pairs if isinstance(own, ArraysCache))

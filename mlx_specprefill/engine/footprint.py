@@ -11,7 +11,6 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from ..cache.positioned import fill, leaves
 
@@ -143,13 +142,3 @@ def cache_footprint(cache: list[Any]) -> Footprint:
 def _bytes_per_token(part: KVCache | RotatingKVCache) -> int:
     slots = int(part.keys.shape[2])
     return int(part.keys.nbytes + part.values.nbytes) // max(slots, 1)
-
-
-def read_bytes(model: nn.Module) -> int:
-    """Return the bytes of weights that every forward reads. Experts do not count: rows seldom share one."""
-    experts = {
-        name: module.parameters()
-        for name, module in model.named_modules()
-        if isinstance(module, (SwitchLinear, QuantizedSwitchLinear))
-    }
-    return weight_bytes(model) - sum(int(array.nbytes) for _, array in tree_flatten(experts))

@@ -80,7 +80,6 @@ class EngineCore:
         self.beat = time.monotonic()
         self.meter = Meter()
         self._memory.stop_background = self._stop_background
-        self._memory.rows_padding, self._rows.room = lambda: self._rows.padding, self._memory.padding_room
 
     def begin(self) -> None:
         """Measure what a request costs."""
@@ -258,7 +257,6 @@ class EngineCore:
                 self._scheduler.admit(uid)
                 if self._densifier.is_drafting:
                     self._cancel_background()  # what the draft has read so far serves this request
-                self._rows.plan_anew()
                 if isinstance(job, AnswerJob):
                     job.active.times.started = time.perf_counter()
             elif self._scheduler.running == 0 and self._memory.can_be_freed(uid, job.need):
@@ -365,8 +363,6 @@ class EngineCore:
                 self._fail(self._decoding[uid], outcome)
             else:
                 self._report_token(self._decoding[uid], outcome)
-        if self._rows.padding:
-            self._memory.evict_for_rows()
 
     def _report_token(self, job: AnswerJob, event: TokenEvent) -> None:
         active, most = job.active, job.active.request.max_tokens

@@ -89,8 +89,7 @@ class Memory:
         parameters: bytes of each array of its models, by identity: two engines can share a draft.
         pinned: its models are never unloaded.
         last_use: when it last let a request in, by the monotonic clock.
-        jobs: in work or waiting, by uid; `rows_padding` returns the bytes that decoding rows take beside their own, for
-            room that gives way to requests.
+        jobs: in work or waiting, by uid.
         stop_background: ends background work.
         common: the budget that all engines of the thread share.
     """
@@ -112,7 +111,6 @@ class Memory:
         self._longest = pair.context_length  # tokens of prompt and answer that every rank has room for
         self._reserved: dict[int, Need] = {}
         self.jobs: dict[int, Job] = {}
-        self.rows_padding: Callable[[], int] = int
         self.stop_background: Callable[[], None] = lambda: None
         self.common = common or SharedMemory(config.memory_limit)
         self.pinned = pinned
@@ -189,7 +187,7 @@ class Memory:
     @property
     def reserved(self) -> int:
         """Return the bytes of all reservations: forwards take turns and share the memory of the largest."""
-        return sum(need.held for need in tuple(self._reserved.values())) + self._working + self.rows_padding()
+        return sum(need.held for need in tuple(self._reserved.values())) + self._working
 
     @property
     def _working(self) -> int:
@@ -284,26 +282,8 @@ class Memory:
         return self._missing(need) <= self.cached and self.common.can_reclaim(self._added(need), self)
 
     def _added(self, need: Need) -> int:
-        """Return the bytes that this need adds to the reservations, from which the rows' padding goes."""
-        return need.held + max(0, need.working - self._working) - self.rows_padding()
-
-    def padding_room(self, own: int) -> int | None:
-        """Return the bytes that decoding rows may take beside their own: what is free, and a part of the prefixes.
-
-        Prefixes lose at most half as much as the rows take themselves.
-
-        Args:
-            own: bytes of all rows.
-        """
-        taken = (self.limit, self.weights + self.reserved + self.cached), (self.common.limit, self.common.taken())
-        free = min((limit - used for limit, used in taken if limit is not None), default=None)
-        return None if free is None else max(0, free + self.rows_padding()) + min(self.cached, own // 2)
-
-    def evict_for_rows(self) -> None:
-        """Evict the prefixes whose place decoding rows have taken."""
-        over = self._missing(Need()) + self.rows_padding()
-        if (over := max(over, self.common.missing(0))) > 0:
-            self.evict(over)
+        """Return the bytes that this need adds to the reservations."""
+        return need.held + max(0, need.working - self._working)
 
     def _missing(self, need: Need) -> int:
         if self.limit is None:

@@ -43,7 +43,6 @@ from .scoring import Extension, PromptScorer, Scoring
 T = TypeVar("T")
 _REST_S = 0.05  # between two idle steps: a rank that waits for another in MLX's ring keeps a core busy
 _MOST = (1 << 30) - 1  # the largest value that `Ranks.min_max` compares
-_PARTS = 1 << 10  # as which it compares parts of a number
 _Order: TypeAlias = TaskSpec | tuple[str | None, tuple[Any, ...]]
 _Find = Callable[[Sequence[int] | TokenIds, bool], Lookup]
 
@@ -153,12 +152,6 @@ class RankedMemory(_Ranked, Memory):
 
     def can_be_freed(self, uid: int, need: Need) -> bool:
         return self._ranks.all(super().can_be_freed(uid, need))
-
-    def padding_room(self, own: int) -> int | None:
-        """Return the room as the rank with the least for its part of the rows has it."""
-        room = super().padding_room(own)
-        share, _ = self._ranks.min_max(_MOST if room is None else min(_MOST, _PARTS * room // max(1, own)))
-        return None if share == _MOST else own * share // _PARTS
 
 
 class RankedChunkSizer(_Ranked, ChunkSizer):

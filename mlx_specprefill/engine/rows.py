@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -38,26 +38,16 @@ class _Drafted(NamedTuple):
 
 
 class Rows:
-    """Sequences between their prefill and their last token.
-
-    Attributes:
-        room: see `DecodeBatch`.
-    """
+    """Sequences between their prefill and their last token."""
 
     def __init__(self, pair: ModelPair, config: EngineConfig) -> None:
         self._pair = pair
         self._kv_bits = config.kv_bits
-        self.room: Callable[[int], int | None] = lambda own: None
         self._batch = self._make_batch()
         self._drafted: dict[int, _Drafted] = {}
 
     def __len__(self) -> int:
         return len(self._batch) + len(self._drafted)
-
-    @property
-    def padding(self) -> int:
-        """Return the bytes of these caches beside the rows' tokens and their room to grow. From any thread."""
-        return self._batch.padding
 
     def add(self, active: ActiveRequest, logits: mx.array) -> TokenEvent:
         """Begin to decode a request behind its prefill. Return its first token, chosen from `logits` (1, V)."""
@@ -89,12 +79,8 @@ class Rows:
         self._batch = self._make_batch()
         self._drafted.clear()
 
-    def plan_anew(self) -> None:
-        """Decide anew which rows share a forward: they have less room."""
-        self._batch.plan_anew()
-
     def _make_batch(self) -> DecodeBatch:
-        return DecodeBatch(self._pair.target, self._pair.ranks, lambda own: self.room(own))
+        return DecodeBatch(self._pair.target, self._pair.ranks)
 
     def _add_drafted(
         self, active: ActiveRequest, drafting: AnswerDrafter, proposer: Proposer, logits: mx.array

@@ -117,29 +117,6 @@ def test_forwards_take_turns_and_share_the_memory_of_the_largest():
     assert memory.reserved == 50
 
 
-def test_padding_is_reserved_and_gives_way_to_requests():
-    memory = memory_of(100, 20, cache := Cache(0))
-    memory.rows_padding = lambda: 30
-    assert memory.reserve(1, Need(40))
-    assert memory.reserved == 70
-    assert memory.fits(Need(40))
-    assert not memory.fits(Need(41))
-    assert memory.padding_room(10) == 40
-    cache.nbytes = 20
-    assert memory.padding_room(10) == 25  # 20 are free, and half of what the rows take is of the prefixes
-    assert memory.padding_room(60) == 40
-
-
-def test_prefixes_make_way_for_padding_by_as_much_as_it_takes():
-    memory = memory_of(100, 20, cache := Cache(50))
-    assert memory.reserve(1, Need(30))
-    memory.evict_for_rows()
-    assert cache.nbytes == 50
-    memory.rows_padding = lambda: 10
-    memory.evict_for_rows()
-    assert cache.nbytes == 40
-
-
 def test_a_sequence_costs_its_tokens_its_state_and_one_forward():
     footprint = Footprint(per_token=10, constant=500, per_row=7, per_pair=2)
     assert footprint.of_held(100) == 1500

@@ -19,10 +19,10 @@ from mlx_specprefill import (
     SpecPrefillPolicy,
 )
 from mlx_specprefill.adapters.heads import DraftHeads, Head
-from mlx_specprefill.engine.decode_batch import DecodeRow
+from mlx_specprefill.engine.decode_batch import DecodeBatch, DecodeRow
 from mlx_specprefill.loading import with_heads
 from mlx_specprefill.sampling import greedy
-from tests.support.rows import crowd, make_rows, prefilled
+from tests.support.rows import make_rows, prefilled
 from tests.support.tiny import VOCAB, random_prompt, tiny_model, tiny_pair
 
 from .test_mapped_draft import ASKED, TEXT, conversation
@@ -90,7 +90,7 @@ def test_other_lines_that_may_ask_are_no_second_wait() -> None:
 @pytest.mark.parametrize("rows", [1, 4])
 def test_the_next_forward_is_queued_before_a_token_is_waited_for(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, calls = tiny_model("llama"), list[str]()
-    batch = crowd(model)
+    batch = DecodeBatch(model)
     for uid, row in enumerate(make_rows(VOCAB, rows)):
         batch.add(DecodeRow(uid, *prefilled(model, row), greedy))
     batch.step()

@@ -13,15 +13,15 @@ import mlx.nn as nn
 import pytest
 
 from mlx_specprefill.adapters.registry import adapter_for
-from mlx_specprefill.cache.rows import batch_key
+from mlx_specprefill.cache.rows import can_share
 from mlx_specprefill.engine.caches import empty_cache
-from mlx_specprefill.engine.decode_batch import DecodeRow
+from mlx_specprefill.engine.decode_batch import DecodeBatch, DecodeRow
 from mlx_specprefill.sampling import greedy
 from tests.support import oracle
 from tests.support.autoregressive import decode
 from tests.support.oracle import build, tiny_models, vocabulary
 from tests.support.refusals import BATCH_REFUSALS
-from tests.support.rows import ROUNDED, Row, alone, crowd, logprob_error, make_rows, quantised_row, together, tokens
+from tests.support.rows import ROUNDED, Row, alone, logprob_error, make_rows, quantised_row, together, tokens
 from tests.support.tiny import FAMILIES, tiny_model
 
 CLOSE = 1e-4
@@ -83,7 +83,7 @@ def test_every_architecture_whose_caches_are_quantised(name: str) -> None:
     def made(model: nn.Module, uid: int, row: Row) -> DecodeRow:
         return quantised_row(model, uid, row, 8)
 
-    assert batch_key(made(model, 0, rows[0]).cache) is not None
+    assert can_share(made(model, 0, rows[0]).cache)
     counts = [12, 5, 9, 12]
     events, _ = together(model, rows, [0, 0, 1, 3], counts, made=made)
     for uid, row in enumerate(rows):
@@ -99,7 +99,7 @@ def test_no_architecture_is_kept_out_without_grounds(architecture: str) -> None:
     if architecture in oracle.UNBUILDABLE:
         return
     model = build(architecture)
-    batch = crowd(model)
+    batch = DecodeBatch(model)
     assert not batch._batched
     batch._batched = True
     try:
@@ -113,5 +113,5 @@ def test_no_architecture_is_kept_out_without_grounds(architecture: str) -> None:
 @pytest.mark.extended
 def test_what_is_batched_can_be() -> None:
     """The property would be vacuous for caches that decode one by one."""
-    batched = {name for name in RUNNABLE if batch_key(empty_cache(build(name))) is not None}
+    batched = {name for name in RUNNABLE if can_share(empty_cache(build(name)))}
     assert set(RUNNABLE) - batched == {"deepseek_v41", "llama4"}

@@ -50,16 +50,25 @@ DRAFT_REFUSALS: Mapping[str, str] = {
     "rwkv7": _NO_ATTENTION,
 }
 
-# Reasons to decode rows one by one although their caches have a batch form.
+_OWN_ATTENTION = "it computes attention itself, from the keys of one sequence"
+
+# Reasons to decode rows one by one.
 BATCH_REFUSALS: Mapping[str, str] = {
-    "afm7": "its KV-reuse layers rotate queries by the slot that all rows share",
+    "afm7": "its KV-reuse layers rotate queries by the slots of one sequence",
     "bitnet": _METAL_ONLY,
+    "deepseek_v32": "it gathers a subset of the keys of one sequence",
+    "gemma2": _OWN_ATTENTION,
+    "glm_moe_dsa": "it gathers a subset of the keys of one sequence",
     "gpt_bigcode": "it looks up the positions of one sequence",
-    "minimax_m3_vl": "its block selection is cut over slots, padding included",
+    "minimax_m3_vl": "its block selection reads the keys of one sequence",
     "muse_spark": _METAL_ONLY,
     "olmo": _NOT_IMPORTABLE,
-    "phi3small": "its block-sparse attention takes no mask per row",
+    "phi": _OWN_ATTENTION,
+    "phi3small": "its block-sparse attention reads the keys of one sequence",
+    "phixtral": _OWN_ATTENTION,
+    "plamo": _OWN_ATTENTION,
     "prism_hadamard_qwen35": "it was not verified: its weights exist in a quantised form only",
+    "stablelm": _OWN_ATTENTION,
 }
 
 # Reasons why several tokens in one forward differ from single ones, so that proposals can't be verified.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -84,16 +83,6 @@ def quantised_row(model: nn.Module, uid: int, row: Row, bits: int) -> DecodeRow:
     return replace(plain, cache=cache, shift=shift)
 
 
-def crowd(model: nn.Module) -> DecodeBatch:
-    """A batch in which all rows share a forward, however much that pads them."""
-    return crowded(DecodeBatch(model))
-
-
-def crowded(batch: DecodeBatch) -> DecodeBatch:
-    batch._read, batch._most = 1 << 60, math.inf
-    return batch
-
-
 def together(
     model: nn.Module,
     rows: Sequence[Row],
@@ -102,8 +91,8 @@ def together(
     batch: DecodeBatch | None = None,
     made: Callable[[nn.Module, int, Row], DecodeRow] = batch_row,
 ) -> tuple[Mapping[int, list[TokenEvent]], Mapping[int, Removed]]:
-    """Row i joins at step joins[i] and leaves after counts[i] tokens. All share a forward, unless `batch` says else."""
-    batch = crowd(model) if batch is None else batch
+    """Row i joins at step joins[i] and leaves after counts[i] tokens."""
+    batch = DecodeBatch(model) if batch is None else batch
     events: dict[int, list[TokenEvent]] = {uid: [] for uid in range(len(rows))}
     removed: dict[int, Removed] = {}
     step = 0

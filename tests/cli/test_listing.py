@@ -105,13 +105,6 @@ class TestList:
         assert rows["org/part"][1] == "not whole, or no model"
         assert "name one of them after the id, as in ID/FILE.gguf: a.gguf, b.gguf" in rows["org/packed"][1]
 
-    def test_models_of_lm_studio_are_among_them(self, cache: Path) -> None:
-        store(cache, "org/first")
-        save_checkpoint(cache.parent / ".lmstudio" / "models" / "org" / "second", "llama", 1)
-        names = [row[0] for row in takewhile(bool, table("list"))]
-        assert names == ["MODEL", "org/first", "org/second"]
-        assert table("list")[2][-1] == "mlx-specprefill serve --target org/second"
-
     def test_an_empty_cache_says_what_comes_next(self, cache: Path) -> None:
         for _ in range(2):  # the folder is missing, then empty
             first, *rest = run("list").stdout.splitlines()

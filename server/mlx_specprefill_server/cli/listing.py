@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from huggingface_hub import constants, scan_cache_dir
 
-from mlx_specprefill import ForwardCost, LoadError, find_model, lm_studio_folders, repacked_files
+from mlx_specprefill import ForwardCost, LoadError, find_model, repacked_files
 
 from ..pairs import NAMED_PAIRS, PackagedFile, models_file, pair_state, read_pairs, size
 from ..settings import Settings
@@ -32,7 +32,7 @@ All figures are predicted. This project has run none of these pairs: `mlx-specpr
 
 
 def list_models(pairs_file: PairsFile = None) -> None:
-    """Show the models that Hugging Face's cache and LM Studio hold, the named pairs, your models.toml, kept weights."""
+    """Show the models in Hugging Face's cache, the named pairs and those of your models.toml; weights that are kept."""
     with one_line_errors():
         models, pairs, repacked = list(_models()), list(_pairs(pairs_file)), list(_repacked())
     if models:
@@ -49,14 +49,11 @@ def list_models(pairs_file: PairsFile = None) -> None:
 def _models() -> Iterator[tuple[str, ...]]:
     cache = Path(constants.HF_HUB_CACHE)
     cached = scan_cache_dir(cache).repos if cache.is_dir() else ()
-    sizes = {model.repo_id: model.size_on_disk for model in cached if model.repo_type == "model"}
-    for folder in lm_studio_folders():
-        files = (file.stat().st_size for file in folder.iterdir() if file.is_file())
-        sizes.setdefault("/".join(folder.parts[-2:]), sum(files))
-    for name, stored in sorted(sizes.items()):
-        state = _state(name)
-        next_step = f"mlx-specprefill {'serve --target' if state == 'ready' else 'pull'} {name}"
-        yield name, size(stored), state, next_step
+    for model in sorted(cached, key=lambda model: model.repo_id):
+        if model.repo_type == "model":
+            state = _state(model.repo_id)
+            next_step = f"mlx-specprefill {'serve --target' if state == 'ready' else 'pull'} {model.repo_id}"
+            yield model.repo_id, size(model.size_on_disk), state, next_step
 
 
 def _state(repository: str) -> str:

@@ -96,7 +96,6 @@ from .specprefill.head_calibration import find_heads as find_heads
 from .speculative.strategies import drafts_with_draft as drafts_with_draft
 from .stored import find_model as find_model
 from .stored import is_repository_id as is_repository_id
-from .stored import lm_studio_folders as lm_studio_folders
 from .stored import repacked_files as repacked_files
 from .stored import resolve_model_path as resolve_model_path
 from .unloaded import Blueprint as Blueprint

@@ -1,7 +1,6 @@
-"""Finds models in folders, in Hugging Face's cache and in LM Studio's. Uses no network, and imports no MLX.
+"""Finds models in folders and in Hugging Face's cache. Uses no network, and imports no MLX: commands ask it first.
 
-Hugging Face's cache holds `models--publisher--name/snapshots/COMMIT/files`, and `refs/main` names the commit. LM Studio
-keeps `publisher/name/files`.
+The cache holds `models--publisher--name/snapshots/COMMIT/files`, and `refs/main` names the commit.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from .errors import LoadError
 
 REPACKED_FROM = "source"
 """Key of the GGUF file's path in a file of repacked weights."""
-_LM_STUDIO = "~/.lmstudio/models", "~/.cache/lm-studio/models"  # now, and in its earlier versions
 _LONGEST_HEADER = 1 << 26  # bytes
 _PART = 4096  # bytes
 _PARTS = 64  # of every file
@@ -56,14 +54,8 @@ def find_model(name: str) -> Path | None:
     parts = _ID.fullmatch(name)
     if parts is None:
         return None
-    folders = [_snapshot_of(parts["repository"]), *lm_studio_folders(parts["repository"])]
-    return next(filter(None, (_model_in(folder, parts["file"]) for folder in folders if folder is not None)), None)
-
-
-def lm_studio_folders(pattern: str = "*/*") -> list[Path]:
-    """Return the folders of LM Studio's models, `publisher/name` as their last two parts, whole or not."""
-    found = (sorted(Path(models).expanduser().glob(pattern)) for models in _LM_STUDIO)
-    return [folder for folders in found for folder in folders if folder.is_dir()]
+    folder = _snapshot_of(parts["repository"])
+    return None if folder is None else _model_in(folder, parts["file"])
 
 
 def _snapshot_of(repository: str) -> Path | None:

@@ -6,7 +6,6 @@ import math
 import re
 import tomllib
 from argparse import Namespace
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from mlx_specprefill import ForwardCost, blueprint
 from mlx_specprefill.config import DraftWindow
 from mlx_specprefill.engine.costs import prior_cost
 from mlx_specprefill_server import cli
-from mlx_specprefill_server.cli.listing import TABLE
+from mlx_specprefill_server.cli.listing import KEPT_BY_MAPPED, KEPT_BY_OWN, TABLE
 from tests.support.tiny import save_checkpoint
 
 PAIRS = """
@@ -85,11 +84,6 @@ def table(*arguments: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in done.stdout.splitlines()]
 
 
-def recommended(*arguments: str) -> list[list[str]]:
-    """The rows of `recommend` in front of its legend."""
-    return list(takewhile(bool, table("recommend", *arguments)))
-
-
 class TestList:
     def test_models_have_their_size_and_whether_they_are_whole(self, cache: Path) -> None:
         whole = store(cache, "org/whole")
@@ -104,13 +98,6 @@ class TestList:
         assert rows["org/part"][2] == "mlx-specprefill pull org/part"
         assert rows["org/part"][1] == "not whole, or no model"
         assert "name one of them after the id, as in ID/FILE.gguf: a.gguf, b.gguf" in rows["org/packed"][1]
-
-    def test_models_of_lm_studio_are_among_them(self, cache: Path) -> None:
-        store(cache, "org/first")
-        save_checkpoint(cache.parent / ".lmstudio" / "models" / "org" / "second", "llama", 1)
-        names = [row[0] for row in takewhile(bool, table("list"))]
-        assert names == ["MODEL", "org/first", "org/second"]
-        assert table("list")[2][-1] == "mlx-specprefill serve --target org/second"
 
     def test_an_empty_cache_says_what_comes_next(self, cache: Path) -> None:
         for _ in range(2):  # the folder is missing, then empty
@@ -155,21 +142,21 @@ class TestList:
 class TestRecommend:
     def test_what_fits_is_shown_with_the_command_that_comes_next(self, cache: Path) -> None:
         """4.86 GB of weights and 163 840 bytes per token; lines are whole on any terminal."""
-        assert recommended("--memory-limit", "11GB", "--context", "8192") == [
-            ["MEMORY", "WAIT", "SOONER", "TOKENIZER", "NEXT"],
+        assert table("recommend", "--memory-limit", "11GB", "--context", "8192") == [
+            ["MEMORY", "WAIT", "SOONER", "KEEPS", "NEXT"],
             [
                 "6.1 GB",
                 "1.0",
                 "3.1",
-                "same",
+                ".94",
                 "mlx-specprefill pull mlx-community/Meta-Llama-3.1-8B-Instruct-4bit "
                 "--draft mlx-community/Llama-3.2-1B-Instruct-4bit",
             ],
         ]
-        assert len(recommended("--memory-limit", "400GB")) == 1 + len(ROWS)
+        assert len(table("recommend", "--memory-limit", "400GB")) == 1 + len(ROWS)
 
     def test_a_longer_context_takes_more(self, cache: Path) -> None:
-        short, long = (recommended("--memory-limit", "11GB", "--context", str(n)) for n in (8192, 65536))
+        short, long = (table("recommend", "--memory-limit", "11GB", "--context", str(n)) for n in (8192, 65536))
         assert len(short) == 2
         assert long == [["No pair of the table fits 11.0 GB at 65,536 tokens; smollm2 fits every machine."]]
 
@@ -189,7 +176,7 @@ class TestRecommend:
                 models.append(row["draft"].rpartition("/")[2])
                 forwards = [(row["target_cost"], round(tokens / 5)), (row["draft_cost"], tokens)]
             waits[", ".join(models)] = sum(time_of(*forward) for forward in forwards)
-        shown = recommended("--memory-limit", "400GB", "--context", str(tokens))[1:]
+        shown = table("recommend", "--memory-limit", "400GB", "--context", str(tokens))[1:]
         named = [", ".join(re.findall(r"mlx-community/(\S+)", row[-1])) for row in shown]
         places = {name: (targets.index(row["target"]), waits[name]) for name, row in zip(waits, ROWS, strict=True)}
         fitting = [name for name, row in zip(waits, ROWS, strict=True) if tokens <= row["context"]]
@@ -202,18 +189,13 @@ class TestRecommend:
         alone = [round(stored_bytes(name) / 2**30) for name in dict.fromkeys(row["target"] for row in ROWS)]
         assert alone == sorted(alone, reverse=True)
 
-    def test_a_machine_is_more_than_its_models_may_use(self, cache: Path) -> None:
-        """As on the page: macOS leaves a GPU two thirds of up to 32 GB, three quarters of more; a tenth stays free."""
-        for memory, limit in (("32GB", "19.2GB"), ("64GB", "43.2GB")):
-            assert recommended("--machine", memory) == recommended("--memory-limit", limit)
-        refused = run("recommend", "--machine", "32GB", "--memory-limit", "19GB")
-        assert refused.exit_code == 2
-        assert "not both" in refused.stderr
-
-    def test_a_legend_explains_the_columns(self, cache: Path) -> None:
-        said = run("recommend", "--memory-limit", "400GB").stdout.partition("\n\n")[2]
-        assert re.findall(r"^[A-Z]{2,}", said, re.MULTILINE) == recommended("--memory-limit", "400GB")[0][:-1]
-        assert "All figures are predicted" in said
+    def test_a_draft_with_another_tokenizer_has_its_own_loss_beside_it(self, cache: Path) -> None:
+        page = (MODELS.parents[1] / "results.md").read_text(encoding="utf-8")
+        own, mapped = re.search(r"SmolLM2 (\.\d+)\s+with its own draft and (\.\d+) with that", page).groups()
+        shown = table("recommend", "--memory-limit", "400GB", "--context", "8192")[1:]
+        kept = {", ".join(re.findall(r"mlx-community/(\S+)", row[-1])): row[3] for row in shown}
+        assert kept.pop("gpt-oss-120b-MXFP4-Q8, Qwen3-0.6B-4bit") == mapped
+        assert {value for value in kept.values() if value != "-"} == {own}
 
     @pytest.mark.parametrize(("column", "tokens"), [(1, "8192"), (2, "32768"), (3, "65536")])
     def test_the_page_of_models_has_the_same_predictions(self, cache: Path, column: int, tokens: str) -> None:
@@ -221,8 +203,9 @@ class TestRecommend:
         rows = re.findall(
             r"^\| (\S+, \S+) \| (.+) \| (.+) \| (.+) \| (.+) \|$", MODELS.read_text(encoding="utf-8"), re.MULTILINE
         )
-        page = {row[0]: (row[column], row[4]) for row in rows if row[column] != "-"}
-        shown = recommended("--memory-limit", "400GB", "--context", tokens)[1:]
+        kept = {"same": KEPT_BY_OWN, "mapped": KEPT_BY_MAPPED}
+        page = {row[0]: (row[column], kept[row[4]]) for row in rows if row[column] != "-"}
+        shown = table("recommend", "--memory-limit", "400GB", "--context", tokens)[1:]
         pairs = {", ".join(re.findall(r"mlx-community/(\S+)", row[-1])): (row[2], row[3]) for row in shown}
         assert page == {pair: found for pair, found in pairs.items() if found[0] != "-"}
         assert all((", " in pair) == (gain != "-") for pair, (gain, _) in pairs.items())
@@ -236,14 +219,14 @@ class TestRecommend:
         assert [int(memory) for memory in dict.fromkeys(row[0] for row in rows)] == [16, 32, 64, 96, 128]
         for memory, limit, pair, tokens, takes, sooner in rows:
             assert limit == f"{0.9 * int(memory) * (2 / 3 if int(memory) <= 32 else 3 / 4):.1f} GB"
-            shown = recommended("--machine", f"{memory}GB", "--context", tokens)[1:]
-            pairs = {", ".join(re.findall(r"mlx-community/(\S+)", row[-1])): (row[0], row[2]) for row in shown}
-            assert pairs[pair] == (takes, sooner)
+            shown = table("recommend", "--memory-limit", limit.replace(" ", ""), "--context", tokens)
+            found = {", ".join(re.findall(r"mlx-community/(\S+)", row[-1])): row for row in shown if len(row) > 3}
+            assert (found[pair][0], found[pair][2]) == (takes, sooner)
 
     def test_what_is_here_is_served(self, cache: Path) -> None:
         store(cache, "mlx-community/gpt-oss-20b-MXFP4-Q8")
         store(cache, "mlx-community/Meta-Llama-3.1-8B-Instruct-4bit")  # without its draft
-        commands = sorted(row[-1] for row in recommended("--memory-limit", "13GB")[1:])
+        commands = sorted(row[-1] for row in table("recommend", "--memory-limit", "13GB")[1:])
         assert commands[1] == "mlx-specprefill serve --target mlx-community/gpt-oss-20b-MXFP4-Q8"
         assert commands[0].startswith("mlx-specprefill pull mlx-community/Meta-Llama")
 

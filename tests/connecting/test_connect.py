@@ -19,7 +19,7 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from mlx_specprefill_server.agent_setup import AGENTS, LAUNCHED, RunningServer
-from mlx_specprefill_server.cli import agents, app
+from mlx_specprefill_server.cli import app
 from mlx_specprefill_server.cli.agents import text_of
 from tests.support.connected import files_in, variables_in
 
@@ -177,21 +177,6 @@ def test_claude_code_counts_no_tokens_down_and_its_memory_is_explained(home: Pat
     assert variables_in(done.stdout)["CLAUDE_CODE_TOTAL_TOKENS_REMINDER"] == "off"
     assert "CLAUDE_CODE_DISABLE_AUTO_MEMORY=1" in done.stderr
     assert "CLAUDE_CODE_DISABLE_AUTO_MEMORY" not in done.stdout
-
-
-@pytest.mark.usefixtures("programs")
-def test_without_tools_an_agent_is_launched_after_a_yes(
-    home: Path, base: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    toolless = RunningServer(base, "org/local", 50_000, "geheim", tools=False)
-    monkeypatch.setattr(agents, "_find", lambda *_: toolless)
-    options = ["launch", "claude", "--url", base, "--api-key", "geheim"]
-    assert CliRunner().invoke(app, options).exit_code == 7  # a program can't answer
-    monkeypatch.setattr(agents, "_at_a_terminal", lambda: True)
-    for typed, code in (("n\n", 1), ("y\n", 7)):
-        done = CliRunner().invoke(app, options, input=typed)
-        assert done.exit_code == code, done.output
-        assert "agents can't call any" in done.output
 
 
 def test_what_cannot_be_launched(home: Path, base: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,22 +91,6 @@ class TestWhatIsNotWhole:
         assert find_model(name) is None
 
 
-@pytest.mark.parametrize("models", [".lmstudio/models", ".cache/lm-studio/models"])
-def test_a_model_of_lm_studio_has_the_same_name(home: Path, monkeypatch: pytest.MonkeyPatch, models: str) -> None:
-    """Unless Hugging Face's cache has all of it. A file is named as there."""
-    monkeypatch.setenv("HOME", str(home))
-    folder = save_checkpoint(home / models / "org" / "name", "llama")
-    snapshot = cached(home, "org/name")  # of an interrupted download
-    assert find_model("org/name") == folder
-    packed = home / models / "org" / "packed"
-    packed.mkdir()
-    file = tiny("llama").write(packed / "a.gguf")
-    assert find_model("org/packed/a.gguf") == find_model("org/packed") == file
-    assert find_model("org/other") is None
-    save_checkpoint(snapshot, "llama")
-    assert find_model("org/name") == snapshot
-
-
 class TestGguf:
     def test_the_only_file_is_meant(self, home: Path) -> None:
         folder = cached(home, "org/name")

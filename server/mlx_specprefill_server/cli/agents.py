@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from typing import Annotated
 
 import typer
@@ -59,8 +58,6 @@ def launch(
             server = _find(url, api_key, model)
             setup = AGENTS[agent](server)
             _notify(setup, server)
-            if not server.tools and _at_a_terminal():
-                typer.confirm(f"{agent} can do little without tools. Start it nevertheless?", abort=True)
             write_files(setup)
             status = run([*setup.command, *(arguments or ())], setup.environment)
     raise typer.Exit(status)
@@ -73,10 +70,6 @@ def _notify(setup: Setup, server: RunningServer) -> None:
         typer.echo("note: this model's chat template has no place for tools: agents can't call any", err=True)
     if server.window < _SMALL_WINDOW:
         typer.echo(f"note: the window has {server.window:,} tokens; agents begin with 3,000 to 20,000", err=True)
-
-
-def _at_a_terminal() -> bool:
-    return sys.stdin.isatty()
 
 
 def _find(url: str, key: str | None, wanted: str | None) -> RunningServer:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from huggingface_hub import constants, scan_cache_dir
 
-from mlx_specprefill import ForwardCost, LoadError, find_model, lm_studio_folders, repacked_files
+from mlx_specprefill import ForwardCost, LoadError, find_model, repacked_files
 
 from ..pairs import NAMED_PAIRS, PackagedFile, models_file, pair_state, read_pairs, size
 from ..settings import Settings
@@ -21,18 +21,11 @@ from .options import PairsFile
 TABLE = Path(__file__).parents[1] / "recommended.toml"
 KEPT = 0.2  # of the prompt, as `serve` keeps where nothing else is said
 STEP = 2048  # tokens of a forward, on a GPU
-SMALL_MAC = 32 << 30  # bytes. macOS recommends two thirds of so much memory to a GPU, and three quarters of more
-OF_A_MAC = 0.6, 0.675  # usable, small and larger: nine tenths of that, as `serve` takes
-LEGEND = """
-MEMORY     weights and KV cache. A prefill's working memory comes on top
-WAIT       time to the first token, compared with the soonest pair of this table
-SOONER     how many times sooner the first token comes than from full reading, with a fifth of the prompt kept
-TOKENIZER  of the draft: the target's (same) or another one (mapped). Without a draft, -, all is read in full here
-All figures are predicted. This project has run none of these pairs: `mlx-specprefill bench` measures yours."""
+KEPT_BY_OWN, KEPT_BY_MAPPED = ".94", ".89"  # of an answer's tokens; docs/results.md, "A draft with another tokenizer"
 
 
 def list_models(pairs_file: PairsFile = None) -> None:
-    """Show the models that Hugging Face's cache and LM Studio hold, the named pairs, your models.toml, kept weights."""
+    """Show the models in Hugging Face's cache, the named pairs and those of your models.toml; weights that are kept."""
     with one_line_errors():
         models, pairs, repacked = list(_models()), list(_pairs(pairs_file)), list(_repacked())
     if models:
@@ -49,14 +42,11 @@ def list_models(pairs_file: PairsFile = None) -> None:
 def _models() -> Iterator[tuple[str, ...]]:
     cache = Path(constants.HF_HUB_CACHE)
     cached = scan_cache_dir(cache).repos if cache.is_dir() else ()
-    sizes = {model.repo_id: model.size_on_disk for model in cached if model.repo_type == "model"}
-    for folder in lm_studio_folders():
-        files = (file.stat().st_size for file in folder.iterdir() if file.is_file())
-        sizes.setdefault("/".join(folder.parts[-2:]), sum(files))
-    for name, stored in sorted(sizes.items()):
-        state = _state(name)
-        next_step = f"mlx-specprefill {'serve --target' if state == 'ready' else 'pull'} {name}"
-        yield name, size(stored), state, next_step
+    for model in sorted(cached, key=lambda model: model.repo_id):
+        if model.repo_type == "model":
+            state = _state(model.repo_id)
+            next_step = f"mlx-specprefill {'serve --target' if state == 'ready' else 'pull'} {model.repo_id}"
+            yield model.repo_id, size(model.size_on_disk), state, next_step
 
 
 def _state(repository: str) -> str:
@@ -85,28 +75,27 @@ def _repacked() -> Iterator[tuple[str, ...]]:
 
 
 def recommend(
-    machine: Annotated[
-        str | None,
-        typer.Option(help="Memory of a Mac, like 64GB, instead of this machine's. A part of it is left to macOS."),
-    ] = None,
     memory_limit: Annotated[
         str | None,
         typer.Option(help="Memory for weights and caches, like 48GB. Default: the recommendation of this machine."),
     ] = None,
     context: Annotated[int, typer.Option(min=1, help="Tokens of prompt and answer that must fit.")] = 32768,
 ) -> None:
-    """Show the pairs that fit a machine's memory, the largest target first, each with the command that comes next.
+    """Show the pairs that fit the memory of this machine, the largest target first, each with the command that comes
+    next.
 
-    Of one target's pairs the one with the soonest first token is the first. A legend explains the columns.
+    Of a target's pairs the one whose first token comes soonest stands first. WAIT compares all pairs: how many times as
+    long the first token of a prompt of that length takes as with the fastest. SOONER is how many times sooner it comes
+    than from full reading. Both are predicted, with a fifth of the prompt kept. A pair without a draft is counted in
+    full: the first start finds how many of its layers score. KEEPS is the share of an answer's tokens that a draft
+    keeps, measured on two small pairs: with the target's tokenizer, or with another one. Memory is that of weights and
+    KV cache; a prefill's working memory comes on top. This project ran none of these pairs: `mlx-specprefill bench`
+    measures them.
     """
     with one_line_errors():
-        if machine is not None and memory_limit is not None:
-            raise OptionError("set --machine, the whole memory, or --memory-limit, the part for models, not both")
-        limit = usable_memory(memory_limit or machine)
-        if limit is not None and machine is not None:
-            limit = int(limit * OF_A_MAC[limit > SMALL_MAC])
+        limit = usable_memory(memory_limit)
         if limit is None:
-            raise OptionError("this machine doesn't say how much memory may be used: set --machine or --memory-limit")
+            raise OptionError("this machine doesn't say how much memory may be used: set --memory-limit")
     pairs = tomllib.loads(TABLE.read_text(encoding="utf-8"))["pair"]
     fitting = [pair for pair in pairs if _memory(pair, context) <= limit and context <= pair["context"]]
     if not fitting:
@@ -115,8 +104,7 @@ def recommend(
     targets = [pair["target"] for pair in pairs]  # the largest first
     fitting.sort(key=lambda pair: (targets.index(pair["target"]), _wait(pair, context)))
     least = min(_wait(pair, context) for pair in fitting)
-    _print([("MEMORY", "WAIT", "SOONER", "TOKENIZER", "NEXT"), *(_row(pair, context, least) for pair in fitting)])
-    typer.echo(LEGEND)
+    _print([("MEMORY", "WAIT", "SOONER", "KEEPS", "NEXT"), *(_row(pair, context, least) for pair in fitting)])
 
 
 def _row(pair: Mapping[str, Any], tokens: int, least: float) -> tuple[str, ...]:
@@ -126,8 +114,8 @@ def _row(pair: Mapping[str, Any], tokens: int, least: float) -> tuple[str, ...]:
     figures = size(_memory(pair, tokens)), f"{wait / least:.1f}"
     if "draft" not in pair:
         return *figures, "-", "-", command
-    tokenizer = "mapped" if pair.get("mapped") else "same"
-    return *figures, f"{_full_wait(pair, tokens) / wait:.1f}", tokenizer, f"{command} --draft {pair['draft']}"
+    kept = KEPT_BY_MAPPED if pair.get("mapped") else KEPT_BY_OWN
+    return *figures, f"{_full_wait(pair, tokens) / wait:.1f}", kept, f"{command} --draft {pair['draft']}"
 
 
 def _memory(pair: Mapping[str, Any], tokens: int) -> int:

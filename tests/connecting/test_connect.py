@@ -19,7 +19,7 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from mlx_specprefill_server.agent_setup import AGENTS, LAUNCHED, RunningServer
-from mlx_specprefill_server.cli import app
+from mlx_specprefill_server.cli import agents, app
 from mlx_specprefill_server.cli.agents import text_of
 from tests.support.connected import files_in, variables_in
 
@@ -199,13 +199,18 @@ def test_what_cannot_be_launched(home: Path, base: str, monkeypatch: pytest.Monk
 @pytest.mark.extended
 @pytest.mark.usefixtures("programs")
 def test_a_server_is_started_where_none_runs_and_ends_with_the_agent(
-    home: Path, capfd: pytest.CaptureFixture[str]
+    home: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
-    _, environment, said = launch(capfd, "claude", "--url", url, "--api-key", "geheim", "--pair", "demo")
+    demo = ("claude", "--url", url, "--api-key", "geheim", "--pair", "demo")
+    _, environment, said = launch(capfd, *demo, code=2)
+    assert environment == {}
+    assert "demo can't call tools, and claude does everything by them" in said
+    monkeypatch.setattr(agents, "_check_tools", lambda agent, server: None)
+    _, environment, said = launch(capfd, *demo)
     assert "starting one; its log is" in said
     assert environment["ANTHROPIC_BASE_URL"] == url
     with pytest.raises(OSError, match=r"."):

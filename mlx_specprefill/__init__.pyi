@@ -73,6 +73,7 @@ from .prefill_report import ScorerKind as ScorerKind
 from .prefill_report import SpeculationReport as SpeculationReport
 from .prefill_report import Stage as Stage
 from .prefill_report import Timings as Timings
+from .prefill_report import about as about
 from .reading import LOADED_FILES as LOADED_FILES
 from .reading import LoadedModels as LoadedModels
 from .reading import describe_stored as describe_stored

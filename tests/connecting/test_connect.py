@@ -118,7 +118,8 @@ sys.exit(7)
 
 @pytest.fixture
 def programs(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand-ins for agents that print how they were started."""
+    """Stand-ins for agents that print how they were started, on a model that calls no tools."""
+    monkeypatch.setattr(agents, "_check_tools", lambda agent, server: None)
     folder = tmp_path_factory.mktemp("bin")
     for name in LAUNCHED:
         (folder / name).write_text(TELLER)
@@ -181,6 +182,9 @@ def test_claude_code_counts_no_tokens_down_and_its_memory_is_explained(home: Pat
 
 def test_what_cannot_be_launched(home: Path, base: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
+    refused = CliRunner().invoke(app, ["launch", "pi", "--url", base, "--api-key", "geheim"])
+    assert (refused.exit_code, "org/local can't call tools, and pi does everything" in refused.output) == (2, True)
+    monkeypatch.setattr(agents, "_check_tools", lambda agent, server: None)
     for options, said in (
         (
             ["zed", "--url", base],
@@ -199,18 +203,13 @@ def test_what_cannot_be_launched(home: Path, base: str, monkeypatch: pytest.Monk
 @pytest.mark.extended
 @pytest.mark.usefixtures("programs")
 def test_a_server_is_started_where_none_runs_and_ends_with_the_agent(
-    home: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    home: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
-    demo = ("claude", "--url", url, "--api-key", "geheim", "--pair", "demo")
-    _, environment, said = launch(capfd, *demo, code=2)
-    assert environment == {}
-    assert "demo can't call tools, and claude does everything by them" in said
-    monkeypatch.setattr(agents, "_check_tools", lambda agent, server: None)
-    _, environment, said = launch(capfd, *demo)
+    _, environment, said = launch(capfd, "claude", "--url", url, "--api-key", "geheim", "--pair", "demo")
     assert "starting one; its log is" in said
     assert environment["ANTHROPIC_BASE_URL"] == url
     with pytest.raises(OSError, match=r"."):

@@ -35,6 +35,7 @@ from .engine.inspection import Inspection as Inspection
 from .engine.inspection import Replay as Replay
 from .engine.job import RequestHandle as RequestHandle
 from .engine.machine import Machine as Machine
+from .engine.machine import mac_limit as mac_limit
 from .engine.machine import machine as machine
 from .engine.memory import MemoryUse as MemoryUse
 from .engine.mlx_thread import MLXThread as MLXThread
@@ -72,6 +73,7 @@ from .prefill_report import ScorerKind as ScorerKind
 from .prefill_report import SpeculationReport as SpeculationReport
 from .prefill_report import Stage as Stage
 from .prefill_report import Timings as Timings
+from .prefill_report import about as about
 from .reading import LOADED_FILES as LOADED_FILES
 from .reading import LoadedModels as LoadedModels
 from .reading import describe_stored as describe_stored
@@ -98,6 +100,7 @@ from .stored import find_model as find_model
 from .stored import is_repository_id as is_repository_id
 from .stored import repacked_files as repacked_files
 from .stored import resolve_model_path as resolve_model_path
+from .stored import stored_models as stored_models
 from .unloaded import Blueprint as Blueprint
 from .unloaded import blueprint as blueprint
 from .unloaded import loaded_bytes as loaded_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -20,6 +21,9 @@ ReasonCode = Literal[
     "prompt-logprobs", "keep-all", "short", "forced", "everything", "no-question", "memory", "extended", "reused",
     "other",
 ]  # fmt: skip
+
+_UNSTEADY = "predicted by times that change"
+_UNITS = ((1e3, "s"), (6e4, "min"), (3.6e6, "h"))  # milliseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +57,15 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Time to first token of both ways to prefill one prompt, milliseconds."""
+    """Time to first token of both ways to prefill one prompt, milliseconds.
+
+    Attributes:
+        steady: false where such predictions have doubled or halved within the last minutes: nobody is told of them.
+    """
 
     full_ms: float
     sparse_ms: float
+    steady: bool = True
 
     @property
     def saving_ms(self) -> float:
@@ -64,7 +73,19 @@ class Prediction:
 
     @property
     def words(self) -> str:
-        return f"predicted {self.sparse_ms / 1e3:.2f} s sparse, {self.full_ms / 1e3:.2f} s full"
+        return f"predicted {about(self.sparse_ms)} sparse, {about(self.full_ms)} full" if self.steady else _UNSTEADY
+
+    def to_dict(self) -> dict[str, float]:
+        return {"full_ms": round(self.full_ms, 3), "sparse_ms": round(self.sparse_ms, 3)}
+
+
+def about(ms: float) -> str:
+    """Return a predicted time in words, as exact as predictions are: one digit, or a half more below two."""
+    unit, name = next(one for one in _UNITS if ms < one[0] * 90 or one is _UNITS[-1])
+    value = max(ms / unit, 1e-3)
+    digit = 10.0 ** math.floor(math.log10(value))
+    step = digit / 2 if value < 2 * digit else digit
+    return f"about {round(value / step) * step:.6g} {name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +109,7 @@ class SpeculationReport:
         return {"strategy": self.strategy, "reason": self.reason, **shown}
 
 
-def _rounded(times: Timings | Prediction) -> dict[str, float | None]:
+def _rounded(times: Timings) -> dict[str, float | None]:
     return {name: None if ms is None else round(ms, 3) for name, ms in asdict(times).items()}
 
 
@@ -165,8 +186,8 @@ class PrefillReport:
         if self.mode == "reuse":
             report |= {"reused_tokens": self.reused_tokens, "read_tokens": self.kept_tokens - self.cached_tokens}
         report["timings"] = _rounded(self.timings)
-        if self.predicted is not None:
-            report["predicted"] = _rounded(self.predicted)
+        if self.predicted is not None and self.predicted.steady:
+            report["predicted"] = self.predicted.to_dict()
         if self.speculation is not None:
             report["speculation"] = self.speculation.to_dict()
         if self.miss is not None:

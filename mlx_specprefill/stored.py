@@ -1,6 +1,7 @@
-"""Finds models in folders and in Hugging Face's cache. Uses no network, and imports no MLX: commands ask it first.
+"""Finds models in folders, in Hugging Face's cache and in LM Studio's folder. Uses no network, and imports no MLX.
 
-The cache holds `models--publisher--name/snapshots/COMMIT/files`, and `refs/main` names the commit.
+Hugging Face's cache holds `models--publisher--name/snapshots/COMMIT/files`, and `refs/main` names the commit. LM
+Studio's folder holds `publisher/name/files`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from .errors import LoadError
 
 REPACKED_FROM = "source"
 """Key of the GGUF file's path in a file of repacked weights."""
+_LM_STUDIO = (".lmstudio/models", ".cache/lm-studio/models")  # in the home folder; the second is of older versions
 _LONGEST_HEADER = 1 << 26  # bytes
 _PART = 4096  # bytes
 _PARTS = 64  # of every file
@@ -46,16 +48,32 @@ def find_model(name: str) -> Path | None:
     """Return the path of a repository id's files, if all that loading needs are there.
 
     Args:
-        name: `publisher/name`, or `publisher/name/FILE.gguf`.
+        name: `publisher/name`, or `publisher/name/FILE.gguf`; the publisher may be left out if no two models are meant.
 
     Raises:
-        LoadError: as in `resolve_model_path`.
+        LoadError: as in `resolve_model_path`, or two publishers' models have that name.
     """
     parts = _ID.fullmatch(name)
     if parts is None:
-        return None
-    folder = _snapshot_of(parts["repository"])
-    return None if folder is None else _model_in(folder, parts["file"])
+        named = {repository for repository, _ in stored_models() if repository.partition("/")[2] == name}
+        if len(named) > 1:
+            raise LoadError(f"several models are called {name}: {', '.join(sorted(named))}")
+        return find_model(named.pop()) if named else None
+    folders = (folder for repository, folder in stored_models() if repository == parts["repository"])
+    found = (_model_in(folder, parts["file"]) for folder in folders)
+    return next((model for model in found if model is not None), None)
+
+
+def stored_models() -> Iterator[tuple[str, Path]]:
+    """Yield the id and the folder of each model that Hugging Face's tools or LM Studio left here, complete or not."""
+    for stored in sorted(Path(constants.HF_HUB_CACHE).glob("models--*--*")):
+        repository = stored.name.removeprefix("models--").replace("--", "/", 1)
+        if (folder := _snapshot_of(repository)) is not None:
+            yield repository, folder
+    for place in _LM_STUDIO:
+        for folder in sorted((Path.home() / place).glob("*/*")):
+            if folder.is_dir():
+                yield f"{folder.parent.name}/{folder.name}", folder
 
 
 def _snapshot_of(repository: str) -> Path | None:

@@ -13,6 +13,7 @@ import math
 import os
 import platform
 import statistics
+import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -43,6 +44,8 @@ _HALF_LIFE = 12  # forwards after which an observation counts half, to follow a 
 _LEAST_TOKENS = 8  # shorter forwards are not timed
 _ROUNDS = 12
 _EXACT = 1e-3  # relative error below which observations count alike
+_RECENT_S = 300.0  # seconds within which a steady cost neither doubles nor halves
+_TYPICAL = (1024, 4096)  # tokens and depth of a forward by which that is seen
 _KNOWN = 12  # forwards after which a cost is relied on: idle work moves it no more
 _RIDGE = 1e-9  # keeps a system solvable if all observations are alike
 _SUBSETS = np.array([s for s in product((0.0, 1.0), repeat=3) if any(s)])  # of the three coefficients, (7, 3)
@@ -113,6 +116,7 @@ class LearntCost:
     def __init__(self, prior: ForwardCost) -> None:
         self._prior = prior
         self._seen: deque[_Forward] = deque(maxlen=_REMEMBERED)
+        self._past: deque[tuple[float, float]] = deque(maxlen=_REMEMBERED)  # when the cost changed, and to what
         self.cost = prior
         self.count = 0
 
@@ -123,10 +127,21 @@ class LearntCost:
         ratios = [ms / prior for ms, prior in priors if prior > 0]
         return statistics.median(ratios) if ratios else None
 
-    def assume(self, prior: ForwardCost) -> None:
-        """Replace the prior, unless there are observations."""
+    @property
+    def is_steady(self) -> bool:
+        """Return whether the cost has neither doubled nor halved within the last minutes. May be called anywhere."""
+        since = time.monotonic() - _RECENT_S
+        recent = [ms for at, ms in tuple(self._past) if at > since]
+        return not recent or max(recent) < 2 * min(recent)
+
+    def assume(self, known: ForwardCost) -> None:
+        """Replace the prior by what an earlier start has learnt, unless there are observations."""
         if not self._seen:
-            self._prior = self.cost = prior
+            self._prior = self.cost = known
+            self._note()
+
+    def _note(self) -> None:
+        self._past.append((time.monotonic(), self.cost.ms(*_TYPICAL)))
 
     def observe(self, tokens: int, depth: int, ms: float) -> None:
         """Learn that a forward over `tokens` behind `depth` others took `ms`."""
@@ -136,6 +151,8 @@ class LearntCost:
         self.count += 1
         if self.count < _HALF_LIFE or abs(self.cost.ms(tokens, depth) / ms - 1) > _AGREES:
             self.cost = self._fit()
+            if self._past or self.count >= _KNOWN // 2:  # the first ones only correct a prior that was not measured
+                self._note()
 
     def _fit(self) -> ForwardCost:
         newest = len(self._seen) - 1
@@ -239,7 +256,8 @@ class CostModel:
         draft = of_draft.prefill_ms(round((tokens - read) * ratio), round(read * ratio), steps[1])
         draft += of_draft.prefill_ms(round(asked * ratio), round(tokens * ratio), steps[1])
         chosen = target.prefill_ms(kept, cached, steps[0]) + target.prefill_ms(asked, cached + kept, steps[0])
-        return Prediction(full, draft + self._learnt["select"].cost.ms(tokens) + chosen)
+        steady = self._learnt["target"].is_steady and self._learnt["draft"].is_steady
+        return Prediction(full, draft + self._learnt["select"].cost.ms(tokens) + chosen, steady)
 
     # --- between starts ----------------------------------------------------------------------------------------------
 

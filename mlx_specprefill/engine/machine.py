@@ -21,12 +21,25 @@ def default_limit() -> int | None:
     return int(_SHARE_OF_RAM * ram) if ram else None
 
 
+def device_memory() -> int | None:
+    """Return the bytes of a CUDA device's own memory, else of RAM; None if the system does not report them."""
+    own = mx.device_info().get("total_memory")
+    return int(own) if own else physical_memory()
+
+
 def physical_memory() -> int | None:
     """Return the bytes of RAM; None if the system does not report them."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError, AttributeError):
         return None
+
+
+def mac_limit(memory: int) -> int:
+    """Return what `default_limit` is on a Mac with so many bytes of RAM: Metal recommends two thirds of them, or three
+    quarters from 36 GB on.
+    """
+    return int(_SHARE_OF_WORKING_SET * memory * (3 / 4 if memory >= 36 << 30 else 2 / 3))
 
 
 @dataclass(frozen=True, slots=True)

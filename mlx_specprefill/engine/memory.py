@@ -35,6 +35,7 @@ from .footprint import (
     weights_by_array,
 )
 from .job import AnswerJob, Job, Need
+from .machine import device_memory
 from .shared_memory import SharedMemory
 from .speculation import models_of
 
@@ -439,12 +440,14 @@ def _weights(pair: ModelPair) -> tuple[int, int]:
 
 
 def check_limit(pair: ModelPair, config: EngineConfig) -> None:
-    """Check that the configured limit has room for the weights.
+    """Check that the configured limit has room for the weights, and warn of one that the machine has no memory for.
 
     Raises:
         SettingsError: it has not.
     """
-    limit, weights = config.memory_limit, _weights(pair)
+    limit, weights, there = config.memory_limit, _weights(pair), device_memory()
+    if limit is not None and there is not None and limit > there:
+        log.warning("--memory-limit of %d MiB is above this machine's memory of %d MiB", limit >> 20, there >> 20)
     if limit is not None and limit <= sum(weights):
         target, draft = (f"{nbytes / 2**20:.1f} MiB" for nbytes in weights)
         raise SettingsError(

@@ -134,7 +134,7 @@ class Planner:
             new = self.predict(M, L, M - L, max(L, M - self._config.scoring.question_rows[1]), request.asked)
             taken = new.sparse_ms if self._scorer.recalls(request, prefix) else new.full_ms
         dense, _ = self._caches.held(prompt[:-1], request.label)
-        return Prediction(self.predict(M, dense, 0, asked=request.asked).full_ms, taken)
+        return replace(self.predict(M, dense, 0, asked=request.asked), sparse_ms=taken)
 
     def _may_reuse(self, request: GenerationRequest, plan: PrefillPlan) -> bool:
         """Return whether the request leaves the way to the server, and the server reuses."""

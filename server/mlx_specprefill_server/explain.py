@@ -47,9 +47,8 @@ def explanation(inspection: Inspection, chunks: Sequence[ExplainedChunk]) -> dic
         "asking": [list(span) for span in inspection.asking],
         "chunks": [_chunk(chunk) for chunk in chunks],
     }
-    if inspection.predicted is not None:
-        full, sparse = inspection.predicted.full_ms, inspection.predicted.sparse_ms
-        body["predicted"] = {"full_ms": round(full, 3), "sparse_ms": round(sparse, 3)}
+    if inspection.predicted is not None and inspection.predicted.steady:
+        body["predicted"] = inspection.predicted.to_dict()
     return body
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import fields
+from difflib import get_close_matches
 from fractions import Fraction
 from typing import Annotated, Any, Literal, Self
 
@@ -122,6 +123,11 @@ class SpecPrefillFields(Body):
         )
 
 
+# Fields that other servers' documentation does not have, in which a typing error would go unnoticed.
+OWN = SpecPrefillFields.model_fields.keys() | {"loop_guard", "return_progress"}
+NEAR = 0.85  # similarity of two names
+
+
 class Reasoning(Body):
     """The reasoning object of OpenAI's responses and of OpenRouter's chat completions."""
 
@@ -165,6 +171,7 @@ class SamplingFields(Body):
     """Fields of sampling and of the tokens that end an answer."""
 
     _ignored: tuple[str, ...] = ()
+    _mistyped: tuple[str, ...] = ()
 
     temperature: Temperature | None = None
     top_p: Probability = 1.0  # 0: the likeliest token alone
@@ -190,12 +197,14 @@ class SamplingFields(Body):
         read = validate(body)
         if isinstance(body, dict):
             read._ignored = tuple(_ignored_in(body))
+            read._mistyped = tuple(_mistyped_in(body, cls.model_fields.keys()))
         return read
 
     @property
     def ignored(self) -> list[str]:
-        """Return the warning about fields without effect, if there are some."""
-        return [f"{', '.join(self._ignored)}: not supported, and without effect here"] if self._ignored else []
+        """Return the warnings about fields without effect."""
+        unsupported = [f"{', '.join(self._ignored)}: not supported, and without effect here"] if self._ignored else []
+        return [*unsupported, *self._mistyped]
 
     def given(self, defaults: Mapping[str, float]) -> dict[str, Any]:
         """Return the fields that the request gives, and the defaults of those that it leaves open."""
@@ -292,6 +301,13 @@ def _ignored_in(body: Mapping[str, Any]) -> Iterator[str]:
     for name, (neutral, others) in IGNORED.items():
         if body.get(name) is not None and _has_effect(body, name, neutral):
             yield from (name, *(other for other in others if other in body))
+
+
+def _mistyped_in(body: Mapping[str, Any], known: Set[str]) -> Iterator[str]:
+    """Yield a sentence for each unknown field that is nearly called as one of this server's own."""
+    for name in body.keys() - known:
+        if near := get_close_matches(name.lower(), sorted(OWN & known), 1, NEAR):
+            yield f"{name:.80}: no field of this server, and without effect; did you mean {near[0]}?"
 
 
 def refuse_sampling(body: Mapping[str, Any]) -> None:

@@ -7,6 +7,8 @@ import shlex
 import socket
 from collections.abc import Iterator, Sequence
 
+from mlx_specprefill import about
+
 from .models.models import Models
 from .service import Service
 from .sockets import address, network_address
@@ -38,12 +40,9 @@ def expected_times(service: Service) -> Iterator[str]:
     if not engine.is_measured or service.context_length < _TOKENS:
         return
     times = engine.predict(_TOKENS, round(share * _TOKENS))
-    sparse = "" if engine.pair.sparse_refusal else f", {_seconds(times.sparse_ms)} sparse"
-    yield f"{_TOKENS >> 10}K: {_seconds(times.full_ms)} in full{sparse}, predicted"
-
-
-def _seconds(ms: float) -> str:
-    return f"{ms / 1e3:.0f} s" if ms >= 10_000 else f"{ms / 1e3:.1f} s"
+    sparse = "" if engine.pair.sparse_refusal else f", {about(times.sparse_ms)} sparse"
+    if times.steady:
+        yield f"{_TOKENS >> 10}K: {about(times.full_ms)} in full{sparse}, predicted"
 
 
 def _draft(service: Service) -> str:

@@ -44,6 +44,7 @@ class Server(uvicorn.Server):
         self._models, self._state = models, models.state
         self._end_at = math.inf
         self._awake = Awake()
+        self._told = False  # that it ends
         self.lost: str | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -70,6 +71,10 @@ class Server(uvicorn.Server):
         if self.lost is None and (lost := self._models.lost) is not None:
             self.lost, self._end_at = lost, now + TELLING_S
         self._awake.note(bool(self._state.requests))
+        if self._state.draining and not self._told:
+            self._told = True
+            running = self._state.requests
+            logger.info("SIGTERM: ending; %d running requests have %.0f s to finish", running, self._end_at - now)
         if now >= self._end_at or (self._state.draining and not self._state.requests):
             self.should_exit = True
         return await super().on_tick(counter)
@@ -79,6 +84,7 @@ class Server(uvicorn.Server):
         self._awake.end()
         await super().shutdown(sockets)
         await self._models.close()
+        logger.info("the server has ended")
 
 
 def make_server(app: FastAPI, settings: Settings, connections: int = MAX_CONNECTIONS) -> Server:

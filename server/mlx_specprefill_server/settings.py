@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, SecretStr, ValidationError, model_validator
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic.fields import FieldInfo
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
 
 from mlx_specprefill import (
     EngineConfig,
@@ -58,6 +65,15 @@ _FLAGS = {
     "specprefill_keep_pct": "--keep-pct",  # as other commands call it
 }
 SECRETS = ("admin_keys", "api_keys")
+
+
+class _Environment(EnvSettingsSource):
+    """The environment. A setting has a variable for each of `variables`."""
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        found, key, is_complex = super().get_field_value(field, field_name)
+        given = (self.env_vars.get(name.lower()) for name in variables(field_name))
+        return (next((value for value in given if value is not None), found), key, is_complex)
 
 
 class Settings(BaseSettings):
@@ -171,6 +187,13 @@ class Settings(BaseSettings):
         default=None, description="Quantise the target's KV cache after prefill: 2, 3, 4, 5, 6 or 8."
     )
 
+    @classmethod
+    def settings_customise_sources(
+        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, *_: Any, **__: Any
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Return the sources: what is given, then the environment."""
+        return init_settings, _Environment(settings_cls)
+
     def beside_costs(self, name: str) -> Path | None:
         """Return a path beside the file of costs, None without one."""
         return None if self.calibration_file is None else self.calibration_file.parent / name
@@ -244,6 +267,12 @@ def variable(name: str) -> str:
     return ENV_PREFIX + name.upper()
 
 
+def variables(name: str) -> list[str]:
+    """Return `variable(name)`, and the shorter ones that mean the same. A client's key is no key of the server's."""
+    words = (name, flag_of(name).removeprefix("--").replace("-", "_"), name.removeprefix("specprefill_"))
+    return [each for each in dict.fromkeys(map(variable, words)) if each != API_KEY_VARIABLE]
+
+
 def flag_of(name: str) -> str:
     """Return the option of `serve` for setting `name`. Not every setting has one."""
     return _FLAGS.get(name, "--" + name.replace("_", "-"))
@@ -260,14 +289,14 @@ def what_is_wrong(error: ValidationError, environ: Mapping[str, str] | None = No
         return message
     name, value = str(first["loc"][0]), first["input"]
     given = os.environ if environ is None else environ
-    where = variable(name) if given.get(variable(name)) == value else flag_of(name)
+    where = next((each for each in variables(name) if given.get(each) == value), flag_of(name))
     is_shown = name not in SECRETS and first["type"] != "value_error"
     return f"{where}: {message}" + (f" (got {json.dumps(value, default=str)})" if is_shown else "")
 
 
 def unknown_variables(environ: Mapping[str, str] | None = None) -> list[str]:
     """Return a sentence for each variable that looks like a setting and is none, with the nearest name."""
-    known = [name.upper() for name in Settings.model_fields] + NOT_SETTINGS
+    known = [each.removeprefix(ENV_PREFIX) for name in Settings.model_fields for each in variables(name)] + NOT_SETTINGS
     given = {name: name.upper().removeprefix(ENV_PREFIX) for name in (os.environ if environ is None else environ)}
     strange = {name: end for name, end in sorted(given.items()) if end != name.upper() and end not in known}
     near = {name: "".join(get_close_matches(end, known, 1)) for name, end in strange.items()}

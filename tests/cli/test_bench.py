@@ -15,6 +15,7 @@ from typer.testing import CliRunner, Result
 
 from mlx_specprefill import SparseUnsupportedError
 from mlx_specprefill_server import cli
+from mlx_specprefill_server.cli import measuring
 from mlx_specprefill_server.cli.measuring import fitting_lengths
 
 pytestmark = pytest.mark.extended
@@ -29,6 +30,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
     folder = tmp_path_factory.mktemp("bench")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MLX_SPECPREFILL_CALIBRATION_FILE", str(folder / "costs.json"))
+        patch.setattr(measuring, "load_average", lambda: 0.0)
         options = ["--length", "600", "--length", "300", "--repeats", "2", "--keep-pct", "0.25"]
         files = ["--out", str(folder / "o.json"), "--submit", str(folder / "sent")]
         return bench(*options, *files), folder
@@ -70,10 +72,16 @@ def test_what_is_sent_in_tells_nothing_about_its_owner(done: tuple[Result, Path]
     [
         (["--length", "1000000"], "--length 1000000: the pair takes"),
         (["--keep-pct", "2"], "must be a number in (0, 1]"),
+        (["--submit", "."], "the machine is busy (load average 1000.0)"),
     ],
 )
-def test_what_can_not_be_measured_is_said_first(options: list[str], words: str) -> None:
+def test_what_can_not_be_measured_is_said_first(
+    options: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(measuring, "load_average", lambda: 1000.0)
     result = bench(*options)
+    assert list(tmp_path.iterdir()) == []
     assert result.exit_code == 2
     assert words in result.stderr
 

@@ -20,7 +20,7 @@ from mlx_specprefill import ForwardCost, blueprint
 from mlx_specprefill.config import DraftWindow
 from mlx_specprefill.engine.costs import prior_cost
 from mlx_specprefill_server import cli
-from mlx_specprefill_server.cli.listing import KEPT_BY_MAPPED, KEPT_BY_OWN, TABLE
+from mlx_specprefill_server.cli.listing import LEGEND, TABLE
 from tests.support.tiny import save_checkpoint
 
 PAIRS = """
@@ -84,6 +84,12 @@ def table(*arguments: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in done.stdout.splitlines()]
 
 
+def recommended(*options: str) -> list[list[str]]:
+    """The rows above the legend."""
+    rows = table("recommend", *options)
+    return rows[: rows.index([])] if [] in rows else rows
+
+
 class TestList:
     def test_models_have_their_size_and_whether_they_are_whole(self, cache: Path) -> None:
         whole = store(cache, "org/whole")
@@ -142,21 +148,20 @@ class TestList:
 class TestRecommend:
     def test_what_fits_is_shown_with_the_command_that_comes_next(self, cache: Path) -> None:
         """4.86 GB of weights and 163 840 bytes per token; lines are whole on any terminal."""
-        assert table("recommend", "--memory-limit", "11GB", "--context", "8192") == [
-            ["MEMORY", "WAIT", "SOONER", "KEEPS", "NEXT"],
+        assert recommended("--memory-limit", "11GB", "--context", "8192") == [
+            ["MEMORY", "WAIT", "SOONER", "NEXT"],
             [
                 "6.1 GB",
                 "1.0",
                 "3.1",
-                ".94",
                 "mlx-specprefill pull mlx-community/Meta-Llama-3.1-8B-Instruct-4bit "
                 "--draft mlx-community/Llama-3.2-1B-Instruct-4bit",
             ],
         ]
-        assert len(table("recommend", "--memory-limit", "400GB")) == 1 + len(ROWS)
+        assert len(recommended("--memory-limit", "400GB")) == 1 + len(ROWS)
 
     def test_a_longer_context_takes_more(self, cache: Path) -> None:
-        short, long = (table("recommend", "--memory-limit", "11GB", "--context", str(n)) for n in (8192, 65536))
+        short, long = (recommended("--memory-limit", "11GB", "--context", str(n)) for n in (8192, 65536))
         assert len(short) == 2
         assert long == [["No pair of the table fits 11.0 GB at 65,536 tokens; smollm2 fits every machine."]]
 
@@ -176,7 +181,7 @@ class TestRecommend:
                 models.append(row["draft"].rpartition("/")[2])
                 forwards = [(row["target_cost"], round(tokens / 5)), (row["draft_cost"], tokens)]
             waits[", ".join(models)] = sum(time_of(*forward) for forward in forwards)
-        shown = table("recommend", "--memory-limit", "400GB", "--context", str(tokens))[1:]
+        shown = recommended("--memory-limit", "400GB", "--context", str(tokens))[1:]
         named = [", ".join(re.findall(r"mlx-community/(\S+)", row[-1])) for row in shown]
         places = {name: (targets.index(row["target"]), waits[name]) for name, row in zip(waits, ROWS, strict=True)}
         fitting = [name for name, row in zip(waits, ROWS, strict=True) if tokens <= row["context"]]
@@ -189,26 +194,17 @@ class TestRecommend:
         alone = [round(stored_bytes(name) / 2**30) for name in dict.fromkeys(row["target"] for row in ROWS)]
         assert alone == sorted(alone, reverse=True)
 
-    def test_a_draft_with_another_tokenizer_has_its_own_loss_beside_it(self, cache: Path) -> None:
-        page = (MODELS.parents[1] / "results.md").read_text(encoding="utf-8")
-        own, mapped = re.search(r"SmolLM2 (\.\d+)\s+with its own draft and (\.\d+) with that", page).groups()
-        shown = table("recommend", "--memory-limit", "400GB", "--context", "8192")[1:]
-        kept = {", ".join(re.findall(r"mlx-community/(\S+)", row[-1])): row[3] for row in shown}
-        assert kept.pop("gpt-oss-120b-MXFP4-Q8, Qwen3-0.6B-4bit") == mapped
-        assert {value for value in kept.values() if value != "-"} == {own}
-
     @pytest.mark.parametrize(("column", "tokens"), [(1, "8192"), (2, "32768"), (3, "65536")])
     def test_the_page_of_models_has_the_same_predictions(self, cache: Path, column: int, tokens: str) -> None:
         """Every pair with a draft has a row, in the same order as for the middle length, and no other."""
         rows = re.findall(
             r"^\| (\S+, \S+) \| (.+) \| (.+) \| (.+) \| (.+) \|$", MODELS.read_text(encoding="utf-8"), re.MULTILINE
         )
-        kept = {"same": KEPT_BY_OWN, "mapped": KEPT_BY_MAPPED}
-        page = {row[0]: (row[column], kept[row[4]]) for row in rows if row[column] != "-"}
-        shown = table("recommend", "--memory-limit", "400GB", "--context", tokens)[1:]
-        pairs = {", ".join(re.findall(r"mlx-community/(\S+)", row[-1])): (row[2], row[3]) for row in shown}
-        assert page == {pair: found for pair, found in pairs.items() if found[0] != "-"}
-        assert all((", " in pair) == (gain != "-") for pair, (gain, _) in pairs.items())
+        page = {row[0]: row[column] for row in rows if row[column] != "-"}
+        shown = recommended("--memory-limit", "400GB", "--context", tokens)[1:]
+        pairs = {", ".join(re.findall(r"mlx-community/(\S+)", row[-1])): row[2] for row in shown}
+        assert page == {pair: gain for pair, gain in pairs.items() if gain != "-"}
+        assert all((", " in pair) == (gain != "-") for pair, gain in pairs.items())
         if column == 2:
             assert list(page) == [pair for pair in pairs if ", " in pair]
 
@@ -223,10 +219,19 @@ class TestRecommend:
             found = {", ".join(re.findall(r"mlx-community/(\S+)", row[-1])): row for row in shown if len(row) > 3}
             assert (found[pair][0], found[pair][2]) == (takes, sooner)
 
+    def test_a_machine_is_more_than_what_it_gives_to_models(self, cache: Path) -> None:
+        assert recommended("--machine", "64GB") == recommended("--memory-limit", f"{0.9 * 0.75 * 64}GB")
+        assert recommended("--machine", "16GB") == recommended("--memory-limit", f"{0.9 * 2 / 3 * 16}GB")
+        assert run("recommend", "--machine", "64GB", "--memory-limit", "9GB").exit_code == 2
+
+    def test_every_column_is_explained_below_them(self, cache: Path) -> None:
+        columns, *rest = table("recommend", "--memory-limit", "400GB")
+        assert [row[0] for row in rest[rest.index([]) + 2 :][:-1]] == columns == [name for name, _ in LEGEND]
+
     def test_what_is_here_is_served(self, cache: Path) -> None:
         store(cache, "mlx-community/gpt-oss-20b-MXFP4-Q8")
         store(cache, "mlx-community/Meta-Llama-3.1-8B-Instruct-4bit")  # without its draft
-        commands = sorted(row[-1] for row in table("recommend", "--memory-limit", "13GB")[1:])
+        commands = sorted(row[-1] for row in recommended("--memory-limit", "13GB")[1:])
         assert commands[1] == "mlx-specprefill serve --target mlx-community/gpt-oss-20b-MXFP4-Q8"
         assert commands[0].startswith("mlx-specprefill pull mlx-community/Meta-Llama")
 

@@ -19,9 +19,10 @@ REQUESTS = {"codex": 1, "opencode": 2}  # one of them for a title
 WAITS_MS = 20_000  # for the next event
 IMPATIENT = f"""
 from mlx_specprefill_server import agent_setup
-from mlx_specprefill_server.cli import main
+from mlx_specprefill_server.cli import agents, main
 
 agent_setup._PATIENCE_MS = {WAITS_MS}
+agents._check_tools = lambda agent, server: None
 main()
 """
 PATIENCE_S = 2400  # thousands of tokens on a busy machine without a GPU

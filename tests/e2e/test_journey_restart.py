@@ -36,4 +36,7 @@ def test_a_signal_ends_streams_properly(tmp_path: Path, signals: tuple[signal.Si
         assert last["choices"][0]["finish_reason"] == "length"
         assert last["engine_error"]["code"] == "engine_unavailable"
         server.process.wait(60)
-    assert "Traceback" not in (tmp_path / "log").read_text()
+    log = (tmp_path / "log").read_text()
+    assert "Traceback" not in log
+    assert ("SIGTERM: ending; 1 running requests have 30 s to finish" in log) == (signal.SIGTERM in signals)
+    assert log.endswith("the server has ended\n")

@@ -86,6 +86,17 @@ class TestWhatIsNotWhole:
         cached(home, "org/name")
         assert find_model("org/name") is None
 
+    @pytest.mark.parametrize("place", [".lmstudio/models", ".cache/lm-studio/models"])
+    def test_what_lm_studio_left_is_found_and_each_by_its_name_alone(self, home: Path, place: str) -> None:
+        ours, hub = (
+            save_checkpoint(where, "llama") for where in (home / place / "pub" / "lisher", cached(home, "org/name"))
+        )
+        assert [find_model(name) for name in ("pub/lisher", "lisher", "name")] == [ours, ours, hub]
+        save_checkpoint(home / place / "pub" / "name", "llama")
+        assert find_model("org/name") == hub
+        with pytest.raises(LoadError, match="several models are called name: org/name, pub/name"):
+            find_model("name")
+
     @pytest.mark.parametrize("name", ["name", "a/b/c", "../name", "org/..", "org/name/", "/org/name", "org/na me"])
     def test_what_is_no_id(self, name: str) -> None:
         assert find_model(name) is None

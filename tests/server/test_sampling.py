@@ -199,6 +199,16 @@ def test_what_has_no_effect_is_named(
 
 
 @EVERYWHERE
+def test_a_mistyped_field_of_ours_is_named(client: TestClient, path: str) -> None:
+    typed = {"specprefil_keep_pct": "specprefill_keep_pct", "loopGuard": "loop_guard", "cachesalt": "cache_salt"}
+    answer = post(client, path, speed="fast", **dict.fromkeys(typed, 1)).json()
+    said = {
+        f"{name}: no field of this server, and without effect; did you mean {near}?" for name, near in typed.items()
+    }
+    assert set(answer["warnings"]) == said
+
+
+@EVERYWHERE
 def test_streams_name_it_too(client: TestClient, path: str) -> None:
     assert "typical_p: not supported" in post(client, path, typical_p=0.5, stream=True).text
 

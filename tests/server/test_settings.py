@@ -26,7 +26,8 @@ def test_the_environment_fills_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLX_SPECPREFILL_API_KEYS", "one, two")
     monkeypatch.setenv("MLX_SPECPREFILL_ALLOWED_HOSTS", "mac.lan")
     monkeypatch.setenv("MLX_SPECPREFILL_SPECPREFILL_THRESHOLD", "512")
-    monkeypatch.setenv("MLX_SPECPREFILL_SPECPREFILL_KEEP_PCT", "0.07")
+    monkeypatch.setenv("MLX_SPECPREFILL_THRESHOLD", "1024")  # the whole name counts
+    monkeypatch.setenv("MLX_SPECPREFILL_KEEP_PCT", "0.07")
     monkeypatch.setenv("MLX_SPECPREFILL_SPECPREFILL", "false")
     monkeypatch.setenv("MLX_SPECPREFILL_KV_BITS", "4")
     monkeypatch.setenv("MLX_SPECPREFILL_PORT", "9000")

@@ -88,10 +88,10 @@ def test_with_measured_costs_the_predicted_saving_decides():
         return Prediction(full_ms=1000.0, sparse_ms=kept)
 
     pays = plan(4000, config=GATED, predict=predict)
-    assert (pays.mode, pays.reason.words) == ("sparse", "predicted 0.80 s sparse, 1.00 s full")
+    assert (pays.mode, pays.reason.words) == ("sparse", "predicted about 0.8 s sparse, about 1 s full")
     refused = plan(4000, config=GATED, predict=predict, keep=Fraction(1, 4))
     assert refused.mode == "full"
-    assert refused.reason.words == "predicted 1.00 s sparse, 1.00 s full: too little to gain"
+    assert refused.reason.words == "predicted about 1 s sparse, about 1 s full: too little to gain"
     assert refused.predicted == Prediction(1000.0, 1000.0)
 
 

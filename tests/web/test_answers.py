@@ -188,12 +188,29 @@ def test_the_sample_is_read_selectively_and_its_answers_are_short(page: Page, li
     """Small models go on and on, and whoever tries it waits for both answers."""
     base, _ = live()
     page.open(base, sample=True)
+    engine.script = lambda request: engine.tokens(
+        f"read {'in full' if request.specprefill.enabled is False else 'in part'}"
+    )
     page.press("#sample")
-    page.ask("And then?")
+    page.find("#more button").click()  # goes on from the answer of full reading, and where that was read
+    page.until(lambda: len(page.all(".turn")) == 2 and page.find("#send").is_displayed())
+    assert len(page.all("#more button")) == 1
+    assert "read in full" in heard(engine)
+    assert "read in part" not in heard(engine)
     answered = [request for request in engine.requests if request.max_tokens > 1]
     assert [request.max_tokens for request in answered] == [128, 128, 2048]
     # and it is read selectively, also where that would save little
     assert [request.specprefill.enabled for request in answered] == [True, False, None]
+    assert len({request.label for request in answered[1:]}) == 1 != len({request.label for request in answered})
+
+
+def test_where_an_answer_is_cut_off_it_says_why(page: Page, engine: FakeEngine, monkeypatch: Any) -> None:
+    engine.says("One two three", end=False)
+    page.set("#length", "3")
+    assert "answered, cut off there: the longest that was asked for" in page.ask("Go on").text
+    plain = fakes.report_of
+    monkeypatch.setattr(fakes, "report_of", lambda request: replace(plain(request), ended="loop: the same"))
+    assert "answered, cut off there: loop: the same" in page.ask("Go on").text
 
 
 def test_an_answer_is_made_again(page: Page, engine: FakeEngine) -> None:
@@ -329,7 +346,8 @@ def test_a_stop_keeps_the_size_of_the_conversation_and_the_text_of_the_answer_be
 
 
 @pytest.mark.parametrize(
-    ("cached", "said"), [(0, "Why everything was read: short prompt."), (999, "Nothing new to read.")]
+    ("cached", "said"),
+    [(0, "Why everything was read: short prompt."), (983, "Only 17 tokens were new."), (999, "Nothing new to read.")],
 )
 def test_nothing_new_to_read_is_a_fact_and_no_warning(page: Page, monkeypatch: Any, cached: int, said: str) -> None:
     plain = fakes.report_of

@@ -121,6 +121,23 @@ def test_both_of_two_questions_at_once_stay(page: Page, tabs: Tabs, engine: Fake
         assert tabs.questions() == ["First", "In the first tab", "In the second tab"]
 
 
+def test_with_one_tab_no_other_is_named(page: Page, engine: FakeEngine) -> None:
+    release = threading.Event()
+    engine.script = lambda request: [*engine.tokens("Begun", end=False), release, *engine.tokens(" and ended")]
+    page.find("#compare").click()
+    page.find("#question").send_keys("Hello")
+    page.find("#send").click()
+    page.until(lambda: page.all(".answer") and page.find(".answer").text == "Begun")
+    assert "another tab" not in page.find(".turn").text
+    page.until(lambda: page.find("#chat").get_attribute("data-kept") == "yes")
+    page.run("sessionStorage.clear()")
+    page.driver.refresh()  # as a tab that was closed and opened again
+    page.ready()
+    page.until(lambda: page.all(".turn"))
+    assert "another tab" not in page.find(".turn").text
+    release.set()
+
+
 def test_another_tab_says_that_an_answer_is_coming(page: Page, tabs: Tabs, engine: FakeEngine) -> None:
     release = threading.Event()
     engine.script = lambda request: [*engine.tokens("Begun", end=False), release, *engine.tokens(" and ended")]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from ..server.fakes import FakeEngine
@@ -156,6 +158,30 @@ def test_a_long_paste_becomes_a_document(page: Page, engine: FakeEngine) -> None
     assert "of 100,000 tokens" in page.find("#room").text
     page.ask("What?")
     assert "a long one. a long one." in heard(engine)
+    for text in ("Line by line. " * 200 + "\n\nWho was it?\n", "Who was it?\n" + "Line by line. " * 200):
+        page.run(paste, text)  # a text with its question
+        page.until(lambda: page.find("#question").get_property("value") == "Who was it?")
+        page.ask("")
+        assert re.search(r"Line by line\.\n\nWho was it\?<", heard(engine))
+
+
+def test_megabytes_leave_the_page_alive(page: Page) -> None:
+    longest = """
+      const [began, done] = [performance.now(), arguments[0]];
+      let last = began, most = 0;
+      const look = () => {
+        const now = performance.now();
+        [most, last] = [Math.max(most, now - last), now];
+        if (now - began < 5000) setTimeout(look, 10); else done(most);
+      };
+      const files = new DataTransfer();
+      files.items.add(new File(["Line by line. ".repeat(750_000)], "large.txt"));
+      document.dispatchEvent(new DragEvent("drop", { dataTransfer: files, bubbles: true, cancelable: true }));
+      setTimeout(look, 10);
+    """
+    assert page.driver.execute_async_script(longest) < 1500  # milliseconds without a sign of life
+    assert "more characters" in page.find("#sample-text").text
+    assert all("/tokenize" in line for line in page.complaints())  # too long to be counted
 
 
 def test_a_document_is_shown_before_anything_is_asked(page: Page) -> None:

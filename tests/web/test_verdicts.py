@@ -68,6 +68,12 @@ def test_a_verdict_is_waited_for_told_and_kept(word: str, page: Page, live: Any)
     assert complaints(page) == []
     page.reload()
     assert verdict(page) == LINES[word]
+    more = page.find(".verdict").find_elements("xpath", "following-sibling::button")
+    assert [button.text for button in more] == ["Show its answer"] * (word == "differs")
+    for button in more:
+        button.click()
+        page.until(lambda: len(page.all(".arm")) == 2 and page.find("#send").is_displayed())
+        assert "answer" in page.all(".arm .facts")[1].text
 
 
 def test_a_server_that_knows_no_verdict_is_asked_once(page: Page, live: Any) -> None:

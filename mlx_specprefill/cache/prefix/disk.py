@@ -86,6 +86,7 @@ class DiskTier:
         self._moving = threading.Lock()  # while a file moves, or is opened
         self._writer = ThreadPoolExecutor(1, "mlx-specprefill-cache-io")
         self._failing = False
+        self._told = False  # that the limit is too small
         self._writes = 0
 
     def _clean(self) -> None:
@@ -152,11 +153,19 @@ class DiskTier:
         with self._lock:
             if row.key in self._known:
                 return True
+            if nbytes > self.byte_limit:
+                self._tell_too_small(nbytes)
             if nbytes > self.byte_limit or self._pending_bytes + nbytes > self._pending_limit:
                 return False
             self._pending_bytes += nbytes
             self._known[row.key] = self._queue("write", self._write, row, file, self.stamp if used is None else used)
         return True
+
+    def _tell_too_small(self, nbytes: int) -> None:
+        if not self._told:
+            small = "the disk limit of %d KiB is too small: a part of a prompt takes %d KiB, and is not kept"
+            log.warning(small, self.byte_limit >> 10, nbytes >> 10)
+        self._told = True
 
     def read(self, keys: Sequence[str], namespace: str) -> Generator[None, None, list[Arrays | None]]:
         """Return records' arrays in this order, bit for bit; None for a missing or corrupt record.

@@ -56,11 +56,20 @@ def launch(
             raise OptionError(f"{agent} can't be launched, only {', '.join(LAUNCHED)}; {known}")
         with Serving(url, models, api_key):
             server = _find(url, api_key, model)
+            _check_tools(agent, server)
             setup = AGENTS[agent](server)
             _notify(setup, server)
             write_files(setup)
             status = run([*setup.command, *(arguments or ())], setup.environment)
     raise typer.Exit(status)
+
+
+def _check_tools(agent: str, server: RunningServer) -> None:
+    if not server.tools:
+        raise OptionError(
+            f"{server.model} can't call tools, and {agent} does everything by them: its chat template has no place for "
+            "any. `mlx-specprefill recommend` names models that have one"
+        )
 
 
 def _notify(setup: Setup, server: RunningServer) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from ..pair_settings import ONE_SHOT, make_settings
-from .common import begin, choose_here, one_line_errors
+from .common import OptionError, begin, choose_here, one_line_errors
 from .options import Keep, Level, PairOptions, takes_pair
 
 LENGTHS = (1024, 2048, 4096, 8192)
@@ -44,7 +44,9 @@ def bench(
         chosen = choose_here(models)
         settings = make_settings(chosen, specprefill_keep_pct=keep, **ONE_SHOT)
         work = import_module(".measuring", __package__)
-        _write(work.measure_pair(chosen, models.dtype, settings, lengths, repeats), out, submit)
+        if work.is_busy(load := work.load_average()) and submit is not None:
+            raise OptionError(f"the machine is busy (load average {load}): its times would say little. Try again later")
+        _write(work.measure_pair(chosen, models.dtype, settings, lengths, repeats, load), out, submit)
 
 
 def file_name(measured: dict[str, Any]) -> str:

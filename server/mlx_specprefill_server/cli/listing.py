@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from huggingface_hub import constants, scan_cache_dir
+from huggingface_hub import constants
 
-from mlx_specprefill import ForwardCost, LoadError, find_model, repacked_files
+from mlx_specprefill import ForwardCost, LoadError, find_model, mac_limit, repacked_files, stored_models
 
 from ..pairs import NAMED_PAIRS, PackagedFile, models_file, pair_state, read_pairs, size
 from ..settings import Settings
@@ -21,11 +21,16 @@ from .options import PairsFile
 TABLE = Path(__file__).parents[1] / "recommended.toml"
 KEPT = 0.2  # of the prompt, as `serve` keeps where nothing else is said
 STEP = 2048  # tokens of a forward, on a GPU
-KEPT_BY_OWN, KEPT_BY_MAPPED = ".94", ".89"  # of an answer's tokens; docs/results.md, "A draft with another tokenizer"
+LEGEND = (
+    ("MEMORY", "weights and KV cache of such a prompt; a prefill's working memory comes on top"),
+    ("WAIT", "how many times as long its first token takes as with the fastest of these pairs, predicted"),
+    ("SOONER", "how many times sooner it comes than from full reading by the same target, predicted; -: no draft"),
+    ("NEXT", "the command that fetches or serves it"),
+)
 
 
 def list_models(pairs_file: PairsFile = None) -> None:
-    """Show the models in Hugging Face's cache, the named pairs and those of your models.toml; weights that are kept."""
+    """Show the models that Hugging Face's tools and LM Studio left here, the pairs, and weights that are kept."""
     with one_line_errors():
         models, pairs, repacked = list(_models()), list(_pairs(pairs_file)), list(_repacked())
     if models:
@@ -40,13 +45,10 @@ def list_models(pairs_file: PairsFile = None) -> None:
 
 
 def _models() -> Iterator[tuple[str, ...]]:
-    cache = Path(constants.HF_HUB_CACHE)
-    cached = scan_cache_dir(cache).repos if cache.is_dir() else ()
-    for model in sorted(cached, key=lambda model: model.repo_id):
-        if model.repo_type == "model":
-            state = _state(model.repo_id)
-            next_step = f"mlx-specprefill {'serve --target' if state == 'ready' else 'pull'} {model.repo_id}"
-            yield model.repo_id, size(model.size_on_disk), state, next_step
+    for name, folder in stored_models():
+        state, files = _state(name), [path for path in folder.rglob("*") if path.is_file()]
+        next_step = f"mlx-specprefill {'serve --target' if state == 'ready' else 'pull'} {name}"
+        yield name, size(sum(path.stat().st_size for path in files)), state, next_step
 
 
 def _state(repository: str) -> str:
@@ -75,25 +77,24 @@ def _repacked() -> Iterator[tuple[str, ...]]:
 
 
 def recommend(
+    machine: Annotated[str | None, typer.Option(help="Memory of a Mac, like 64GB. Default: this machine.")] = None,
     memory_limit: Annotated[
         str | None,
         typer.Option(help="Memory for weights and caches, like 48GB. Default: the recommendation of this machine."),
     ] = None,
     context: Annotated[int, typer.Option(min=1, help="Tokens of prompt and answer that must fit.")] = 32768,
 ) -> None:
-    """Show the pairs that fit the memory of this machine, the largest target first, each with the command that comes
-    next.
+    """Show the pairs that fit the memory of a machine, the largest target first, and what the columns mean.
 
-    Of a target's pairs the one whose first token comes soonest stands first. WAIT compares all pairs: how many times as
-    long the first token of a prompt of that length takes as with the fastest. SOONER is how many times sooner it comes
-    than from full reading. Both are predicted, with a fifth of the prompt kept. A pair without a draft is counted in
-    full: the first start finds how many of its layers score. KEEPS is the share of an answer's tokens that a draft
-    keeps, measured on two small pairs: with the target's tokenizer, or with another one. Memory is that of weights and
-    KV cache; a prefill's working memory comes on top. This project ran none of these pairs: `mlx-specprefill bench`
-    measures them.
+    Of a target's pairs the one whose first token comes soonest stands first. A pair without a draft is counted in full:
+    the first start finds how many of its layers score.
     """
     with one_line_errors():
-        limit = usable_memory(memory_limit)
+        if machine is not None and memory_limit is not None:
+            raise OptionError("--machine and --memory-limit exclude each other: the limit is a part of the machine")
+        limit = usable_memory(memory_limit or machine)
+        if machine is not None and limit is not None:
+            limit = mac_limit(limit)
         if limit is None:
             raise OptionError("this machine doesn't say how much memory may be used: set --memory-limit")
     pairs = tomllib.loads(TABLE.read_text(encoding="utf-8"))["pair"]
@@ -104,7 +105,10 @@ def recommend(
     targets = [pair["target"] for pair in pairs]  # the largest first
     fitting.sort(key=lambda pair: (targets.index(pair["target"]), _wait(pair, context)))
     least = min(_wait(pair, context) for pair in fitting)
-    _print([("MEMORY", "WAIT", "SOONER", "KEEPS", "NEXT"), *(_row(pair, context, least) for pair in fitting)])
+    _print([("MEMORY", "WAIT", "SOONER", "NEXT"), *(_row(pair, context, least) for pair in fitting)])
+    typer.echo(f"\nWhat fits {size(limit)}, for {context:,} tokens of prompt and answer, of which a fifth is kept:")
+    _print(LEGEND)
+    typer.echo("This project ran none of these pairs: `mlx-specprefill bench` measures them.")
 
 
 def _row(pair: Mapping[str, Any], tokens: int, least: float) -> tuple[str, ...]:
@@ -113,9 +117,8 @@ def _row(pair: Mapping[str, Any], tokens: int, least: float) -> tuple[str, ...]:
     wait = _wait(pair, tokens)
     figures = size(_memory(pair, tokens)), f"{wait / least:.1f}"
     if "draft" not in pair:
-        return *figures, "-", "-", command
-    kept = KEPT_BY_MAPPED if pair.get("mapped") else KEPT_BY_OWN
-    return *figures, f"{_full_wait(pair, tokens) / wait:.1f}", kept, f"{command} --draft {pair['draft']}"
+        return *figures, "-", command
+    return *figures, f"{_full_wait(pair, tokens) / wait:.1f}", f"{command} --draft {pair['draft']}"
 
 
 def _memory(pair: Mapping[str, Any], tokens: int) -> int:

@@ -43,7 +43,7 @@ from ..pairs import Pair, short_name
 from ..settings import Settings
 from .bench import LENGTHS
 from .common import notes
-from .loading import load
+from .loading import load as load_models
 
 FORMAT = 1  # the record's format; it increases when a field changes its meaning
 WARM_UP = 512  # tokens of a warm-up prompt, which is not counted
@@ -159,7 +159,7 @@ def measured_here(load: float | None) -> dict[str, Any]:
             "memory_gb": None if host.memory is None else round(host.memory / 2**30, 1),
             "system": f"{platform.system()} {platform.machine()}",
             "load": load,
-            "busy": load is not None and load > _BUSY * host.cores,
+            "busy": is_busy(load),
         },
         "software": {
             **{name: version(name) for name in ("mlx-specprefill", "mlx", "mlx-lm")},
@@ -190,6 +190,11 @@ def _seconds(milliseconds: float) -> float:
     return round(milliseconds / 1e3, 4)
 
 
+def is_busy(load: float | None) -> bool:
+    """Return whether other work slows measurements down at this load average."""
+    return load is not None and load > _BUSY * machine().cores
+
+
 def load_average() -> float | None:
     """Return how many processes wanted a core in the last minute, None if the system doesn't say. Call it before
     measuring.
@@ -206,16 +211,20 @@ def measure_pair(
     settings: Settings,
     lengths: list[int] | None,
     repeats: int,
+    load: float | None,
 ) -> dict[str, Any]:
-    """Return the measurement of a pair, after showing its table."""
-    load_before = load_average()
-    loaded = load(chosen, dtype, settings, calibrate=True)
+    """Return the measurement of a pair, after showing its table.
+
+    Args:
+        load: the load average before.
+    """
+    loaded = load_models(chosen, dtype, settings, calibrate=True)
     plan = Plan(fitting_lengths(lengths, loaded), settings.specprefill_keep_pct, repeats)
     with Engine(loaded, settings.engine_config()) as engine:
         with Progress(console=notes(), transient=True) as bars:
             task = bars.add_task("Measuring", total=plan.requests)
             runs = measure(engine, plan, lambda: bars.advance(task))
-        measured = record(engine, chosen.alias or loaded.target_id, plan, runs, load_before)
+        measured = record(engine, chosen.alias or loaded.target_id, plan, runs, load)
     Console().print(_table(measured))
     return measured
 

@@ -8,13 +8,27 @@ import { isPartial, missOf, wordsOf } from "./words.js";
 export const TITLES = { auto: "Selective reading", sparse: "Selective reading", full: "Full reading" };
 const STREAM = { stream: true, stream_options: { include_usage: true }, return_progress: true };
 
+const LITTLE = 0.1; // of a prompt: as good as nothing
 const ENDS = { running: "Being answered in another tab…", stopped: "Stopped.", broken: "Broken off." }; // without a report
 
 export class BrokenOff extends Error {}
 
-/** A new record; `mode` is what was asked for, the report says what was done, `parts` where the time went until then. */
-export const newArm = (mode) =>
-  ({ id: newId(), mode, text: "", thought: "", first: null, known: 0, report: null, tokens: 0, parts: [], state: "running" });
+/**
+ * A new record; `mode` is what was asked for, the report says what was done, `parts` where the time went until then.
+ * `salt`: of the cache in which it finds what was read before.
+ */
+export const newArm = (mode, salt) => ({ id: newId(), mode, salt, text: "", thought: "", first: null, known: 0, report: null,
+  tokens: 0, parts: [], state: "waiting" });
+
+/** Whether it is still to come. */
+export const isOpen = ({ state }) => state === "waiting" || state === "running";
+
+/** Why an answer has no end; empty where it has one. */
+function cutOf({ cut, report, tokens, most }) {
+  if (!cut) return "";
+  if (report.ended) return `, cut off there: ${report.ended}`;
+  return `, cut off there: ${tokens < most ? "the model's window is full" : "the longest that was asked for"}`;
+}
 
 /** How much of the prompt was read, and by what. */
 function readOf(report, tokens) {
@@ -56,13 +70,14 @@ export class Arm {
   async run(messages, options, signal) {
     const begun = performance.now();
     const { record } = this;
+    Object.assign(record, { state: "running", most: options.max_tokens });
     this.element.setAttribute("aria-busy", "true");
     this.facts.textContent = "";
     this.lane.enter("queue", 0);
     this.progress = undefined;
     const tick = setInterval(() => record.report ?? this.lane.moveTo(performance.now() - begun, this.progress), 100);
     try {
-      const body = { messages, ...STREAM, ...options };
+      const body = { messages, ...STREAM, ...options, cache_salt: record.salt };
       for await (const chunk of events("/v1/chat/completions", { method: "POST", body, signal, id: record.id })) {
         this.#take(chunk, performance.now() - begun);
       }
@@ -146,22 +161,24 @@ export class Arm {
   }
 
   #report() {
-    const { report, mode, tokens, cut, first } = this.record;
+    const { report, mode, tokens, first } = this.record;
     const sparse = isPartial(report);
     this.record.known = report.cached_tokens / Math.max(1, report.kept_tokens);
     this.title.textContent = this.lane.name.textContent = sparse ? "Selective reading" : "Full reading";
     this.lane.finish(report, first ?? report.timings.queue_ms + (report.timings.ttft_ms ?? 0));
     const known = report.cached_tokens
       ? `, ${count(report.cached_tokens)} of them earlier` : "";
-    const answered = ` ${count(tokens)} ${tokens === 1 ? "token" : "tokens"} answered${cut ? ", cut off there" : ""}`;
+    const answered = ` ${count(tokens)} ${tokens === 1 ? "token" : "tokens"} answered${cutOf(this.record)}`;
     const rate = report.timings.decode_ms > 0 && tokens > 1
       ? `, ${seconds(report.timings.decode_ms / (tokens - 1))} each` : "";
     this.facts.textContent = `${readOf(report, tokens)}${known}.${answered}${rate}.`;
     this.miss.textContent = missOf(report);
     this.miss.hidden = !report.cache;
-    const nothing = report.prompt_tokens - report.cached_tokens <= 1; // the last token is always read
+    const fresh = report.prompt_tokens - report.cached_tokens;
+    const little = fresh <= LITTLE * report.prompt_tokens;
     this.why.hidden = sparse || mode === "full";
-    this.why.classList.toggle("faint", nothing);
-    this.why.textContent = sparse ? "" : nothing ? "Nothing new to read." : `Why everything was read: ${report.reason}.`;
+    this.why.classList.toggle("faint", little);
+    this.why.textContent = sparse ? "" : !little ? `Why everything was read: ${report.reason}.`
+      : fresh > 1 ? `Only ${count(fresh)} tokens were new.` : "Nothing new to read."; // the last token is always read
   }
 }

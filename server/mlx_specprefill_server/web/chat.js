@@ -1,20 +1,20 @@
 // The conversation that is open: asking, answering, stopping, and keeping all of it in the browser.
 
 import { ApiError, json } from "./api.js";
-import { BrokenOff, newArm } from "./arm.js";
-import { Documents, sizeOf } from "./documents.js";
-import { find, newId } from "./format.js";
+import { BrokenOff, isOpen, newArm } from "./arm.js";
+import { Documents, shown, sizeOf } from "./documents.js";
+import { element, find, newId } from "./format.js";
 import { isSample, SAMPLE, sampleText } from "./sample.js";
 import { Settings } from "./settings.js";
 import * as store from "./store.js";
-import { endAs, isAnsweredElsewhere, isRunning, messagesOf, newTurn, Turn } from "./turn.js";
+import { answerOf, endAs, isAnsweredElsewhere, isRunning, messagesOf, newTurn, Turn } from "./turn.js";
 import { verdictOn } from "./verdict.js";
 import { isPartial } from "./words.js";
 
 const SAVE_MS = 500; // after the last change
 const BEAT_MS = 2000; // between two writings of an answer that is coming
 const OPEN = "conversation"; // the one that this tab shows
-const LEFT = "left"; // the answer that was coming when this tab was left
+const LEFT = "left"; // the answer that was coming when a tab was left, which may have been closed
 const PLACE = "place"; // how far it was scrolled down then
 
 /** `gone`: ids of turns that were taken away, which no other tab brings back. */
@@ -58,15 +58,15 @@ export class Chat {
   /** Keeps what the page shows. Only what is written at once is sure to be: the words of the answer that is coming. */
   #leftBehind() {
     const { answering, conversation: { id } } = this;
-    if (answering) sessionStorage.setItem(LEFT, JSON.stringify({ id, turn: answering.id, arms: answering.arms }));
+    if (answering) localStorage.setItem(LEFT, JSON.stringify({ id, turn: answering.id, arms: answering.arms }));
     sessionStorage.setItem(PLACE, scrollY);
     this.#save();
   }
 
   /** Gives the answer that was coming when the page was left the words that it had. */
   #pickUp(conversation) {
-    const { id, turn, arms } = JSON.parse(sessionStorage.getItem(LEFT) ?? "{}");
-    sessionStorage.removeItem(LEFT);
+    const { id, turn, arms } = JSON.parse(localStorage.getItem(LEFT) ?? "{}");
+    localStorage.removeItem(LEFT);
     const record = conversation.id === id && conversation.turns.find((one) => one.id === turn);
     if (!record) return;
     record.arms = arms;
@@ -226,7 +226,7 @@ export class Chat {
   #turn(record) {
     const bare = ![...this.conversation.turns, record].some(({ documents }) => documents.length);
     return new Turn(record, { map: (turn) => this.showMap(turn), again: (turn) => this.#again(turn),
-      edit: (turn) => this.#edit(turn) }, bare);
+      edit: (turn) => this.#edit(turn), full: (turn) => this.#full(turn) }, bare);
   }
 
   /** The text of the newest answer of which it is known what was read. */
@@ -266,6 +266,7 @@ export class Chat {
     find("chat").dataset.empty = bare && !this.turns.length ? "yes" : "no";
     find("chat").dataset.bare = bare && this.turns.length ? "yes" : "no";
     this.#preview();
+    this.#offer();
     find("question").style.height = "auto";
     find("question").style.height = `${find("question").scrollHeight + 2}px`; // with its border
   }
@@ -276,8 +277,21 @@ export class Chat {
     find("chat").dataset.preview = !this.turns.length && find("map-body").hidden ? "yes" : "no";
     find("sample-title").textContent = one?.name ?? SAMPLE.name;
     find("sample-hint").textContent = `Ask${one ? "" : " the sample"}, and the parts that were read light up here.`;
-    const text = one?.text ?? this.sample;
+    const text = shown(one?.text ?? this.sample);
     if (find("sample-text").textContent !== text) find("sample-text").textContent = text;
+  }
+
+  /** Beside the sample: further questions that its text answers. */
+  #offer() {
+    const asked = this.turns.map((turn) => turn.record.question);
+    const open = this.turns.some((turn) => isSample(turn.record)) ? SAMPLE.more.filter((one) => !asked.includes(one)) : [];
+    find("more").hidden = Boolean(this.running) || !open.length;
+    if (find("more").textContent === open.join("")) return;
+    find("more").replaceChildren(...open.map((question) => {
+      const button = element("button", { type: "button", textContent: question });
+      button.addEventListener("click", () => !this.running && this.#run((signal) => this.#askOne({ question, documents: [] }, signal)));
+      return button;
+    }));
   }
 
   async #save() {
@@ -344,10 +358,12 @@ export class Chat {
   }
 
   /** The sample is there to show selective reading, also where it would save little. */
-  #newArms(asked) {
-    if (isSample(asked)) return [newArm("sparse"), newArm("full")];
+  #newArms(asked, turns) {
+    // Apart from the rest of the cache: neither arm may find what the other one has read.
+    const both = (mode) => [newArm(mode), newArm("full", `compare ${this.conversation.id}`)];
+    if (isSample(asked)) return both("sparse");
     const { mode, compare } = this.settings.get();
-    return [newArm(mode), ...(compare && mode !== "full" ? [newArm("full")] : [])];
+    return compare && mode !== "full" ? both(mode) : [newArm(mode, turns.length ? answerOf(turns.at(-1)).salt : undefined)];
   }
 
   async #ask(signal) {
@@ -360,7 +376,7 @@ export class Chat {
 
   async #askOne(asked, signal) {
     const { conversation } = this;
-    const record = newTurn(asked, this.#newArms(asked));
+    const record = newTurn(asked, this.#newArms(asked, conversation.turns));
     const turn = this.#turn(record);
     conversation.turns.push(record);
     this.touched.add(record);
@@ -409,13 +425,22 @@ export class Chat {
     const index = this.turns.indexOf(turn);
     for (const later of this.turns.splice(index + 1)) later.element.remove();
     this.conversation.gone.push(...this.conversation.turns.splice(index + 1).map(({ id }) => id));
-    turn.reset(question, this.#newArms({ ...turn.record, question }));
+    turn.reset(question, this.#newArms({ ...turn.record, question }, this.conversation.turns.slice(0, index)));
+    await this.#run((signal) => this.#answer(turn, signal));
+  }
+
+  /** Lets full reading answer, too: the server has read everything meanwhile. */
+  async #full(turn) {
+    if (this.running) {
+      this.tell("Stop the answer that is coming first.");
+      return;
+    }
+    turn.add(newArm("full"));
     await this.#run((signal) => this.#answer(turn, signal));
   }
 
   async #answer(turn, signal) {
     const { record } = turn;
-    const { id } = this.conversation;
     const messages = this.#messages(record);
     const [one, other] = turn.arms;
     const most = isSample(record) ? SAMPLE.length : Infinity;
@@ -423,12 +448,13 @@ export class Chat {
     this.answering = record;
     const beat = setInterval(() => this.#keepAlive(record), BEAT_MS);
     try {
-      other?.lane.note("waits for the end of the first answer");
-      if (!turn.plain) one.progressed = (text) => this.map.clear(`On its way: ${text}`);
-      await one.run(messages, this.settings.answering(mode, most), signal);
-      if (!turn.plain) await this.#explain(turn, messages, signal);
-      // Apart from the rest of the cache: neither arm may find what the other one has read.
-      if (other) await other.run(messages, { ...this.settings.answering("full", most), cache_salt: `compare ${id}` }, signal);
+      if (isOpen(one.record)) {
+        other?.lane.note("waits for the end of the first answer");
+        if (!turn.plain) one.progressed = (text) => this.map.clear(`On its way: ${text}`);
+        await one.run(messages, this.settings.answering(mode, most), signal);
+        if (!turn.plain) await this.#explain(turn, messages, signal);
+      }
+      await other?.run(messages, this.settings.answering("full", most), signal);
     } finally {
       if (!turn.plain && !record.explanation) this.#showLastMap();
       endAs("stopped", record);
@@ -463,6 +489,7 @@ export class Chat {
     one.verdict = verdict;
     if (!verdict) return;
     turn.tellVerdict();
+    this.#follow();
     this.touched.add(turn.record);
     this.#changed();
   }

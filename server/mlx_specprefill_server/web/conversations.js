@@ -2,6 +2,7 @@
 
 import { element, find } from "./format.js";
 import * as store from "./store.js";
+import { answerOf } from "./turn.js";
 
 const UNNAMED = "New conversation";
 
@@ -84,7 +85,7 @@ export function markdownOf({ title, turns }) {
   const parts = [`# ${title || UNNAMED}`];
   for (const { question, documents, arms } of turns) {
     const named = documents.map(({ name, tokens }) => `- ${name} (${tokens} tokens)`).join("\n");
-    parts.push(`## ${question}`, ...(named ? [named] : []), arms[0].text);
+    parts.push(`## ${question}`, ...(named ? [named] : []), answerOf({ arms }).text);
   }
   return `${parts.join("\n\n")}\n`;
 }

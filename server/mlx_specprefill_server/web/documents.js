@@ -5,6 +5,7 @@ import { count, element, find } from "./format.js";
 import { textOf, UnreadableError } from "./reading.js";
 
 const LONG_PASTE = 2000; // characters; what is longer becomes a document
+const SHOWN = 100_000; // characters of a document; browsers need seconds to lay out megabytes
 const PAUSE_MS = 400; // of typing, before the question is counted
 
 /** Tokens of a text; Infinity where the server finds it too long to count. */
@@ -63,8 +64,13 @@ export class Documents {
     if (text.length <= LONG_PASTE) return;
     event.preventDefault();
     await this.begins();
-    this.add("Pasted text", text);
-    this.tell("The long text that you pasted is a document now.");
+    const [body, question] = find("question").value.trim() ? [text, ""] : parted(text);
+    this.add("Pasted text", body);
+    if (question) {
+      find("question").value = question;
+      this.measure();
+    }
+    this.tell(`The long text that you pasted is a document now${question ? ", and its question stands below" : ""}.`);
   }
 
   #typed() {
@@ -174,10 +180,23 @@ export class Documents {
   }
 }
 
+/** A text without the question that is its last or first line, and that question; empty where there is none. */
+function parted(whole) {
+  const text = whole.trim();
+  const end = text.lastIndexOf("\n"), start = text.indexOf("\n");
+  const asks = (line) => line.length < LONG_PASTE / 4 && line.trim().endsWith("?");
+  if (end < 0) return [whole, ""];
+  if (asks(text.slice(end))) return [text.slice(0, end).trimEnd(), text.slice(end).trim()];
+  return asks(text.slice(0, start)) ? [text.slice(start).trimStart(), text.slice(0, start).trim()] : [whole, ""];
+}
+
+/** As much of a text as a person looks through. */
+export const shown = (text) => (text.length > SHOWN ? `${text.slice(0, SHOWN)}\n\n… and ${count(text.length - SHOWN)} more characters` : text);
+
 /** The text as the model gets it. */
 function preview(name, text) {
   find("preview-title").textContent = name;
-  find("preview-text").textContent = text;
+  find("preview-text").textContent = shown(text);
   find("preview").showModal();
   find("preview-text").scrollTop = 0;
 }

@@ -10,6 +10,14 @@ export function seconds(ms) {
   return `${(ms / 1000).toFixed(ms < 10000 ? 2 : 1)} s`;
 }
 
+/** A predicted time, as exact as predictions are. */
+export function about(ms) {
+  const [value, unit] = ms < 90_000 ? [ms / 1000, "s"] : ms < 5_400_000 ? [ms / 60_000, "min"] : [ms / 3_600_000, "h"];
+  const digit = 10 ** Math.floor(Math.log10(value));
+  const step = value < 2 * digit ? digit / 2 : digit;
+  return `about ${Number((Math.round(value / step) * step).toPrecision(2))} ${unit}`;
+}
+
 export function bytes(value) {
   const units = ["B", "KB", "MB", "GB", "TB"];
   const power = value < 1 ? 0 : Math.min(units.length - 1, Math.floor(Math.log2(value) / 10));

@@ -8,6 +8,7 @@ export const SAMPLE = {
   length: 128, // tokens of an answer: small models don't come to an end
   room: 100, // tokens for the question, the template and the answer
   question: "What is the secret code for the lantern room?",
+  more: ["When was the lighthouse built?", "Who is the captain of the ferry?"], // small models answer these, too
 };
 
 /** Whether a turn, or what is in the composer, is the sample and nothing else. */

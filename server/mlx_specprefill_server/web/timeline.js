@@ -1,6 +1,6 @@
 // Where the time of one or two answers went: lanes on one common axis, so that a lane three times as long took that long.
 
-import { element, seconds } from "./format.js";
+import { about, element, seconds } from "./format.js";
 import { server, wordsOf } from "./words.js";
 
 const STAGES = { queue: "waiting", select: "choosing", decode: "answer" };
@@ -28,7 +28,7 @@ export class Timeline {
   predict(title, ms) {
     const lane = this.lane(title, [["prefill", 0, ms]]);
     lane.predicted = true;
-    lane.note(`about ${seconds(ms)} to the first word, predicted`);
+    lane.note(`${about(ms)} to the first word, predicted`);
     this.draw();
   }
 

@@ -1,8 +1,8 @@
 // One question of a conversation: what was asked, the headline, where the time went, and the answers.
 
-import { Arm } from "./arm.js";
+import { Arm, isOpen } from "./arm.js";
 import { chip } from "./documents.js";
-import { count, element, newId, percent, seconds } from "./format.js";
+import { about, count, element, newId, percent, seconds } from "./format.js";
 import { copyText } from "./markdown.js";
 import { Timeline, waitOf } from "./timeline.js";
 import { verdictLine } from "./verdict.js";
@@ -15,13 +15,16 @@ export function contentOf({ question, documents }, first) {
   return [...texts, question].filter(Boolean).join("\n\n");
 }
 
-/** The messages up to and with turn `last`; answers are those of the first arm. */
+/** The answer from which the conversation goes on: of two, that of full reading. */
+export const answerOf = ({ arms }) => arms.findLast(({ state }) => state === "done") ?? arms[0];
+
+/** The messages up to and with the last turn. */
 export function messagesOf(turns, system) {
   const messages = system ? [{ role: "system", content: system }] : [];
   turns.forEach((turn, index) => {
     messages.push({ role: "user", content: contentOf(turn, index === 0) });
-    const text = turn.arms?.[0]?.text;
-    if (text && index < turns.length - 1) messages.push({ role: "assistant", content: text });
+    const text = index < turns.length - 1 && answerOf(turn).text;
+    if (text) messages.push({ role: "assistant", content: text });
   });
   return messages;
 }
@@ -36,18 +39,18 @@ export const newTurn = (asked, arms) =>
   ({ ...asked, id: newId(), version: 0, asked: Date.now(), alive: Date.now(), arms, explanation: null });
 
 /** Whether some of its answers are still to come. */
-export const isRunning = ({ arms }) => arms.some(({ state }) => state === "running");
+export const isRunning = ({ arms }) => arms.some(isOpen);
 
 /** Whether it is being answered in another tab; given that it is not in this one. */
 export const isAnsweredElsewhere = (record) => isRunning(record) && Date.now() - record.alive < ALIVE_MS;
 
 /** Ends what is not answered any more. */
 export function endAs(state, { arms }) {
-  for (const arm of arms) if (arm.state === "running") arm.state = state;
+  for (const arm of arms) if (isOpen(arm)) arm.state = state;
 }
 
 export class Turn {
-  /** `actions`: what the buttons do: map, again, edit, each with the turn; `bare`: the conversation has no document. */
+  /** `actions`: what the buttons do: map, again, edit, full, each with the turn; `bare`: the conversation has no document. */
   constructor(record, actions, bare) {
     this.record = record;
     this.bare = bare;
@@ -60,7 +63,7 @@ export class Turn {
     this.answers = element("div", { className: "arms" });
     this.verdict = element("div", {});
     this.verdict.setAttribute("aria-live", "polite");
-    this.copy = button("Copy", () => copyText(this.record.arms[0].text, this.copy));
+    this.copy = button("Copy", () => copyText(answerOf(this.record).text, this.copy));
     this.map = button("What was read", () => actions.map(this));
     this.again = button("Ask again", () => actions.again(this));
     this.edit = button("Edit…", () => actions.edit(this));
@@ -87,8 +90,16 @@ export class Turn {
 
   /** What full reading thinks of the answer, once that is known. */
   tellVerdict() {
-    const [one] = this.record.arms;
-    this.verdict.replaceChildren(...(one.verdict ? [verdictLine(one.verdict)] : []));
+    const [one, other] = this.record.arms;
+    const words = one.verdict?.verdict === "differs" && !other ? [button("Show its answer", () => this.actions.full(this))] : [];
+    this.verdict.replaceChildren(...(one.verdict ? [verdictLine(one.verdict), ...words] : []));
+  }
+
+  /** To be answered by full reading, too. */
+  add(arm) {
+    this.record.arms.push(arm);
+    this.foot.hidden = true;
+    this.#arms();
   }
 
   /** To be answered once more. */
@@ -142,8 +153,8 @@ function headlineOf({ report, first, known, text, state }, other, documents) {
   const sparse = isPartial(report), unread = reused + all - kept;
   if (hasWaited(report, first)) parts.push(", ", strong(waitOf(report, first)), " of it waiting");
   else if (other?.first && fairly(known, other.known) && !hasWaited(other.report, other.first)) parts.push(first < other.first ? " instead of " : "; full reading: ", strong(other.first));
-  else if (!other && sparse && report.predicted?.full_ms > first) parts.push(" instead of about ", strong(report.predicted.full_ms));
   parts.push(". ");
+  if (!other && sparse && !hasWaited(report, first) && report.predicted?.full_ms > first) parts.push(`Full reading: ${about(report.predicted.full_ms)}, predicted. `);
   if (sparse && unread) parts.push(`${percent(unread / all)} of the ${what} was not read${reused ? (kept < all ? ", or not again" : " again") : ""}${report.estimated_tokens ? ", but estimated" : ""}. `);
   else if (!other) parts.push(`All of the ${what} was read. `);
   if (known >= WORTH_SAYING) parts.push(`Already read: ${count(report.cached_tokens)} of ${count(report.kept_tokens)} tokens. `);

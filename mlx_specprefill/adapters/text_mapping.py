@@ -19,7 +19,7 @@ import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import Tokenizer
 
-from ..arrays import Spans
+from ..arrays import Bools, Floats, Spans
 from ..errors import PairMismatchError, SparseUnsupportedError
 from ..request import TokenIds
 from .backend import encode_text
@@ -122,16 +122,60 @@ class TokenTexts(dict[int, str]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftText:
-    """One prompt in the draft's tokens.
+    """One prompt in the draft's tokens. Two tokens overlap if they share a character.
 
     Attributes:
         tokens: int32 (N,), the draft's.
-        target_spans, draft_spans: (M, 2) and (N, 2), the characters of each token. Start tokens of the draft have none.
+        target_spans, draft_spans: (M, 2) and (N, 2), the characters of each token. Several may share one, and some have
+            none, as the draft's start tokens.
     """
 
     tokens: TokenIds
     target_spans: Spans
     draft_spans: Spans
+
+    def importance(self, found: Floats) -> Floats:
+        """Return the importance of the target's tokens, (M,), from the draft's, (N,): the maximum over overlapping
+        tokens.
+
+        No value is negative. A token without text has none.
+        """
+        meets = _overlaps(self.target_spans, self.draft_spans)
+        counted = np.append(np.where(_filled(self.draft_spans), found, np.float32(0)), np.float32(0))
+        return np.where(_filled(meets), np.maximum.reduceat(counted, meets.ravel())[::2], np.float32(0))
+
+    def mask(self, chosen: Bools) -> Bools:
+        """Return a mask of the draft's tokens, (N,), from the target's, (M,): true if all overlapping tokens are
+        chosen.
+
+        Also true for tokens without text.
+        """
+        meets = _overlaps(self.draft_spans, self.target_spans)
+        counted = np.append(chosen | ~_filled(self.target_spans), True)
+        return np.where(_filled(meets), np.logical_and.reduceat(counted, meets.ravel())[::2], True)
+
+    def span(self, start: int, end: int) -> tuple[int, int]:
+        """Return the draft's tokens [start, end) that overlap the target's [start, end), at least one.
+
+        For target tokens without text it is the last draft token that begins before them.
+        """
+        stop = max(int(np.searchsorted(self.draft_spans[:, 0], self.target_spans[end - 1, 1], side="left")), 1)
+        first = int(np.searchsorted(self.draft_spans[:, 1], self.target_spans[start, 0], side="right"))
+        return min(first, stop - 1), stop
+
+
+def _filled(ranges: Spans) -> Bools:
+    return ranges[:, 0] < ranges[:, 1]
+
+
+def _overlaps(spans: Spans, others: Spans) -> Spans:
+    """Return for every token the others [first, stop) that it overlaps; empty for a token without text.
+
+    Raveled it suits `reduceat`, of whose results every second one counts.
+    """
+    first = np.searchsorted(others[:, 1], spans[:, 0], side="right")
+    stop = np.searchsorted(others[:, 0], spans[:, 1], side="left")
+    return np.stack([first, np.where(_filled(spans), np.maximum(first, stop), first)], axis=1)
 
 
 class TextMapping:

@@ -149,7 +149,7 @@ class PromptScorer:
         if context is not None and size > context:
             raise DraftContextError(f"the prompt has {size} tokens of the draft's, the draft's context {context}")
         if extension is not None:
-            extension = Extension(*(mapped.overlap.span(0, end)[1] for end in extension))
+            extension = Extension(*(mapped.text.span(0, end)[1] for end in extension))
         steps = self._by_draft(request, plan, mapped.task, mapped.task.question[0], extension)
         return _converted(steps, lambda scores: raised(mapped.scores(scores)))
 

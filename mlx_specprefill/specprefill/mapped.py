@@ -1,7 +1,4 @@
-"""Scoring by a draft with another tokenizer: converts the prompt to its tokens, and the scores back.
-
-Two tokens overlap if they share a character.
-"""
+"""Scoring by a draft with another tokenizer: converts the prompt to its tokens, and the scores back."""
 
 from __future__ import annotations
 
@@ -9,65 +6,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..adapters.text_mapping import TextMapping
-from ..arrays import Bools, Floats, Spans
+from ..adapters.text_mapping import DraftText, TextMapping
 from .scorer import Scores, ScoringInput
-
-
-@dataclass(frozen=True, slots=True)
-class Overlap:
-    """A text as the target's M >= 1 tokens and as the draft's N >= 1.
-
-    Attributes:
-        target: (M, 2), the characters of each token. Some tokens have none, and several may share one.
-        draft: the same, (N, 2).
-    """
-
-    target: Spans
-    draft: Spans
-
-    def importance(self, found: Floats) -> Floats:
-        """Return the importance of the target's tokens, (M,), from the draft's, (N,): the maximum over overlapping
-        tokens.
-
-        No value is negative. A token without text has none.
-        """
-        meets = _overlaps(self.target, self.draft)
-        counted = np.append(np.where(_filled(self.draft), found, np.float32(0)), np.float32(0))
-        return np.where(_filled(meets), np.maximum.reduceat(counted, meets.ravel())[::2], np.float32(0))
-
-    def mask(self, chosen: Bools) -> Bools:
-        """Return a mask of the draft's tokens, (N,), from the target's, (M,): true if all overlapping tokens are
-        chosen.
-
-        Also true for tokens without text.
-        """
-        meets = _overlaps(self.draft, self.target)
-        counted = np.append(chosen | ~_filled(self.target), True)
-        return np.where(_filled(meets), np.logical_and.reduceat(counted, meets.ravel())[::2], True)
-
-    def span(self, start: int, end: int) -> tuple[int, int]:
-        """Return the draft's tokens [start, end) that overlap the target's [start, end), at least one.
-
-        For target tokens without text it is the last draft token that begins before them.
-        """
-        stop = max(int(np.searchsorted(self.draft[:, 0], self.target[end - 1, 1], side="left")), 1)
-        first = int(np.searchsorted(self.draft[:, 1], self.target[start, 0], side="right"))
-        return min(first, stop - 1), stop
-
-
-def _filled(ranges: Spans) -> Bools:
-    return ranges[:, 0] < ranges[:, 1]
-
-
-def _overlaps(spans: Spans, others: Spans) -> Spans:
-    """Return for every token the others [first, stop) that it overlaps; empty for a token without text.
-
-    Raveled it suits `reduceat`, of whose results every second one counts.
-    """
-    first = np.searchsorted(others[:, 1], spans[:, 0], side="right")
-    stop = np.searchsorted(others[:, 0], spans[:, 1], side="left")
-    return np.stack([first, np.where(_filled(spans), np.maximum(first, stop), first)], axis=1)
 
 
 @dataclass(frozen=True)
@@ -75,16 +15,16 @@ class MappedTask:
     """A scoring task in the draft's tokens, and the way back."""
 
     task: ScoringInput
-    overlap: Overlap
+    text: DraftText
 
     def scores(self, found: Scores) -> Scores:
         """Convert scores to the target's tokens. Drops the draft's look-ahead and cache, which the target can't use."""
         N = found.importance.size
-        known = int(np.searchsorted(self.overlap.target[:, 1], self.overlap.draft[N - 1, 1], side="right"))
-        importance = self.overlap.importance(np.pad(found.importance, (0, len(self.overlap.draft) - N)))[:known]
+        known = int(np.searchsorted(self.text.target_spans[:, 1], self.text.draft_spans[N - 1, 1], side="right"))
+        importance = self.text.importance(np.pad(found.importance, (0, self.text.tokens.size - N)))[:known]
         words = f"{found.words}, mapped by text"
-        ends = self.overlap.draft[found.places, 1]
-        places = np.searchsorted(self.overlap.target[:, 1], ends, side="left").astype(np.int32)
+        ends = self.text.draft_spans[found.places, 1]
+        places = np.searchsorted(self.text.target_spans[:, 1], ends, side="left").astype(np.int32)
         mapped = replace(found, importance=importance, scorer="mapped-draft", words=words, lookahead=(), cache=[])
         return replace(mapped, places=places)
 
@@ -96,12 +36,11 @@ def map_task(mapping: TextMapping, task: ScoringInput) -> MappedTask:
         SparseUnsupportedError: the prompt has no text.
     """
     text = mapping.read(task.prompt)
-    overlap = Overlap(text.target_spans, text.draft_spans)
-    template = overlap.mask(task.template)
+    template = text.mask(task.template)
     template[0] = True  # a sink, whatever the target's first token is
     stops = frozenset(int(token) for token in mapping.tokenizer.eos_token_ids)
-    question = overlap.span(*task.question)
+    question = text.span(*task.question)
     none = np.zeros(0, dtype=np.int32)  # the draft has other ids for the question
-    asks = tuple(ask._replace(start=start, end=end) for ask in task.asks for start, end in [overlap.span(*ask[:2])])
+    asks = tuple(ask._replace(start=start, end=end) for ask in task.asks for start, end in [text.span(*ask[:2])])
     task = replace(task, again=none, asks=asks, questions=tuple(mapping.read(q).tokens for q in task.questions))
-    return MappedTask(replace(task, prompt=text.tokens, question=question, template=template, stop_ids=stops), overlap)
+    return MappedTask(replace(task, prompt=text.tokens, question=question, template=template, stop_ids=stops), text)

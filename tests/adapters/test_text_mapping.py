@@ -27,8 +27,10 @@ PAIRS = [
     ("composing", "single bytes"),
     ("single bytes", "lower case"),
     ("demo", "gemma"),
+    ("llama 2", "plain letters"),
+    ("plain letters", "demo"),
 ]
-CHANGING = ("composing", "lower case")
+CHANGING = ("composing", "plain letters", "lower case")
 RANGES = [(0x20, 0x7F), (0x20, 0x7F), (0xA0, 0x250), (0x300, 0x370), (0x370, 0x530), (0x590, 0x700), (0x900, 0xE80)]
 RANGES += [(0x1100, 0x1200), (0x2000, 0x2070), (0x3040, 0x3100), (0x4E00, 0x9FFF), (0xAC00, 0xD7A4), (0x1F300, 0x1FAFF)]
 JOINED = ["\r\n", "\n\n", "  ", "\t", "\0", "\u200d", "👩‍💻", "e\u0301", "가", "ﬁ"]
@@ -71,7 +73,7 @@ def lies_as_decoded(tokenizer, tokens, spans, text):
 
 @pytest.mark.parametrize("texts", [100, pytest.param(5000, marks=pytest.mark.nightly)])
 @pytest.mark.extended
-def test_six_pairs_of_tokenizers_and_many_texts(texts):
+def test_eight_pairs_of_tokenizers_and_many_texts(texts):
     rng = random.Random(0)
     mappings = {pair: TextMapping(*map(found, pair)) for pair in PAIRS}
     for number in range(texts):
@@ -93,6 +95,22 @@ def test_the_texts_of_tokens_are_what_they_decode_to(name):
         text, spans = table.read(tokens)
         assert text.strip(" ") == tokenizer.backend_tokenizer.decode(tokens, skip_special_tokens=False).strip(" ")
         lies_as_decoded(tokenizer, tokens, spans, text)
+
+
+@pytest.mark.parametrize("name", ["byte-level", "composing", "llama 2", "gemma"])
+def test_texts_between_control_tokens_are_read_as_they_are_alone(name):
+    rng, tokenizer = random.Random(3), kind(name)
+    table = TokenTexts(tokenizer)
+    for _ in range(20):
+        parts = [plain(tokenizer, random_text(rng, 20)) for _ in range(3)]
+        alone = [table.read(part) for part in parts]
+        text, spans = table.read([token for part in parts for token in [*part, tokenizer.eos_token_id]])
+        assert text == "".join(f"{said}\n" for said, _ in alone)
+        end = 0
+        for said, places in alone:
+            size = len(places) + 1
+            assert spans[:size].tolist() == [*(places + end).tolist(), [end + len(said), end + len(said) + 1]]
+            spans, end = spans[size:], end + len(said) + 1
 
 
 @pytest.mark.parametrize(

@@ -170,6 +170,12 @@ def test_a_thought_may_be_the_last_message(thinker: FakeEngine, path: str) -> No
     assert prompt(thinker).count(HALF) == 1
 
 
+@pytest.mark.parametrize("path", DIALECTS)
+def test_a_lone_thought_is_no_refusal(client: TestClient, engine: FakeEngine, path: str) -> None:
+    ask(client, path, THOUGHT_LAST[path])
+    assert "Go" in prompt(engine)
+
+
 @pytest.mark.parametrize("path", CONTINUED)
 def test_half_a_thought_goes_on_inside_it(thinker: FakeEngine, path: str) -> None:
     thinker.says("ght.</think>\n\nDone.")

@@ -20,6 +20,7 @@ _TEXT = (
     "Дверь открыта. Ὅλοι οἱ ἄνθρωποι. 中文文本。 日本語の文章です。 naïve déjà vu coöperate 🙂🙂 👩‍💻",
     "  two  spaces\n\n\tand tabs\r\n",
 )
+STRIP = normalizers.StripAccents()
 _SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
@@ -74,6 +75,7 @@ KINDS = {
     "byte-level": lambda: wrapped(byte_level(300), eos_token="<|im_end|>"),
     "single bytes": lambda: wrapped(byte_level(0)),
     "composing": lambda: wrapped(byte_level(200, normalizers.NFC()), eos_token="<|im_end|>"),
+    "plain letters": lambda: wrapped(byte_level(200, normalizers.Sequence([normalizers.NFKD(), STRIP]))),
     "lower case": lambda: wrapped(byte_level(200, normalizers.Lowercase())),
     "llama 2": lambda: wrapped(sentencepiece(prefix=True), bos_token="<s>", eos_token="</s>", unk_token="<unk>"),
     "gemma": lambda: wrapped(sentencepiece(prefix=False), bos_token="<s>", eos_token="</s>", unk_token="<unk>"),

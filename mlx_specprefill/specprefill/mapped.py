@@ -11,6 +11,7 @@ import numpy as np
 
 from ..adapters.text_mapping import TextMapping
 from ..arrays import Bools, Floats, Spans
+from .asked_lines import Ask
 from .scorer import Scores, ScoringInput
 
 
@@ -47,13 +48,18 @@ class Overlap:
         return np.where(_filled(meets), np.logical_and.reduceat(counted, meets.ravel())[::2], True)
 
     def span(self, start: int, end: int) -> tuple[int, int]:
-        """Return the draft's tokens [start, end) that overlap the target's [start, end), at least one.
+        """Return the draft's tokens [start, end) that overlap the target's [start, end), as in `spans`."""
+        ((first, stop),) = self.spans(np.array([[start, end]])).tolist()
+        return first, stop
+
+    def spans(self, ranges: Spans) -> Spans:
+        """Return the draft's tokens [start, end) that overlap each of the target's, at least one, (N, 2) -> (N, 2).
 
         For target tokens without text it is the last draft token that begins before them.
         """
-        stop = max(int(np.searchsorted(self.draft[:, 0], self.target[end - 1, 1], side="left")), 1)
-        first = int(np.searchsorted(self.draft[:, 1], self.target[start, 0], side="right"))
-        return min(first, stop - 1), stop
+        stop = np.maximum(np.searchsorted(self.draft[:, 0], self.target[ranges[:, 1] - 1, 1], side="left"), 1)
+        first = np.searchsorted(self.draft[:, 1], self.target[ranges[:, 0], 0], side="right")
+        return np.stack([np.minimum(first, stop - 1), stop], axis=1)
 
 
 def _filled(ranges: Spans) -> Bools:
@@ -72,10 +78,15 @@ def _overlaps(spans: Spans, others: Spans) -> Spans:
 
 @dataclass(frozen=True)
 class MappedTask:
-    """A scoring task in the draft's tokens, and the way back."""
+    """A scoring task in the draft's tokens, and the way back.
+
+    Attributes:
+        lines: the target's tokens of each of the task's lines.
+    """
 
     task: ScoringInput
     overlap: Overlap
+    lines: Spans
 
     def scores(self, found: Scores) -> Scores:
         """Convert scores to the target's tokens. Drops the draft's look-ahead and cache, which the target can't use."""
@@ -86,7 +97,12 @@ class MappedTask:
         ends = self.overlap.draft[found.places, 1]
         places = np.searchsorted(self.overlap.target[:, 1], ends, side="left").astype(np.int32)
         mapped = replace(found, importance=importance, scorer="mapped-draft", words=words, lookahead=(), cache=[])
-        return replace(mapped, places=places)
+        asks = tuple(self._target_ask(ask) for ask in found.asks)
+        return replace(mapped, places=places, asks=asks)
+
+    def _target_ask(self, ask: Ask) -> Ask:
+        start, end = self.lines[ask.line].tolist()
+        return ask._replace(start=start, end=end)
 
 
 def map_task(mapping: TextMapping, task: ScoringInput) -> MappedTask:
@@ -102,6 +118,7 @@ def map_task(mapping: TextMapping, task: ScoringInput) -> MappedTask:
     stops = frozenset(int(token) for token in mapping.tokenizer.eos_token_ids)
     question = overlap.span(*task.question)
     none = np.zeros(0, dtype=np.int32)  # the draft has other ids for the question
-    asks = tuple(ask._replace(start=start, end=end) for ask in task.asks for start, end in [overlap.span(*ask[:2])])
-    task = replace(task, again=none, asks=asks, questions=tuple(mapping.read(q).tokens for q in task.questions))
-    return MappedTask(replace(task, prompt=text.tokens, question=question, template=template, stop_ids=stops), overlap)
+    lines, asked = task.lines, tuple(mapping.read(q).tokens for q in task.questions)
+    task = replace(task, again=none, lines=overlap.spans(lines), questions=asked)
+    task = replace(task, prompt=text.tokens, question=question, template=template, stop_ids=stops)
+    return MappedTask(task, overlap, lines)

@@ -216,6 +216,8 @@ class GenerationRequest:
         spans: the rendered messages in prompt order, empty for a raw completion.
         about_everything: the words of the question that ask for the whole prompt, as the report quotes them. It is then
             read in full, unless a sparse prefill is requested.
+        about_part: a part of the text may be asked for. Else a text that makes up most of the prompt is read in full,
+            unless the request says otherwise.
         about_session: the session so far is to be summarised, as when a client compacts it: what a cached prefix holds
             is used as it is, and what follows it is read whole, unless a sparse prefill is requested.
         constraint: None, or the grammar of the generated text.
@@ -232,6 +234,7 @@ class GenerationRequest:
     specprefill: SpecPrefillOptions = field(default_factory=SpecPrefillOptions)
     spans: tuple[PromptSpan, ...] = ()
     about_everything: str | None = None
+    about_part: bool = True
     about_session: bool = False
     stop_token_ids: frozenset[int] = frozenset()
     logprobs: int | None = None

@@ -5,10 +5,11 @@ A model is known by a fingerprint of its norms.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
+from mlx_lm.models.cache import KVCache
 
+from ..arrays import Floats, Spans
+from ..cache.positioned import leaves
 from ..errors import LoadError
 
 SHIPPED_HEADS = Path(__file__).with_name("shipped_heads.json")
@@ -36,6 +40,48 @@ class Head:
 
 
 @dataclass(frozen=True, slots=True)
+class LineProbe:
+    """A linear function of a draft's cached values that says how much a line asks, beside others of its prompt.
+
+    The values are a linear function of the states that a layer reads, and no position is in them. So nothing is stored
+    with a cached prefix, and none of the draft's forwards changes.
+
+    Attributes:
+        caches: numbers of the caches whose values are read, among those that hold the whole prompt.
+        weights: of a line's mean, and of its last token, each of all values of these caches; float16.
+    """
+
+    caches: tuple[int, ...]
+    weights: bytes
+
+    def scores(self, cache: Sequence[Any], lines: Spans) -> Floats:
+        """Return how much each line asks, float32 (N,).
+
+        Args:
+            cache: the draft's, which holds the prompt.
+            lines: [start, end) of each, (N, 2).
+        """
+        values = [array for number, array in enumerate(whole_values(cache)) if number in self.caches]
+        weights, at, parts = np.frombuffer(self.weights, np.float16).reshape(2, -1), 0, list[mx.array]()
+        for array in values:
+            heads, _, size = array.shape
+            own = mx.array(weights[:, at : at + heads * size].reshape(2, heads, size)).astype(array.dtype)
+            parts.append((array @ own.transpose(1, 2, 0)).sum(axis=0))
+            at += heads * size
+        mean, last = np.array(sum(parts[1:], parts[0]).astype(mx.float32), dtype=np.float64).T
+        total = np.append(0, np.cumsum(mean))
+        start, end = lines.T
+        return np.asarray((total[end] - total[start]) / (end - start) + last[end - 1], dtype=np.float32)
+
+
+def whole_values(cache: Sequence[Any]) -> Iterator[mx.array]:
+    """Yield the values (H, S, D) of each cache that holds the whole prompt."""
+    for part in leaves(cache):
+        if type(part) is KVCache and not part.empty():
+            yield part.values[0, :, : part.offset]
+
+
+@dataclass(frozen=True, slots=True)
 class DraftHeads:
     """The heads that calibration found for one draft.
 
@@ -43,17 +89,23 @@ class DraftHeads:
         heads: the best ones, by descending gain.
         depth: layers of the draft that have to run for them, of `layers`.
         recall: share of the calibration items' gold tokens that they keep at 20 %, by kind of item.
+        probe: says which lines ask; None: nothing does.
     """
 
     heads: tuple[Head, ...]
     depth: int
     layers: int
     recall: Mapping[str, float]
+    probe: LineProbe | None = None
 
     def to_dict(self) -> dict[str, Any]:
         heads = [[head.call, head.head, round(head.weight, 4)] for head in self.heads]
         recall = {kind: round(value, 4) for kind, value in self.recall.items()}
-        return {"heads": heads, "depth": self.depth, "layers": self.layers, "recall": recall}
+        values = {"heads": heads, "depth": self.depth, "layers": self.layers, "recall": recall}
+        if self.probe is None:
+            return values
+        weights = base64.b64encode(self.probe.weights).decode()
+        return values | {"probe": {"caches": list(self.probe.caches), "weights": weights}}
 
     @classmethod
     def from_dict(cls, values: Any) -> DraftHeads:
@@ -65,7 +117,8 @@ class DraftHeads:
         try:
             heads = tuple(Head(int(call), int(head), float(weight)) for call, head, weight in values["heads"])
             recall = {str(kind): float(value) for kind, value in values["recall"].items()}
-            draft_heads = cls(heads, int(values["depth"]), int(values["layers"]), recall)
+            probe = _probe_of(values["probe"]) if "probe" in values else None
+            draft_heads = cls(heads, int(values["depth"]), int(values["layers"]), recall, probe)
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise ValueError(f"no calibrated heads: {error!r}") from error
         sound = all(h.call >= 0 and h.head >= 0 and 0 < h.weight < math.inf for h in draft_heads.heads)
@@ -87,6 +140,13 @@ class DraftHeads:
         for head in self.heads:
             calls.setdefault(head.call, []).append(head.head)
         return calls
+
+
+def _probe_of(values: Any) -> LineProbe:
+    probe = LineProbe(tuple(map(int, values["caches"])), base64.b64decode(values["weights"], validate=True))
+    if not probe.caches or not np.isfinite(np.frombuffer(probe.weights, np.float16)).all():
+        raise ValueError("a probe without caches, or with weights that are no numbers")
+    return probe
 
 
 def read_heads(file: Path) -> DraftHeads:

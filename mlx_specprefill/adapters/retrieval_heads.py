@@ -20,7 +20,7 @@ from mlx_lm.models.cache import KVCache
 from ..errors import LoadError
 from .capture import record_attention
 from .depth import FirstLayers, full_draft_model, layers_of
-from .heads import DraftHeads, Head
+from .heads import DraftHeads, Head, shipped_heads
 from .registry import adapter_for, architecture_of
 
 FORMAT = "mlx-specprefill retrieval heads 1"
@@ -81,12 +81,14 @@ class RetrievalDraft(FirstLayers):
 
 
 def known_heads(draft: RetrievalDraft) -> DraftHeads:
-    """Return all retrieval heads with equal weights. These need no calibration."""
+    """Return all retrieval heads with equal weights, which need no calibration, and the model's probe that ships."""
     with record_attention() as record:
         draft(mx.zeros((1, 2), dtype=mx.int32))
     call = len(record.queries) - 1
     heads = tuple(Head(call, head, 1.0) for head in range(draft.retrieval.heads))
-    return DraftHeads(heads, draft.count + 1, len(layers_of(draft.whole)), {})
+    shipped = shipped_heads(draft.whole)
+    probe = None if shipped is None else shipped.probe
+    return DraftHeads(heads, draft.count + 1, len(layers_of(draft.whole)), {}, probe)
 
 
 def attach_heads(model: nn.Module, file: Path) -> RetrievalDraft:

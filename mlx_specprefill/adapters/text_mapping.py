@@ -155,13 +155,20 @@ class DraftText:
         return np.where(_filled(meets), np.logical_and.reduceat(counted, meets.ravel())[::2], True)
 
     def span(self, start: int, end: int) -> tuple[int, int]:
-        """Return the draft's tokens [start, end) that overlap the target's [start, end), at least one.
+        """Return the draft's tokens [start, end) that overlap the target's [start, end), as in `spans`."""
+        ((first, stop),) = self.spans(np.array([[start, end]])).tolist()
+        return first, stop
+
+    def spans(self, ranges: Spans) -> Spans:
+        """Return the draft's tokens [start, end) that overlap each of the target's, at least one, (N, 2) -> (N, 2).
 
         For target tokens without text it is the last draft token that begins before them.
         """
-        stop = max(int(np.searchsorted(self.draft_spans[:, 0], self.target_spans[end - 1, 1], side="left")), 1)
-        first = int(np.searchsorted(self.draft_spans[:, 1], self.target_spans[start, 0], side="right"))
-        return min(first, stop - 1), stop
+        stop = np.maximum(
+            np.searchsorted(self.draft_spans[:, 0], self.target_spans[ranges[:, 1] - 1, 1], side="left"), 1
+        )
+        first = np.searchsorted(self.draft_spans[:, 1], self.target_spans[ranges[:, 0], 0], side="right")
+        return np.stack([np.minimum(first, stop - 1), stop], axis=1)
 
 
 def _filled(ranges: Spans) -> Bools:

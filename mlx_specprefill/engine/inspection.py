@@ -67,9 +67,9 @@ def inspect_prompt(prefiller: Prefiller, request: GenerationRequest) -> Generato
     """
     yield Progress("queued", 0, len(request.prompt))
     text = prefiller.scorer.text.read(request.prompt)
-    plan = prefiller.planner.by_text(request, prefiller.planner.plan(request, 0))
-    plan = prefiller.scorer.with_asks(request, plan, text)
+    plan = prefiller.planner.plan(request, 0)
     scores = yield from prefiller.scorer.scores(request, plan, text)
+    plan = plan.asking(scores.asks)
     by = selection_by(plan.rule, prefiller.config.selection)
     selection = select_part(scores.importance, plan.forced, text, plan.keep, by)
     size, M = selection.chunk_size, len(request.prompt)
@@ -99,7 +99,7 @@ def inspect_prompt(prefiller: Prefiller, request: GenerationRequest) -> Generato
         chunks=chunks,
         forced_ranges=ranges,
         kept_spans=kept_spans(selection.kept),
-        asking=prefiller.scorer.asking(request, plan, text),
+        asking=prefiller.scorer.asking(request, plan, text, scores),
         predicted=plan.predicted,
     )
 

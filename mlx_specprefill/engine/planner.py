@@ -16,12 +16,9 @@ from ..specprefill.plan import (
     extended,
     in_mode_of,
     likely_kept,
-    needs_question,
     pays,
     plan_prefill,
-    unasked,
 )
-from ..specprefill.question import is_asked
 from .caches import EngineCaches
 from .chunks import ChunkSizer
 from .costs import CostModel
@@ -98,24 +95,15 @@ class Planner:
             return None
         return Reason("unsupported", "questions behind the prompt are scored by calibrated heads alone")
 
-    def by_text(self, request: GenerationRequest, plan: PrefillPlan) -> PrefillPlan:
-        """Return the plan, as a full prefill where nobody asks for a part of a pasted text, whose lines it reads."""
-        if not needs_question(plan, request, self._config.policy):
-            return plan
-        text = self._scorer.text.read(request.prompt)
-        plan = self._scorer.with_asks(request, plan, text)
-        return plan if is_asked(plan.asks or (), text) else unasked(plan)
-
     def decide(self, request: GenerationRequest, submitted: PrefillPlan) -> tuple[PrefillPlan, Prefix]:
         """Return the plan behind what is cached of the prompt, and that. MLX thread only.
 
         Args:
             submitted: the plan before that was known. Memory is reserved for its mode.
         """
-        plan = self.by_text(request, submitted)
-        prefix = self._prefixes.find_prefix(request, plan.selection_key)
+        plan, prefix = submitted, self._prefixes.find_prefix(request, submitted.selection_key)
         if plan.mode == "sparse" or plan.selection_key is not None or plan.predicted is not None:
-            plan = in_mode_of(plan, self.plan(request, prefix.length))
+            plan = in_mode_of(submitted, self.plan(request, prefix.length))
         code = plan.reason.code
         if not prefix.is_dense:
             absent = int(prefix.dropped.size) if request.about_session else None

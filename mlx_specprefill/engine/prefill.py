@@ -112,7 +112,6 @@ class Prefiller:
         if plan.mode == "full" and not self.scorer.recalls(request, prefix):
             return None
         active.text, active.stage = self.scorer.text.read(request.prompt), "draft"
-        active.plan = plan = self.scorer.with_asks(request, plan, active.text)
         extension = Extension(prefix.length, int(prefix.dropped[-1]) + 1) if plan.mode == "full" else None
         try:
             return self.scorer.scores(request, plan, active.text, extension)

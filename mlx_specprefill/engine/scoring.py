@@ -14,7 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from ..adapters.depth import full_draft_model
 from ..adapters.moved_keys import Piece, append, cut
 from ..adapters.window import WindowedReader
-from ..arrays import NO_INDICES, Indices
+from ..arrays import NO_INDICES, NO_SPANS, Indices
 from ..cache.positioned import tokens_in
 from ..config import EngineConfig
 from ..errors import Refused, RequestCancelled, SparseUnsupportedError
@@ -22,9 +22,10 @@ from ..events import Progress
 from ..loading import ModelPair
 from ..prefill_report import Reason
 from ..request import GenerationRequest, TokenIds
+from ..specprefill.asked_lines import lines_of
 from ..specprefill.mapped import MappedTask, map_task
 from ..specprefill.plan import PrefillPlan, template_mask
-from ..specprefill.question import possible_questions, question_span, repeated_question_spans
+from ..specprefill.question import question_span, repeated_question_spans
 from ..specprefill.scorer import HeadScorer, Scores, ScoringInput, scorer_for
 from ..specprefill.selector import select_part, select_recalled, selection_by
 from ..specprefill.sparse_prefill import feed, forward_ends
@@ -37,6 +38,7 @@ from .estimating import Estimating
 from .prefixes import Prefix
 
 Scoring = Generator[Progress, None, Scores]
+_ROWS, _PART = 64, 12  # tokens of other lines that are asked, at least, and the part of a long prompt
 _LAGS = "nothing is recalled: the draft would read more than half of what is new first"
 
 
@@ -90,7 +92,8 @@ class PromptScorer:
         """Return the indices to read by these scores, ascending: of the prefix what is unread or recalled, and of what
         follows it all or a part.
         """
-        plan, prefix, text, L = active.plan, active.prefix, active.text, active.prefix.length
+        active.plan = plan = active.plan.asking(scores.asks)
+        prefix, text, L = active.prefix, active.text, active.prefix.length
         active.scored = Scored(scores.scorer, scores.words, scores.read + active.scored.draft_read, scores.places)
         config, new = selection_by(plan.rule, self.config.selection), np.arange(L, plan.forced.size, dtype=np.int32)
         select = partial(select_part, scores.importance, plan.forced, text, plan.keep, config)
@@ -153,16 +156,9 @@ class PromptScorer:
         steps = self._by_draft(request, plan, mapped.task, mapped.task.question[0], extension)
         return _converted(steps, lambda scores: raised(mapped.scores(scores)))
 
-    def with_asks(self, request: GenerationRequest, plan: PrefillPlan, text: PromptText) -> PrefillPlan:
-        """Return the plan with the lines that may ask, whoever scores the prompt. The published rule has none."""
-        if plan.rule == "paper" or plan.asks is not None:
-            return plan
-        if request.questions:
-            return plan.asking(())
-        asks = possible_questions(request.spans, len(request.prompt), text, self.config.scoring)
-        return plan.asking(asks)
-
-    def asking(self, request: GenerationRequest, plan: PrefillPlan, text: PromptText) -> tuple[tuple[int, int], ...]:
+    def asking(
+        self, request: GenerationRequest, plan: PrefillPlan, text: PromptText, scores: Scores
+    ) -> tuple[tuple[int, int], ...]:
         """Return the ranges [start, end) of the prompt whose attention scores it, ascending.
 
         Empty for other scores: the request's own, and those of tokens that the draft looks ahead at.
@@ -170,13 +166,15 @@ class PromptScorer:
         if request.specprefill.importance is not None or plan.rule == "paper" or self.pair.heads is None:
             return ()
         task = self._task(request, plan, text)
-        return tuple(sorted({*self._asking(request, task, text)}))
+        return tuple(sorted({*self._asking(request, task, text, scores)}))
 
-    def _asking(self, request: GenerationRequest, task: ScoringInput, text: PromptText) -> list[tuple[int, int]]:
-        """Return the ranges of the question, and those of other lines that may ask."""
+    def _asking(
+        self, request: GenerationRequest, task: ScoringInput, text: PromptText, scores: Scores
+    ) -> list[tuple[int, int]]:
+        """Return the ranges of the question, and those of other lines that asked."""
         before = repeated_question_spans(request.spans, self.config.scoring, text.units)
         questions = before if before and self.pair.mapping is None else (task.question,)
-        return [*questions, *((ask.start, ask.end) for ask in task.asks)]
+        return [*questions, *((ask.start, ask.end) for ask in scores.asks)]
 
     def _raised(
         self, request: GenerationRequest, plan: PrefillPlan, text: PromptText, task: ScoringInput, scores: Scores
@@ -184,7 +182,7 @@ class PromptScorer:
         """Return the scores, by heads with more for the lines that share words with the question."""
         if plan.rule == "paper" or self.pair.heads is None:
             return scores
-        asking = self._asking(request, task, text)
+        asking = self._asking(request, task, text, scores)
         if request.questions:
             text = self.text.read(np.concatenate([request.prompt, *task.questions]))
             asking = [(len(request.prompt), len(text.pieces))]
@@ -201,12 +199,18 @@ class PromptScorer:
         template = template_mask(request.spans, question, plan.forced)
         for start, end in before:
             template[start:end] |= plan.forced[start:end]
+        none = plan.rule == "paper" or request.questions
+        lines = NO_SPANS if none else lines_of(request.spans, len(request.prompt), text.units)
+        asked = before if before and self.pair.mapping is None else (question,)
+        is_asked = np.any([(lines[:, 1] > start) & (lines[:, 0] < end) for start, end in asked], axis=0)
         return ScoringInput(
             prompt=request.prompt,
             question=question,
             template=template,
             again=np.concatenate([NO_INDICES, *(request.prompt[start:end] for start, end in before)]),
-            asks=plan.asks or (),
+            lines=lines,
+            sizes=np.where(is_asked, 0, lines[:, 1] - lines[:, 0]).astype(np.int32),
+            rows=max(_ROWS, len(request.prompt) // _PART),
             stop_ids=request.stop_token_ids | self.pair.eos_token_ids,
             cache=[],
             step=self.step,
@@ -323,8 +327,8 @@ class PromptScorer:
 
 def _behind(task: ScoringInput, end: int, start: int) -> ScoringInput:
     """Ask what the text from `start` on asks right behind the prompt's first `end` tokens."""
-    question, asks = task.question, tuple(ask for ask in task.asks if ask.start >= start)
-    return replace(task, end=end, asks=asks, question=(min(max(start, question[0]), question[1] - 1), question[1]))
+    question, sizes = task.question, np.where(task.lines[:, 0] >= start, task.sizes, 0)
+    return replace(task, end=end, sizes=sizes, question=(min(max(start, question[0]), question[1] - 1), question[1]))
 
 
 def _given(scores: Scores) -> Scoring:

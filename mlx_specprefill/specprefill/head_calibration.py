@@ -11,7 +11,6 @@ smallest.
 
 from __future__ import annotations
 
-import ast
 import json
 import logging
 import random
@@ -21,8 +20,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 
 import mlx.core as mx
@@ -43,7 +40,9 @@ from ..distributed.ranks import Ranks, broadcast
 from ..errors import LoadError, SparseUnsupportedError
 from ..loading import ModelPair
 from ..request import TokenIds
+from .calibration_text import docstrings, located, rendered
 from .plan import ForcedRange, forced_mask
+from .probe_fit import fit_probe
 from .question import question_span
 from .scorer import ScoringInput, importance_of, read_prompt
 from .selector import select_tokens
@@ -61,9 +60,6 @@ _NUMBERS = (1, 2, 4, 8, 16)  # of heads to try
 _EQUAL = 0.02  # difference in recall that counts as none
 
 KINDS = ("copy", "needle", "paraphrase")
-_MODULES = (
-    "argparse threading subprocess logging difflib textwrap shutil zipfile tarfile socket ssl pathlib random".split()
-)
 _SENTENCE = re.compile(r"[A-Z][^.\n]*(?:\n[^.\n]+)*\.?")
 _SYLLABLES = "ba ce di fo gu ha ki lo mu ne pa ri so tu va we zo".split()
 # A fact and a question about it, without a shared content word.
@@ -102,22 +98,9 @@ def calibration_items(number: int, characters: int, seed: int = 0) -> Iterator[C
             yield makers[kind](rng, _document(rng, characters))
 
 
-@cache
-def _passages() -> tuple[str, ...]:
-    """Return docstrings in a fixed order."""
-    found: list[str] = []
-    for name in _MODULES:
-        spec = find_spec(name)
-        if spec is not None and spec.origin is not None and spec.origin.endswith(".py"):
-            tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
-            nodes = (n for n in ast.walk(tree) if isinstance(n, ast.Module | ast.ClassDef | ast.FunctionDef))
-            found += [text for node in nodes if (text := ast.get_docstring(node)) and len(text) > 120]
-    return tuple(found) or tuple(fact for fact, _ in _FACTS)
-
-
 def _document(rng: random.Random, characters: int) -> str:
     """Return consecutive docstrings of `characters` characters in total."""
-    passages = _passages()
+    passages = docstrings() or tuple(fact for fact, _ in _FACTS)
     start, parts, size = rng.randrange(len(passages)), list[str](), 0
     while size < characters:
         part = passages[(start + len(parts)) % len(passages)][: characters - size]
@@ -178,8 +161,8 @@ def find_heads(
 
     Args:
         draft: the whole model.
-        on_progress: called with the number of items read and of all items.
-        limit_s: seconds after which reading stops, once there are four items of each kind.
+        on_progress: called with the number of items read and of all items; then of the probe's prompts.
+        limit_s: seconds after which reading stops, once there are four items of each kind; as many for the probe.
         ranks: over which the draft's heads are split; None: they are all here.
 
     Raises:
@@ -201,7 +184,10 @@ def find_heads(
     mx.clear_cache()
     if not reads or not reads[0].rows:
         raise SparseUnsupportedError("no attention layer of the draft sees the whole prompt")
-    return _choose_heads(draft, reads, scoring, selection)
+    found = _choose_heads(draft, reads, scoring, selection)
+    if ranks is not None:  # each holds a part of the values
+        return found
+    return replace(found, probe=fit_probe(first_layers(draft, found.depth), tokenizer, limit_s, on_progress))
 
 
 def calibrated_heads(
@@ -228,7 +214,7 @@ def calibrated_heads(
         draft = full_draft_model(pair.draft)
         file = None if folder is None else folder / f"{model_identity(draft, pair.draft_config or {})}.json"
         known = broadcast(pair.split, "known heads", lambda: _stored_heads(file))
-        if known is not None or not measure:
+        if not measure or (known is not None and (known.probe is not None or pair.split is not None)):
             return known
         try:
             found = find_heads(draft, pair.draft_tokenizer, scoring, selection, on_progress, ranks=pair.split)
@@ -390,19 +376,12 @@ def _of_all(capture: HeadCapture, ranks: Ranks | None) -> Rows:
 def _render(tokenizer: TokenizerWrapper, item: CalibrationItem) -> tuple[TokenIds, dict[str, tuple[int, int]]]:
     """Return the prompt's tokens, and the ranges of "document", "question" and "gold"."""
     content = f"{item.document}\n\n{item.question}"
-    text = content
-    if tokenizer.has_chat_template:
-        messages = [{"role": "user", "content": content}]
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    text = rendered(tokenizer, [{"role": "user", "content": content}])
     start = max(text.rfind(content), 0)
     question, gold = start + len(item.document) + 2, start + item.document.index(item.gold)
-    spans = {
+    places = {
         "document": (start, start + len(item.document)),
         "question": (question, question + len(item.question)),
         "gold": (gold, gold + len(item.gold)),
     }
-    ends = sorted({end for span in spans.values() for end in span})
-    # Tokenized in one piece. A range is found by the number of tokens before it.
-    index = {end: len(tokenizer.encode(text[:end], add_special_tokens=False)) for end in ends}
-    tokens = np.asarray(tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
-    return tokens, {name: (index[begin], index[end]) for name, (begin, end) in spans.items()}
+    return located(tokenizer, text, places)

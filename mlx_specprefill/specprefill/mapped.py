@@ -7,15 +7,22 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..adapters.text_mapping import DraftText, TextMapping
+from ..arrays import Spans
+from .asked_lines import Ask
 from .scorer import Scores, ScoringInput
 
 
 @dataclass(frozen=True)
 class MappedTask:
-    """A scoring task in the draft's tokens, and the way back."""
+    """A scoring task in the draft's tokens, and the way back.
+
+    Attributes:
+        lines: the target's tokens of each of the task's lines.
+    """
 
     task: ScoringInput
     text: DraftText
+    lines: Spans
 
     def scores(self, found: Scores) -> Scores:
         """Convert scores to the target's tokens. Drops the draft's look-ahead and cache, which the target can't use."""
@@ -26,7 +33,12 @@ class MappedTask:
         ends = self.text.draft_spans[found.places, 1]
         places = np.searchsorted(self.text.target_spans[:, 1], ends, side="left").astype(np.int32)
         mapped = replace(found, importance=importance, scorer="mapped-draft", words=words, lookahead=(), cache=[])
-        return replace(mapped, places=places)
+        asks = tuple(self._target_ask(ask) for ask in found.asks)
+        return replace(mapped, places=places, asks=asks)
+
+    def _target_ask(self, ask: Ask) -> Ask:
+        start, end = self.lines[ask.line].tolist()
+        return ask._replace(start=start, end=end)
 
 
 def map_task(mapping: TextMapping, task: ScoringInput) -> MappedTask:
@@ -41,6 +53,7 @@ def map_task(mapping: TextMapping, task: ScoringInput) -> MappedTask:
     stops = frozenset(int(token) for token in mapping.tokenizer.eos_token_ids)
     question = text.span(*task.question)
     none = np.zeros(0, dtype=np.int32)  # the draft has other ids for the question
-    asks = tuple(ask._replace(start=start, end=end) for ask in task.asks for start, end in [text.span(*ask[:2])])
-    task = replace(task, again=none, asks=asks, questions=tuple(mapping.read(q).tokens for q in task.questions))
-    return MappedTask(replace(task, prompt=text.tokens, question=question, template=template, stop_ids=stops), text)
+    lines, asked = task.lines, tuple(mapping.read(q).tokens for q in task.questions)
+    task = replace(task, again=none, lines=text.spans(lines), questions=asked)
+    task = replace(task, prompt=text.tokens, question=question, template=template, stop_ids=stops)
+    return MappedTask(task, text, lines)

@@ -15,7 +15,7 @@ from ..cache.prefix.selection_key import SelectionKey
 from ..config import EngineConfig, RuleName, Scope, SelectionConfig, SpecPrefillPolicy
 from ..prefill_report import Mode, Prediction, Reason, ReasonCode
 from ..request import GenerationRequest, PromptSpan
-from .question import Ask
+from .asked_lines import Ask
 from .selector import selection_by
 
 USER_WHOLE, USER_HEAD, USER_TAIL = (2048, 8), (128, 64), (512, 16)  # (most tokens, divisor of the prompt length)
@@ -32,8 +32,7 @@ class PrefillPlan:
 
     `keep`, `forced` (M,) and `ranges` have a meaning in sparse mode only. `predicted` is None without measurements.
     `scope` is the text that competes. `selection_key` names the selection rule that the
-    sparse turns of a conversation share; None: the request is read in full, or has its own scores. `asks` are the lines
-    that may be the question beside the last one; None until the text is read.
+    sparse turns of a conversation share; None: the request is read in full, or has its own scores.
     """
 
     mode: Mode
@@ -45,13 +44,11 @@ class PrefillPlan:
     predicted: Prediction | None = None
     scope: Scope = "user"
     selection_key: SelectionKey | None = None
-    asks: tuple[Ask, ...] | None = None
 
-    def asking(self, asks: tuple[Ask, ...]) -> PrefillPlan:
-        """Return the plan with lines that may ask. Those of them are kept that are to be read."""
-        ranges = tuple(ForcedRange(ask.start, ask.end, "question") for ask in asks if ask.read)
-        forced = self.forced | forced_mask(ranges, self.forced.size)
-        return replace(self, asks=asks, ranges=self.ranges + ranges, forced=forced)
+    def asking(self, asks: Sequence[Ask]) -> PrefillPlan:
+        """Return the plan behind the draft's reading, which says what asks. Lines that count as questions are kept."""
+        ranges = tuple(ForcedRange(ask.start, ask.end, "question") for ask in asks if ask.weight > 1)
+        return replace(self, ranges=self.ranges + ranges, forced=self.forced | forced_mask(ranges, self.forced.size))
 
     def as_full(self, code: ReasonCode, words: str) -> PrefillPlan:
         return replace(self, mode="full", reason=Reason(code, words))
@@ -107,18 +104,20 @@ def plan_prefill(
         plan = _by_policy(plan, config, rest.size, gains_are_known)
     if plan.mode == "sparse":
         plan = _check_drops_enough(plan, config, rest)
-    if plan.selection_key is None or options.enabled or not (request.about_everything or request.about_session):
+    if plan.selection_key is None or options.enabled:
         return plan
     if request.about_session:
         return plan.as_full("everything", "the session is to be summarised") if plan.mode == "sparse" else plan
-    return _read_everything(
-        plan, "everything", f'the question is about the whole prompt ("{request.about_everything}")'
-    )
+    if request.about_everything:
+        words = f'the question is about the whole prompt ("{request.about_everything}")'
+        return _read_everything(plan, "everything", words)
+    if plan.mode == "sparse" and _is_unasked(request, policy):
+        return _read_everything(plan, "no-question", "no line is known to ask for a part of the text")
+    return plan
 
 
 def in_mode_of(submitted: PrefillPlan, plan: PrefillPlan) -> PrefillPlan:
     """Return the plan behind a cached prefix, as a full prefill where memory was reserved for one."""
-    plan = plan if submitted.asks is None else plan.asking(submitted.asks)
     return replace(plan, mode="full", reason=submitted.reason) if submitted.mode == "full" else plan
 
 
@@ -136,16 +135,11 @@ def extended(plan: PrefillPlan, new: int, absent: int | None = None) -> PrefillP
     return replace(plan, reason=Reason("extended", words))
 
 
-def needs_question(plan: PrefillPlan, request: GenerationRequest, policy: SpecPrefillPolicy) -> bool:
-    """Return whether a pasted text is read in part only if somebody asks for a part of it: the server may choose."""
+def _is_unasked(request: GenerationRequest, policy: SpecPrefillPolicy) -> bool:
+    """Return whether a text was pasted of which nobody is known to ask for a part, and the server may choose."""
     options = request.specprefill
     is_open = policy.threshold is None and options.enabled is None and options.keep_pct is None
-    return plan.mode == "sparse" and is_open and _is_pasted(request.spans)
-
-
-def unasked(plan: PrefillPlan) -> PrefillPlan:
-    """Return the plan for a text of which nobody is known to ask for a part."""
-    return _read_everything(plan, "no-question", "no line is known to ask for a part of the text")
+    return is_open and not request.about_part and _is_pasted(request.spans)
 
 
 def _is_pasted(spans: Sequence[PromptSpan]) -> bool:

@@ -26,7 +26,7 @@ from ..adapters.capture import HeadCapture, QueryCapture, pool
 from ..adapters.depth import FirstLayers
 from ..adapters.heads import DraftHeads, Head
 from ..adapters.window import WindowedReader
-from ..arrays import NO_INDICES, Bools, Floats, Indices
+from ..arrays import NO_INDICES, NO_SPANS, Bools, Floats, Indices, Spans
 from ..cache.positioned import Snapshot, tokens_in
 from ..config import DraftWindow, RuleName, ScoringConfig
 from ..distributed.ranks import Ranks
@@ -34,7 +34,7 @@ from ..errors import SparseUnsupportedError, SpecPrefillError
 from ..events import Progress
 from ..prefill_report import ScorerKind
 from ..request import TokenIds
-from .question import Ask
+from .asked_lines import Ask, asked_lines
 
 AROUND = 48  # tokens on either side of a line that is asked again
 _AT_ONCE = 256  # tokens of questions that the draft reads in one forward, in which the later ones see the others
@@ -54,8 +54,10 @@ class ScoringInput:
         step: returns the tokens of each forward.
         again: question tokens in front of the text that they ask about, int32 (Q,): they are read a second time behind
             the prompt, and their attention counts instead of the question's. Only calibrated heads are read so.
-        asks: other lines that may be the question (`possible_questions`): they are read behind the prompt, too, and
+        lines: that may be the question (`lines_of`). Some of them are read behind the prompt, too (`asked_lines`), and
             what one of them looks at counts beside what the question does.
+        sizes: as in `asked_lines`, in the target's tokens.
+        rows: tokens of the target that may be read so.
         window: seen by the tokens in front of the question while they are read; None: everything.
         end: the question is asked right behind so many tokens of the prompt, and only they are scored; None: all.
         questions: token ids of questions that the prompt has not: they are read behind it, and count alone.
@@ -68,7 +70,9 @@ class ScoringInput:
     cache: list[Any]
     step: Callable[[], int]
     again: TokenIds = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
-    asks: tuple[Ask, ...] = ()
+    lines: Spans = field(default_factory=lambda: NO_SPANS)
+    sizes: Indices = field(default_factory=lambda: NO_INDICES)
+    rows: int = 0
     window: DraftWindow | None = None
     end: int | None = None
     questions: tuple[TokenIds, ...] = ()
@@ -86,6 +90,7 @@ class Scores:
         cache: the draft's, holding exactly the scored tokens.
         read: tokens, in the draft's tokenizer, that were read; the others were cached.
         places: the token that each of the input's questions looks at most, int32 (Q,); empty if they were not read.
+        asks: the lines that asked beside the question.
 
     Raises:
         SpecPrefillError: the importance is not finite.
@@ -98,6 +103,7 @@ class Scores:
     cache: list[Any] = field(default_factory=list)
     read: int = 0
     places: Indices = field(default_factory=lambda: NO_INDICES)
+    asks: tuple[Ask, ...] = ()
 
     def __post_init__(self) -> None:
         if not np.isfinite(self.importance).all():
@@ -174,14 +180,20 @@ class HeadScorer:
             yield from read_prompt(draft, task, M, task.question, capture.of_passage)
             rows = capture.attention
         parts = [(rows, task.template[None, :end])]
-        words = self._words
-        if task.asks:
-            parts.append((self._read_asks(draft, task, end), _without_surroundings(task, end)))
-            words += f", {len(task.asks)} more lines that may ask"
+        words, asks = self._words, self._asked_lines(task)
+        if asks:
+            parts.append((self._read_asks(draft, task, end, asks), _without_surroundings(task, end, asks)))
+            words += f", {len(asks)} more lines that may ask"
         importance, *by_line = self._importance(parts)
-        if task.asks:
-            importance = add_asks(importance, np.stack(by_line), task.asks)
-        return Scores(importance, "draft", words, (), task.cache)
+        if asks:
+            importance = add_asks(importance, np.stack(by_line), asks)
+        return Scores(importance, "draft", words, (), task.cache, asks=asks)
+
+    def _asked_lines(self, task: ScoringInput) -> tuple[Ask, ...]:
+        """Return the lines that ask by what the draft holds, or by their places where it has not read them."""
+        known = self.heads.probe is not None and task.end is None and self.ranks is None and len(task.lines)
+        scores = self.heads.probe.scores(task.cache, task.lines) if self.heads.probe is not None and known else None
+        return asked_lines(scores, task.lines, task.sizes, task.rows)
 
     @property
     def _words(self) -> str:
@@ -229,9 +241,11 @@ class HeadScorer:
         snapshot.take_back(Q, Q)
         return {key: row[..., :end] for key, row in capture.attention.items()}
 
-    def _read_asks(self, draft: nn.Module, task: ScoringInput, end: int) -> dict[tuple[int, int], mx.array]:
+    def _read_asks(
+        self, draft: nn.Module, task: ScoringInput, end: int, asks: Sequence[Ask]
+    ) -> dict[tuple[int, int], mx.array]:
         """Return the attention of each line that may ask to the first tokens, (P, end) per (call, head), queued."""
-        indices = [np.arange(ask.start, ask.end) for ask in task.asks]
+        indices = [np.arange(ask.start, ask.end) for ask in asks]
         tokens = task.prompt[np.concatenate(indices)]
         return self._ask_again(draft, end, task.cache, tokens, _means([part.size for part in indices]))
 
@@ -262,12 +276,12 @@ def _means(sizes: Sequence[int]) -> mx.array:
     return mx.array(parts.astype(np.float32))
 
 
-def _without_surroundings(task: ScoringInput, end: int) -> Bools:
+def _without_surroundings(task: ScoringInput, end: int, asks: Sequence[Ask]) -> Bools:
     """Return the tokens of the prompt's first `end` that do not compete for each line that may ask, (P, end): the
     template, and the line's own surroundings.
     """
-    template = np.repeat(task.template[None, :end], len(task.asks), axis=0)
-    for hidden, ask in zip(template, task.asks, strict=True):
+    template = np.repeat(task.template[None, :end], len(asks), axis=0)
+    for hidden, ask in zip(template, asks, strict=True):
         hidden[max(0, ask.start - AROUND) : ask.end + AROUND] = True
     return template
 

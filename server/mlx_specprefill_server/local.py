@@ -109,6 +109,7 @@ class LocalPair:
             SpecPrefillOptions(specprefill, share),
             spans=prompt.spans,
             about_everything=prompt.about_everything,
+            about_part=prompt.about_part,
             stop_token_ids=self.engine.pair.eos_token_ids,
         )
         text, end = stream_text(self.engine, request, on_text or (lambda text: None))

@@ -186,6 +186,7 @@ def make_spec(
         specprefill=replace(body.options(), verify=service.engine.verifies),
         spans=prompt.spans,
         about_everything=prompt.about_everything,
+        about_part=prompt.about_part,
         about_session=prompt.about_session,
         stop_token_ids=frozenset(body.stop_token_ids) | ends,
         logprobs=body.alternatives(),

@@ -54,6 +54,7 @@ def request(engine: Engine, messages: Sequence[Mapping[str, str]], enabled: bool
         specprefill=SpecPrefillOptions(enabled),
         spans=prompt.spans,
         about_everything=prompt.about_everything,
+        about_part=prompt.about_part,
         about_session=prompt.about_session,
     )
 

@@ -13,12 +13,10 @@ import pytest
 
 import mlx_specprefill
 from mlx_specprefill import Engine, EngineConfig, Finished, GenerationRequest, PromptSpan, SpecPrefillPolicy
-from mlx_specprefill.engine import planner, scoring
 from mlx_specprefill.loading import with_heads
-from mlx_specprefill.specprefill import question
 from mlx_specprefill.specprefill.text import TextReader
 from tests.engine.test_backlog import HEADS
-from tests.support.tiny import random_prompt, tiny_pair
+from tests.support.tiny import tiny_pair
 
 PACKAGE = str(Path(mlx_specprefill.__file__).parent)
 POLICY = SpecPrefillPolicy(threshold=300, keep_pct=Fraction(1, 5), densify=False)
@@ -97,17 +95,3 @@ def most_calls(line: str, length: int, monkeypatch: pytest.MonkeyPatch) -> int:
 def test_whatever_the_lines_are(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     short, long = (most_calls(line, length, monkeypatch) for length in (SHORT, LONG))
     assert long - short < PER_TOKEN * (LONG - SHORT)
-
-
-def test_the_lines_that_ask_are_looked_for_once_in_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked, find = list[int](), question.possible_questions
-    policy = SpecPrefillPolicy(threshold=None, min_saving_ms=-1e9, min_saving_share=Fraction(-99), densify=False)
-    monkeypatch.setattr(scoring, "possible_questions", lambda *given: looked.append(given[1]) or find(*given))
-    monkeypatch.setattr(planner, "is_asked", lambda *_: True)
-    with Engine(with_heads(tiny_pair(), HEADS), EngineConfig(policy=policy)) as engine:
-        for tokens in (3000, 3001):
-            spans = (PromptSpan("user", 0, 0, tokens, tokens),)  # a pasted text: does anybody ask?
-            *_, last = engine.generate(GenerationRequest(random_prompt(tokens), 1, spans=spans))
-            assert isinstance(last, Finished)
-            assert last.report.mode == "sparse"
-    assert looked == [3000, 3001]

@@ -14,7 +14,9 @@ from mlx_specprefill.adapters.depth import first_layers
 from mlx_specprefill.adapters.heads import DraftHeads, Head
 from mlx_specprefill.cache.positioned import leaves
 from mlx_specprefill.errors import SpecPrefillError
-from mlx_specprefill.specprefill.question import Ask, question_span, repeated_question_spans
+from mlx_specprefill.specprefill import scorer as scoring
+from mlx_specprefill.specprefill.asked_lines import Ask
+from mlx_specprefill.specprefill.question import question_span, repeated_question_spans
 from mlx_specprefill.specprefill.scorer import (
     AROUND,
     HeadScorer,
@@ -311,11 +313,13 @@ def test_what_asks_again_counts_as_if_it_stood_behind_the_prompt(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_lines_that_may_ask_count_by_the_most_that_one_makes_of_a_token(family):
+def test_lines_that_may_ask_count_by_the_most_that_one_makes_of_a_token(family, monkeypatch):
     """As if they stood behind the prompt, each without its own surroundings; the cache is that of the prompt alone."""
     draft, prompt, heads = tiny_model(family), np.array(random_prompt(M), dtype=np.int32), heads_of(family)
-    asks = (Ask(2, 9, 3.0), Ask(20, 26, 2.0))
-    found, _ = run_heads(draft, prompt, heads, asks=asks)
+    asks = (Ask(0, 2, 9, 3.0), Ask(1, 20, 26, 1.5))
+    monkeypatch.setattr(scoring, "asked_lines", lambda *_: asks)
+    found, _ = run_heads(draft, prompt, heads)
+    monkeypatch.setattr(scoring, "asked_lines", lambda *_: ())
     alone, _ = run_heads(draft, prompt, heads)
     tokens = [prompt[ask.start : ask.end] for ask in asks]
     longer, at, most = np.concatenate([prompt, *tokens]), M, np.zeros(M, dtype=np.float32)
@@ -337,7 +341,7 @@ def test_lines_without_a_mark_take_half_of_what_is_chosen_at_most(seed):
     rng = np.random.default_rng(seed)
     importance, asked = rng.random(300, dtype=np.float32), 100 * rng.random((3, 300), dtype=np.float32)
     asked[:, 200:] = 0
-    found = add_asks(importance, asked, [Ask(0, 3, 1.0), Ask(3, 6, 1.0), Ask(6, 9, 1.0)])
+    found = add_asks(importance, asked, [Ask(line, 3 * line, 3 * line + 3, 1.0) for line in range(3)])
     assert np.array_equal(found[200:], importance[200:])
     assert (found >= importance).all()
     for chosen in (3, 30, 90):

@@ -79,6 +79,7 @@ def inspect(
             specprefill=options,
             spans=prompt.spans,
             about_everything=prompt.about_everything,
+            about_part=prompt.about_part,
         )
         with Progress(console=notes(), transient=True) as bars:
             task = bars.add_task("draft reads the prompt", total=None)

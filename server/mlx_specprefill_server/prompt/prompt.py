@@ -23,17 +23,18 @@ from mlx_specprefill import ContextLengthError, InvalidRequestError, PromptSpan,
 
 from ..big_json import restored
 from ..errors import refusal
+from .compaction import asks_to_compact
 from .conversation import MOST_NAMED, Conversation, Message
 from .deferred import LOADS, Tool, with_schemas
 from .forms import Form, messages_in, tools_in
 from .next_turn import Asked, NextTurn, Part
 from .probe import Show, ask, notation_of
-from .question import about_everything, asks_to_compact
-from .reminders import without_reminders
+from .reminders import SYSTEM, without_reminders
 from .spans import CharSpan, Render, absent, left_out, locate, mark, to_tokens, turn_ends
 from .special_tokens import ControlTokens, Encoded, Encoder, EscapedConversation
 from .stable import remove_volatile_lines
 from .tool_writer import ToolWriter
+from .whole_or_part import about_everything, is_asked
 
 T = TypeVar("T")
 
@@ -62,6 +63,7 @@ class Prompt:
         left_out: sentences about text that is not in it.
         about_everything: the words of its question that ask for the whole text.
         about_session: an agent compacts its session.
+        about_part: words of it are known to ask for a part of the text, or nothing is known of it.
     """
 
     tokens: TokenIds
@@ -70,6 +72,7 @@ class Prompt:
     left_out: tuple[str, ...] = ()
     about_everything: str | None = None
     about_session: bool = False
+    about_part: bool = True
 
 
 @dataclass(frozen=True)
@@ -224,9 +227,10 @@ class PromptBuilder:
         goes_on = any(message["role"] == "assistant" for message in conversation.messages)
         asked_last = bool(questions) and conversation.messages[-1]["role"] == "user"
         compacts = goes_on and asked_last and asks_to_compact(questions[-1])
-        if offsets is None:
-            return Prompt(as_token_ids(tokens), (), ending, sentences, words, compacts)
-        return Prompt(as_token_ids(tokens), to_tokens(spans, offsets), ending, sentences, words, compacts)
+        systems = [message["content"] for message in conversation.messages if message["role"] in SYSTEM]
+        asked = is_asked((*systems, *questions[-2:]))
+        places = () if offsets is None else to_tokens(spans, offsets)
+        return Prompt(as_token_ids(tokens), places, ending, sentences, words, compacts, asked)
 
     def _behind(self, conversation: Conversation, asked: Sequence[Asked]) -> tuple[Prompt, list[Question | str]]:
         field, contents = conversation.field, "".join(message["content"] for message in conversation.messages)

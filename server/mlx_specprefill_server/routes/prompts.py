@@ -150,6 +150,7 @@ async def explain(
         specprefill=body.options(),
         spans=prompt.spans,
         about_everything=prompt.about_everything,
+        about_part=prompt.about_part,
         about_session=prompt.about_session,
     )
     try:

@@ -1,18 +1,17 @@
-"""Finds words that ask for a whole text (a count, a summary, a list of everything): such a prompt is read in full.
-
-An agent that compacts its session asks for a summary, too, when the session is at its longest. It is known by the words
-of Claude Code, Codex, opencode, pi and Qwen-Code.
+"""Finds words that ask for all of a text, or for a part of it. A prompt that asks for all of one is read in full.
 
 Scores do not show it: a draft's heads attend to each relevant place, but no single place holds the answer. The words
-are English.
+are English, and some German.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 _OPENING = 128  # characters of a message whose first line may be an instruction
 _LEAST, _MOST = 64, 192  # characters at the end of a message in which its last line or sentence is read
+_ENDS = 512  # characters at both ends of a message whose lines may ask
 _WHOLE = re.compile(
     r"""\bhow\ (?:many|often)\b
     | \b(?:count|tally|enumerate|summari[sz]e|summary|overview|outline|gist|tl;?dr|proofread|paraphrase|rephrase)\b
@@ -24,14 +23,15 @@ _WHOLE = re.compile(
     | \b(?:everything|whole|entire|throughout|overall|all\ of\ (?:the|them|this)|in\ total|altogether)\b""",
     re.IGNORECASE | re.VERBOSE,
 )
-_COMPACTION = re.compile(
-    r"""\b(?:summary|summari[sz]e|prompt\ for\ continuing)\b.{0,60}\b(?:conversation|session)\b
-    | \b(?:conversation|session|history)\ to\ summari[sz]e\b
-    | \bcontext\ checkpoint\ compaction\b
-    | <state_snapshot>""",
+# An order for a part, where a line or sentence begins: any but those to work on a text. Code is indented.
+_PART = re.compile(
+    r"""(?:^|\n\ ?|[.!?]\ )(?:(?:question|task|frage|please|bitte|now)\W+)*(?:answer|describe|determine|explain|extract
+    |find|give|highlight|identify|list|look|name|quote|say|show|state|tell|how|what|where|which|who|whom|whose|why
+    |when(?=\ (?:did|do|does|is|was|were|will)\b)
+    |beantworte|erkläre?|finde|gib|nenne|sag|zeige?)\ \w""",
     re.IGNORECASE | re.VERBOSE,
 )
-_INSTRUCTION = 4096  # characters of a message in which an agent says what to summarise
+_MARK = re.compile(r"[?？؟]")
 _BEFORE_A_UNIT = re.compile(r"\n+|[.!?] +|[。！？]")  # a line break, or the end of a sentence
 
 
@@ -41,9 +41,11 @@ def about_everything(message: str) -> str | None:
     return None if found is None else found.group()
 
 
-def asks_to_compact(message: str) -> bool:
-    """Return whether a message behind an answer asks for a summary of the session so far."""
-    return len(message) <= 4 * _INSTRUCTION and _COMPACTION.search(message[:_INSTRUCTION]) is not None
+def is_asked(messages: Sequence[str]) -> bool:
+    """Return whether one of the messages is known to ask for a part of a text, at its ends or by its only question."""
+    ends = [end for said in messages for end in (said[:_ENDS], said[max(_ENDS, len(said) - _ENDS) :])]
+    alone = any(len(_MARK.findall(said)) == 1 for said in messages)
+    return alone or any(_MARK.search(end) or _PART.search(end) for end in ends)
 
 
 def question_in(message: str) -> str:

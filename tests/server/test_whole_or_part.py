@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlx_specprefill_server.prompt.question import about_everything, question_in
+from mlx_specprefill_server.prompt.whole_or_part import about_everything, is_asked, question_in
 
 
 @pytest.mark.parametrize(
@@ -66,3 +66,29 @@ def test_words_in_the_middle_of_a_message_ask_nothing() -> None:
     assert about_everything(f"{middle}\nWhere did it go?") is None
     assert about_everything(f"Summarize it.\n{middle}\nBe brief.") == "Summarize"
     assert about_everything(f"{middle}\nSummarize it.") == "Summarize"
+
+
+ASKING = "Who sank? Nobody knew. " * 60  # a text that asks questions of its own
+TELLING = "The ship left the harbour. " * 60
+
+
+@pytest.mark.parametrize(
+    ("messages", "asked"),
+    [
+        ((f"{TELLING}\nWhere did it go?",), True),
+        ((f"Find the ship that sank.\n{TELLING}",), True),
+        ((f"{TELLING}\n\nPlease tell me who left.\n- Be brief.\n- Use no lists.",), True),
+        ((f"{TELLING}\nFrage: wer fuhr ab？\n{TELLING}",), True),  # the only question of a text
+        ((f"{TELLING}\nTask: name the harbour\n",), True),
+        (("Answer from the text alone.", TELLING), True),
+        ((f"Rewrite it.\n{TELLING}",), False),
+        ((f"{TELLING}\nПерепиши понятнее",), False),
+        ((f"{TELLING}\n{ASKING}\n{TELLING}",), False),
+        ((f"{TELLING}\n    list = what + who\n",), False),
+        ((), False),
+    ],
+)
+def test_a_part_is_asked_for_by_a_question_or_by_an_order_other_than_to_work_on_it(
+    messages: tuple[str, ...], asked: bool
+) -> None:
+    assert is_asked(messages) is asked

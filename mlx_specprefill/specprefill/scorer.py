@@ -191,8 +191,9 @@ class HeadScorer:
 
     def _asked_lines(self, task: ScoringInput) -> tuple[Ask, ...]:
         """Return the lines that ask by what the draft holds, or by their places where it has not read them."""
-        known = self.heads.probe is not None and task.end is None and self.ranks is None and len(task.lines)
-        scores = self.heads.probe.scores(task.cache, task.lines) if self.heads.probe is not None and known else None
+        is_read = task.end is None and self.ranks is None and len(task.lines) > 0
+        probe = self.heads.probe if is_read else None
+        scores = None if probe is None else probe.scores(task.cache, task.lines)
         return asked_lines(scores, task.lines, task.sizes, task.rows)
 
     @property

@@ -45,6 +45,7 @@ KINDS = {"enabled": True, "adaptive": True, "disabled": False}
 
 UNLIMITED = -1  # tokens, as llama.cpp's clients write "no limit"
 MAX_STOP_IDS = 1024
+_NEAR = 0.85  # similarity of a mistyped name
 
 Whole = Annotated[int, BeforeValidator(field_values.whole), Field(ge=-field_values.INT64, lt=field_values.INT64)]
 TokenIds = Annotated[list[Whole], Field(fail_fast=True)]
@@ -121,11 +122,6 @@ class SpecPrefillFields(Body):
             scope=self.specprefill_scope,
             estimate=self.specprefill_estimate,
         )
-
-
-# Fields that other servers' documentation does not have, in which a typing error would go unnoticed.
-OWN = SpecPrefillFields.model_fields.keys() | {"loop_guard", "return_progress"}
-NEAR = 0.85  # similarity of two names
 
 
 class Reasoning(Body):
@@ -305,8 +301,9 @@ def _ignored_in(body: Mapping[str, Any]) -> Iterator[str]:
 
 def _mistyped_in(body: Mapping[str, Any], known: Set[str]) -> Iterator[str]:
     """Yield a sentence for each unknown field that is nearly called as one of this server's own."""
+    own = known & (SpecPrefillFields.model_fields.keys() | {"loop_guard", "return_progress"})
     for name in body.keys() - known:
-        if near := get_close_matches(name.lower(), sorted(OWN & known), 1, NEAR):
+        if near := get_close_matches(name.lower(), own, 1, _NEAR):
             yield f"{name:.80}: no field of this server, and without effect; did you mean {near[0]}?"
 
 

@@ -98,7 +98,9 @@ class TestList:
         (packed / "config.json").unlink()
         for name in ("a", "b"):
             (packed / f"{name}.gguf").touch()
+        save_checkpoint(cache.parent / ".lmstudio" / "models" / "pub" / "lisher", "llama", 1)
         rows = {row[0]: row[1:] for row in table("list") if row}
+        assert rows["pub/lisher"][1:] == ["ready", "mlx-specprefill serve --target pub/lisher"]
         size = sum(path.stat().st_size for path in whole.iterdir())
         assert rows["org/whole"] == [f"{size / 2**20:.1f} MB", "ready", "mlx-specprefill serve --target org/whole"]
         assert rows["org/part"][2] == "mlx-specprefill pull org/part"

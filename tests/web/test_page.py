@@ -102,6 +102,8 @@ def test_one_click_shows_what_it_is_about(page: Page, server: Server) -> None:
     page.reload()
     assert page.find(".headline").text == said  # and no second sample
     assert page.all("#documents .chip") == []
+    for who, name in (("new inspector", "Edvard Lund"), ("cat", "Bosun")):  # what is offered on such a pair
+        assert name in page.ask(f"What is the name of the {who}?").text
 
 
 def test_a_small_window_is_not_offered_what_it_cannot_hold(page: Page, live: Any, engine: FakeEngine) -> None:

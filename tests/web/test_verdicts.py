@@ -69,7 +69,7 @@ def test_a_verdict_is_waited_for_told_and_kept(word: str, page: Page, live: Any)
     page.reload()
     assert verdict(page) == LINES[word]
     more = page.find(".verdict").find_elements("xpath", "following-sibling::button")
-    assert [button.text for button in more] == ["Show its answer"] * (word == "differs")
+    assert [button.text for button in more] == ["Show what full reading answers"] * (word == "differs")
     for button in more:
         button.click()
         page.until(lambda: len(page.all(".arm")) == 2 and page.find("#send").is_displayed())

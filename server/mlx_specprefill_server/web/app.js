@@ -7,6 +7,7 @@ import { count, find } from "./format.js";
 import { LivePanel } from "./live.js";
 import { TextMap } from "./map.js";
 import { Models } from "./models.js";
+import { SAMPLE } from "./sample.js";
 import { ONE_MODEL, server, TWO_MODELS } from "./words.js";
 
 const THEMES = ["auto", "light", "dark"];
@@ -75,6 +76,7 @@ async function showModel() {
     server.words = alone ? ONE_MODEL : TWO_MODELS;
     const demo = /^demo(-|$)/.test(model);
     find("intro").textContent = demo ? `${server.words.intro} ${DEMO}` : server.words.intro;
+    chat.offered = demo ? SAMPLE.moreOfDemo : SAMPLE.more;
     find("length").placeholder = demo ? DEMO_LENGTH : USUAL_LENGTH;
     chat.documents.window = room;
     chat.documents.show();

@@ -31,6 +31,7 @@ export class Chat {
     this.touched = new Set(); // records that have changed since they were kept
     this.conversation = fresh();
     this.turns = [];
+    this.offered = SAMPLE.more;
     this.settings = new Settings(() => this.#changed());
     this.documents = new Documents(() => this.#changed(), (text) => this.tell(text), () => this.#leaveSample());
     find("form").addEventListener("submit", (event) => {
@@ -284,7 +285,7 @@ export class Chat {
   /** Beside the sample: further questions that its text answers. */
   #offer() {
     const asked = this.turns.map((turn) => turn.record.question);
-    const open = this.turns.some((turn) => isSample(turn.record)) ? SAMPLE.more.filter((one) => !asked.includes(one)) : [];
+    const open = this.turns.some((turn) => isSample(turn.record)) ? this.offered.filter((one) => !asked.includes(one)) : [];
     find("more").hidden = Boolean(this.running) || !open.length;
     if (find("more").textContent === open.join("")) return;
     find("more").replaceChildren(...open.map((question) => {

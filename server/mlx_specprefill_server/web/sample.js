@@ -8,7 +8,8 @@ export const SAMPLE = {
   length: 128, // tokens of an answer: small models don't come to an end
   room: 100, // tokens for the question, the template and the answer
   question: "What is the secret code for the lantern room?",
-  more: ["When was the lighthouse built?", "Who is the captain of the ferry?"], // small models answer these, too
+  more: ["When was the lighthouse built?", "Who is the captain of the ferry?"], // SmolLM2 answers these, in any order
+  moreOfDemo: ["What is the name of the new inspector?", "What is the name of the cat?"],
 };
 
 /** Whether a turn, or what is in the composer, is the sample and nothing else. */

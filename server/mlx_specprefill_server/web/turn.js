@@ -91,7 +91,7 @@ export class Turn {
   /** What full reading thinks of the answer, once that is known. */
   tellVerdict() {
     const [one, other] = this.record.arms;
-    const words = one.verdict?.verdict === "differs" && !other ? [button("Show its answer", () => this.actions.full(this))] : [];
+    const words = one.verdict?.verdict === "differs" && !other ? [button("Show what full reading answers", () => this.actions.full(this))] : [];
     this.verdict.replaceChildren(...(one.verdict ? [verdictLine(one.verdict), ...words] : []));
   }
 

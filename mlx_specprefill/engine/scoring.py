@@ -199,7 +199,9 @@ class PromptScorer:
         template = template_mask(request.spans, question, plan.forced)
         for start, end in before:
             template[start:end] |= plan.forced[start:end]
-        none = plan.rule == "paper" or request.questions
+        has_probe = self.pair.heads is not None and self.pair.heads.probe is not None
+        # By its place alone nothing asks in a text that is to be continued.
+        none = plan.rule == "paper" or request.questions or not (request.spans or has_probe)
         lines = NO_SPANS if none else lines_of(request.spans, len(request.prompt), text.units)
         asked = before if before and self.pair.mapping is None else (question,)
         is_asked = np.any([(lines[:, 1] > start) & (lines[:, 0] < end) for start, end in asked], axis=0)

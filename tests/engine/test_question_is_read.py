@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +11,7 @@ from mlx_specprefill_evals.tasks import PLACE_TASKS, TASKS, Space, make_item
 from mlx_specprefill_server.local import LocalPair, open_pair
 from tests.support.reading import text_read
 
-KINDS = {"prose": 0, "law": 1, "code": 2, "log": 3, "table": 4, "json": 5}
+KINDS = 6  # prose, law, code, log, table, JSON
 LENGTH = 1500
 
 
@@ -32,28 +33,26 @@ def item_of(task: str, number: int, pair: LocalPair):
     return make_item(TASKS[task], task, number, Space(LENGTH, count, number=number))
 
 
-@pytest.mark.parametrize(
-    "kind", [kind if kind in ("prose", "code") else pytest.param(kind, marks=pytest.mark.extended) for kind in KINDS]
-)
+@pytest.fixture(scope="module")
+def probing(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalPair]:
+    """A pair whose draft has a probe."""
+    costs = tmp_path_factory.mktemp("costs") / "costs.json"
+    with open_pair("smollm2", densify="off", calibration_file=costs) as opened:
+        yield opened
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("mark", ["?", "."])
-def test_in_every_place(pair: LocalPair, kind: str, mark: str) -> None:
-    """With its question mark, and without one: then it may be an order."""
-    question = question_of(KINDS[kind], pair)
+def test_in_every_place(probing: LocalPair, mark: str) -> None:
+    """With its question mark, and without one: then it may be an order. Kinds of documents in turns."""
     unread = []
-    for task in PLACE_TASKS:
-        item = item_of(task, KINDS[kind], pair)
+    for number, task in enumerate(PLACE_TASKS):
+        kind = number % KINDS
+        question, item = question_of(kind, probing), item_of(task, kind, probing)
         said = [message | {"content": message["content"].replace("?", mark)} for message in item.messages]
-        unread += [] if question.replace("?", mark) in text_read(pair, said) else [task]
-    assert unread == []
-
-
-ORDER = "Please read all of the text below with care, and then tell me what it says about the normal form of names."
-
-
-def test_an_order_in_front_of_a_document(pair: LocalPair) -> None:
-    """Longer than what is kept of any message's beginning."""
-    document = item_of("place_turn_before", 0, pair).turns[-1].question
-    assert ORDER in text_read(pair, [{"role": "user", "content": f"{ORDER}\n\n{document}"}])
+        unread += [] if question.replace("?", mark) in text_read(probing, said) else [task]
+    assert len(unread) <= len(PLACE_TASKS) / 10, unread
 
 
 @pytest.mark.parametrize("order", ["Quote the sentence about the lighthouse.", "Fasse den Text zusammen"])

@@ -182,7 +182,8 @@ class HeadScorer:
         parts = [(rows, task.template[None, :end])]
         words, asks = self._words, self._asked_lines(task)
         if asks:
-            parts.append((self._read_asks(draft, task, end, asks), _without_surroundings(task, end, asks)))
+            rows = self._ask_again(draft, end, task.cache, *_tokens_of(asks, task.prompt))
+            parts.append((rows, _without_surroundings(task, end, asks)))
             words += f", {len(asks)} more lines that may ask"
         importance, *by_line = self._importance(parts)
         if asks:
@@ -242,14 +243,6 @@ class HeadScorer:
         snapshot.take_back(Q, Q)
         return {key: row[..., :end] for key, row in capture.attention.items()}
 
-    def _read_asks(
-        self, draft: nn.Module, task: ScoringInput, end: int, asks: Sequence[Ask]
-    ) -> dict[tuple[int, int], mx.array]:
-        """Return the attention of each line that may ask to the first tokens, (P, end) per (call, head), queued."""
-        indices = [np.arange(ask.start, ask.end) for ask in asks]
-        tokens = task.prompt[np.concatenate(indices)]
-        return self._ask_again(draft, end, task.cache, tokens, _means([part.size for part in indices]))
-
     def _importance(self, parts: Sequence[tuple[Mapping[tuple[int, int], mx.array], Bools]]) -> Floats:
         """Return the importance by each of P rows of templates, (P, M), in order of the parts.
 
@@ -268,6 +261,13 @@ class HeadScorer:
         if round(float(found[-1])) < len(self.heads.heads):
             raise SparseUnsupportedError("a calibrated head of the draft does not see the whole prompt")
         return found[:-1].reshape(templates.shape)
+
+
+def _tokens_of(asks: Sequence[Ask], prompt: TokenIds) -> tuple[TokenIds, mx.array]:
+    """Return the tokens of lines, one after the other, and their weights as in `_means`."""
+    return prompt[np.concatenate([np.arange(ask.start, ask.end) for ask in asks])], _means(
+        [a.end - a.start for a in asks]
+    )
 
 
 def _means(sizes: Sequence[int]) -> mx.array:

@@ -28,15 +28,15 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from .adapters.heads import DraftHeads, Head
 from .adapters.mtp import ARCHITECTURES, MTPLayers
 from .cache.positioned import make_positioned_cache, place
 from .config import EngineConfig, SpeculationConfig, SpeculationName
 from .engine.engine import Engine
 from .events import Event, Failed, Finished, TokenEvent
-from .loading import load_pair
-from .reading import read_model
+from .loading.one_model import read_model
+from .pair import load_pair
 from .request import GenerationRequest, SpecPrefillOptions, TokenIds
+from .selection.heads import DraftHeads, Head
 from .speculative.strategies import STRATEGIES
 
 Dtype = Literal["float32", "bfloat16", "float16"]

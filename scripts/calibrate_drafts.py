@@ -1,6 +1,6 @@
 """Measure the calibrated heads that come with the library: calibrate_drafts.py PAIR...; --own for a target's own heads.
 
-Each replaces the entry of the same weights in mlx_specprefill/adapters/shipped_heads.json.
+Each replaces the entry of the same weights in mlx_specprefill/selection/shipped_heads.json.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import json
 import math
 
 from mlx_specprefill import ScoringConfig, SelectionConfig, load_pair
-from mlx_specprefill.adapters.heads import SHIPPED_HEADS, fingerprint
-from mlx_specprefill.specprefill.head_calibration import find_heads
+from mlx_specprefill.calibration.finding_heads import find_heads
+from mlx_specprefill.selection.heads import SHIPPED_HEADS, fingerprint
 from mlx_specprefill_server.pairs import find_pair
 
 

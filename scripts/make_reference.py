@@ -21,10 +21,10 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "server")]
 
-from mlx_specprefill_server.agent_setup import AGENTS, RunningServer  # noqa: E402
 from mlx_specprefill_server.cli import app  # noqa: E402
-from mlx_specprefill_server.cli.agents import text_of  # noqa: E402
-from mlx_specprefill_server.settings import Settings, default_text  # noqa: E402
+from mlx_specprefill_server.cli.agents.command import text_of  # noqa: E402
+from mlx_specprefill_server.cli.agents.setup import AGENTS, RunningServer  # noqa: E402
+from mlx_specprefill_server.settings.server import Settings, default_text  # noqa: E402
 
 FOLDER = ROOT / "docs" / "reference"
 CLIENTS = ROOT / "docs" / "clients" / "README.md"

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from mlx_specprefill.adapters import registry  # noqa: E402, I001 - before mlx is imported, to load a fast BLAS
-from mlx_specprefill.reading import sharding_of  # noqa: E402
+from mlx_specprefill.loading.one_model import sharding_of  # noqa: E402
 
 import mlx.core as mx  # noqa: E402
 import mlx_lm  # noqa: E402

@@ -29,7 +29,7 @@ from retrieval.text import make_document
 from retrieval.written import write_heads
 
 from mlx_specprefill import ModelPair, load_pair
-from mlx_specprefill.adapters.retrieval_heads import RetrievalHeads
+from mlx_specprefill.selection.retrieval_heads import RetrievalHeads
 
 ROOT = Path(__file__).resolve().parents[1]
 DEPTHS = (5, 6, 7, 8)

@@ -28,9 +28,9 @@ TURNS = {"nightly": 20, "extended": 8}  # until each of these tests was taken
 ROUNDED_TURNS = 10  # in rounded arithmetic
 # What rounding may break: with `--dtype rounded` these run, and no others.
 ROUNDED = frozenset(
-    "engine/test_engine.py engine/test_sessions.py engine/test_verify.py "
-    "engine/test_densify.py specprefill/test_sparse_prefill.py specprefill/test_scorer.py "
-    "adapters/test_probe.py adapters/test_capture.py".split()
+    "engine/test_engine.py engine/test_sessions.py engine/reading/test_verdicts.py "
+    "engine/reading/test_densify.py cache/test_feeding.py selection/test_scorer.py "
+    "adapters/test_startup_checks.py adapters/test_capture.py".split()
 )
 IN_CI = REPRESENTATIVE | {"gpt_oss", "deepseek_v3"}  # with --all: also windows with experts, and a latent cache
 
@@ -67,7 +67,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     for item in items:
         architectures, of_engine = _architectures_of(item), item.nodeid.startswith("tests/engine/")
-        if f"{item.path.parent.name}/{item.path.name}" in ROUNDED:
+        if item.nodeid.partition("::")[0].removeprefix("tests/") in ROUNDED:
             item.add_marker("rounded")
         if item.path.parent.name in ASIDE:
             item.add_marker("extended")
@@ -85,7 +85,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out |= {item for item in items if item.get_closest_marker("rounded") is None}
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
-    items.sort(key=lambda item: item.path.parent.name not in (*STARTS_PROCESSES, *ASIDE, "properties", "engine"))
+    items.sort(key=lambda item: item.nodeid.split("/")[1] not in (*STARTS_PROCESSES, *ASIDE, "properties", "engine"))
     skip_other_processes(config, [item for item in items if item.path.parent.name in STARTS_PROCESSES])
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from .active import Active
+from .scoped import Active
 
 TILE = 1 << 20  # logits that are scored at a time; about a dozen arrays of that size exist meanwhile
 _observer: Active[QueryCapture | HeadCapture | AttentionRecord] = Active()

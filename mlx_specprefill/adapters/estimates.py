@@ -1,8 +1,9 @@
 """Estimates the keys and values of tokens that a target does not read, from the states of its draft.
 
 The draft reads every token, and its state there says much of what the target would hold: a linear map, fitted once for
-a pair (`specprefill/estimate_fit`), gives the keys before rotation and the values of every attention layer. The state
-is first brought to a code of a few hundred numbers, which all layers share (reduced-rank regression; Izenman 1975).
+a pair (`calibration/fitting_estimates`), gives the keys before rotation and the values of every attention layer. The
+state is first brought to a code of a few hundred numbers, which all layers share (reduced-rank regression; Izenman
+1975).
 
 Some is known exactly, and is not estimated. Where the draft is the target's own first layers, the keys and values of
 these are the draft's. Elsewhere those of the first layer follow from the tokens alone.
@@ -33,7 +34,7 @@ from ..errors import LoadError, SparseUnsupportedError
 from ..request import TokenIds
 from .depth import FirstLayers
 from .moved_keys import check_equal, layer_rotations, rotated, unrotated
-from .rope import RotationCall
+from .rotation import RotationCall
 
 FORMAT = "mlx-specprefill estimates 1"
 

@@ -18,7 +18,7 @@ from ..arrays import Positions
 from ..cache.held import HeldTokens
 from ..cache.positioned import Positioned, PositionedKVCache, leaves, make_positioned_cache, place
 from ..errors import SparseUnsupportedError
-from .rope import RotationCall, record_rotations
+from .rotation import RotationCall, record_rotations
 
 _BY_LENGTH = "DynamicNTKScalingRoPE"
 _PROBED = 8  # tokens

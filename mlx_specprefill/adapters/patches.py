@@ -17,7 +17,7 @@ from typing import Any
 
 from .capture import wrap_attention, wrap_softmax
 from .recurrence import RECURRENT, wrap_recurrence
-from .rope import PositionMappedRoPE, wrap_attention_scale, wrap_dynamic_ntk
+from .rotation import PositionMappedRoPE, wrap_attention_scale, wrap_dynamic_ntk
 from .row_attention import wrap_rows
 from .window import wrap_window
 

@@ -19,7 +19,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache
 
 from ..cache.positioned import leaves
-from .active import Active
+from .scoped import Active
 
 # Classes of mlx-lm that hold a recurrent state, as `file:class`.
 RECURRENT = (

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.base import scaled_dot_product_attention
 
-from ..cache.rows import RowTokens
+from ..cache.merging import RowTokens
 
 Attention = Callable[..., mx.array]
 

@@ -19,7 +19,7 @@ import mlx.nn as nn
 
 from ..cache.positioned import leaves, tokens_in
 from ..config import DraftWindow
-from .active import Active
+from .scoped import Active
 
 Attention = Callable[..., mx.array]
 _forward: Active[_Forward] = Active()

@@ -18,35 +18,35 @@ from typing import Any
 import numpy as np
 
 from ..cache.prefix.nodes import CacheEntry
+from ..choosing.constraints import Grammars, GrammarState, ReasoningBudgetState
+from ..choosing.sampling import LOGITS_ROWS, check_sampling
 from ..config import EngineConfig
-from ..constraints import Grammars, GrammarState, ReasoningBudgetState
 from ..errors import ContextLengthError, DeviceError, EngineClosedError, EngineError, InvalidRequestError
 from ..events import Event, Failed, Finished, OnEvent, Progress, noop
-from ..loading import ModelPair
+from ..loading.footprint import weights_by_array
+from ..pair import ModelPair
 from ..prefill_report import Prediction
 from ..request import Constraint, GenerationRequest, as_token_ids
-from ..sampling import LOGITS_ROWS, check_sampling
-from ..specprefill.plan import PrefillPlan
+from ..selection.plan import PrefillPlan
 from ..verdict import Verdict
-from .active_request import ActiveRequest, Times
-from .background import BackgroundPrefill
-from .caches import EngineCaches, Erasure
-from .chunks import ChunkSizer
-from .costs import CostModel
-from .device_errors import DeviceErrors
+from .decoding.answers import Rows
 from .estimating import EstimatesState
-from .footprint import weights_by_array
-from .inbox import Inbox, Results
-from .inspection import Inspection, Replay, inspect_prompt, replay_continuation
-from .job import AnswerJob, Job, RequestHandle, TaskSpec
-from .loop import EngineCore
-from .memory import Memory, MemoryUse, check_limit
-from .mlx_thread import MLXThread
-from .prefill import Prefiller
-from .rows import Rows
-from .scheduler import PATIENCE, Scheduler
-from .speculation import Speculator
-from .wired import wire
+from .memory.reservations import Memory, MemoryUse, check_limit
+from .memory.wired import wire
+from .prefixes.caches import EngineCaches, Erasure
+from .reading.chunks import ChunkSizer
+from .reading.costs import CostModel
+from .reading.inspection import Inspection, Replay, inspect_prompt, replay_continuation
+from .reading.prefill import Prefiller
+from .requests.active_request import ActiveRequest, Times
+from .requests.drafting import Speculator
+from .requests.job import AnswerJob, Job, RequestHandle, TaskSpec
+from .requests.scheduler import PATIENCE, Scheduler
+from .thread.background import BackgroundPrefill
+from .thread.device_errors import DeviceErrors
+from .thread.inbox import Inbox, Results
+from .thread.loop import EngineCore
+from .thread.mlx_thread import MLXThread
 
 _ERASING_S = 0.01  # between two looks whether the disk has forgotten
 

@@ -9,13 +9,13 @@ from typing import Literal, NamedTuple
 
 from .._files import replace_file
 from ..adapters.estimates import Estimates, Estimator
+from ..calibration.fitting_estimates import EstimateFit, estimates_refusal, fit_file
 from ..config import EngineConfig
 from ..errors import SparseUnsupportedError
 from ..events import Progress
-from ..loading import ModelPair
+from ..pair import ModelPair
 from ..request import GenerationRequest
-from ..specprefill.estimate_fit import EstimateFit, estimates_refusal, fit_file
-from ..specprefill.plan import PrefillPlan
+from ..selection.plan import PrefillPlan
 
 log = logging.getLogger(__name__)
 _USELESS = "estimates bring a sparse reading of this pair no nearer to full reading"

@@ -20,25 +20,25 @@ from ..config import EngineConfig
 from ..distributed.ranks import Ranks
 from ..errors import EngineError, RequestCancelled
 from ..events import Progress
-from ..loading import ModelPair
+from ..pair import ModelPair
 from ..request import CacheLabel, GenerationRequest, TokenIds
-from ..specprefill.plan import PrefillPlan
-from ..specprefill.scorer import Scores
-from ..specprefill.text import PromptText
-from .active_request import ActiveRequest
-from .background import BackgroundPrefill, IdleTurn
-from .caches import EngineCaches, Erasure, Lookup
-from .chunks import ChunkSizer
+from ..selection.plan import PrefillPlan
+from ..selection.scorer import Scores
+from ..selection.text import PromptText
 from .engine import Engine
-from .inbox import Call
-from .job import Job, Need, TaskSpec
-from .loop import EngineCore
-from .memory import Memory
-from .mlx_thread import MLXThread
-from .planner import Planner
-from .prefill import Prefiller
-from .prefixes import Prefix
-from .scoring import Extension, PromptScorer, Scoring
+from .memory.reservations import Memory
+from .prefixes.caches import EngineCaches, Erasure, Lookup
+from .prefixes.lookup import Prefix
+from .reading.chunks import ChunkSizer
+from .reading.planner import Planner
+from .reading.prefill import Prefiller
+from .reading.scoring import Extension, PromptScorer, Scoring
+from .requests.active_request import ActiveRequest
+from .requests.job import Job, Need, TaskSpec
+from .thread.background import BackgroundPrefill, IdleTurn
+from .thread.inbox import Call
+from .thread.loop import EngineCore
+from .thread.mlx_thread import MLXThread
 
 T = TypeVar("T")
 _REST_S = 0.05  # between two idle steps: a rank that waits for another in MLX's ring keeps a core busy

@@ -10,8 +10,8 @@ import mlx.nn as nn
 from ..cache.positioned import Snapshot
 from ..errors import Refused
 from ..request import TokenIds
+from .acceptance import TokenSampler
 from .proposer import Held, Models, Proposal, Proposer, Verified, draft_tokens
-from .verification import TokenSampler
 
 
 class Drafter(Proposer):

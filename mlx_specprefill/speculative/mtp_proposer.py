@@ -21,10 +21,10 @@ from ..adapters.mtp import MTPHead, load_mtp_head
 from ..cache.positioned import PositionedKVCache, place
 from ..config import DtypeName
 from ..errors import LoadError, Refused
-from ..reading import cast_model, dtype_name, to_float16
+from ..loading.one_model import cast_model, dtype_name, to_float16
 from ..request import TokenIds
+from .acceptance import TokenSampler
 from .proposer import Held, Model, Models, Proposal, Proposer, Verified, draft_tokens
-from .verification import TokenSampler
 
 log = logging.getLogger(__name__)
 _NAME = "mtp"

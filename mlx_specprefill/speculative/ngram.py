@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..request import TokenIds
+from .acceptance import TokenSampler
 from .proposer import Models, Proposal, Proposer, Verified
-from .verification import TokenSampler
 
 _LONGEST = 32  # compared tokens of a match
 _FIRST = 2  # proposed tokens before any result is known

@@ -16,8 +16,8 @@ from ..config import DtypeName, SpeculationConfig
 from ..errors import Refused
 from ..events import Progress
 from ..request import TokenIds
+from .acceptance import Distribution, TokenSampler, draw
 from .rollback import rollback_refusal
-from .verification import Distribution, TokenSampler, draw
 
 Model = Callable[..., mx.array]
 

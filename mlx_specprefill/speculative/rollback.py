@@ -15,7 +15,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
 
 from ..adapters.recurrence import RecurrentCall, record_recurrence, replay_refusal
-from ..adapters.rope import adjust_offsets
+from ..adapters.rotation import adjust_offsets
 from ..cache.positioned import Positioned, PositionedKVCache, PositionedRotatingKVCache, leaves
 from ..errors import SparseUnsupportedError
 

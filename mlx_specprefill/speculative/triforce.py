@@ -26,10 +26,10 @@ from ..config import SpeculationConfig
 from ..errors import SparseUnsupportedError
 from ..events import Progress
 from ..request import TokenIds
+from .acceptance import TokenSampler, verify
 from .drafter import Drafter
 from .proposer import Held, Model, Models, Proposal, Proposer, Verified
 from .rollback import Rollback
-from .verification import TokenSampler, verify
 
 _MAX_RING = 512
 _READ_STEP = 256  # tokens per forward while the small model reads

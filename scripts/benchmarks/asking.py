@@ -20,13 +20,13 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_specprefill import ModelPair, ScoringConfig
 from mlx_specprefill.arrays import Floats
-from mlx_specprefill.specprefill.asked_lines import asked_lines, lines_of
-from mlx_specprefill.specprefill.asking import AskingPrompt, asking_prompts
-from mlx_specprefill.specprefill.question import question_span
-from mlx_specprefill.specprefill.text import TextReader
+from mlx_specprefill.calibration.asking_prompts import AskingPrompt, asking_prompts
+from mlx_specprefill.selection.asked_lines import asked_lines, lines_of
+from mlx_specprefill.selection.question_lines import question_span
+from mlx_specprefill.selection.text import TextReader
 from mlx_specprefill_evals.tasks.around_questions import PLACES
+from mlx_specprefill_server.prompt.builder import PromptBuilder
 from mlx_specprefill_server.prompt.conversation import conversation
-from mlx_specprefill_server.prompt.prompt import PromptBuilder
 
 from .harness import BenchError, pairs
 from .harness.figures import machine, show_rows

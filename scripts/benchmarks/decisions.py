@@ -29,8 +29,8 @@ from mlx_specprefill import (
 from mlx_specprefill_evals import corpus
 from mlx_specprefill_evals.tasks import TASKS, Space, make_item
 from mlx_specprefill_server.openai.decisions import Asked
+from mlx_specprefill_server.prompt.builder import PromptBuilder
 from mlx_specprefill_server.prompt.conversation import conversation
-from mlx_specprefill_server.prompt.prompt import PromptBuilder
 
 from .harness import BenchError, pairs
 from .harness.figures import machine, rounded, show_rows

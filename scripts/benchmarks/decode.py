@@ -44,11 +44,11 @@ from mlx_specprefill import (
     TokenEvent,
     as_token_ids,
 )
-from mlx_specprefill.engine.speculation import models_of
+from mlx_specprefill.engine.requests.drafting import models_of
 from mlx_specprefill.speculative.rollback import Rollback
 from mlx_specprefill.speculative.strategies import STRATEGIES, refusal
 from mlx_specprefill_evals.corpus import modules, paragraphs
-from mlx_specprefill_server.settings import Settings
+from mlx_specprefill_server.settings.server import Settings
 
 from .harness import BenchError, pairs
 from .harness.figures import Clock, median_interval, rounded, show_rows

@@ -38,9 +38,9 @@ from mlx_specprefill import (
     SpecPrefillPolicy,
     TokenEvent,
 )
-from mlx_specprefill.adapters.heads import DraftHeads, Head
 from mlx_specprefill.cache.positioned import leaves
 from mlx_specprefill.request import as_token_ids
+from mlx_specprefill.selection.heads import DraftHeads, Head
 from mlx_specprefill_evals.corpus import modules, paragraphs
 
 from .harness import BenchError, pairs, shapes

@@ -37,13 +37,13 @@ from mlx_specprefill.adapters.depth import full_draft_model
 from mlx_specprefill.adapters.window import WindowedReader
 from mlx_specprefill.cache.positioned import make_positioned_cache
 from mlx_specprefill.config import DraftWindow
-from mlx_specprefill.engine.caches import draft_window
-from mlx_specprefill.specprefill.mapped import map_task
-from mlx_specprefill.specprefill.plan import forced_mask, forced_ranges, template_mask
-from mlx_specprefill.specprefill.question import question_span
-from mlx_specprefill.specprefill.scorer import Scores, ScoringInput, scorer_for
-from mlx_specprefill.specprefill.selector import select_tokens, selection_by
-from mlx_specprefill.specprefill.text import TextReader
+from mlx_specprefill.engine.prefixes.caches import draft_window
+from mlx_specprefill.selection.mapped import map_task
+from mlx_specprefill.selection.plan import forced_mask, forced_ranges, template_mask
+from mlx_specprefill.selection.question_lines import question_span
+from mlx_specprefill.selection.scorer import Scores, ScoringInput, scorer_for
+from mlx_specprefill.selection.selector import select_tokens, selection_by
+from mlx_specprefill.selection.text import TextReader
 
 from .harness import BenchError, pairs, shapes
 from .harness.counts import count_steps

@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mlx_specprefill.adapters.retrieval_heads import FORMAT, RetrievalHeads, witness_of
+from mlx_specprefill.selection.retrieval_heads import FORMAT, RetrievalHeads, witness_of
 
 
 def write_heads(file: Path, heads: RetrievalHeads, model: nn.Module, layers: int, about: Mapping[str, str]) -> None:

@@ -17,7 +17,7 @@ from mlx_specprefill_evals.remote import RemoteModel
 from mlx_specprefill_evals.tasks import GROUPS
 from mlx_specprefill_server.cli.common import OptionError, begin, choose_here, one_line_errors
 from mlx_specprefill_server.cli.options import Level, PairOptions, takes_pair
-from mlx_specprefill_server.settings import default_text, description_of
+from mlx_specprefill_server.settings.server import default_text, description_of
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 

@@ -10,8 +10,8 @@ from mlx_specprefill_evals.arms import Arm
 from mlx_specprefill_evals.command import Options, Predict, evaluate
 from mlx_specprefill_evals.local import LocalModel, examination
 from mlx_specprefill_server.cli.loading import load
-from mlx_specprefill_server.pair_settings import make_settings
 from mlx_specprefill_server.pairs import Pair
+from mlx_specprefill_server.settings.pair import make_settings
 
 
 def evaluate_here(

@@ -35,8 +35,8 @@ from mlx_specprefill import (
     TokenEvent,
     as_token_ids,
 )
+from mlx_specprefill_server.prompt.builder import Prompt, PromptBuilder
 from mlx_specprefill_server.prompt.conversation import conversation
-from mlx_specprefill_server.prompt.prompt import Prompt, PromptBuilder
 
 from .arms import FULL, SERVED_KINDS, Arm
 from .errors import NotMeasuredError

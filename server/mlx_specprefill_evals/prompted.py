@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mlx_specprefill import CacheLabel, Engine, GenerationRequest, Inspection, RuleName, SpecPrefillOptions
-from mlx_specprefill_server.prompt.prompt import Prompt
+from mlx_specprefill_server.prompt.builder import Prompt
 
 from . import rankings
 from .arms import FULL, Arm

@@ -34,8 +34,8 @@ from mlx_specprefill import (
 from . import field_values
 from .constrained.output_format import OutputFormat
 from .constrained.tool_choice import ToolChoice
-from .errors import ApiError, refusal
 from .generation.reader import Vocabulary
+from .http.errors import ApiError, refusal
 from .prompt.conversation import Conversation
 
 Share = Annotated[float, Field(gt=0, le=1)]

@@ -34,11 +34,11 @@ from mlx_specprefill import (
 
 from .generation.reader import IncrementalDetokenizer, StopMatcher, Vocabulary
 from .pair_loading import load_engine
-from .pair_settings import make_settings
 from .pairs import Pair, PairsError, find_pair
+from .prompt.builder import PromptBuilder
 from .prompt.conversation import conversation
-from .prompt.prompt import PromptBuilder
-from .settings import Settings
+from .settings.pair import make_settings
+from .settings.server import Settings
 
 
 @dataclass(frozen=True, slots=True)

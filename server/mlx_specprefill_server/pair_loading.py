@@ -25,7 +25,7 @@ from mlx_specprefill import (
 )
 
 from .pairs import Pair
-from .settings import Settings
+from .settings.server import Settings
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from typing import Any
 from mlx_specprefill import EngineError, PrefillReport, Progress, SpecPrefillError, Timings
 
 from .deltas import AnswerDone
-from .errors import ApiError, api_error
 from .generation.generation import Generation
+from .http.errors import ApiError, api_error
 
 PROGRESS_S = 2.0  # seconds of prefill between two reports of a stream
 

@@ -11,9 +11,9 @@ from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
 from .big_json import loads
-from .errors import ApiError, refusal
+from .http.errors import ApiError, refusal
 from .models.dependencies import ModelsDep
-from .models.models import Models
+from .models.pool import Models
 
 Model = TypeVar("Model", bound=BaseModel)
 

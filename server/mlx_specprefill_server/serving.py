@@ -12,22 +12,22 @@ from starlette.responses import Response
 
 from mlx_specprefill import Constraint, ContextLengthError, GenerationRequest, ReasoningBudget, SamplingParams
 
-from .auth import Identity
 from .constrained.answer_grammar import constraint_of
-from .constrained.calls import with_patterns
+from .constrained.call_grammars import with_patterns
 from .constrained.tool_choice import ToolChoice, resolve_tool_choice
-from .errors import JsonResponse, refusal
-from .event_stream import EventStream
 from .fields import AnswerFields, ChatFields
 from .generation.generation import AnswerSpec, Generation
 from .generation.loops import LoopGuard
 from .generation.reader import AnswerReader, IncrementalDetokenizer, StopMatcher
+from .http.auth import Identity
+from .http.errors import JsonResponse, refusal
+from .http.event_stream import EventStream
+from .http.while_connected import while_connected
+from .models.service import Service
 from .parsers.base import Parser
+from .prompt.builder import Prompt
 from .prompt.conversation import Conversation
 from .prompt.deferred import tool_name
-from .prompt.prompt import Prompt
-from .service import Service
-from .while_connected import while_connected
 
 B = TypeVar("B", bound=ChatFields)
 

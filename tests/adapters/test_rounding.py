@@ -12,7 +12,7 @@ import pytest
 from mlx.utils import tree_map
 
 from mlx_specprefill.adapters.patches import install_patches
-from mlx_specprefill.adapters.probe import probe_sparse
+from mlx_specprefill.adapters.startup_checks import probe_sparse
 from tests.support.oracle import perturbed
 from tests.support.precision import float32_only
 from tests.support.rounding import HALVES, rounded

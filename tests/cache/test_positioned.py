@@ -23,7 +23,7 @@ from mlx_lm.models.cache import (
     trim_prompt_cache,
 )
 
-from mlx_specprefill.adapters.rope import adjust_offsets
+from mlx_specprefill.adapters.rotation import adjust_offsets
 from mlx_specprefill.cache import positioned
 from mlx_specprefill.cache.held import HeldTokens
 from mlx_specprefill.cache.positioned import (

@@ -17,12 +17,13 @@ from typer.testing import CliRunner, Result
 from mlx_specprefill import __version__
 from mlx_specprefill._blas import BlasStatus
 from mlx_specprefill_server import cli
-from mlx_specprefill_server.cli import common, run_server, start
+from mlx_specprefill_server.cli import common
 from mlx_specprefill_server.cli.options import PairOptions
-from mlx_specprefill_server.models.models import Models
+from mlx_specprefill_server.cli.serve import refusals, run_server
+from mlx_specprefill_server.http.sockets import bound_sockets
+from mlx_specprefill_server.models.pool import Models
+from mlx_specprefill_server.models.service import Service
 from mlx_specprefill_server.pairs import MissingPairError, Pair
-from mlx_specprefill_server.service import Service
-from mlx_specprefill_server.sockets import bound_sockets
 from tests.support import tiny
 
 PROMPT = "w" + " w".join(str(n) for n in tiny.random_prompt(400))
@@ -134,7 +135,7 @@ class TestServe:
             served.append(sockets)
 
         monkeypatch.setattr(run_server, "serve_models", serve)
-        for module in (start, run_server):
+        for module in (refusals, run_server):
             monkeypatch.setattr(module, "bound_sockets", bind)
         table = tmp_path / "models.toml"
         table.write_text('[a]\ntarget = "x/y"\n')

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from mlx_specprefill_server import cli
 from mlx_specprefill_server.__main__ import main as console_main
-from mlx_specprefill_server.cli.serve_options import GROUPS
-from mlx_specprefill_server.settings import Settings
+from mlx_specprefill_server.cli.serve.options import GROUPS
+from mlx_specprefill_server.settings.server import Settings
 
 
 def serve_command() -> Any:

@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 
 from mlx_specprefill import ForwardCost, blueprint
 from mlx_specprefill.config import DraftWindow
-from mlx_specprefill.engine.costs import prior_cost
+from mlx_specprefill.engine.reading.costs import prior_cost
 from mlx_specprefill_server import cli
 from mlx_specprefill_server.cli.listing import LEGEND, TABLE
 from tests.support.tiny import save_checkpoint

@@ -9,12 +9,12 @@ import pytest
 
 from mlx_specprefill import Engine, GenerationRequest, SpecPrefillOptions
 from mlx_specprefill.adapters.depth import layers_of
-from mlx_specprefill.adapters.heads import DraftHeads, Head
+from mlx_specprefill.selection.heads import DraftHeads, Head
 from mlx_specprefill_server.cli.common import choose
 from mlx_specprefill_server.cli.options import PairOptions
 from mlx_specprefill_server.pair_loading import load
-from mlx_specprefill_server.pair_settings import make_settings
 from mlx_specprefill_server.pairs import Pair
+from mlx_specprefill_server.settings.pair import make_settings
 from tests.support.tiny import generated, random_prompt, save_checkpoint
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from typer.testing import CliRunner, Result
 
 from mlx_specprefill_server import cli
-from mlx_specprefill_server.settings import Settings, flag_of, unknown_variables, what_is_wrong
+from mlx_specprefill_server.settings.server import Settings, flag_of, unknown_variables, what_is_wrong
 
 
 def serve(*options: str, **environment: str) -> Result:

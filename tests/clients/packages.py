@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_specprefill_server.agent_setup import LAUNCHED
+from mlx_specprefill_server.cli.agents.setup import LAUNCHED
 from tests.support.connected import paste
 
 HOME = Path(__file__).parents[2] / ".agents"  # 2 GB with all of them

@@ -18,9 +18,10 @@ import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
-from mlx_specprefill_server.agent_setup import AGENTS, LAUNCHED, RunningServer
-from mlx_specprefill_server.cli import agents, app
-from mlx_specprefill_server.cli.agents import text_of
+from mlx_specprefill_server.cli import app
+from mlx_specprefill_server.cli.agents import command
+from mlx_specprefill_server.cli.agents.command import text_of
+from mlx_specprefill_server.cli.agents.setup import AGENTS, LAUNCHED, RunningServer
 from tests.support.connected import files_in, variables_in
 
 from ..server.conftest import live as live  # the fixtures of the server's tests
@@ -119,7 +120,7 @@ sys.exit(7)
 @pytest.fixture
 def programs(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stand-ins for agents that print how they were started, on a model that calls no tools."""
-    monkeypatch.setattr(agents, "_check_tools", lambda agent, server: None)
+    monkeypatch.setattr(command, "_check_tools", lambda agent, server: None)
     folder = tmp_path_factory.mktemp("bin")
     for name in LAUNCHED:
         (folder / name).write_text(TELLER)
@@ -184,7 +185,7 @@ def test_what_cannot_be_launched(home: Path, base: str, monkeypatch: pytest.Monk
     monkeypatch.setenv("PATH", "")
     refused = CliRunner().invoke(app, ["launch", "pi", "--url", base, "--api-key", "geheim"])
     assert (refused.exit_code, "org/local can't call tools, and pi does everything" in refused.output) == (2, True)
-    monkeypatch.setattr(agents, "_check_tools", lambda agent, server: None)
+    monkeypatch.setattr(command, "_check_tools", lambda agent, server: None)
     for options, said in (
         (
             ["zed", "--url", base],

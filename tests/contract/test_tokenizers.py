@@ -6,7 +6,7 @@ from pathlib import Path
 
 import mlx_specprefill
 import mlx_specprefill_server
-from mlx_specprefill.adapters.backend import encode_text
+from mlx_specprefill.adapters.tokens.backend import encode_text
 from tests.support.tokenizers_of_all_kinds import kind
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlx_specprefill.reading import sharding_of
+from mlx_specprefill.loading.one_model import sharding_of
 from tests.support.oracle import build
 
 from .ranks import found_in, logs, started

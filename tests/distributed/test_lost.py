@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from mlx_specprefill_server.cli.ranks import follow
-from mlx_specprefill_server.process import GRACE_S
+from mlx_specprefill_server.cli.serve.ranks import follow
+from mlx_specprefill_server.running.process import GRACE_S
 from tests.support.waiting import eventually
 
 from .ranks import logs, started

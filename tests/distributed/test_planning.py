@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from mlx_specprefill import EngineConfig, GenerationRequest, SpecPrefillPolicy
-from mlx_specprefill.engine.costs import CostModel
 from mlx_specprefill.engine.ranked import RankedCaches, RankedPrefiller
+from mlx_specprefill.engine.reading.costs import CostModel
 from tests.support.tiny import random_prompt, tiny_pair
 
 CONFIG = EngineConfig(policy=SpecPrefillPolicy(threshold=None, min_saving_ms=1.0))

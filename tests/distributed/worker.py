@@ -42,12 +42,12 @@ from mlx_specprefill import (
     make_pair,
     with_heads,
 )
-from mlx_specprefill.adapters import probe
+from mlx_specprefill.adapters import startup_checks
 from mlx_specprefill.adapters.depth import layers_of
-from mlx_specprefill.adapters.heads import Head
-from mlx_specprefill.engine import loop
-from mlx_specprefill.reading import shard
-from mlx_specprefill.specprefill.head_calibration import eligible_calls
+from mlx_specprefill.calibration.finding_heads import eligible_calls
+from mlx_specprefill.engine.thread import loop
+from mlx_specprefill.loading.one_model import shard
+from mlx_specprefill.selection.heads import Head
 from tests.support.oracle import build, tiny_models
 from tests.support.tiny import tokenizer
 from tests.support.waiting import eventually
@@ -385,7 +385,7 @@ def loaded(ranks: Ranks) -> dict[str, Any]:
     """Sparse answers over the ranks, and the refusal of the last model if the second rank's part fails the check."""
     found = {name: compared(ranks, name, sparse_answer) for name in LOADED_NAMES}
     if not ranks.leads:
-        probe._agree = lambda *_: False
+        startup_checks._agree = lambda *_: False
     found["refusal"] = pair(LOADED_NAMES[-1], ranks).sparse_refusal
     return found
 

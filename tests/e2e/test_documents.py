@@ -28,7 +28,7 @@ from typer.core import TyperGroup
 from typer.testing import CliRunner
 
 from mlx_specprefill_server.cli import app
-from mlx_specprefill_server.process import GRACE_S
+from mlx_specprefill_server.running.process import GRACE_S
 from tests.support.serving import Server
 
 ROOT = Path(__file__).parents[2]

@@ -67,7 +67,7 @@ def test_logs_and_metrics_of_the_process(tmp_path: Path) -> None:
     assert refused.json()["error"]["code"] == "model_not_found"
     assert 'vllm:request_success_total{finished_reason="stop",model_name="me"} 1.0' in scraped
     records = [json.loads(line) for line in log.read_text().splitlines()]
-    assert {"mlx_specprefill_server.process", "mlx_specprefill_server.access_log"} <= {
+    assert {"mlx_specprefill_server.running.process", "mlx_specprefill_server.http.access_log"} <= {
         record["logger"] for record in records
     }
     answered = next(record for record in records if record.get("path") == "/v1/completions")

@@ -20,15 +20,15 @@ import pytest
 from fastapi import FastAPI
 
 from mlx_specprefill import Engine
-from mlx_specprefill_server.app import create_app
 from mlx_specprefill_server.models.entry import Entry, LoadProgress, entries_of
 from mlx_specprefill_server.models.loader import Loader
-from mlx_specprefill_server.models.models import Models
+from mlx_specprefill_server.models.pool import Models
+from mlx_specprefill_server.models.server_state import ServerState
 from mlx_specprefill_server.pair_loading import load
-from mlx_specprefill_server.pair_settings import make_settings
 from mlx_specprefill_server.pairs import find_pair, read_table
-from mlx_specprefill_server.server_state import ServerState
-from mlx_specprefill_server.settings import Settings
+from mlx_specprefill_server.running.app import create_app
+from mlx_specprefill_server.settings.pair import make_settings
+from mlx_specprefill_server.settings.server import Settings
 from tests.support.application import app_over
 from tests.support.tiny import save_checkpoint
 
@@ -224,7 +224,7 @@ def test_a_model_that_can_not_be_loaded_leaves_the_others_serving(folder: Path, 
 def test_answers_go_on_while_another_model_is_loaded(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlx_specprefill.adapters.pieces._PIECE", 2000)
+    monkeypatch.setattr("mlx_specprefill.loading.pieces._PIECE", 2000)
     seen = list[int]()
     with several(folder, tmp_path) as (models, host):
         load = host.load

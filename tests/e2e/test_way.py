@@ -24,10 +24,10 @@ from fastapi.testclient import TestClient
 import mlx_specprefill
 import mlx_specprefill_server
 from mlx_specprefill import Engine
-from mlx_specprefill.engine import loop
+from mlx_specprefill.engine.thread import loop
 from mlx_specprefill_server.pair_loading import load
-from mlx_specprefill_server.pair_settings import make_settings
 from mlx_specprefill_server.pairs import find_pair
+from mlx_specprefill_server.settings.pair import make_settings
 from tests.support.application import app_over
 
 MOST_LINES = 2755  # of a warm plain sparse chat
@@ -73,8 +73,8 @@ class Tracer:
             if LIBRARY in (file := Path(frame.f_code.co_filename)).parents:
                 frames.append(f"{file.relative_to(LIBRARY)}: {frame.f_code.co_name}")
             frame = frame.f_back
-        if "engine/prefill.py: run" in frames:
-            model = "draft" if any(frame.startswith("specprefill/scorer.py") for frame in frames) else "target"
+        if "engine/reading/prefill.py: run" in frames:
+            model = "draft" if any(frame.startswith("selection/scorer.py") for frame in frames) else "target"
             self.frames[model] = max(self.frames[model], frames, key=len)
 
 
@@ -111,7 +111,7 @@ def test_a_plain_sparse_chat_runs_few_lines_and_nothing_of_several_processes(
     tracer = traced(chat)
     files = {file for file, _ in tracer.functions}
     print(f"{len(files)} files, {len(tracer.functions)} functions, {len(tracer.lines)} lines")
-    assert str(LIBRARY / "engine" / "loop.py") in files
+    assert str(LIBRARY / "engine" / "thread" / "loop.py") in files
     assert not [file for file in files if "distributed" in file or "ranked" in file]
     assert 1000 < len(tracer.lines) <= MOST_LINES
     for frames in tracer.frames.values():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mlx_specprefill import Engine, EngineConfig, GenerationRequest, SamplingParams, SpecPrefillOptions
-from mlx_specprefill.sampling import logits_processors, make_sampler
+from mlx_specprefill.choosing.sampling import logits_processors, make_sampler
 from tests.support.tiny import VOCAB, generated, random_prompt, tiny_pair
 
 LOGITS = mx.array(np.random.default_rng(0).normal(size=(1, 12)).astype(np.float32) * 2)

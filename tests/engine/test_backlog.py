@@ -27,11 +27,12 @@ from mlx_specprefill import (
     TokenEvent,
 )
 from mlx_specprefill.adapters.capture import HeadCapture
-from mlx_specprefill.adapters.heads import DraftHeads, Head
-from mlx_specprefill.engine import loop, scoring
-from mlx_specprefill.loading import with_heads
+from mlx_specprefill.cache.feeding import feed
+from mlx_specprefill.engine.reading import scoring
+from mlx_specprefill.engine.thread import loop
+from mlx_specprefill.pair import with_heads
 from mlx_specprefill.request import SHARED
-from mlx_specprefill.specprefill.sparse_prefill import feed
+from mlx_specprefill.selection.heads import DraftHeads, Head
 from tests.engine.test_mapped_draft import TEXT, behind, permuted, tokens_of
 from tests.engine.test_mapped_draft import pair as mapped_pair
 from tests.engine.test_sessions import Meter

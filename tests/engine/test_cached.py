@@ -30,8 +30,8 @@ from mlx_specprefill import (
     SpecPrefillPolicy,
 )
 from mlx_specprefill.cache.prefix.tree import PrefixCache
-from mlx_specprefill.engine.meter import Meter
-from mlx_specprefill.engine.speculation import AnswerDrafter
+from mlx_specprefill.engine.requests.drafting import AnswerDrafter
+from mlx_specprefill.engine.thread.meter import Meter
 from tests.support.tiny import generated, random_prompt, tiny_pair
 from tests.support.waiting import eventually
 

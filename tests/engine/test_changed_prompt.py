@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from mlx_specprefill import CacheLabel, Engine, GenerationRequest, SpecPrefillOptions
-from mlx_specprefill.engine import prefill
-from mlx_specprefill.specprefill.sparse_prefill import feed
-from tests.engine.test_edited_prompt import CONFIG, IN_FULL, LONGER, OLD, PLACE, POLICY, TAIL
-from tests.engine.test_edited_sparse_prompt import ASKS, SALTED, kept, read, running
+from mlx_specprefill.cache.feeding import feed
+from mlx_specprefill.engine.reading import prefill
+from tests.engine.prefixes.test_edited_prompt import CONFIG, IN_FULL, LONGER, OLD, PLACE, POLICY, TAIL
+from tests.engine.prefixes.test_edited_sparse_prompt import ASKS, SALTED, kept, read, running
 from tests.support.tiny import generated, random_prompt, tiny_pair
 from tests.support.waiting import eventually
 

@@ -22,9 +22,9 @@ from mlx_specprefill import (
     TokenEvent,
 )
 from mlx_specprefill.cache.budget import ByteBudget
-from mlx_specprefill.cache.prefix import disk, record_file, stored
+from mlx_specprefill.cache.prefix import disk, disk_policy, record_file
 from mlx_specprefill.cache.prefix.disk import DiskTier
-from mlx_specprefill.cache.prefix.stored import StoredPrefixCache
+from mlx_specprefill.cache.prefix.disk_policy import StoredPrefixCache
 from tests.cache.prefix.stores import BLOCK, fake_caches, filled, same
 from tests.support.tiny import generated, random_prompt, tiny_pair
 from tests.support.waiting import eventually
@@ -60,7 +60,7 @@ class Running:
 
 
 def test_each_record_is_copied_between_two_tokens(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stored, "_PIECE", 1)  # one record at once
+    monkeypatch.setattr(disk_policy, "_PIECE", 1)  # one record at once
     seen: list[int] = []
     with Engine(tiny_pair(), config) as engine:
         running = Running(engine)
@@ -146,7 +146,7 @@ def test_anything_may_happen_between_two_steps(
 ) -> None:
     """Look-ups side by side, stores, evictions, losses on disk, and forgetting: every hit is right, and what is counted
     is there."""
-    monkeypatch.setattr(stored, "_PIECE", 1000)
+    monkeypatch.setattr(disk_policy, "_PIECE", 1000)
     chance, make = random.Random(seed), fake_caches(stateful)
     tier = DiskTier(tmp_path, LARGE)
     budget = ByteBudget(20_000)

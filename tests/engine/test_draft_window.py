@@ -22,11 +22,11 @@ from mlx_specprefill import (
     SpecPrefillPolicy,
     SpeculationConfig,
 )
-from mlx_specprefill.adapters.heads import DraftHeads, Head
 from mlx_specprefill.config import DraftWindow
-from mlx_specprefill.engine.caches import EngineCaches, draft_window
-from mlx_specprefill.loading import with_heads
-from mlx_specprefill.specprefill.scorer import HeadScorer, Scores
+from mlx_specprefill.engine.prefixes.caches import EngineCaches, draft_window
+from mlx_specprefill.pair import with_heads
+from mlx_specprefill.selection.heads import DraftHeads, Head
+from mlx_specprefill.selection.scorer import HeadScorer, Scores
 from tests.support.scoring import scoring_input
 from tests.support.steps import finish
 from tests.support.tiny import generated, on_own_layers, random_prompt, tiny_pair

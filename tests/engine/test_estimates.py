@@ -14,11 +14,11 @@ import pytest
 from mlx_specprefill import Engine, EngineConfig, GenerationRequest, ModelPair, PromptSpan, SpecPrefillOptions, keep_pct
 from mlx_specprefill.adapters.depth import first_layers, smallest_depth
 from mlx_specprefill.adapters.estimates import Estimates, Layers, read_estimates
-from mlx_specprefill.adapters.heads import DraftHeads, Head
+from mlx_specprefill.calibration.fitting_estimates import estimating_pair, with_estimates
 from mlx_specprefill.config import SpecPrefillPolicy
 from mlx_specprefill.errors import LoadError
-from mlx_specprefill.specprefill.estimate_fit import estimating_pair, with_estimates
-from tests.engine.test_decisions import decided, questions_of
+from mlx_specprefill.selection.heads import DraftHeads, Head
+from tests.engine.reading.test_decisions import decided, questions_of
 from tests.support.dense import assert_is_full_reading
 from tests.support.tiny import generated, on_own_layers, random_prompt, tiny_pair
 

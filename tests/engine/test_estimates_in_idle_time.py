@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from mlx_specprefill import Engine, EngineConfig, GenerationRequest, SpecPrefillOptions, SpecPrefillPolicy, keep_pct
+from mlx_specprefill.calibration.fitting_estimates import fit_file, with_estimates
 from mlx_specprefill.engine import estimating
 from mlx_specprefill.engine.estimating import EstimatesState
 from mlx_specprefill.events import Progress
-from mlx_specprefill.specprefill.estimate_fit import fit_file, with_estimates
 from tests.engine.test_estimates import drafted_by_first_layers, random_map
 from tests.support.tiny import generated, random_prompt
 from tests.support.waiting import eventually
@@ -40,7 +40,7 @@ class ShortFit:
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(estimating, "EstimateFit", ShortFit)
-    monkeypatch.setattr("mlx_specprefill.engine.loop._QUIET_S", 0.0)
+    monkeypatch.setattr("mlx_specprefill.engine.thread.loop._QUIET_S", 0.0)
     monkeypatch.setattr(ShortFit, "begun", 0)
     monkeypatch.setattr(ShortFit, "helps", True)
 

@@ -19,9 +19,9 @@ from mlx_specprefill import (
     SpecPrefillPolicy,
     load_pair,
 )
-from mlx_specprefill.specprefill.scorer import HeadScorer
+from mlx_specprefill.selection.scorer import HeadScorer
+from mlx_specprefill_server.prompt.builder import PromptBuilder
 from mlx_specprefill_server.prompt.conversation import conversation
-from mlx_specprefill_server.prompt.prompt import PromptBuilder
 from tests.support.tiny import generated
 
 MODELS = Path(__file__).resolve().parents[2] / "models"

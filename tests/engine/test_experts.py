@@ -12,8 +12,8 @@ import pytest
 from mlx_lm.models.switch_layers import SwitchGLU
 
 from mlx_specprefill import Engine
-from mlx_specprefill.engine import footprint
-from mlx_specprefill.engine.footprint import measure_footprint, warm_up
+from mlx_specprefill.loading import footprint
+from mlx_specprefill.loading.footprint import measure_footprint, warm_up
 from tests.support.tiny import tiny_model, tiny_pair
 
 EXPERTS, LAYERS = 32, 4

@@ -21,12 +21,12 @@ from mlx_specprefill import (
     TokenEvent,
 )
 from mlx_specprefill.adapters.capture import QueryCapture
-from mlx_specprefill.adapters.rope import PositionMappedRoPE
+from mlx_specprefill.adapters.rotation import PositionMappedRoPE
 from mlx_specprefill.cache.positioned import PositionedKVCache
-from mlx_specprefill.engine import caches as caches_module
-from mlx_specprefill.engine import loop as loop_module
-from mlx_specprefill.engine import prefill as runner_module
-from mlx_specprefill.engine import scoring
+from mlx_specprefill.engine.prefixes import caches as caches_module
+from mlx_specprefill.engine.reading import prefill as runner_module
+from mlx_specprefill.engine.reading import scoring
+from mlx_specprefill.engine.thread import loop as loop_module
 from tests.support.tiny import FAMILIES, failed, generated, random_prompt, tiny_pair
 
 M = 900

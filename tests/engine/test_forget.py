@@ -30,8 +30,8 @@ from mlx_specprefill import (
     forget_files,
 )
 from mlx_specprefill.cache.prefix.disk import DiskTier
-from mlx_specprefill.engine import loop
-from mlx_specprefill.engine.background import BackgroundPrefill
+from mlx_specprefill.engine.thread import loop
+from mlx_specprefill.engine.thread.background import BackgroundPrefill
 from tests.support.tiny import generated, random_prompt, tiny_pair
 from tests.support.waiting import eventually
 

@@ -25,7 +25,7 @@ from mlx_specprefill import (
     SpecPrefillOptions,
     SpecPrefillPolicy,
 )
-from mlx_specprefill.engine import loop
+from mlx_specprefill.engine.thread import loop
 from tests.support.tiny import generated, random_prompt, tiny_pair
 from tests.support.waiting import eventually
 

@@ -26,10 +26,10 @@ from mlx_specprefill import (
     make_pair,
     with_heads,
 )
-from mlx_specprefill.adapters.heads import Head
-from mlx_specprefill.engine import scoring
-from mlx_specprefill.specprefill.mapped import map_task
-from mlx_specprefill.specprefill.scorer import HeadScorer, PaperScorer
+from mlx_specprefill.engine.reading import scoring
+from mlx_specprefill.selection.heads import Head
+from mlx_specprefill.selection.mapped import map_task
+from mlx_specprefill.selection.scorer import HeadScorer, PaperScorer
 from tests.support.precision import assert_close, numbers
 from tests.support.scoring import scoring_input
 from tests.support.steps import finish

@@ -27,10 +27,10 @@ from mlx_specprefill import (
     make_pair,
 )
 from mlx_specprefill.adapters.depth import FirstLayers, first_layers
-from mlx_specprefill.engine.costs import CostModel
-from mlx_specprefill.engine.footprint import weight_bytes
+from mlx_specprefill.engine.reading.costs import CostModel
 from mlx_specprefill.errors import SparseUnsupportedError
-from mlx_specprefill.specprefill.scorer import PaperScorer, Scores
+from mlx_specprefill.loading.footprint import weight_bytes
+from mlx_specprefill.selection.scorer import PaperScorer, Scores
 from tests.support.scoring import scoring_input
 from tests.support.steps import finish
 from tests.support.tiny import (

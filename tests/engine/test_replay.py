@@ -19,8 +19,8 @@ from mlx_specprefill import (
     SpecPrefillOptions,
     SpecPrefillPolicy,
 )
-from mlx_specprefill.adapters.heads import DraftHeads, Head
-from mlx_specprefill.engine.active_request import ActiveRequest
+from mlx_specprefill.engine.requests.active_request import ActiveRequest
+from mlx_specprefill.selection.heads import DraftHeads, Head
 from tests.support.precision import assert_close
 from tests.support.tiny import FAMILIES, generated, random_prompt, tiny_pair
 

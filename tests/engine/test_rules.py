@@ -22,8 +22,8 @@ from mlx_specprefill import (
     SpecPrefillPolicy,
 )
 from mlx_specprefill.adapters.depth import FirstLayers, full_draft_model
-from mlx_specprefill.adapters.heads import DraftHeads, Head
-from mlx_specprefill.loading import with_heads
+from mlx_specprefill.pair import with_heads
+from mlx_specprefill.selection.heads import DraftHeads, Head
 from tests.support.steps import finish
 from tests.support.tiny import generated, random_prompt, tiny_pair
 

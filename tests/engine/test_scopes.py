@@ -19,8 +19,8 @@ from mlx_specprefill import (
     SpecPrefillPolicy,
     load_pair,
 )
+from mlx_specprefill_server.prompt.builder import PromptBuilder
 from mlx_specprefill_server.prompt.conversation import conversation
-from mlx_specprefill_server.prompt.prompt import PromptBuilder
 from tests.support.tiny import FAMILIES, generated, random_prompt, tiny_pair
 
 CONFIG = EngineConfig(policy=SpecPrefillPolicy(threshold=100, densify=False), prefill_step=256)

@@ -30,8 +30,8 @@ from mlx_specprefill import (
     load_pair,
 )
 from mlx_specprefill.adapters.capture import QueryCapture
-from mlx_specprefill.adapters.heads import DraftHeads, Head
-from mlx_specprefill.engine.costs import CostModel
+from mlx_specprefill.engine.reading.costs import CostModel
+from mlx_specprefill.selection.heads import DraftHeads, Head
 from tests.engine.test_composition import masked_greedy
 from tests.engine.test_own_layers import own_pair
 from tests.support.precision import assert_close

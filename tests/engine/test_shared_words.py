@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from mlx_specprefill import Engine, EngineConfig, GenerationRequest, RuleName, SpecPrefillOptions
-from mlx_specprefill.adapters.heads import DraftHeads, Head
-from mlx_specprefill.engine import scoring
-from mlx_specprefill.loading import with_heads
-from mlx_specprefill.specprefill.text import TextReader
-from mlx_specprefill.specprefill.words import word_factors
+from mlx_specprefill.engine.reading import scoring
+from mlx_specprefill.pair import with_heads
+from mlx_specprefill.selection.heads import DraftHeads, Head
+from mlx_specprefill.selection.text import TextReader
+from mlx_specprefill.selection.words import word_factors
 from tests.support.precision import assert_close
 from tests.support.tiny import random_prompt, tiny_pair
 

@@ -16,7 +16,7 @@ from mlx_specprefill import (
     SpecPrefillOptions,
     SpecPrefillPolicy,
 )
-from mlx_specprefill.engine.job import Need
+from mlx_specprefill.engine.requests.job import Need
 from tests.support.tiny import random_prompt, tiny_pair
 
 ROWS, LONG = 4, 12

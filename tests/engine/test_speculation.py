@@ -31,7 +31,7 @@ from mlx_specprefill import (
     TokenEvent,
     make_pair,
 )
-from mlx_specprefill.engine import speculation as module
+from mlx_specprefill.engine.requests import drafting as module
 from tests.server.fakes import byte_tokenizer
 from tests.support import precision
 from tests.support.tiny import EOS, generated, random_prompt, tiny_head, tiny_model, tiny_pair
@@ -234,7 +234,7 @@ def test_a_prefill_that_falls_back_is_drafted_all_the_same(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, how: SpeculationName
 ) -> None:
     plain, _ = generated(engine.generate(asked(9, None)))
-    monkeypatch.setattr("mlx_specprefill.engine.scoring.select_part", fail)
+    monkeypatch.setattr("mlx_specprefill.engine.reading.scoring.select_part", fail)
     tokens, last = generated(engine.generate(asked(9, how, True)))
     assert tokens == plain
     report, speculation = told(last)

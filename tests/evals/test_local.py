@@ -15,8 +15,8 @@ from mlx_specprefill_evals.errors import NotMeasuredError
 from mlx_specprefill_evals.facts import Turn
 from mlx_specprefill_evals.local import LocalModel, examination
 from mlx_specprefill_evals.tasks import TASKS, Item, Space, make_item
+from mlx_specprefill_server.prompt.builder import PromptBuilder
 from mlx_specprefill_server.prompt.conversation import conversation
-from mlx_specprefill_server.prompt.prompt import PromptBuilder
 
 LOCAL_KINDS = [kind for kind in ARM_KINDS if kind not in SERVED_KINDS]
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"

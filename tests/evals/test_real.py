@@ -14,7 +14,7 @@ from mlx_specprefill_evals import corpus
 from mlx_specprefill_evals.errors import NothingToDoError
 from mlx_specprefill_evals.paraphrases import FACTS
 from mlx_specprefill_evals.tasks import CALLS, REAL, Item, Space, make_item
-from mlx_specprefill_evals.tasks.calls import GROUP
+from mlx_specprefill_evals.tasks.tool_calls import GROUP
 
 NAMES = sorted(REAL)
 EMPTY = frozenset(

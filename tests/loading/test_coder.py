@@ -14,9 +14,9 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_specprefill import ModelPair, load_pair
-from mlx_specprefill.adapters.gguf import describe_gguf, load_gguf
 from mlx_specprefill.adapters.patches import install_patches
 from mlx_specprefill.cache.positioned import make_positioned_cache
+from mlx_specprefill.loading.gguf import describe_gguf, load_gguf
 from tests.support.oracle import Case, feed, masked_dense
 from tests.support.real_model import coder_files
 

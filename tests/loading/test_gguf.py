@@ -12,13 +12,14 @@ from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize
 
-from mlx_specprefill import LoadError, load_pair, reading
-from mlx_specprefill.adapters.gguf import load_gguf
-from mlx_specprefill.adapters.gguf import weights as gguf_weights
-from mlx_specprefill.adapters.gguf.header import TensorInfo
-from mlx_specprefill.adapters.gguf.weights import EXACT_BITS, GROUP, packed_bits, read_arrays
-from mlx_specprefill.adapters.probe import largest_hidden
+from mlx_specprefill import LoadError, load_pair
+from mlx_specprefill.adapters.startup_checks import largest_hidden
 from mlx_specprefill.cache.prefix.identity import model_identity
+from mlx_specprefill.loading import one_model
+from mlx_specprefill.loading.gguf import load_gguf
+from mlx_specprefill.loading.gguf import weights as gguf_weights
+from mlx_specprefill.loading.gguf.header import TensorInfo
+from mlx_specprefill.loading.gguf.weights import EXACT_BITS, GROUP, packed_bits, read_arrays
 from tests.support.gguf_files import CONFIGS, F32, contents, from_safetensors, random_weights, rounded, tiny
 
 PROMPT = mx.array(np.random.default_rng(3).integers(3, 250, (1, 24)))
@@ -241,7 +242,7 @@ def test_auto_unpacks_on_the_cpu_only(tmp_path):
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(reading, "_on_cpu", lambda: False)
+    monkeypatch.setattr(one_model, "_on_cpu", lambda: False)
 
 
 def reaching(folder, largest):

@@ -7,8 +7,8 @@ import pytest
 from mlx_lm.generate import generate_step
 
 from mlx_specprefill import load_pair
-from mlx_specprefill.adapters.gguf.header import read_header
-from mlx_specprefill.adapters.gguf.weights import EXACT_BITS, read_arrays
+from mlx_specprefill.loading.gguf.header import read_header
+from mlx_specprefill.loading.gguf.weights import EXACT_BITS, read_arrays
 from tests.support.real_model import smollm2_file
 
 

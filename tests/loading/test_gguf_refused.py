@@ -12,8 +12,8 @@ import pytest
 from jinja2 import TemplateError
 
 from mlx_specprefill import LoadError, load_pair
-from mlx_specprefill.adapters.gguf.header import read_header
-from mlx_specprefill.adapters.gguf.tokens import build_tokenizer
+from mlx_specprefill.loading.gguf.header import read_header
+from mlx_specprefill.loading.gguf.tokens import build_tokenizer
 from tests.support.gguf_files import CONFIGS, F32, UNUSED, VOCAB, contents, random_weights, tiny
 
 TEXT, ARRAY, U8, U32 = 8, 9, 0, 4

@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 
 from mlx_specprefill import LoadError
-from mlx_specprefill.adapters.gguf.tokens import build_tokenizer
+from mlx_specprefill.loading.gguf.tokens import build_tokenizer
 from tests.support.gguf_files import CONTROL, NORMAL, SPECIAL, TEMPLATE, USER_DEFINED
 
 CORPUS = [

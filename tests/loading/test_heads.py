@@ -10,8 +10,8 @@ import pytest
 
 from mlx_specprefill import LoadError, ModelPair, load_pair
 from mlx_specprefill.adapters.depth import FirstLayers, first_layers
-from mlx_specprefill.adapters.heads import DraftHeads, Head
-from mlx_specprefill.loading import with_heads
+from mlx_specprefill.pair import with_heads
+from mlx_specprefill.selection.heads import DraftHeads, Head
 from tests.support.tiny import save_checkpoint, tiny_pair
 
 HEADS = DraftHeads((Head(1, 3, 0.5), Head(0, 0, 0.25)), 2, 3, {"copy": 1.0})

@@ -11,9 +11,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from mlx_specprefill import LoadError, PairMismatchError, check_same_tokenizer, load_pair, reading
+from mlx_specprefill import LoadError, PairMismatchError, check_same_tokenizer, load_pair
 from mlx_specprefill.config import DtypeName
-from mlx_specprefill.reading import context_length, stated_sampling
+from mlx_specprefill.loading import one_model
+from mlx_specprefill.loading.one_model import context_length, stated_sampling
 from tests.support.tiny import VOCAB, random_prompt, save_checkpoint, tokenizer
 from tests.support.tokenizers_of_all_kinds import kind
 
@@ -64,7 +65,7 @@ class TestGPUsWithoutBfloat16:
         largest: float,
         expected: str,
     ) -> None:
-        monkeypatch.setattr(reading, "_on_cpu", lambda: False)
+        monkeypatch.setattr(one_model, "_on_cpu", lambda: False)
         monkeypatch.setattr(mx, "device_info", lambda: {"architecture": architecture})
         with caplog.at_level("INFO"):
             assert load_pair(self.stored(tmp_path, largest), dtype=dtype).dtype == expected

@@ -20,7 +20,7 @@ from mlx.utils import tree_flatten
 from typer.testing import CliRunner
 
 from mlx_specprefill import load_pair, repacked_files
-from mlx_specprefill.adapters.gguf import load_gguf, repacked, weights
+from mlx_specprefill.loading.gguf import load_gguf, repacked, weights
 from mlx_specprefill_server import cli
 from tests.support.gguf_files import CONFIGS, contents, random_weights
 
@@ -181,7 +181,7 @@ def test_a_process_ends_when_the_weights_are_written(tmp_path: Path) -> None:
     code = f"""
 from pathlib import Path
 import mlx.core as mx
-from mlx_specprefill.adapters.gguf import repacked
+from mlx_specprefill.loading.gguf import repacked
 repacked._SMALLEST = 0
 arrays = {{str(i): mx.zeros((1 << 20,)) for i in range(64)}}
 mx.eval(arrays)

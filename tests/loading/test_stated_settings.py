@@ -12,9 +12,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mlx_specprefill import load_pair
-from mlx_specprefill.adapters.turn_ends import TURN_END, end_with_turns
+from mlx_specprefill.adapters.tokens.turn_ends import TURN_END, end_with_turns
 from mlx_specprefill.errors import LoadError
-from mlx_specprefill.reading import context_length
+from mlx_specprefill.loading.one_model import context_length
 from tests.support.tiny import save_checkpoint
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

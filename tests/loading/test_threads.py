@@ -27,11 +27,11 @@ from mlx_specprefill import (
     SpecPrefillOptions,
     load_pair,
     make_pair,
-    reading,
 )
-from mlx_specprefill.adapters.heads import DraftHeads, Head
 from mlx_specprefill.adapters.mtp import MTPHead
 from mlx_specprefill.config import keep_pct
+from mlx_specprefill.loading import one_model
+from mlx_specprefill.selection.heads import DraftHeads, Head
 from mlx_specprefill_server import open_pair, pair_loading
 from tests.support.gguf_files import tiny as tiny_gguf
 from tests.support.oracle import build, on_the_cpu_unfused, runnable, tiny_models
@@ -65,7 +65,7 @@ def save(folder: Path, name: str) -> Path:
 @pytest.fixture
 def any_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Transformers refuses the configurations of some of these models."""
-    for module in (utils, reading):
+    for module in (utils, one_model):
         monkeypatch.setattr(module, "load_tokenizer", lambda *_, **__: tokenizer())
 
 

@@ -11,10 +11,11 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer
 from tokenizers import Tokenizer
 
-from mlx_specprefill import load_pair, reading
-from mlx_specprefill.adapters.gguf import tokens
-from mlx_specprefill.adapters.tokenizers import Tokenizers
-from mlx_specprefill.reading import read_model
+from mlx_specprefill import load_pair
+from mlx_specprefill.adapters.tokens.tokenizers import Tokenizers
+from mlx_specprefill.loading import one_model
+from mlx_specprefill.loading.gguf import tokens
+from mlx_specprefill.loading.one_model import read_model
 from tests.support import gguf_files
 from tests.support.tiny import save_checkpoint
 
@@ -40,7 +41,7 @@ def test_a_draft_with_the_targets_tokens_takes_its_tokenizer(
         made.append(load_tokenizer(*args, **settings))
         return made[-1]
 
-    for module in (reading, tokens):
+    for module in (one_model, tokens):
         monkeypatch.setattr(module, "load_tokenizer", make)
     target, draft = tmp_path / "target", tmp_path / "draft"
     if kind == "folder":

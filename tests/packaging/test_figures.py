@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from mlx_specprefill import EngineConfig
-from mlx_specprefill.engine import chunks
+from mlx_specprefill.engine.reading import chunks
 from mlx_specprefill_evals.statistics import DENSE_FLOOR
 
 ROOT = Path(__file__).resolve().parents[2]

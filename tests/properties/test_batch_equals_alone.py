@@ -13,10 +13,10 @@ import mlx.nn as nn
 import pytest
 
 from mlx_specprefill.adapters.registry import adapter_for
-from mlx_specprefill.cache.rows import can_share
-from mlx_specprefill.engine.caches import empty_cache
-from mlx_specprefill.engine.decode_batch import DecodeBatch, DecodeRow
-from mlx_specprefill.sampling import greedy
+from mlx_specprefill.cache.merging import can_share
+from mlx_specprefill.choosing.sampling import greedy
+from mlx_specprefill.engine.decoding.decode_batch import DecodeBatch, DecodeRow
+from mlx_specprefill.engine.prefixes.caches import empty_cache
 from tests.support import oracle
 from tests.support.autoregressive import decode
 from tests.support.oracle import build, tiny_models, vocabulary

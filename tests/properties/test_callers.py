@@ -17,8 +17,8 @@ import pytest
 
 from mlx_specprefill import CacheLabel, Finished, GenerationRequest, PromptSpan, SpecPrefillOptions, TokenEvent
 from mlx_specprefill.request import SpanKind
-from tests.engine.test_edited_prompt import CONFIG, IN_FULL
-from tests.engine.test_edited_sparse_prompt import running
+from tests.engine.prefixes.test_edited_prompt import CONFIG, IN_FULL
+from tests.engine.prefixes.test_edited_sparse_prompt import running
 from tests.support.tiny import random_prompt, tiny_pair
 
 US, THEM = 0, (1, 2)  # callers

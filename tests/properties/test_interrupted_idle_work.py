@@ -29,10 +29,10 @@ from mlx_specprefill import (
     SpecPrefillPolicy,
     make_pair,
 )
-from mlx_specprefill.adapters.heads import DraftHeads, Head
-from mlx_specprefill.adapters.retrieval_heads import RetrievalHeads
-from mlx_specprefill.engine import loop
-from mlx_specprefill.engine.job import Job
+from mlx_specprefill.engine.requests.job import Job
+from mlx_specprefill.engine.thread import loop
+from mlx_specprefill.selection.heads import DraftHeads, Head
+from mlx_specprefill.selection.retrieval_heads import RetrievalHeads
 from tests.support.dense import assert_is_full_reading
 from tests.support.oracle import on_the_cpu_unfused
 from tests.support.tiny import (

@@ -9,9 +9,9 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_specprefill import SparseUnsupportedError
 from mlx_specprefill.adapters.moved_keys import Piece, append, cut, movable_layers, move
+from mlx_specprefill.cache.feeding import feed
 from mlx_specprefill.cache.positioned import leaves, make_positioned_cache, recalling
-from mlx_specprefill.specprefill.selector import kept_spans
-from mlx_specprefill.specprefill.sparse_prefill import feed
+from mlx_specprefill.selection.selector import kept_spans
 from tests.properties.test_sparse_equals_masked import VERIFIED
 from tests.support.oracle import build
 from tests.support.precision import assert_close

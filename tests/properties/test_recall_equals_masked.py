@@ -23,8 +23,8 @@ from mlx_specprefill.cache.positioned import (
     make_positioned_cache,
     place,
 )
-from mlx_specprefill.engine.decode_batch import DecodeBatch, DecodeRow
-from mlx_specprefill.sampling import greedy
+from mlx_specprefill.choosing.sampling import greedy
+from mlx_specprefill.engine.decoding.decode_batch import DecodeBatch, DecodeRow
 from mlx_specprefill.speculative.rollback import Rollback
 from tests.properties.test_sparse_equals_masked import DISCRIMINATION, NAMED, VERIFIED
 from tests.support import oracle

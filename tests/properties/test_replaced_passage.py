@@ -19,9 +19,9 @@ from mlx_specprefill import (
     SpecPrefillOptions,
     TokenEvent,
 )
+from mlx_specprefill.cache.feeding import feed
 from mlx_specprefill.cache.positioned import make_positioned_cache
 from mlx_specprefill.cache.prefix.nodes import common_length
-from mlx_specprefill.specprefill.sparse_prefill import feed
 from tests.properties.test_cached_equals_fresh import CONFIG, pair_of
 from tests.support.precision import float32_only
 from tests.support.tiny import tiny_pair

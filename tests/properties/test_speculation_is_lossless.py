@@ -14,16 +14,16 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_specprefill.adapters.mtp import ARCHITECTURES as HEADED
 from mlx_specprefill.adapters.mtp import MTPHead
+from mlx_specprefill.choosing.sampling import logits_processors
 from mlx_specprefill.config import SpeculationConfig, SpeculationName
-from mlx_specprefill.engine.caches import empty_cache
+from mlx_specprefill.engine.prefixes.caches import empty_cache
 from mlx_specprefill.events import TokenEvent
 from mlx_specprefill.request import SamplingParams
-from mlx_specprefill.sampling import logits_processors
-from mlx_specprefill.speculative import verification as verify
+from mlx_specprefill.speculative import acceptance as verify
+from mlx_specprefill.speculative.acceptance import Rng, TokenSampler
 from mlx_specprefill.speculative.proposer import Models
-from mlx_specprefill.speculative.row import SpeculativeRow
+from mlx_specprefill.speculative.speculative_row import SpeculativeRow
 from mlx_specprefill.speculative.strategies import STRATEGIES, refusal
-from mlx_specprefill.speculative.verification import Rng, TokenSampler
 from tests.speculative.probabilities import enumerate_distribution, total_variation
 from tests.support.oracle import build, vocabulary
 from tests.support.rows import Row, alone, assert_same_contents, logprob_error, make_rows, tokens

@@ -11,15 +11,15 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_specprefill import Check, check_device, loading, selftest, sync_ms
+from mlx_specprefill import Check, check_device, pair, selftest, sync_ms
+from mlx_specprefill.cache import feeding
 from mlx_specprefill.cache.positioned import quantize_kv
-from mlx_specprefill.engine import prefill as engine_prefill
-from mlx_specprefill.engine import rows
+from mlx_specprefill.engine.decoding import answers
+from mlx_specprefill.engine.reading import prefill as engine_prefill
 from mlx_specprefill.selftest import FAMILIES, VOCAB, Case, Dtype, save_checkpoint
-from mlx_specprefill.specprefill import sparse_prefill
-from mlx_specprefill.speculative import row as speculative_row
+from mlx_specprefill.speculative import speculative_row as speculative_row
+from mlx_specprefill.speculative.acceptance import Verdict
 from mlx_specprefill.speculative.strategies import STRATEGIES
-from mlx_specprefill.speculative.verification import Verdict
 
 Patch = pytest.MonkeyPatch
 
@@ -74,13 +74,13 @@ def operations(folder: Callable[[str], Path], name: str = "llama", dtype: Dtype 
 
 def read_backwards(monkeypatch: Patch) -> None:
     def backwards(model: Any, cache: Any, tokens: Any, *others: Any, **named: Any) -> Any:
-        return sparse_prefill.feed(model, cache, tokens[::-1], *others, **named)
+        return feeding.feed(model, cache, tokens[::-1], *others, **named)
 
     monkeypatch.setattr(engine_prefill, "feed", backwards)
 
 
 def place_nothing(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(sparse_prefill, "place", lambda cache, positions: None)
+    monkeypatch.setattr(feeding, "place", lambda cache, positions: None)
 
 
 def accept_what_is_wrong(monkeypatch: Patch) -> None:
@@ -88,7 +88,7 @@ def accept_what_is_wrong(monkeypatch: Patch) -> None:
 
 
 def keep_two_bits(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(rows, "quantize_kv", lambda cache, bits: quantize_kv(cache, 2))
+    monkeypatch.setattr(answers, "quantize_kv", lambda cache, bits: quantize_kv(cache, 2))
 
 
 DRAFTED = {f"drafted by {name}" for name in STRATEGIES if name != "mtp"}
@@ -125,7 +125,7 @@ def test_lazy_frequencies_fail_on_the_second_thread(
     name: str, folder: Callable[[str], Path], monkeypatch: Patch
 ) -> None:
     """All of them have RoPE frequencies that are no parameters; the probe of a target has computed its own."""
-    monkeypatch.setattr(loading, "mx", SimpleNamespace(eval=lambda *modules: None))
+    monkeypatch.setattr(pair, "mx", SimpleNamespace(eval=lambda *modules: None))
     found = operations(folder, name)
     assert {"sparse prefill", "answers beside each other"} <= failed(found)
     assert "There is no Stream" in "".join(check.words for check in found)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from mlx_specprefill_server.connections import MAX_CONNECTIONS
-from mlx_specprefill_server.process import Server, make_server
-from mlx_specprefill_server.settings import Settings
+from mlx_specprefill_server.http.connections import MAX_CONNECTIONS
+from mlx_specprefill_server.running.process import Server, make_server
+from mlx_specprefill_server.settings.server import Settings
 from tests.support.application import app_over
 
 from .fakes import FakeEngine

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from mlx_specprefill import LoadError
-from mlx_specprefill_server.app import create_app
 from mlx_specprefill_server.models.entry import Entry, LoadProgress
 from mlx_specprefill_server.models.loader import Tell
-from mlx_specprefill_server.models.models import Models
+from mlx_specprefill_server.models.pool import Models
+from mlx_specprefill_server.models.server_state import ServerState
 from mlx_specprefill_server.pairs import MissingPairError
-from mlx_specprefill_server.process import make_server
-from mlx_specprefill_server.server_state import ServerState
-from mlx_specprefill_server.settings import Settings
+from mlx_specprefill_server.running.app import create_app
+from mlx_specprefill_server.running.process import make_server
+from mlx_specprefill_server.settings.server import Settings
 from tests.support.waiting import eventually
 
 from .fakes import FakeEngine, FakePair

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mlx_specprefill_server import awake
-from mlx_specprefill_server.awake import Awake
+from mlx_specprefill_server.running import awake
+from mlx_specprefill_server.running.awake import Awake
 from tests.support.waiting import eventually
 
 PROGRAM = """#!/bin/sh

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from mlx_specprefill_server import body_room
+from mlx_specprefill_server.http import body_room
 from tests.support.waiting import eventually
 
 from .fakes import FakeEngine

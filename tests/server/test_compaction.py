@@ -10,8 +10,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from mlx_specprefill import Engine
-from mlx_specprefill.loading import load_pair
-from mlx_specprefill_server.settings import Settings
+from mlx_specprefill.pair import load_pair
+from mlx_specprefill_server.settings.server import Settings
 from tests.engine.test_everything import COMPACTIONS, CONFIG, MODELS, ONE, TEXT
 from tests.support.application import app_over
 

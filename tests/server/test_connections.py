@@ -13,9 +13,9 @@ from typing import Any
 import httpx
 import pytest
 
-from mlx_specprefill_server import connections
-from mlx_specprefill_server.connections import RESERVED, DescriptorsError, raise_open_files_limit
 from mlx_specprefill_server.generation import generation
+from mlx_specprefill_server.http import connections
+from mlx_specprefill_server.http.connections import RESERVED, DescriptorsError, raise_open_files_limit
 from tests.support.waiting import eventually
 
 from .fakes import FakeEngine

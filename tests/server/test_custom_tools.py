@@ -24,10 +24,11 @@ from starlette.testclient import TestClient
 from tokenizers import AddedToken
 
 from mlx_specprefill import Constraint
-from mlx_specprefill.constraints import Grammars
+from mlx_specprefill.choosing.constraints import Grammars
 from mlx_specprefill_server.anthropic.messages import MessageAnswer
 from mlx_specprefill_server.anthropic.protocol import MessagesRequest
-from mlx_specprefill_server.errors import JsonResponse
+from mlx_specprefill_server.http.errors import JsonResponse
+from mlx_specprefill_server.models.service import Service
 from mlx_specprefill_server.notations.deepseek import MARKS as DEEPSEEK
 from mlx_specprefill_server.notations.gemma import GEMMA_4
 from mlx_specprefill_server.notations.harmony import HEADER as HARMONY
@@ -37,8 +38,7 @@ from mlx_specprefill_server.openai.custom_tools import input_pattern
 from mlx_specprefill_server.openai.responses import ResponsesAnswer
 from mlx_specprefill_server.openai.responses_protocol import ResponsesRequest
 from mlx_specprefill_server.prompt.deferred import HEADER
-from mlx_specprefill_server.service import Service
-from mlx_specprefill_server.settings import Settings
+from mlx_specprefill_server.settings.server import Settings
 from tests.support.examples import examples
 
 from .calling import called, engine_that_sees_all, prompts

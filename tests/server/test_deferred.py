@@ -14,14 +14,14 @@ import pytest
 from starlette.testclient import TestClient
 
 from mlx_specprefill import CacheLabel
-from mlx_specprefill_server import body_room
-from mlx_specprefill_server.body_room import BodyRoom
-from mlx_specprefill_server.models.models import Models
+from mlx_specprefill_server.http import body_room
+from mlx_specprefill_server.http.body_room import BodyRoom
+from mlx_specprefill_server.models.pool import Models
 from mlx_specprefill_server.prompt import stable
+from mlx_specprefill_server.prompt.builder import PromptBuilder
 from mlx_specprefill_server.prompt.conversation import conversation
 from mlx_specprefill_server.prompt.deferred import HEADER
 from mlx_specprefill_server.prompt.forms import tools_in
-from mlx_specprefill_server.prompt.prompt import PromptBuilder
 from mlx_specprefill_server.prompt.stable import ToolMemory
 
 from .calling import called, engine_that_sees_all, prompts

@@ -13,7 +13,7 @@ from mlx_specprefill import (
     RequestCancelled,
     SparseUnsupportedError,
 )
-from mlx_specprefill_server.errors import ApiError, api_error, error_response
+from mlx_specprefill_server.http.errors import ApiError, api_error, error_response
 
 from .conftest import client_of
 from .fakes import FakeEngine

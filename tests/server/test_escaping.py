@@ -20,8 +20,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from mlx_specprefill import InvalidRequestError
+from mlx_specprefill_server.prompt.builder import Prompt, PromptBuilder
 from mlx_specprefill_server.prompt.conversation import Conversation, conversation
-from mlx_specprefill_server.prompt.prompt import Prompt, PromptBuilder
 from mlx_specprefill_server.prompt.special_tokens import ControlTokens
 from tests.support.examples import examples
 

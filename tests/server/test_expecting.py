@@ -9,7 +9,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from mlx_specprefill import Engine, EngineConfig, RequestHandle, load_pair
-from mlx_specprefill_server.settings import Settings
+from mlx_specprefill_server.settings.server import Settings
 from tests.support.application import app_over
 from tests.support.scripted import save_scripted
 

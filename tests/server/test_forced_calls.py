@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from mlx_specprefill.constraints import Grammars
+from mlx_specprefill.choosing.constraints import Grammars
 from mlx_specprefill_server.constrained.answer_grammar import constraint_of
 from mlx_specprefill_server.deltas import CallEnd
 from mlx_specprefill_server.notations.formats import Format

@@ -18,8 +18,8 @@ from starlette.testclient import TestClient
 import mlx_specprefill
 import mlx_specprefill_server
 from mlx_specprefill import Engine, EngineConfig
-from mlx_specprefill.loading import load_pair
-from mlx_specprefill_server.settings import Settings
+from mlx_specprefill.pair import load_pair
+from mlx_specprefill_server.settings.server import Settings
 from tests.support.application import app_over
 from tests.support.scripted import save_scripted
 

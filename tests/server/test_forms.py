@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlx_specprefill_server.prompt.builder import Prompt, PromptBuilder
 from mlx_specprefill_server.prompt.conversation import Ending, conversation
 from mlx_specprefill_server.prompt.forms import Form
-from mlx_specprefill_server.prompt.prompt import Prompt, PromptBuilder
 from tests.support.examples import examples
 
 from .fakes import byte_tokenizer

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mlx_specprefill import Constraint, InvalidRequestError
-from mlx_specprefill.constraints import Grammars
+from mlx_specprefill.choosing.constraints import Grammars
 from mlx_specprefill_server import schemas
 from mlx_specprefill_server.constrained import lark
 from mlx_specprefill_server.constrained.answer_grammar import constraint_of

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from mlx_specprefill import Engine, EngineConfig, ModelPair, about
-from mlx_specprefill_server.greeting import expected_times, greeting
-from mlx_specprefill_server.service import Service
-from mlx_specprefill_server.settings import Settings
+from mlx_specprefill_server.models.service import Service
+from mlx_specprefill_server.running.greeting import expected_times, greeting
+from mlx_specprefill_server.settings.server import Settings
 from tests.support.tiny import tiny_pair
 
 

@@ -12,7 +12,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from mlx_specprefill_server.big_json import dumps, loads
-from mlx_specprefill_server.prompt.probe import ODD_TOOLS
+from mlx_specprefill_server.prompt.form_probe import ODD_TOOLS
 
 from .conftest import client_of
 from .fakes import FakeEngine, FakePair, byte_tokenizer

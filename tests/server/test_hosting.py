@@ -9,9 +9,9 @@ from collections.abc import Callable
 import pytest
 
 from mlx_specprefill import EngineClosedError
-from mlx_specprefill_server.errors import ApiError
+from mlx_specprefill_server.http.errors import ApiError
 from mlx_specprefill_server.models.entry import Entry, NoRoomError
-from mlx_specprefill_server.models.models import Models
+from mlx_specprefill_server.models.pool import Models
 from mlx_specprefill_server.monitoring.metrics import metrics_text
 
 from .hosting import WEIGHTS, FakeHost, entry, models_of
@@ -124,7 +124,7 @@ async def test_a_loading_that_has_begun_waits_for_room_that_was_taken_since(
         await until(lambda: models.get("c").progress.step == "Waiting for room")
     await asyncio.gather(*waits)
     assert states(models) == ["unloaded", "loaded", "loaded"]
-    monkeypatch.setattr("mlx_specprefill_server.models.models.PATIENCE_S", 0.05)
+    monkeypatch.setattr("mlx_specprefill_server.models.pool.PATIENCE_S", 0.05)
     host.held_up.clear()
     host.loading.clear()
     loading = asyncio.create_task(models.unload(b))

@@ -12,8 +12,8 @@ from starlette.testclient import TestClient
 
 from mlx_specprefill.cache.prefix.disk import DiskTier
 from mlx_specprefill.cache.prefix.record_file import DiskRow
-from mlx_specprefill_server.app import create_app
 from mlx_specprefill_server.models.entry import Entry
+from mlx_specprefill_server.running.app import create_app
 
 from .conftest import client_of
 from .fakes import FakeEngine

@@ -14,8 +14,8 @@ import openai
 import pytest
 
 from mlx_specprefill_server.models import loading_stream
-from mlx_specprefill_server.models.models import Models
-from mlx_specprefill_server.settings import Settings
+from mlx_specprefill_server.models.pool import Models
+from mlx_specprefill_server.settings.server import Settings
 from tests.support.waiting import eventually
 
 from .hosting import FakeHost, entry, models_of, running

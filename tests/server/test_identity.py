@@ -11,8 +11,8 @@ from pydantic import SecretStr
 from starlette.testclient import TestClient
 
 from mlx_specprefill import CacheLabel, Engine, EngineConfig
-from mlx_specprefill_server.auth import Identity, identities_by_key
-from mlx_specprefill_server.settings import Settings
+from mlx_specprefill_server.http.auth import Identity, identities_by_key
+from mlx_specprefill_server.settings.server import Settings
 from tests.support.application import app_over
 from tests.support.tiny import random_prompt, tiny_pair
 

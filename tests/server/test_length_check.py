@@ -16,7 +16,7 @@ from starlette.testclient import TestClient
 from tokenizers import AddedToken, normalizers
 
 from mlx_specprefill import ContextLengthError
-from mlx_specprefill_server.prompt.prompt import PromptBuilder
+from mlx_specprefill_server.prompt.builder import PromptBuilder
 from tests.support.examples import examples
 
 from .conftest import client_of

@@ -14,8 +14,9 @@ import openai
 import pytest
 
 from mlx_specprefill import TokenEvent
-from mlx_specprefill_server import request_body, server_state
+from mlx_specprefill_server import request_body
 from mlx_specprefill_server.generation import generation
+from mlx_specprefill_server.models import server_state
 
 from .conftest import events
 from .fakes import FakeEngine

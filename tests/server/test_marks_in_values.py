@@ -10,7 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from mlx_specprefill.constraints import Grammars, LLGuidanceState
+from mlx_specprefill.choosing.constraints import Grammars, LLGuidanceState
 from mlx_specprefill_server.constrained.answer_grammar import constraint_of
 
 from .fakes import SPECIALS, byte_tokenizer

@@ -18,9 +18,9 @@ from mlx_specprefill_server.anthropic import messages as endpoint
 from mlx_specprefill_server.anthropic.messages import MessageAnswer
 from mlx_specprefill_server.anthropic.protocol import MessagesRequest
 from mlx_specprefill_server.deltas import AnswerDelta, CallBroken, Idle
-from mlx_specprefill_server.errors import JsonResponse
-from mlx_specprefill_server.service import Service
-from mlx_specprefill_server.settings import Settings
+from mlx_specprefill_server.http.errors import JsonResponse
+from mlx_specprefill_server.models.service import Service
+from mlx_specprefill_server.settings.server import Settings
 
 from .canned_answers import EVERYTHING, REPORT, TEXT, THOUGHT, TWO_CALLS, Given, call, done, named_events, streamed
 from .conftest import client_of

@@ -23,7 +23,7 @@ from mlx_specprefill import (
 )
 from mlx_specprefill.config import SpecPrefillPolicy
 from mlx_specprefill.prefill_report import Prediction, Reached, Reason
-from mlx_specprefill.specprefill.plan import plan_prefill
+from mlx_specprefill.selection.plan import plan_prefill
 from mlx_specprefill_server.generation.generation import AnswerResult
 from mlx_specprefill_server.monitoring.metrics import Metrics, metrics_text
 from tests.support.waiting import eventually

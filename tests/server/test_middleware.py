@@ -15,8 +15,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from mlx_specprefill_server import request_body
-from mlx_specprefill_server.paths import HeadMiddleware
-from mlx_specprefill_server.settings import Settings
+from mlx_specprefill_server.http.paths import HeadMiddleware
+from mlx_specprefill_server.settings.server import Settings
 from tests.support.application import app_over
 
 from .conftest import client_of

@@ -15,9 +15,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerFast
 
 from mlx_specprefill import CacheLabel, GenerationRequest, PrefixMiss, TokenIds
-from mlx_specprefill.engine.misses import explain_miss
+from mlx_specprefill.engine.prefixes.misses import explain_miss
+from mlx_specprefill_server.prompt.builder import Prompt, PromptBuilder
 from mlx_specprefill_server.prompt.conversation import conversation
-from mlx_specprefill_server.prompt.prompt import Prompt, PromptBuilder
 
 from . import templates
 from .fakes import CHATML, SPECIALS

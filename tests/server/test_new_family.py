@@ -13,8 +13,8 @@ from mlx_specprefill_server.notations import NOTATIONS, THINK_TAGS
 from mlx_specprefill_server.notations.declaration import OBJECT, Notation, Written
 from mlx_specprefill_server.notations.formats import Format, detect
 from mlx_specprefill_server.parsers.json_calls import between_reader
+from mlx_specprefill_server.prompt.form_probe import notation_of
 from mlx_specprefill_server.prompt.forms import Form, messages_in
-from mlx_specprefill_server.prompt.probe import notation_of
 
 from .fakes import byte_tokenizer
 from .parsers.reading import TOOLS, collected

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mlx_specprefill import Constraint, InvalidRequestError
-from mlx_specprefill.constraints import Grammars
+from mlx_specprefill.choosing.constraints import Grammars
 from mlx_specprefill_server.constrained.answer_grammar import constraint_of
 from mlx_specprefill_server.constrained.output_format import (
     OUTPUT_FIELDS,

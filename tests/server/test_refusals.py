@@ -17,7 +17,7 @@ import pytest
 from mlx_specprefill import InvalidRequestError
 from mlx_specprefill_server.anthropic.protocol import MessagesRequest
 from mlx_specprefill_server.anthropic.protocol import refuse as refuse_messages
-from mlx_specprefill_server.errors import ApiError
+from mlx_specprefill_server.http.errors import ApiError
 from mlx_specprefill_server.openai.chat import ChatRequest, refuse_chat
 from mlx_specprefill_server.openai.decisions import DecisionsRequest
 from mlx_specprefill_server.openai.responses_protocol import ResponsesRequest

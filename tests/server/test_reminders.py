@@ -12,8 +12,8 @@ from starlette.testclient import TestClient
 
 from mlx_specprefill import GenerationRequest
 from mlx_specprefill.config import ScoringConfig, SelectionConfig
-from mlx_specprefill.specprefill.plan import forced_ranges
-from mlx_specprefill.specprefill.question import repeated_question_spans
+from mlx_specprefill.selection.plan import forced_ranges
+from mlx_specprefill.selection.question_lines import repeated_question_spans
 from mlx_specprefill_server.prompt.conversation import Message
 from mlx_specprefill_server.prompt.reminders import only_reminds, place_reminders, without_reminders
 

@@ -18,10 +18,10 @@ from mlx_specprefill import InvalidRequestError
 from mlx_specprefill_server import request_body
 from mlx_specprefill_server.anthropic import messages
 from mlx_specprefill_server.big_json import DEEPEST
-from mlx_specprefill_server.errors import ApiError
+from mlx_specprefill_server.http.errors import ApiError
 from mlx_specprefill_server.openai import chat, completions, decisions, responses
 from mlx_specprefill_server.routes import prompts
-from mlx_specprefill_server.settings import Settings
+from mlx_specprefill_server.settings.server import Settings
 from tests.support.application import app_over
 
 from .fakes import FakeEngine

@@ -14,13 +14,13 @@ import httpx
 import pytest
 from starlette.testclient import TestClient
 
-from mlx_specprefill_server import process
 from mlx_specprefill_server.generation import generation
-from mlx_specprefill_server.models.models import Models
-from mlx_specprefill_server.process import Server
-from mlx_specprefill_server.service import Service
-from mlx_specprefill_server.settings import Settings
-from mlx_specprefill_server.sockets import bound_sockets
+from mlx_specprefill_server.http.sockets import bound_sockets
+from mlx_specprefill_server.models.pool import Models
+from mlx_specprefill_server.models.service import Service
+from mlx_specprefill_server.running import process
+from mlx_specprefill_server.running.process import Server
+from mlx_specprefill_server.settings.server import Settings
 from tests.support.waiting import eventually
 
 from .conftest import client_of, events

@@ -13,10 +13,10 @@ from starlette.testclient import TestClient
 
 from mlx_specprefill import ContextLengthError, EngineClosedError, Failed, InvalidRequestError, Progress, TokenEvent
 from mlx_specprefill_server.deltas import AnswerDelta, CallBroken, Idle, TextDelta
+from mlx_specprefill_server.models.service import Service
 from mlx_specprefill_server.openai.responses import ResponsesAnswer
 from mlx_specprefill_server.openai.responses_protocol import ResponsesRequest
-from mlx_specprefill_server.service import Service
-from mlx_specprefill_server.settings import Settings
+from mlx_specprefill_server.settings.server import Settings
 
 from .canned_answers import EVERYTHING, REPORT, TEXT, THOUGHT, Given, call, done, named_events, streamed
 from .conftest import client_of

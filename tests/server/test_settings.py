@@ -10,7 +10,7 @@ from pydantic import ValidationError
 import mlx_specprefill
 import mlx_specprefill_server
 from mlx_specprefill import EngineConfig
-from mlx_specprefill_server.settings import Settings, variable, what_is_wrong
+from mlx_specprefill_server.settings.server import Settings, variable, what_is_wrong
 
 
 def test_the_defaults_are_the_librarys_but_for_the_measured_threshold(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from threading import Thread
 
 import pytest
 
-from mlx_specprefill_server.sockets import bound_sockets, is_exposed, listen, network_address
+from mlx_specprefill_server.http.sockets import bound_sockets, is_exposed, listen, network_address
 
 
 def test_a_free_port_is_one_for_all_addresses_of_a_host() -> None:

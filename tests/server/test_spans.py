@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_specprefill import PromptSpan
+from mlx_specprefill_server.prompt.builder import Prompt, PromptBuilder
 from mlx_specprefill_server.prompt.conversation import conversation
-from mlx_specprefill_server.prompt.prompt import Prompt, PromptBuilder
 from mlx_specprefill_server.prompt.spans import CharSpan, to_tokens
 
 from . import templates

@@ -9,9 +9,9 @@ from pydantic import ValidationError
 from starlette.testclient import TestClient
 
 from mlx_specprefill_server.notations.formats import detect
-from mlx_specprefill_server.pair_settings import make_settings
 from mlx_specprefill_server.pairs import Pair
-from mlx_specprefill_server.settings import Settings
+from mlx_specprefill_server.settings.pair import make_settings
+from mlx_specprefill_server.settings.server import Settings
 
 from .conftest import client_of
 from .fakes import CHATML, FakeEngine, FakePair, byte_tokenizer

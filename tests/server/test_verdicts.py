@@ -12,11 +12,11 @@ import pytest
 from starlette.testclient import TestClient
 
 from mlx_specprefill import Engine, Verdict
-from mlx_specprefill.engine import loop
+from mlx_specprefill.engine.thread import loop
 from mlx_specprefill_server.pair_loading import load
-from mlx_specprefill_server.pair_settings import make_settings
 from mlx_specprefill_server.pairs import find_pair
-from mlx_specprefill_server.settings import Settings
+from mlx_specprefill_server.settings.pair import make_settings
+from mlx_specprefill_server.settings.server import Settings
 from tests.support.application import app_over
 from tests.support.waiting import eventually
 

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from mlx_specprefill_server.prompt.prompt import WORKERS, PromptBuilder, Workers
+from mlx_specprefill_server.prompt.builder import WORKERS, PromptBuilder, Workers
 from mlx_specprefill_server.routes import status
 from tests.support.waiting import eventually
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 from starlette.testclient import TestClient
 
-from mlx_specprefill.constraints import Grammars
+from mlx_specprefill.choosing.constraints import Grammars
 
 from .conftest import client_of
 from .fakes import SPECIALS, FakeEngine, FakePair, byte_tokenizer

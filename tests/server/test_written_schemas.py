@@ -11,7 +11,7 @@ import pytest
 from jsonschema.validators import validator_for
 
 from mlx_specprefill import Constraint
-from mlx_specprefill.constraints import LLGuidanceState
+from mlx_specprefill.choosing.constraints import LLGuidanceState
 from mlx_specprefill_server.constrained.answer_grammar import constraint_of
 
 from .notations import FORCED, NOTATIONS, Notation, in_all

@@ -9,7 +9,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from mlx_specprefill.speculative.verification import Rng
+from mlx_specprefill.speculative.acceptance import Rng
 
 T = TypeVar("T")
 

@@ -14,12 +14,12 @@ import pytest
 from mlx_specprefill.adapters.mtp import MTPHead
 from mlx_specprefill.cache.positioned import PositionedKVCache, place
 from mlx_specprefill.config import SpeculationConfig
-from mlx_specprefill.engine.caches import empty_cache
+from mlx_specprefill.engine.prefixes.caches import empty_cache
 from mlx_specprefill.errors import Refused
+from mlx_specprefill.speculative.acceptance import TokenSampler
 from mlx_specprefill.speculative.mtp_proposer import MTPProposer
 from mlx_specprefill.speculative.proposer import Models
-from mlx_specprefill.speculative.row import SpeculativeRow
-from mlx_specprefill.speculative.verification import TokenSampler
+from mlx_specprefill.speculative.speculative_row import SpeculativeRow
 from tests.support.oracle import on_the_cpu_unfused
 from tests.support.rows import Row, alone, assert_same_contents, tokens
 from tests.support.steps import finish, prefill

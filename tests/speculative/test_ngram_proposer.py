@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_specprefill import Constraint
+from mlx_specprefill.choosing.constraints import Grammars
 from mlx_specprefill.config import SpeculationConfig
-from mlx_specprefill.constraints import Grammars
 from mlx_specprefill.errors import Refused
 from mlx_specprefill.request import SamplingParams
+from mlx_specprefill.speculative.acceptance import TokenSampler
 from mlx_specprefill.speculative.ngram import NgramProposer, continuation_of
 from mlx_specprefill.speculative.proposer import Models, Verified
-from mlx_specprefill.speculative.verification import TokenSampler
 from tests.server.fakes import byte_tokenizer
 
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_specprefill import InvalidRequestError, SamplingParams
-from mlx_specprefill.sampling import check_sampling, forbid_until, logits_processors, make_sampler
-from mlx_specprefill.speculative.verification import TokenSampler
+from mlx_specprefill.choosing.sampling import check_sampling, forbid_until, logits_processors, make_sampler
+from mlx_specprefill.speculative.acceptance import TokenSampler
 from tests.support.examples import examples
 
 pytestmark = pytest.mark.extended

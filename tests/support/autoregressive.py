@@ -9,9 +9,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_specprefill.adapters.rope import adjust_offsets
+from mlx_specprefill.adapters.rotation import adjust_offsets
+from mlx_specprefill.choosing.sampling import LogitsProcessor, Sampler, choose, token_event
 from mlx_specprefill.events import TokenEvent
-from mlx_specprefill.sampling import LogitsProcessor, Sampler, choose, token_event
 
 __all__ = ["decode"]
 

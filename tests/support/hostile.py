@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from mlx_specprefill import Constraint, InvalidRequestError
-from mlx_specprefill.constraints import Grammars
+from mlx_specprefill.choosing.constraints import Grammars
 from mlx_specprefill_server.constrained.answer_grammar import constraint_of
 from mlx_specprefill_server.constrained.output_format import OutputFormat
 from tests.server.fakes import byte_tokenizer

@@ -13,11 +13,11 @@ import numpy.typing as npt
 
 from mlx_specprefill.cache.held import HeldTokens
 from mlx_specprefill.cache.positioned import Positioned, leaves, quantize_kv
-from mlx_specprefill.engine.caches import empty_cache
-from mlx_specprefill.engine.decode_batch import DecodeBatch, DecodeRow, Removed
+from mlx_specprefill.choosing.sampling import logits_processors, make_sampler
+from mlx_specprefill.engine.decoding.decode_batch import DecodeBatch, DecodeRow, Removed
+from mlx_specprefill.engine.prefixes.caches import empty_cache
 from mlx_specprefill.events import TokenEvent
 from mlx_specprefill.request import SamplingParams
-from mlx_specprefill.sampling import logits_processors, make_sampler
 from tests.support.autoregressive import decode
 from tests.support.precision import assert_close
 from tests.support.steps import finish, prefill

@@ -9,8 +9,8 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_specprefill import ScoringConfig
-from mlx_specprefill.specprefill.question import question_span
-from mlx_specprefill.specprefill.scorer import ScoringInput
+from mlx_specprefill.selection.question_lines import question_span
+from mlx_specprefill.selection.scorer import ScoringInput
 
 
 def scoring_input(draft: nn.Module, prompt: Any, config: ScoringConfig, **given: Any) -> ScoringInput:

@@ -9,9 +9,9 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from mlx_specprefill.cache.feeding import feed, forward_ends
 from mlx_specprefill.cache.positioned import recalling
 from mlx_specprefill.cache.prefix.tree import finish
-from mlx_specprefill.specprefill.sparse_prefill import feed, forward_ends
 
 __all__ = ["finish", "prefill", "recall"]
 

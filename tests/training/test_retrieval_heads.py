@@ -15,7 +15,7 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from mlx_specprefill import load_pair
-from mlx_specprefill.adapters.retrieval_heads import RetrievalDraft
+from mlx_specprefill.selection.retrieval_heads import RetrievalDraft
 from tests.support.tiny import save_checkpoint
 
 torch = pytest.importorskip("torch", reason="needs the extra `train`")

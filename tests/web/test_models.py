@@ -9,8 +9,8 @@ import pytest
 from selenium.webdriver.support.ui import Select
 
 from mlx_specprefill_server.models import loading_stream
-from mlx_specprefill_server.models.models import Models
-from mlx_specprefill_server.settings import Settings
+from mlx_specprefill_server.models.pool import Models
+from mlx_specprefill_server.settings.server import Settings
 
 from ..server.hosting import FakeHost, entry, models_of, running
 from ..server.hosting import host as host

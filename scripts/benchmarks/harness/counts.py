@@ -13,9 +13,9 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_specprefill import Engine, Event, GenerationRequest, Progress, SpecPrefillOptions
-from mlx_specprefill.engine.chunks import ChunkSizer
-from mlx_specprefill.engine.job import Job
-from mlx_specprefill.engine.loop import EngineCore
+from mlx_specprefill.engine.reading.chunks import ChunkSizer
+from mlx_specprefill.engine.requests.job import Job
+from mlx_specprefill.engine.thread.loop import EngineCore
 
 _READS = ("item", "tolist", "__int__", "__float__", "__bool__", "__index__", "__array__", "__dlpack__")
 _CALLS = ((mx, "async_eval"), (mx, "eval"), (mx, "synchronize"), (np, "array"), (np, "asarray"))

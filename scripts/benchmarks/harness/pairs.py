@@ -12,7 +12,7 @@ from mlx_specprefill import DtypeName, ModelPair
 from mlx_specprefill_server.cli.common import choose
 from mlx_specprefill_server.cli.loading import load
 from mlx_specprefill_server.cli.options import PairOptions
-from mlx_specprefill_server.settings import Settings
+from mlx_specprefill_server.settings.server import Settings
 
 from . import BenchError
 

@@ -18,9 +18,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_specprefill import ModelPair, make_pair
 from mlx_specprefill.adapters.depth import layers_of
-from mlx_specprefill.adapters.heads import DraftHeads, Head
-from mlx_specprefill.loading import with_heads
-from mlx_specprefill.specprefill.head_calibration import eligible_calls
+from mlx_specprefill.calibration.finding_heads import eligible_calls
+from mlx_specprefill.pair import with_heads
+from mlx_specprefill.selection.heads import DraftHeads, Head
 
 Config = dict[str, Any]
 

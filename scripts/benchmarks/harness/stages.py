@@ -9,9 +9,9 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_specprefill.engine.decode_batch import DecodeBatch, DecodeRow
-from mlx_specprefill.sampling import greedy
-from mlx_specprefill.specprefill.sparse_prefill import feed, forward_ends
+from mlx_specprefill.cache.feeding import feed, forward_ends
+from mlx_specprefill.choosing.sampling import greedy
+from mlx_specprefill.engine.decoding.decode_batch import DecodeBatch, DecodeRow
 
 from .figures import timed
 

@@ -2,12 +2,12 @@
 
 from .adversarial import ADVERSARIAL
 from .base import Item, Known, Space, Task, make_item
-from .calls import CALLS
 from .code_qa import CODE_QA
 from .more import MORE
 from .places import tasks_at_places
 from .real import REAL
 from .ruler import RULER
+from .tool_calls import CALLS
 
 PLACE_TASKS = tasks_at_places("place")
 ORDER_TASKS = tasks_at_places("order", order=True)

@@ -13,16 +13,16 @@ from starlette.responses import Response
 
 from mlx_specprefill import Progress
 
-from ..auth import IdentityDep
 from ..blocks import Block, Blocks, Kind, Step
 from ..deltas import AnswerDelta, AnswerDone, Idle
-from ..errors import JsonResponse, anthropic_body
-from ..event_stream import named_event
 from ..generation.generation import Generation
+from ..http.auth import IdentityDep
+from ..http.errors import JsonResponse, anthropic_body
+from ..http.event_stream import named_event
 from ..models.dependencies import ModelDep
+from ..models.service import Service
 from ..report import ProgressReporter, Report
 from ..request_body import body_of
-from ..service import Service
 from ..serving import count_tokens, serve
 from .protocol import CountRequest, MessagesRequest, refuse
 

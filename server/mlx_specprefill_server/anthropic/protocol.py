@@ -14,8 +14,8 @@ from mlx_specprefill import Probability
 
 from ..constrained.output_format import OUTPUT_FIELDS, OutputFormat, response_format
 from ..constrained.tool_choice import NamedTool, ToolChoice
-from ..errors import refusal, require
 from ..fields import Body, Budget, ChatFields, StopStrings, ThinkingFields, refuse_documents, refuse_sampling
+from ..http.errors import refusal, require
 from ..prompt.conversation import (
     REFERENCE,
     Conversation,

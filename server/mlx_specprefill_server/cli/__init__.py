@@ -16,12 +16,12 @@ from typer.core import TyperGroup
 from .. import __version__
 
 COMMANDS = {
-    "serve": (".serve", "app", "Start the OpenAI-compatible server."),
+    "serve": (".serve.command", "app", "Start the OpenAI-compatible server."),
     "pull": (".pull", "pull", "Fetch a model from Hugging Face, or a named pair's package."),
     "list": (".listing", "list_models", "Show the models on this machine and the named pairs."),
     "recommend": (".listing", "recommend", "Show the pairs that fit this machine's memory."),
-    "launch": (".agents", "launch", "Start a coding agent on the server."),
-    "connect": (".agents", "connect", "Print the configuration that connects an agent or an editor."),
+    "launch": (".agents.command", "launch", "Start a coding agent on the server."),
+    "connect": (".agents.command", "connect", "Print the configuration that connects an agent or an editor."),
     "inspect": (".inspect", "inspect", "Show which chunks of a prompt the draft would keep."),
     "bench": (".bench", "bench", "Measure the time to the first token, sparse against full."),
     "doctor": (".doctor", "doctor", "Check this installation and say what to change."),

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..pair_settings import ONE_SHOT, make_settings
+from ..settings.pair import ONE_SHOT, make_settings
 from .common import OptionError, begin, choose_here, one_line_errors
 from .options import Keep, Level, PairOptions, takes_pair
 

@@ -27,7 +27,7 @@ from mlx_specprefill import (
 
 from ..monitoring.logs import configure_logging
 from ..pairs import MissingPairError, PackageError, Pair, PairsError, find_pair
-from ..settings import LogLevel, Settings, unknown_variables, what_is_wrong
+from ..settings.server import LogLevel, Settings, unknown_variables, what_is_wrong
 from .options import PairOptions
 
 USAGE_ERROR = 2  # the exit status of errors that the user can fix

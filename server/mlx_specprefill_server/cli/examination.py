@@ -26,7 +26,7 @@ from mlx_specprefill import BLAS, Check, check_device, machine, sync_ms
 from .. import __version__
 from ..monitoring.logs import configure_logging
 from ..pairs import NAMED_PAIRS, pair_state, read_pairs, size
-from ..settings import ENV_PREFIX, SECRETS, Settings, unknown_variables, what_is_wrong
+from ..settings.server import ENV_PREFIX, SECRETS, Settings, unknown_variables, what_is_wrong
 from .measuring import load_average, measured_here
 
 _STATES = {"ok": "ok", "failed": "FAILED", "not supported": "-"}

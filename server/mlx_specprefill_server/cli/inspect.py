@@ -11,8 +11,8 @@ import typer
 
 from mlx_specprefill import RuleName, SpecPrefillOptions, keep_pct
 
-from ..pair_settings import ONE_SHOT, make_settings
-from ..settings import description_of
+from ..settings.pair import ONE_SHOT, make_settings
+from ..settings.server import description_of
 from .common import OptionError, ask_server, begin, choose_here, one_line_errors, read_text
 from .options import ApiKey, Keep, Level, PairOptions, Url, takes_pair
 

@@ -15,9 +15,9 @@ from mlx_specprefill import ChunkInfo, DtypeName, GenerationRequest, Inspection,
 
 from ..explain import ExplainedChunk, explain_chunks
 from ..pairs import Pair
+from ..prompt.builder import PromptBuilder
 from ..prompt.conversation import conversation
-from ..prompt.prompt import PromptBuilder
-from ..settings import Settings
+from ..settings.server import Settings
 from .common import notes
 from .loading import load_engine
 

@@ -14,7 +14,7 @@ from huggingface_hub import constants
 from mlx_specprefill import ForwardCost, LoadError, find_model, mac_limit, repacked_files, stored_models
 
 from ..pairs import NAMED_PAIRS, PackagedFile, models_file, pair_state, read_pairs, size
-from ..settings import Settings
+from ..settings.server import Settings
 from .common import OptionError, one_line_errors, usable_memory
 from .options import PairsFile
 

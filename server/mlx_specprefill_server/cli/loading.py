@@ -12,7 +12,7 @@ from mlx_specprefill import DtypeName, Engine, EngineConfig, ModelPair, Ranks
 
 from .. import pair_loading
 from ..pairs import Pair
-from ..settings import Settings
+from ..settings.server import Settings
 from .common import duration, notes
 from .pull import fetch_missing
 

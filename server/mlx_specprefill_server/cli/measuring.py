@@ -40,7 +40,7 @@ from mlx_specprefill import (
 )
 
 from ..pairs import Pair, short_name
-from ..settings import Settings
+from ..settings.server import Settings
 from .bench import LENGTHS
 from .common import notes
 from .loading import load as load_models

@@ -14,7 +14,7 @@ import typer
 
 from mlx_specprefill import DtypeName
 
-from ..settings import API_KEY_VARIABLE, LogLevel, description_of, variable
+from ..settings.server import API_KEY_VARIABLE, LogLevel, description_of, variable
 
 PairsFile = Annotated[Path | None, typer.Option(help="File of your own named pairs for --pair.")]
 Url = Annotated[str, typer.Option("--url", help="Address of the running server.")]

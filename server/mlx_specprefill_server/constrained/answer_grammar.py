@@ -7,9 +7,9 @@ from typing import Any
 
 from mlx_specprefill import Constraint
 
-from ..errors import refusal
+from ..http.errors import refusal
 from ..prompt.deferred import tool_name
-from .calls import answer_with_calls, calls_rule
+from .call_grammars import answer_with_calls, calls_rule
 from .lark import Lark
 from .output_format import OutputFormat
 from .tool_choice import ToolChoice, forced_tools

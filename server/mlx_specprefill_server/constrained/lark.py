@@ -10,7 +10,7 @@ from typing import Any
 from mlx_specprefill import InvalidRequestError
 
 from ..big_json import dumps
-from ..errors import refusal
+from ..http.errors import refusal
 from ..notations import muse
 from .enforceable import COMPACT, EnforceableSchema, Schema
 

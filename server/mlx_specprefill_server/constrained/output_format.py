@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..big_json import loads
-from ..errors import refusal, require
+from ..http.errors import refusal, require
 from .lark import LARGEST
 
 OUTPUT_FIELDS = ("response_format", "structured_outputs", "json_schema", "grammar")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from ..errors import refusal
+from ..http.errors import refusal
 from ..prompt.conversation import Conversation
 from ..prompt.deferred import Tool, brings_tools, tool_name
 

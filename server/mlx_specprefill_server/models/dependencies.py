@@ -7,10 +7,10 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
-from ..service import Service
-from ..while_connected import while_connected
+from ..http.while_connected import while_connected
 from .loading_stream import StillLoadingError
-from .models import Models
+from .pool import Models
+from .service import Service
 
 
 async def _models(request: Request) -> Models:

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ..errors import ApiError
+from ..http.errors import ApiError
 from ..monitoring.metrics import Metrics
-from ..pair_settings import make_settings
 from ..pairs import PairsError, Row
-from ..service import Service
-from ..settings import Settings
+from ..settings.pair import make_settings
+from ..settings.server import Settings
+from .service import Service
 
 ModelState = Literal["unloaded", "loading", "loaded", "unloading", "failed"]
 

@@ -13,13 +13,13 @@ from fastapi import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from ..access_log import current_deadline
-from ..errors import ANTHROPIC_PATH, error_response
-from ..event_stream import DONE, EVENT_STREAM_HEADERS, comment, data_event, named_event
+from ..http.access_log import current_deadline
+from ..http.errors import ANTHROPIC_PATH, error_response
+from ..http.event_stream import DONE, EVENT_STREAM_HEADERS, comment, data_event, named_event
+from ..http.while_connected import client_left
 from ..report import PROGRESS_S
-from ..while_connected import client_left
 from .entry import Entry
-from .models import Models
+from .pool import Models
 
 RESPONSES_PATH = "/v1/responses"
 HEADERS = {**EVENT_STREAM_HEADERS, "content-type": "text/event-stream; charset=utf-8"}

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ..parsers.base import NAME as NAME
 from ..parsers.base import Tools
-from ..parsers.calls import CALL, END_CALL, CallReader
+from ..parsers.call_parts import CALL, END_CALL, CallReader
 from ..parsers.tag_calls import Tags
 from ..parsers.tagged import Bare
 

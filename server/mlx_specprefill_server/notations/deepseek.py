@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..parsers.calls import CALL, END_CALL
+from ..parsers.call_parts import CALL, END_CALL
 from ..parsers.json_calls import between_reader
 from ..parsers.marked_calls import Marks, marked_reader
 from ..parsers.tag_calls import Tags, tag_reader

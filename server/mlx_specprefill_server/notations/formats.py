@@ -11,7 +11,7 @@ from typing import Any
 from mlx_specprefill import ReasoningBudget
 
 from ..parsers.base import Parser, Tools
-from ..parsers.calls import CALL, CallReader
+from ..parsers.call_parts import CALL, CallReader
 from ..parsers.native_calls import FAULTS, native_reader
 from ..parsers.tagged import Bare, TaggedText
 from . import NOTATIONS, THINK_TAGS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..parsers.base import Cursor, MalformedError, Reading, Tools, skip, spaces, starts_with
-from ..parsers.calls import CallReader, call, expect, until
+from ..parsers.call_parts import CallReader, call, expect, until
 from ..parsers.json_text import JsonReader
 from ..parsers.tagged import Bare
 from .declaration import Notation, Written

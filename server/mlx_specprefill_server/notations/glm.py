@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..parsers.base import Cursor, MalformedError, Reading, Tools, skip, spaces, starts_with
-from ..parsers.calls import CALL, END_CALL, call, declared, expect, until
+from ..parsers.call_parts import CALL, END_CALL, call, declared, expect, until
 from ..parsers.json_text import JsonReader
 from ..parsers.values import Members, Value
 from .declaration import Notation, Written

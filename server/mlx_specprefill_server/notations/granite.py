@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from ..parsers.calls import CALL, END_CALL
+from ..parsers.call_parts import CALL, END_CALL
 from ..parsers.json_calls import between_reader
 from .declaration import OBJECT, Notation, Written
 

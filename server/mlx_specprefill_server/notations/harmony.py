@@ -12,7 +12,7 @@ import re
 
 from ..deltas import CallBroken, CallEnd, CallStart, ContentDelta, ReasoningDelta, TextDelta
 from ..parsers.base import Cursor, MalformedError, Reading, Tools, find_first, skip, spaces, starts_with
-from ..parsers.calls import call, emit, until
+from ..parsers.call_parts import call, emit, until
 from ..parsers.json_text import JsonReader
 from .declaration import Notation, Written
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from ..parsers.base import Cursor, Reading, Tools, skip, spaces, starts_with
-from ..parsers.calls import CALL, END_CALL, FENCE, fence
+from ..parsers.call_parts import CALL, END_CALL, FENCE, fence
 from ..parsers.json_calls import read_calls
 from ..parsers.tag_calls import XML, read_functions
 from .declaration import Notation

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from ..parsers.base import NAME, Cursor, Reading, Tools, peek, skip, spaces, starts_with
-from ..parsers.calls import CallReader, call, expect, until
+from ..parsers.call_parts import CallReader, call, expect, until
 from ..parsers.json_calls import read_calls
 from ..parsers.json_text import JsonReader
 from .declaration import OBJECT, Notation, Written

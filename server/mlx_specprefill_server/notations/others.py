@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import cache
 
 from ..parsers.base import Tools
-from ..parsers.calls import CALL, CallReader
+from ..parsers.call_parts import CALL, CallReader
 from ..parsers.json_calls import between_reader, read_bare
 from ..parsers.tag_calls import XML, Tags, read_functions, tag_reader
 from ..parsers.tagged import Bare

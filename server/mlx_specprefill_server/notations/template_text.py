@@ -11,7 +11,7 @@ from typing import Any
 
 from ..deltas import ContentDelta, ReasoningDelta, TextDelta
 from ..parsers.base import Cursor, MalformedError, Reading, Tools
-from ..parsers.calls import whole_call
+from ..parsers.call_parts import whole_call
 from ..parsers.native_calls import FAULTS, check_native_call
 
 CALLS = "tool_calls"

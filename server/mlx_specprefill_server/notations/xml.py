@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..parsers.calls import CALL, END_CALL
+from ..parsers.call_parts import CALL, END_CALL
 from ..parsers.tag_calls import XML as TAGS
 from .declaration import Notation, one_text
 

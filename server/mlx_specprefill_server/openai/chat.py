@@ -16,19 +16,19 @@ from starlette.responses import Response
 
 from mlx_specprefill import Progress, TokenEvent
 
-from ..auth import IdentityDep
 from ..blocks import Block, Blocks, Kind
 from ..deltas import AnswerDelta, AnswerDone, Idle, ReasoningDelta, TextDelta
-from ..errors import JsonResponse, refusal
-from ..event_stream import DONE, KEEP_ALIVE, data_event
 from ..fields import MaxTokens, Refused, Whole, first_limit, refuse_fields, refuse_sampling
 from ..generation.generation import Generation
 from ..generation.reader import Vocabulary
+from ..http.auth import IdentityDep
+from ..http.errors import JsonResponse, refusal
+from ..http.event_stream import DONE, KEEP_ALIVE, data_event
 from ..models.dependencies import ModelDep
+from ..models.service import Service
 from ..prompt.conversation import Conversation, conversation, ending_of
 from ..report import ProgressReporter, Report
 from ..request_body import body_of
-from ..service import Service
 from ..serving import count_tokens, serve
 from .custom_tools import Tools, chat_tools
 from .protocol import ConversationFields, Envelope, logprob_entry, refuse_best_of

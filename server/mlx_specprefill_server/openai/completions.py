@@ -20,22 +20,22 @@ from mlx_specprefill import (
     TokenIds,
 )
 
-from ..auth import IdentityDep
 from ..constrained.answer_grammar import constraint_of
 from ..deltas import AnswerDelta, AnswerDone, Idle, TextDelta
-from ..errors import refusal
-from ..event_stream import DONE, KEEP_ALIVE, data_event
 from ..fields import Whole, first_limit, refuse_documents, refuse_sampling
 from ..generation.generation import Generation
 from ..generation.reader import IncrementalDetokenizer, Vocabulary
+from ..http.auth import IdentityDep
+from ..http.errors import refusal
+from ..http.event_stream import DONE, KEEP_ALIVE, data_event
+from ..http.while_connected import while_connected
 from ..models.dependencies import ModelDep
+from ..models.service import Service
 from ..notations.formats import plain_text
-from ..prompt.prompt import Prompt
+from ..prompt.builder import Prompt
 from ..report import ProgressReporter, Report
 from ..request_body import body_of
-from ..service import Service
 from ..serving import make_spec, prompt_of_ids, respond
-from ..while_connected import while_connected
 from .protocol import LOWEST_LOGPROB, Envelope, GenerationFields, refuse_best_of
 
 router = APIRouter()

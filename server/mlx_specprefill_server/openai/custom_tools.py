@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..blocks import INPUT
-from ..errors import refusal, require
+from ..http.errors import refusal, require
 from ..prompt.conversation import function_of, objects, unknown_tool
 from ..prompt.deferred import deferral_of
 

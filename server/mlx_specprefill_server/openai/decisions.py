@@ -13,21 +13,21 @@ from starlette.responses import Response
 
 from mlx_specprefill import Decisions, GenerationRequest, InvalidRequestError, Progress, Question
 
-from ..auth import IdentityDep
 from ..deltas import AnswerDelta, AnswerDone, Idle
-from ..errors import api_error, refusal
-from ..event_stream import DONE, KEEP_ALIVE, comment, data_event
 from ..fields import Body, SpecPrefillFields
 from ..generation.generation import AnswerSpec, Generation
 from ..generation.reader import AnswerReader, IncrementalDetokenizer
+from ..http.auth import IdentityDep
+from ..http.errors import api_error, refusal
+from ..http.event_stream import DONE, KEEP_ALIVE, comment, data_event
+from ..http.while_connected import while_connected
 from ..models.dependencies import ModelDep
+from ..models.service import Service
 from ..notations.formats import plain_text
 from ..prompt.conversation import Conversation, conversation, text_of, unread_parts
 from ..report import ProgressReporter, Report
 from ..request_body import body_of, validate
-from ..service import Service
 from ..serving import respond
-from ..while_connected import while_connected
 from .responses_protocol import input_of, read_items
 
 router = APIRouter()

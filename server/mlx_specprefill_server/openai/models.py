@@ -9,14 +9,14 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from ..auth import Identity, IdentityDep
-from ..errors import ApiError, JsonResponse
+from ..http.auth import Identity, IdentityDep
+from ..http.errors import ApiError, JsonResponse
+from ..http.while_connected import while_connected
 from ..models.dependencies import ModelsDep
 from ..models.entry import Entry
-from ..models.models import Models
+from ..models.pool import Models
+from ..models.service import Service
 from ..request_body import check_model_name
-from ..service import Service
-from ..while_connected import while_connected
 
 router = APIRouter()
 

@@ -15,10 +15,10 @@ from mlx_specprefill import Logprob, TokenEvent
 from .. import __version__
 from ..constrained.output_format import OUTPUT_FIELDS, OutputFormat, parse_response_format
 from ..constrained.tool_choice import ToolChoice, read_choice
-from ..errors import refusal
-from ..event_stream import comment, data_event
 from ..fields import AnswerFields, Body, ChatFields, MaxTokens, OneOrMoreStops, Whole
 from ..generation.reader import Vocabulary
+from ..http.errors import refusal
+from ..http.event_stream import comment, data_event
 from ..report import Report
 
 MAX_ANSWERS = 32

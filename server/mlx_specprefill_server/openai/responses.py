@@ -14,17 +14,17 @@ from starlette.responses import Response
 
 from mlx_specprefill import ContextLengthError, Progress, TokenEvent
 
-from ..auth import IdentityDep
 from ..big_json import integer
 from ..blocks import Block, Blocks, Step
 from ..deltas import AnswerDelta, AnswerDone, Idle
-from ..errors import JsonResponse, api_error
-from ..event_stream import named_event
 from ..generation.generation import Generation
+from ..http.auth import IdentityDep
+from ..http.errors import JsonResponse, api_error
+from ..http.event_stream import named_event
 from ..models.dependencies import ModelDep
+from ..models.service import Service
 from ..report import ProgressReporter, Report
 from ..request_body import body_of
-from ..service import Service
 from ..serving import count_tokens, serve
 from .protocol import logprob_entry
 from .responses_protocol import SEALED, TOOL_SEARCH, ResponsesRequest, refuse, sealed

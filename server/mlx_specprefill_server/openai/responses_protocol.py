@@ -14,8 +14,8 @@ from typing import Annotated, Any
 from pydantic import Field, PlainValidator
 
 from ..constrained.output_format import OutputFormat, response_format
-from ..errors import refusal, require
 from ..fields import Body, MaxTokens, Texts, Whole, first_limit, refuse_documents, refuse_sampling
+from ..http.errors import refusal, require
 from ..prompt.conversation import (
     Conversation,
     Message,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from ..deltas import CallDelta, CallEnd
 from .base import Cursor, MalformedError, Reading, Tools, ahead, past_spaces, peek, skip, spaces, starts_with
-from .calls import END_CALL, FENCE, CallReader, call, capture, emit, expect, fence
+from .call_parts import END_CALL, FENCE, CallReader, call, capture, emit, expect, fence
 from .json_text import JsonReader
 from .python_calls import read_python_calls
 

@@ -15,7 +15,7 @@ import orjson
 
 from ..deltas import CallDelta
 from .base import Cursor, MalformedError, Reading, overlap, peek, skip, spaces, starts_with
-from .calls import expect, until
+from .call_parts import expect, until
 
 DEEPEST = 400  # readers of JSON have limits, too: Python's lies near 1000
 LONGEST_WORD = 4096  # characters of a text without marks, in Gemma's notation

@@ -6,7 +6,7 @@ import re
 from typing import NamedTuple
 
 from .base import Cursor, Reading, Tools, skip, spaces, starts_with
-from .calls import FENCE, CallReader, call, expect, fence, until
+from .call_parts import FENCE, CallReader, call, expect, fence, until
 from .json_text import JsonReader
 
 NUMBER = re.compile(r":\d+\s*$", re.ASCII)

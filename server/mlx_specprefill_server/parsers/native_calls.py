@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .base import Cursor, MalformedError, Reading, Tools, overlap
-from .calls import CallReader, whole_call
+from .call_parts import CallReader, whole_call
 
 # Errors of parsers for well-formed calls on malformed ones.
 FAULTS = (ValueError, TypeError, LookupError, AttributeError, SyntaxError, ArithmeticError, RecursionError, MemoryError)

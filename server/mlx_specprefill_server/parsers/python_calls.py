@@ -15,7 +15,7 @@ import orjson
 from ..deltas import CallDelta
 from ..schemas import Place
 from .base import Cursor, MalformedError, Reading, Tools, ahead, past_spaces, peek, skip, spaces, starts_with
-from .calls import call, declared, expect, until
+from .call_parts import call, declared, expect, until
 from .json_text import LONGEST_WORD, NUMBER, QUOTES, WORDS, JsonReader
 from .values import ANYTHING, Value, literal
 

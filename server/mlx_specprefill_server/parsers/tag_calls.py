@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..schemas import TYPES
 from .base import Cursor, MalformedError, Reading, Tools, skip, spaces, starts_with
-from .calls import CALL, END_CALL, CallReader, call, declared, emit, expect, until
+from .call_parts import CALL, END_CALL, CallReader, call, declared, emit, expect, until
 from .json_text import JsonReader
 from .values import Ends, Members, Value
 

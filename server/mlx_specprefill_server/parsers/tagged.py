@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..deltas import CallBroken, CallEnd, CallStart, ContentDelta, ReasoningDelta, TextDelta
 from .base import Cursor, MalformedError, Reading, Tools, find_first, overlap, skip, spaces, starts_with
-from .calls import END_CALL, FENCE, CallReader, fence
+from .call_parts import END_CALL, FENCE, CallReader, fence
 from .code import Code
 
 # the deltas of one whole call

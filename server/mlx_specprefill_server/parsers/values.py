@@ -11,7 +11,7 @@ from ..big_json import is_too_deep
 from ..deltas import CallDelta
 from ..schemas import TYPES, Place
 from .base import Cursor, MalformedError, Reading, ahead, find_first, past_spaces, peek, starts_with
-from .calls import capture, text_of
+from .call_parts import capture, text_of
 from .json_text import JsonReader
 
 # The marks that end a value, each with the texts of which one must follow; none: any.

@@ -12,8 +12,8 @@ from itertools import islice, takewhile
 from typing import Any, Literal
 
 from ..big_json import dumps, loads
-from ..errors import refusal, require
-from ..setting_values import refused_name
+from ..http.errors import refusal, require
+from ..settings.values import refused_name
 from .deferred import FLAG, LOADS, Deferral, Reference, deferral_of, divide, is_deferred, without_flag
 from .files import MEDIA, read_media, unread_media
 from .reminders import SYSTEM, place_reminders

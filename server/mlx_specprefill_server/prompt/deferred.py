@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..errors import refusal, require
+from ..http.errors import refusal, require
 
 Tool = Mapping[str, Any]  # in the form of chat completions
 Message = dict[str, Any]

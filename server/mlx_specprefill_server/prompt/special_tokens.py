@@ -16,7 +16,7 @@ from functools import cached_property
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
-from ..errors import refusal
+from ..http.errors import refusal
 from ..notations import THINK_TAGS
 from ..notations.formats import reasoning_tags
 from .conversation import Conversation, Message

@@ -16,8 +16,8 @@ from typing import Any
 from mlx_specprefill import CacheLabel
 
 from ..big_json import dumps
-from ..body_room import BodyPlace, BodyRoom
-from ..errors import ApiError
+from ..http.body_room import BodyPlace, BodyRoom
+from ..http.errors import ApiError
 from .conversation import Conversation
 from .deferred import Tool
 

@@ -9,8 +9,8 @@ from mlx_specprefill import InvalidRequestError
 
 from ..big_json import dumps
 from .deferred import Tool
+from .form_probe import TOOLS, Show
 from .forms import Form
-from .probe import TOOLS, Show
 from .probe_messages import NAME, OTHER, user
 from .spans import length_in_common
 

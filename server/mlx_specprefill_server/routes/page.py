@@ -10,7 +10,7 @@ from importlib.resources import files
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from ..errors import ApiError
+from ..http.errors import ApiError
 
 router = APIRouter(include_in_schema=False)
 

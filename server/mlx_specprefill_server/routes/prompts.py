@@ -20,17 +20,17 @@ from mlx_specprefill import (
     SparseUnsupportedError,
 )
 
-from ..auth import IdentityDep
-from ..errors import ApiError, JsonResponse, refusal
 from ..explain import explain_chunks, explanation
 from ..fields import Body, SpecPrefillFields, TokenIds
+from ..http.auth import IdentityDep
+from ..http.errors import ApiError, JsonResponse, refusal
+from ..http.while_connected import while_connected
 from ..models.dependencies import ModelDep
+from ..models.service import Service
+from ..prompt.builder import Prompt
 from ..prompt.conversation import Conversation, conversation, ending_of
-from ..prompt.prompt import Prompt
 from ..request_body import body_of
-from ..service import Service
 from ..serving import max_tokens_within, prompt_of_ids
-from ..while_connected import while_connected
 
 router = APIRouter()
 

@@ -15,11 +15,11 @@ from starlette.responses import Response, StreamingResponse
 from mlx_specprefill import CacheEntry
 
 from .. import __version__
-from ..auth import Identity, IdentityDep
-from ..errors import RETRY_AFTER_S, ApiError, JsonResponse
-from ..event_stream import EVENT_STREAM_HEADERS, data_event
+from ..http.auth import Identity, IdentityDep
+from ..http.errors import RETRY_AFTER_S, ApiError, JsonResponse
+from ..http.event_stream import EVENT_STREAM_HEADERS, data_event
 from ..models.dependencies import ModelsDep
-from ..models.models import Models
+from ..models.pool import Models
 from ..monitoring.metrics import metrics_text
 
 router = APIRouter()

@@ -2,7 +2,7 @@
 
 import { asked, enterKey, json } from "./api.js";
 import { Chat } from "./chat.js";
-import { Conversations } from "./conversations.js";
+import { Conversations } from "./shelf.js";
 import { count, find } from "./format.js";
 import { LivePanel } from "./live.js";
 import { TextMap } from "./map.js";

@@ -16,7 +16,7 @@ for package in ("mlx_specprefill", "mlx_lm") if __name__ == "__main__" else ():
 
 from mlx_specprefill.cache.budget import ByteBudget  # noqa: E402
 from mlx_specprefill.cache.prefix.disk import DiskTier  # noqa: E402
-from mlx_specprefill.cache.prefix.stored import StoredPrefixCache  # noqa: E402
+from mlx_specprefill.cache.prefix.disk_policy import StoredPrefixCache  # noqa: E402
 from tests.cache.prefix.stores import BLOCK, fake_caches, filled, prompt_of  # noqa: E402
 
 # More than what it writes before it dies, less than what all of its like write: eviction runs, too.

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import KVCache
 
 from mlx_specprefill.cache.budget import ByteBudget
 from mlx_specprefill.cache.prefix.disk import DiskTier
-from mlx_specprefill.cache.prefix.stored import StoredPrefixCache
+from mlx_specprefill.cache.prefix.disk_policy import StoredPrefixCache
 from tests.cache.prefix.stores import filled
 
 BLOCKS, BLOCK, LAYERS = 5_000, 256, 32

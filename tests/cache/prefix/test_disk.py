@@ -23,8 +23,8 @@ import pytest
 from mlx_specprefill.cache.budget import ByteBudget
 from mlx_specprefill.cache.prefix import disk
 from mlx_specprefill.cache.prefix.disk import DiskTier, make_private
+from mlx_specprefill.cache.prefix.disk_policy import StoredPrefixCache
 from mlx_specprefill.cache.prefix.record_file import DiskRow, check, read_row
-from mlx_specprefill.cache.prefix.stored import StoredPrefixCache
 from tests.cache.prefix.disk_writer import FILE_BYTES, MAKE
 from tests.cache.prefix.stores import BLOCK, fake_caches, filled, held_bytes, prompt_of, same
 from tests.support.examples import examples

@@ -12,7 +12,7 @@ import pytest
 from mlx_specprefill import CacheLabel
 from mlx_specprefill.cache.budget import ByteBudget
 from mlx_specprefill.cache.prefix.disk import DiskTier
-from mlx_specprefill.cache.prefix.stored import StoredPrefixCache
+from mlx_specprefill.cache.prefix.disk_policy import StoredPrefixCache
 from mlx_specprefill.cache.prefix.tree import PrefixCache
 from mlx_specprefill.request import SHARED
 from tests.cache.prefix.stores import BLOCK, fake_caches, filled

@@ -9,7 +9,7 @@ import pytest
 
 from mlx_specprefill.cache.budget import ByteBudget
 from mlx_specprefill.cache.prefix.disk import DiskTier
-from mlx_specprefill.cache.prefix.stored import StoredPrefixCache
+from mlx_specprefill.cache.prefix.disk_policy import StoredPrefixCache
 from mlx_specprefill.request import SHARED, CacheLabel
 from tests.cache.prefix.stores import BLOCK, fake_caches, filled, same
 

@@ -22,9 +22,9 @@ from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache
 from mlx_specprefill.cache.budget import GRACE, ByteBudget
 from mlx_specprefill.cache.positioned import leaves, make_positioned_cache, place
 from mlx_specprefill.cache.prefix.disk import DiskTier
+from mlx_specprefill.cache.prefix.disk_policy import StoredPrefixCache
 from mlx_specprefill.cache.prefix.nodes import Node, Record, longest_match
 from mlx_specprefill.cache.prefix.selection_key import SelectionKey, accepted_by
-from mlx_specprefill.cache.prefix.stored import StoredPrefixCache
 from mlx_specprefill.cache.prefix.tree import PrefixCache
 from mlx_specprefill.request import SHARED
 from tests.cache.prefix.stores import BLOCK, contents, decode, fake_caches, feed, filled, held_bytes, same

@@ -1,0 +1,1 @@
+"""Chooses an answer's next token: sampling, penalties, grammars."""

@@ -1,0 +1,1 @@
+"""One decode step for all answers: which rows share a forward."""

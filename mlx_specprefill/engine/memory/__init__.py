@@ -1,0 +1,1 @@
+"""Memory in bytes: the machine's, that of all engines, what each request reserves."""

@@ -1,0 +1,1 @@
+"""The cached part of a prompt: looked up, stored, edited, forgotten, and why it is missing."""

@@ -1,0 +1,1 @@
+"""The commands `connect` and `launch`: agents and their configurations."""

@@ -1,0 +1,1 @@
+"""The command `serve`: its options, its refusals, its work."""

@@ -1,0 +1,1 @@
+"""HTTP before any dialect: sockets, connections, limits, keys, errors, the access log."""

@@ -1,1 +1,1 @@
-"""Everything that depends on a model's code: architectures, wrappers of mlx and mlx-lm, GGUF files, trained heads."""
+"""Everything that depends on a model's code: architectures, wrappers of mlx and mlx-lm, tokenizers."""

@@ -1,4 +1,4 @@
-"""Rotates by original positions through the model's own RoPE. The positions are those that `cache/positioned` holds.
+"""Rotates queries and keys by given positions, through the model's own RoPE. The cache holds these positions.
 
 Every RoPE in mlx-lm ends in `mx.fast.rope`, whatever module or function builds its frequencies. So one wrapper around
 that primitive (`adapters/patches`) maps positions for all of them, without re-implementing a rotation. Calls with

@@ -1,4 +1,4 @@
-"""Holds each token's original position beside its slot in a cache: masks, windows, snapshots, the quantised form.
+"""Holds each token's position beside its slot: caches, their masks, windows, snapshots and quantised form.
 
 mlx-lm's caches use one number for both: the storage slot and the RoPE position. After a sparse prefill the two differ
 by the sequence's shift. Here an ordinary mlx-lm cache keeps the storage, and `HeldTokens` beside it the positions.

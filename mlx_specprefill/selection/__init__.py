@@ -1,1 +1,1 @@
-"""Sparse prefill: scoring by the draft, selection of tokens, and the target's prefill of the kept ones."""
+"""Selection: sparse or full, forced tokens, the draft's heads and scores, and the tokens that are kept."""

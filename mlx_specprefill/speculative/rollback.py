@@ -1,4 +1,4 @@
-"""Takes rejected proposals out of a cache again, of every kind: trims, copies of windows, replayed recurrent states.
+"""Takes the rejected tokens of a draft back out of a cache. A whole earlier state: `Snapshot` in `cache/positioned`.
 
 Keys and values are trimmed. A window that has wrapped has overwritten the tokens that a trim needs. A forward of
 several rows leaves a ring that still holds the tokens before it, so cutting its last rows off is exact. Over several

@@ -1,4 +1,4 @@
-"""Renders conversations and raw prompts to token ids and message spans, on worker threads.
+"""Makes token ids and message spans of conversations and raw prompts, on worker threads.
 
 Templates and tokenizers take seconds on the longest prompts, so they run on worker threads beside the event loop.
 Several threads may use a fast tokenizer as long as none changes its settings.

@@ -1,4 +1,4 @@
-"""Canonical conversations: messages and tools in one form, whatever the dialect and the chat template.
+"""Canonical conversations: messages and tools in one form, whatever the dialect. Names images that are left out.
 
 Agents send a second system message, null content, arguments as a JSON string, results in the order of completion.
 `forms` makes what a particular template takes of the canonical form.

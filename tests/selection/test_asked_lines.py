@@ -37,7 +37,7 @@ def units_of(spans: list[PromptSpan]) -> np.ndarray:
 
 @given(messages=st.lists(st.tuples(KINDS, st.integers(0, 60)), max_size=7), long=st.booleans())
 def test_lines_are_those_of_people_in_pieces(messages: list[tuple[str, int]], long: bool) -> None:
-    """Of the two newest user messages and of what the system says in front of all turns, each token once."""
+    """Cover the two newest user messages and what the system says in front of all turns, each token once."""
     spans, length = said(*messages)
     units = np.array([0], dtype=np.int32) if long else units_of(spans)
     users = [number for number, span in enumerate(spans) if span.kind == "user"]

@@ -1,4 +1,4 @@
-"""The verdict on a sparse answer: whether full reading gives the same one."""
+"""The verdict on a sparse answer as it is reported, frozen: whether full reading gives the same one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chooses sparse or full prefill, by what it saves, and the forced tokens, before any work is done. Pure functions."""
+"""Plans a prefill by the request and its length alone: sparse or full, and which tokens are forced. Pure functions."""
 
 from __future__ import annotations
 

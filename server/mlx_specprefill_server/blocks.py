@@ -1,4 +1,4 @@
-"""The blocks of an answer: each dialect names the events of one that opens, grows and closes."""
+"""Joins the deltas of an answer into blocks: each dialect names the events of one that opens, grows and closes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A record's file: safetensors whose head says all that is known of the record, with checksums of itself and of the
-arrays.
-"""
+"""A record's file: safetensors whose head says all that is known of it, with checksums of head and arrays."""
 
 from __future__ import annotations
 

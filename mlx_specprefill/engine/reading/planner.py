@@ -1,4 +1,4 @@
-"""Decides full or sparse prefill: first by what the request allows, then by what is cached and the predicted times."""
+"""Decides full or sparse prefill once it is known what is cached: by the request, then by the predicted times."""
 
 from __future__ import annotations
 

@@ -55,6 +55,10 @@ def wrap_dynamic_ntk(stock: Callable[..., mx.array]) -> Callable[..., mx.array]:
     @wraps(stock)
     def rotate(self: Any, x: mx.array, offset: Any = 0) -> mx.array:
         """Rotate x (B, H, L, D). offset: as in mlx-lm, one per row (B,), or positions (1, L) int32."""
+        shift = _shifts.value
+        if isinstance(shift, mx.array) or shift:  # the base depends on the position, too
+            with _shifts.during(0):
+                return rotate(self, x, offset + shift)
         if not isinstance(offset, mx.array) or offset.ndim == 0:
             return stock(self, x, offset)
         if offset.ndim == 1:  # every row has its own base
@@ -74,6 +78,7 @@ def wrap_attention_scale(stock: Callable[..., mx.array]) -> Callable[..., mx.arr
     @wraps(stock)
     def scale(size: int, offset: Any, beta: float, max_position_embeddings: int) -> mx.array:
         """Return each token's scale, (1, 1, L, 1) for positions. offset: as in mlx-lm, or positions (1, L) int32."""
+        offset = offset if _shifts.value is None else offset + _shifts.value
         if not (isinstance(offset, mx.array) and offset.ndim == 2):
             return stock(size, offset, beta, max_position_embeddings)
         scaling = 1 + beta * mx.log(1 + mx.floor(offset / max_position_embeddings))

@@ -121,12 +121,16 @@ def _gather(layer: Sequence[Any]) -> Any:
     if not isinstance(first, ArraysCache):
         return RowCaches(layer)
     together = ArraysCache(len(first.cache))
-    together.cache = list(first.cache)
-    for other in layer[1:]:
-        together.extend(other)
+    together.cache = [_stacked(states) for states in zip(*(own.cache for own in layer), strict=True)]
     for own in layer:
         own.cache = [None] * len(own.cache)
     return together
+
+
+def _stacked(states: Sequence[mx.array | None]) -> mx.array | None:
+    """Return the rows' states, one below the other; zeros for a row that has none yet."""
+    held = next((state for state in states if state is not None), None)
+    return None if held is None else mx.concatenate([mx.zeros_like(held) if s is None else s for s in states])
 
 
 def scatter(shared: Sequence[Any], rows: Sequence[Sequence[Any]]) -> None:

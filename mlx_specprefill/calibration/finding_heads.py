@@ -214,7 +214,7 @@ def calibrated_heads(
         draft = full_draft_model(pair.draft)
         file = None if folder is None else folder / f"{model_identity(draft, pair.draft_config or {})}.json"
         known = broadcast(pair.split, "known heads", lambda: _stored_heads(file))
-        if not measure or (known is not None and (known.probe is not None or pair.split is not None)):
+        if known is not None or not measure:
             return known
         try:
             found = find_heads(draft, pair.draft_tokenizer, scoring, selection, on_progress, ranks=pair.split)
@@ -232,7 +232,8 @@ def _stored_heads(file: Path | None) -> DraftHeads | None:
     if file is None or not file.is_file():
         return None
     try:
-        return read_heads(file)
+        heads = read_heads(file)
+        return heads if "probe" in json.loads(file.read_text(encoding="utf-8")) else None  # earlier ones had none
     except LoadError as error:
         log.warning("%s: calibrating again", error)
         return None

@@ -39,7 +39,7 @@ def fit_probe(
     limit_s: float,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> LineProbe | None:
-    """Return the probe of a draft; None where none of its caches holds the whole prompt.
+    """Return the probe of a draft; None where none of its caches holds the whole prompt, or its template takes none.
 
     Args:
         model: the draft's layers that run.
@@ -55,6 +55,8 @@ def fit_probe(
             text = rendered(tokenizer, prompt.messages)
         except (TemplateError, ValueError):  # some take no system message
             continue
+        if prompt.order not in text:  # and some leave one out
+            continue
         cache, lines, asks = _read(model, tokenizer, reader, prompt, text)
         held = [np.array(values.astype(mx.float32)) for values in whole_values(cache)]
         caches = tuple(range(len(held))[:_FIRST][-_CACHES:])
@@ -64,6 +66,8 @@ def fit_probe(
         if on_progress is not None:
             on_progress(number + 1, len(prompts))
     mx.clear_cache()
+    if not read:
+        return None
     return LineProbe(caches, fitted(read).astype(np.float16).tobytes())
 
 

@@ -19,7 +19,6 @@ from ..request import PromptSpan
 _USERS = 2  # newest user messages that may ask
 _PIECE = 32  # most tokens of a line; of a longer one each piece may ask
 _SURE, _SURE_WEIGHT = 3, 3.0  # best lines, among which the one that asks mostly is, and their weight
-_LEADS = 2.0  # logarithm of odds, by which the question's line leads where no other one asks
 
 
 class Ask(NamedTuple):
@@ -73,7 +72,7 @@ def asked_lines(scores: Floats | None, lines: Spans, sizes: Indices, rows: int) 
         scores, sure = _by_place(lines), 0
     else:
         sure = _SURE
-        if scores[sizes == 0].max(initial=-np.inf) >= scores[sizes > 0].max(initial=-np.inf) + _LEADS:
+        if scores[sizes == 0].max(initial=-np.inf) >= scores[sizes > 0].max(initial=-np.inf):
             return ()
     asks = list[Ask]()
     for rank, line in enumerate(np.argsort(-scores, kind="stable").tolist()):

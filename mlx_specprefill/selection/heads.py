@@ -103,7 +103,7 @@ class DraftHeads:
         recall = {kind: round(value, 4) for kind, value in self.recall.items()}
         values = {"heads": heads, "depth": self.depth, "layers": self.layers, "recall": recall}
         if self.probe is None:
-            return values
+            return values | {"probe": None}  # none can be fitted
         weights = base64.b64encode(self.probe.weights).decode()
         return values | {"probe": {"caches": list(self.probe.caches), "weights": weights}}
 
@@ -117,7 +117,7 @@ class DraftHeads:
         try:
             heads = tuple(Head(int(call), int(head), float(weight)) for call, head, weight in values["heads"])
             recall = {str(kind): float(value) for kind, value in values["recall"].items()}
-            probe = _probe_of(values["probe"]) if "probe" in values else None
+            probe = None if values.get("probe") is None else _probe_of(values["probe"])
             draft_heads = cls(heads, int(values["depth"]), int(values["layers"]), recall, probe)
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise ValueError(f"no calibrated heads: {error!r}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_specprefill import load_pair
 from mlx_specprefill.adapters.depth import first_layers
-from mlx_specprefill.calibration import fitting_probe
+from mlx_specprefill.calibration import finding_heads, fitting_probe
 from mlx_specprefill.calibration.asking_prompts import asking_prompts
 from mlx_specprefill.selection.heads import DraftHeads, Head, LineProbe, whole_values
 from tests.support.tiny import FAMILIES, random_prompt, tiny_model
@@ -77,6 +78,26 @@ def test_a_draft_is_fitted_on_the_layers_that_run(monkeypatch: pytest.MonkeyPatc
     values = next(whole_values(filled(pair.target, 9)))
     assert len(found.weights) == 2 * 2 * values.shape[0] * values.shape[2]
     assert told == [(1, 64), (2, 64), (3, 64)]
+
+
+@pytest.mark.parametrize(
+    ("said", "fits"),
+    [("{% if m.role != 'system' %}{{ m.content }}{% endif %}", True), ("{{ raise_exception('no') }}", False)],
+)
+def test_a_template_may_take_no_system_message_or_nothing(said: str, fits: bool) -> None:
+    pair = load_pair(str(DEMO))
+    pair.tokenizer.chat_template = "{% for m in messages %}" + said + "{% endfor %}"
+    found = fitting_probe.fit_probe(first_layers(pair.target, 1), pair.tokenizer, 0.0)
+    assert (found is not None) is fits
+
+
+def test_that_no_probe_can_be_fitted_is_stored(tmp_path: Path) -> None:
+    heads = DraftHeads((Head(1, 3, 0.5),), 2, 3, {"copy": 1.0}, None)
+    file = tmp_path / "heads.json"
+    file.write_text(json.dumps(heads.to_dict()), encoding="utf-8")
+    assert finding_heads._stored_heads(file) == heads
+    file.write_text(json.dumps({n: value for n, value in heads.to_dict().items() if n != "probe"}), encoding="utf-8")
+    assert finding_heads._stored_heads(file) is None  # of a version that fitted none
 
 
 def test_a_probe_is_stored_with_its_heads() -> None:

@@ -82,6 +82,19 @@ def test_a_request_can_do_without(engine: Engine) -> None:
         assert np.allclose(plain.replay(with_them, (1, 2, 3)).logprobs, second.logprobs, atol=1e-4)
 
 
+def test_scores_of_a_request_alone_choose(engine: Engine) -> None:
+    """The draft reads for the estimates. None of its lines is kept for that."""
+    importance = np.zeros(300, dtype=np.float32)
+    importance[100:140] = 1
+    found = []
+    for estimate in (False, True):
+        asking = asked(random_prompt(300, 3), importance=importance, estimate=estimate, return_spans=True)
+        report = generated(engine.generate(asking))[1].report
+        assert report.scorer == "request"
+        found.append(report.kept_spans)
+    assert found[0] == found[1]
+
+
 def test_the_next_turn_goes_on_from_estimates(engine: Engine) -> None:
     prompt = random_prompt(300, 2)
     tokens, _ = generated(engine.generate(asked(prompt)))

@@ -161,14 +161,13 @@ class Rows:
         uid, (active, drafting, row) = next(iter(self._drafted.items()))
         try:
             events, leaving = drafting.step(row, alone=len(self) == 1)
+            yield from ((uid, event) for event in events)
+            if leaving is not None and uid in self._drafted:
+                del self._drafted[uid]
+                drafting.leave(leaving)
+                active.cache = row.cache
+                self._add_plain(active, row.logits)
         except Exception as error:  # noqa: BLE001 - one row must not end the others
             log_failure(log, "a speculative row failed", error)
-            del self._drafted[uid]
+            self._drafted.pop(uid, None)
             yield uid, error
-            return
-        yield from ((uid, event) for event in events)
-        if leaving is not None and uid in self._drafted:
-            del self._drafted[uid]
-            drafting.leave(leaving)
-            active.cache = row.cache
-            self._add_plain(active, row.logits)

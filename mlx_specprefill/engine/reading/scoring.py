@@ -38,7 +38,8 @@ from ..prefixes.lookup import Prefix
 from ..requests.active_request import ActiveRequest, Scored
 
 Scoring = Generator[Progress, None, Scores]
-_ROWS, _PART = 64, 12  # tokens of other lines that are asked, at least, and the part of a long prompt
+_ROWS, _MOST_ROWS = 64, 256  # tokens of other lines that are asked, which one forward reads, at least and at most
+_PART = 12  # of a prompt, between the two
 _LAGS = "nothing is recalled: the draft would read more than half of what is new first"
 
 
@@ -212,7 +213,7 @@ class PromptScorer:
             again=np.concatenate([NO_INDICES, *(request.prompt[start:end] for start, end in before)]),
             lines=lines,
             sizes=np.where(is_asked, 0, lines[:, 1] - lines[:, 0]).astype(np.int32),
-            rows=max(_ROWS, len(request.prompt) // _PART),
+            rows=min(max(_ROWS, len(request.prompt) // _PART), _MOST_ROWS),
             stop_ids=request.stop_token_ids | self.pair.eos_token_ids,
             cache=[],
             step=self.step,
@@ -239,7 +240,8 @@ class PromptScorer:
         # The question is read anew even if it is cached: a hit must not change the scores.
         hit = (yield from self.caches.draft_prefix(prompt[: known + 1], label)) if stored and known else None
         cache = list(make_prompt_cache(draft)) if hit is None else hit.cache
-        task = replace(task, cache=cache, window=window)
+        room = task.rows if self.pair.draft_context is None else (self.pair.draft_context - len(prompt)) // 2
+        task = replace(task, cache=cache, window=window, rows=min(task.rows, max(room, 0)))
         scorer = scorer_for(plan.rule, self.pair.heads, self.config.scoring, self.pair.split)
         read = 0 if hit is None else hit.length
         if extension is not None:
@@ -259,7 +261,7 @@ class PromptScorer:
             self.caches.keep_draft(prompt[: scores.importance.size], task.cache, keeper)
         scores = replace(raised(scores), read=scores.importance.size - read)
         if request.specprefill.importance is not None:
-            scores = replace(scores, importance=request.specprefill.importance, scorer="request")
+            return replace(scores, importance=request.specprefill.importance, scorer="request", asks=())
         return replace(scores, scorer="self") if self._whole is self.pair.target else scores
 
     def read(self, draft: nn.Module, request: GenerationRequest) -> Generator[Progress, None, list[Any]]:

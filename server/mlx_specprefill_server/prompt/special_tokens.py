@@ -175,7 +175,8 @@ class Encoder:
             if sum(token in self._ids for token in ids) == named:
                 return ids, places
             starts, found = {start for start, _ in structure}, zip(ids, places or (), strict=False)
-            further = {a + 1 for token, (a, b) in found if token in self._ids and starts.isdisjoint(range(a, b))} - cuts
+            names = [span for token, span in found if token in self._ids and starts.isdisjoint(range(*span))]
+            further = {b - len(text[a:b].lstrip()) + 1 for a, b in names} - cuts  # blanks may belong to a name
             if not further:  # a single character is a name, or a slow tokenizer has no places
                 raise refusal(field, "this tokenizer can't read the names of control tokens as text; take them out")
             cuts |= further

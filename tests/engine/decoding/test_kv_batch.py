@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from mlx_specprefill import Engine, EngineConfig, GenerationRequest, ModelPair, SpecPrefillOptions
+from mlx_specprefill.adapters.patches import install_patches
 from mlx_specprefill.choosing.sampling import greedy
 from mlx_specprefill.engine.decoding.decode_batch import DecodeBatch, DecodeRow
 from mlx_specprefill.loading.footprint import cache_bytes
@@ -19,7 +21,7 @@ from tests.support.autoregressive import decode
 from tests.support.oracle import build, vocabulary
 from tests.support.precision import bound, numbers
 from tests.support.rows import ROUNDED, Row, logprob_error, make_rows, quantised_row, together, tokens
-from tests.support.tiny import generated, random_prompt, tiny_model, tiny_pair
+from tests.support.tiny import CONFIGS, generated, random_prompt, tiny_model, tiny_pair
 
 pytestmark = pytest.mark.extended
 
@@ -76,6 +78,40 @@ def test_mixed_rows_answer_and_hold_what_they_do_alone(name: str, bits: int) -> 
         for mine, other in zip(values(left), values(spec.cache), strict=True):
             assert mine.shape == other.shape
             assert np.abs(mine - other).mean() < bound(1e-4, other.max())
+
+
+def by_position(kind: str) -> nn.Module:
+    """A model that rotates or scales by more than the offset of a row: behind 32 tokens, otherwise."""
+    if kind == "dynamic":
+        scaling = {"rope_type": "dynamic", "factor": 4.0}
+        return tiny_model("llama", hidden_size=128, rope_scaling=scaling, max_position_embeddings=32)
+    rotation = {"rope_theta": 1000.0, "rope_type": "default"}
+    scaling = rotation | {"llama_4_scaling_beta": 1.0, "original_max_position_embeddings": 32}
+    values = CONFIGS["llama"] | {"model_type": "ministral3", "hidden_size": 128, "head_dim": 32}
+    values |= {"layer_types": ["full_attention"] * 3, "rope_parameters": scaling, "max_position_embeddings": 4096}
+    module = importlib.import_module("mlx_lm.models.ministral3")
+    install_patches()  # of the module, too
+    mx.random.seed(3)
+    model: nn.Module = module.Model(module.ModelArgs.from_dict(values))
+    mx.eval(model.eval().parameters())
+    return model
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "scaled queries"])
+def test_slots_are_not_taken_for_positions(kind: str) -> None:
+    """Behind a sparse prefill the two differ: alone and together, rows answer as with plain caches."""
+    model = by_position(kind)
+    rows = make_rows(vocabulary(model), 4, seed=4)
+    assert any(row.kept is not None for row in rows)
+
+    def made(model: nn.Module, uid: int, row: Row) -> DecodeRow:
+        return quantised_row(model, uid, row, 8)
+
+    plain, _ = together(model, rows, [0] * 4, [4] * 4)
+    for some in ([0, 1, 2, 3], [0], [1], [2], [3]):
+        events, _ = together(model, [rows[uid] for uid in some], [0] * len(some), [4] * len(some), made=made)
+        for number, uid in enumerate(some):
+            assert logprob_error(events[number], plain[uid]) < 0.05
 
 
 class Counting:

@@ -43,9 +43,9 @@ def about_everything(message: str) -> str | None:
 
 def is_asked(messages: Sequence[str]) -> bool:
     """Return whether one of the messages is known to ask for a part of a text, at its ends or by its only question."""
-    ends = [end for said in messages for end in (said[:_ENDS], said[max(_ENDS, len(said) - _ENDS) :])]
+    ends = [(said, *end) for said in messages for end in ((0, _ENDS), (max(0, len(said) - _ENDS), len(said)))]
     alone = any(len(_MARK.findall(said)) == 1 for said in messages)
-    return alone or any(_MARK.search(end) or _PART.search(end) for end in ends)
+    return alone or any(_MARK.search(*end) or _PART.search(*end) for end in ends)  # in place: no word begins at a cut
 
 
 def question_in(message: str) -> str:

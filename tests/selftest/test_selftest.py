@@ -80,7 +80,7 @@ def read_backwards(monkeypatch: Patch) -> None:
 
 
 def place_nothing(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(feeding, "place", lambda cache, positions: None)
+    monkeypatch.setattr(engine_prefill, "place", lambda cache, positions: None)
 
 
 def accept_what_is_wrong(monkeypatch: Patch) -> None:

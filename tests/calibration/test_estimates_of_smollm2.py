@@ -1,4 +1,4 @@
-"""SmolLM2's own map: what is estimated is no further from full reading than what is absent, whatever is chosen."""
+"""SmolLM2's own map: an answer is not ruined by estimates, whatever is chosen."""
 
 from __future__ import annotations
 

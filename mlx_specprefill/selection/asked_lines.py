@@ -18,6 +18,7 @@ from ..request import PromptSpan
 
 _USERS = 2  # newest user messages that may ask
 _PIECE = 32  # most tokens of a line; of a longer one each piece may ask
+_BY_PLACE = 64  # most tokens of lines that are asked by their places alone, of which few ask
 _SURE, _SURE_WEIGHT = 3, 3.0  # best lines, among which the one that asks mostly is, and their weight
 
 
@@ -69,7 +70,7 @@ def asked_lines(scores: Floats | None, lines: Spans, sizes: Indices, rows: int) 
         sizes: (N,), of these rows that each one takes; 0: it is the question's, or not to be asked.
     """
     if scores is None:
-        scores, sure = _by_place(lines), 0
+        scores, sure, rows = _by_place(lines), 0, min(rows, _BY_PLACE)
     else:
         sure = _SURE
         if scores[sizes == 0].max(initial=-np.inf) >= scores[sizes > 0].max(initial=-np.inf):

@@ -92,3 +92,10 @@ def test_a_part_is_asked_for_by_a_question_or_by_an_order_other_than_to_work_on_
     messages: tuple[str, ...], asked: bool
 ) -> None:
     assert is_asked(messages) is asked
+
+
+def test_no_word_begins_where_a_message_is_cut() -> None:
+    """The last 512 characters begin with what would be an order at the beginning of a line."""
+    end = "who have worked on it. ".ljust(512, "x")
+    assert not is_asked([f"{'x' * 600} and people {end}"])
+    assert is_asked([f"{'x' * 600} and people\n{end}"])

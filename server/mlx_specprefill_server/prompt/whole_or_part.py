@@ -43,9 +43,10 @@ def about_everything(message: str) -> str | None:
 
 def is_asked(messages: Sequence[str]) -> bool:
     """Return whether one of the messages is known to ask for a part of a text, at its ends or by its only question."""
-    ends = [(said, *end) for said in messages for end in ((0, _ENDS), (max(0, len(said) - _ENDS), len(said)))]
+    # Places in the whole message, from a line break on, so that no word begins where it is cut.
+    ends = [(said, *end) for said in messages for end in ((0, _ENDS), (max(0, len(said) - _ENDS - 2), len(said)))]
     alone = any(len(_MARK.findall(said)) == 1 for said in messages)
-    return alone or any(_MARK.search(*end) or _PART.search(*end) for end in ends)  # in place: no word begins at a cut
+    return alone or any(_MARK.search(*end) or _PART.search(*end) for end in ends)
 
 
 def question_in(message: str) -> str:

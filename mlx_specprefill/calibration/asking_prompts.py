@@ -78,8 +78,9 @@ def _document(
     rng: random.Random, texts: Mapping[str, list[str]], language: str, number: int, others: Sequence[str]
 ) -> list[str]:
     """Return a text's lines: of the language, or of other texts."""
-    own = texts.get(language, [])
-    if own and (number % _OTHERS > 0) == (language != "en"):
+    longer = others or sources()
+    own = texts.get(language, []) if longer else texts.get(language) or next(iter(texts.values()))
+    if own and (not longer or (number % _OTHERS > 0) == (language != "en")):
         sentences = rng.sample(own, len(own))
         joined = 1 if rng.random() < 1 / 2 else 3  # sentences in a line
         lines = [" ".join(sentences[at : at + joined]) for at in range(0, len(own), joined)]

@@ -13,6 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_specprefill import load_pair
 from mlx_specprefill.adapters.depth import first_layers
+from mlx_specprefill.calibration import asking_prompts as asking_texts
 from mlx_specprefill.calibration import finding_heads, fitting_probe
 from mlx_specprefill.calibration.asking_prompts import asking_prompts
 from mlx_specprefill.selection.heads import DraftHeads, Head, LineProbe, whole_values
@@ -78,6 +79,12 @@ def test_a_draft_is_fitted_on_the_layers_that_run(monkeypatch: pytest.MonkeyPatc
     values = next(whole_values(filled(pair.target, 9)))
     assert len(found.weights) == 2 * 2 * values.shape[0] * values.shape[2]
     assert told == [(1, 64), (2, 64), (3, 64)]
+
+
+def test_a_python_without_sources_has_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("sources", "docstrings"):
+        monkeypatch.setattr(asking_texts, name, lambda: ())
+    assert [prompt.order for prompt in asking_texts.asking_prompts()] != []
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,8 @@ from ..arrays import Floats, Indices, Spans
 from ..request import PromptSpan
 
 _USERS = 2  # newest user messages that may ask
+_ROWS, _MOST_ROWS = 64, 256  # tokens of other lines that are asked, which one forward reads, at least and at most
+_PART = 12  # of a prompt, between the two
 _PIECE = 32  # most tokens of a line; of a longer one each piece may ask
 _BY_PLACE = 64  # most tokens of lines that are asked by their places alone, of which few ask
 _SURE, _SURE_WEIGHT = 3, 3.0  # best lines, among which the one that asks mostly is, and their weight
@@ -58,6 +60,17 @@ def _pieces(span: PromptSpan, units: Indices) -> Iterator[tuple[int, int]]:
     for first, last in pairwise([span.content_start, *inside, span.content_end]):
         for start in range(first, last, _PIECE):
             yield start, min(start + _PIECE, last)
+
+
+def sizes_beside(asked: Sequence[tuple[int, int]], lines: Spans) -> Indices:
+    """Return the tokens of each line, (N,); 0 for lines in one of the ranges [start, end) that are asked anyway."""
+    is_asked = np.any([(lines[:, 1] > start) & (lines[:, 0] < end) for start, end in asked], axis=0)
+    return np.where(is_asked, 0, lines[:, 1] - lines[:, 0]).astype(np.int32)
+
+
+def rows_of(prompt_len: int) -> int:
+    """Return how many tokens of a prompt's other lines may be asked."""
+    return min(max(_ROWS, prompt_len // _PART), _MOST_ROWS)
 
 
 def asked_lines(scores: Floats | None, lines: Spans, sizes: Indices, rows: int) -> tuple[Ask, ...]:

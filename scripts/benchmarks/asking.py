@@ -1,4 +1,4 @@
-"""Which lines of a prompt ask: by the draft's probe, by their places, at random, and by the last line alone.
+"""Finds the lines of a prompt that ask: by the draft's probe, by their places, at random, and by the last line alone.
 
 The orders, their languages, texts and forms are others than the probe was fitted on: `asking.json`, this project's
 documents, and the places of `eval --task places`. An order is found if half of it is read again or is the last line.
@@ -21,7 +21,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_specprefill import ModelPair, ScoringConfig
 from mlx_specprefill.arrays import Floats
 from mlx_specprefill.calibration.asking_prompts import AskingPrompt, asking_prompts
-from mlx_specprefill.selection.asked_lines import asked_lines, lines_of
+from mlx_specprefill.selection.asked_lines import asked_lines, lines_of, rows_of, sizes_beside
 from mlx_specprefill.selection.question_lines import question_span
 from mlx_specprefill.selection.text import TextReader
 from mlx_specprefill_evals.tasks.around_questions import PLACES
@@ -33,7 +33,7 @@ from .harness.figures import machine, show_rows
 
 QUICK = {"n": 6}
 ROOT = Path(__file__).resolve().parents[2]
-ROWS, PART, LEAST = 64, 12, 3000  # as the engine reads again; characters of a document
+LEAST = 3000  # characters of a document
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -69,15 +69,14 @@ class Bench:
         lines, cache = lines_of(read.spans, M, units), make_prompt_cache(self._draft)
         self._draft(mx.array(read.tokens)[None], cache=cache)
         mx.eval([part.state for part in cache])
-        is_question = (lines[:, 1] > question[0]) & (lines[:, 0] < question[1])
-        sizes = np.where(is_question, 0, lines[:, 1] - lines[:, 0]).astype(np.int32)
+        sizes = sizes_beside([question], lines)
         wanted = self._wanted(read.tokens, prompt.order)
         ways: dict[str, Floats | None] = {
             "probe": self._probe.scores(cache, lines),
             "places": None,
             "random": np.random.default_rng(M).random(len(lines), dtype=np.float32),
         }
-        taken = {way: asked_lines(scores, lines, sizes, max(ROWS, M // PART)) for way, scores in ways.items()}
+        taken = {way: asked_lines(scores, lines, sizes, rows_of(M)) for way, scores in ways.items()}
         held = {"last line": [question]} | {
             way: [question, *((ask.start, ask.end) for ask in asks)] for way, asks in taken.items()
         }

@@ -23,7 +23,7 @@ from ...events import Progress
 from ...pair import ModelPair
 from ...prefill_report import Reason
 from ...request import GenerationRequest, TokenIds
-from ...selection.asked_lines import lines_of
+from ...selection.asked_lines import lines_of, rows_of, sizes_beside
 from ...selection.mapped import MappedTask, map_task
 from ...selection.plan import PrefillPlan, template_mask
 from ...selection.question_lines import question_span, repeated_question_spans
@@ -38,8 +38,6 @@ from ..prefixes.lookup import Prefix
 from ..requests.active_request import ActiveRequest, Scored
 
 Scoring = Generator[Progress, None, Scores]
-_ROWS, _MOST_ROWS = 64, 256  # tokens of other lines that are asked, which one forward reads, at least and at most
-_PART = 12  # of a prompt, between the two
 _LAGS = "nothing is recalled: the draft would read more than half of what is new first"
 
 
@@ -205,15 +203,14 @@ class PromptScorer:
         none = plan.rule == "paper" or request.questions or not (request.spans or has_probe)
         lines = NO_SPANS if none else lines_of(request.spans, len(request.prompt), text.units)
         asked = before if before and self.pair.mapping is None else (question,)
-        is_asked = np.any([(lines[:, 1] > start) & (lines[:, 0] < end) for start, end in asked], axis=0)
         return ScoringInput(
             prompt=request.prompt,
             question=question,
             template=template,
             again=np.concatenate([NO_INDICES, *(request.prompt[start:end] for start, end in before)]),
             lines=lines,
-            sizes=np.where(is_asked, 0, lines[:, 1] - lines[:, 0]).astype(np.int32),
-            rows=min(max(_ROWS, len(request.prompt) // _PART), _MOST_ROWS),
+            sizes=sizes_beside(asked, lines),
+            rows=rows_of(len(request.prompt)),
             stop_ids=request.stop_token_ids | self.pair.eos_token_ids,
             cache=[],
             step=self.step,

@@ -174,7 +174,7 @@ class HeadScorer:
         if task.again.size or end < M:
             yield from read_prompt(draft, task, end)
             asking = task.again if task.again.size else task.prompt[slice(*task.question)]
-            rows = self._ask_again(draft, end, task.cache, asking)
+            rows = self._ask_again(draft, end, task.cache, [asking])
         else:
             capture = self._capture(M)
             yield from read_prompt(draft, task, M, task.question, capture.of_passage)
@@ -182,7 +182,8 @@ class HeadScorer:
         parts = [(rows, task.template[None, :end])]
         words, asks = self._words, self._asked_lines(task)
         if asks:
-            rows = self._ask_again(draft, end, task.cache, *_tokens_of(asks, task.prompt))
+            lines = [task.prompt[ask.start : ask.end] for ask in asks]
+            rows = self._ask_again(draft, end, task.cache, lines, each=True)
             parts.append((rows, _without_surroundings(task, end, asks)))
             words += f", {len(asks)} more lines that may ask"
         importance, *by_line = self._importance(parts)
@@ -208,8 +209,7 @@ class HeadScorer:
             many = np.cumsum([question.size for question in left]) > _AT_ONCE
             count = max(1, int(many.argmax())) if many.any() else len(left)
             group, left = left[:count], left[count:]
-            means = _means([question.size for question in group])
-            rows = self._ask_again(draft, end, task.cache, np.concatenate(group), means)
+            rows = self._ask_again(draft, end, task.cache, group, each=True)
             found = self._importance([(rows, np.repeat(task.template[None, :end], count, axis=0))])
             most = found.max(axis=1, keepdims=True)
             best = np.maximum(best, (found / np.where(most == 0, 1, most)).max(axis=0))
@@ -226,16 +226,18 @@ class HeadScorer:
         draft: nn.Module,
         end: int,
         cache: list[Any],
-        tokens: TokenIds,
-        parts: mx.array | None = None,
+        texts: Sequence[TokenIds],
+        each: bool = False,
     ) -> dict[tuple[int, int], mx.array]:
-        """Feed tokens behind the prompt's first `end`; return their heads' attention to these, queued.
+        """Feed texts behind the prompt's first `end`; return their heads' attention to these, queued.
 
         The cache is restored.
 
         Args:
-            parts: as in `HeadCapture.of_passage`.
+            each: return each text's attention, (P, end), instead of the mean over all of their tokens, (end,).
         """
+        tokens = np.concatenate(texts)
+        parts = _means([text.size for text in texts]) if each else None
         capture, snapshot, Q = self._capture(end + tokens.size), Snapshot(cache), tokens.size
         with capture.of_passage(end + Q, Q, slice(0, Q), parts):
             draft(mx.array(tokens)[None], cache=cache)
@@ -261,13 +263,6 @@ class HeadScorer:
         if round(float(found[-1])) < len(self.heads.heads):
             raise SparseUnsupportedError("a calibrated head of the draft does not see the whole prompt")
         return found[:-1].reshape(templates.shape)
-
-
-def _tokens_of(asks: Sequence[Ask], prompt: TokenIds) -> tuple[TokenIds, mx.array]:
-    """Return the tokens of lines, one after the other, and their weights as in `_means`."""
-    return prompt[np.concatenate([np.arange(ask.start, ask.end) for ask in asks])], _means(
-        [a.end - a.start for a in asks]
-    )
 
 
 def _means(sizes: Sequence[int]) -> mx.array:

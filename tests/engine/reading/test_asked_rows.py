@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -38,9 +40,9 @@ def width(pair: ModelPair) -> int:
 def test_what_is_asked_is_limited(probed: bool, size: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     asked, ask = list[int](), HeadScorer._ask_again
 
-    def noting(self: HeadScorer, draft: object, end: int, cache: object, tokens: np.ndarray, *more: object) -> object:
-        asked.append(tokens.size)
-        return ask(self, draft, end, cache, tokens, *more)
+    def noting(self: HeadScorer, draft: Any, end: int, cache: Any, texts: Sequence[Any], each: bool = False) -> Any:
+        asked.append(sum(text.size for text in texts))
+        return ask(self, draft, end, cache, texts, each)
 
     monkeypatch.setattr(HeadScorer, "_ask_again", noting)
     spans = (PromptSpan("user", 0, 2, size - 1, size),)

@@ -78,15 +78,14 @@ def _document(
     rng: random.Random, texts: Mapping[str, list[str]], language: str, number: int, others: Sequence[str]
 ) -> list[str]:
     """Return a text's lines: of the language, or of other texts."""
-    longer = others or sources()
-    own = texts.get(language, []) if longer else texts.get(language) or next(iter(texts.values()))
-    if own and (not longer or (number % _OTHERS > 0) == (language != "en")):
+    own = texts.get(language, [])
+    if own and (number % _OTHERS > 0) == (language != "en"):
         sentences = rng.sample(own, len(own))
         joined = 1 if rng.random() < 1 / 2 else 3  # sentences in a line
         lines = [" ".join(sentences[at : at + joined]) for at in range(0, len(own), joined)]
     else:
         standard = docstrings() if rng.random() < 1 / 2 else sources()
-        text = rng.choice(others or standard)
+        text = rng.choice(others or standard or ["\n".join(passages) for passages in texts.values()])
         whole = text.splitlines()
         start = rng.randrange(max(1, len(whole) - _LINES[1]))
         lines = whole[start : start + rng.randint(*_LINES)]

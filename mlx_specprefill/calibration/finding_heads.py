@@ -28,7 +28,7 @@ import numpy as np
 from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .._files import replace_text
+from .._files import read_object, replace_text
 from ..adapters.capture import HeadCapture
 from ..adapters.depth import first_layers, full_draft_model, layers_of, smallest_depth
 from ..arrays import Bools, Floats
@@ -36,10 +36,10 @@ from ..cache.positioned import leaves
 from ..cache.prefix.identity import model_identity
 from ..config import ScoringConfig, SelectionConfig
 from ..distributed.ranks import Ranks, broadcast
-from ..errors import LoadError, SparseUnsupportedError
+from ..errors import SparseUnsupportedError
 from ..pair import ModelPair
 from ..request import TokenIds
-from ..selection.heads import DraftHeads, Head, read_heads
+from ..selection.heads import DraftHeads, Head
 from ..selection.plan import ForcedRange, forced_mask
 from ..selection.question_lines import question_span
 from ..selection.scorer import ScoringInput, importance_of, read_prompt
@@ -229,13 +229,11 @@ def calibrated_heads(
 
 def _stored_heads(file: Path | None) -> DraftHeads | None:
     """Return the heads stored in this file; None if there are none, or the file is unreadable (logged)."""
-    if file is None or not file.is_file():
-        return None
+    values = {} if file is None else read_object(file)
     try:
-        heads = read_heads(file)
-        return heads if "probe" in json.loads(file.read_text(encoding="utf-8")) else None  # earlier ones had none
-    except LoadError as error:
-        log.warning("%s: calibrating again", error)
+        return DraftHeads.from_dict(values) if "probe" in values else None  # earlier ones had none
+    except ValueError as error:
+        log.warning("%s: calibrating again: %s", file, error)
         return None
 
 

@@ -58,11 +58,12 @@ def fit_probe(
         if prompt.order not in text:  # and some leave one out
             continue
         cache, lines, asks = _read(model, tokenizer, reader, prompt, text)
-        held = [np.array(values.astype(mx.float32)) for values in whole_values(cache)]
+        held = list(whole_values(cache))
         caches = tuple(range(len(held))[:_FIRST][-_CACHES:])
         if not caches:
             return None
-        read.append((_features([held[one] for one in caches], lines), asks))
+        values = [np.array(held[number].astype(mx.float32)) for number in caches]
+        read.append((_features(values, lines), asks))
         if on_progress is not None:
             on_progress(number + 1, len(prompts))
     mx.clear_cache()

@@ -59,8 +59,9 @@ def find_model(name: str) -> Path | None:
         if len(named) > 1:
             raise LoadError(f"several models are called {name}: {', '.join(sorted(named))}")
         return find_model(named.pop()) if named else None
-    folders = (folder for repository, folder in stored_models() if repository == parts["repository"])
-    found = (_model_in(folder, parts["file"]) for folder in folders)
+    repository = parts["repository"]
+    folders = [_snapshot_of(repository), *(Path.home() / place / repository for place in _LM_STUDIO)]
+    found = (_model_in(folder, parts["file"]) for folder in folders if folder is not None and folder.is_dir())
     return next((model for model in found if model is not None), None)
 
 

@@ -47,9 +47,8 @@ _PREFIX_PART = 4  # of what such a request leaves, by default
 # Per word of the vocabulary and row: a model's logits, as float32, normalised, and as a sampler changes them.
 _ROW_BYTES = 16
 _TAIL_BYTES = 4 * 2 * TAIL  # per word: the model's logits of the last tokens of a prompt
-# Predicts what a strategy holds of a prompt's tokens, and of those of prompt and answer.
 _FIT = -1  # number of the estimates' fit among reservations
-_Proposing = Callable[[int, int], Held]
+_Proposing = Callable[[int], Held]  # what a strategy holds of the tokens of prompt and answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,16 +344,15 @@ class Memory:
         return self._proposing.get(request.specprefill.strategy(self._config.speculation))
 
     def _predict(self, request: GenerationRequest, mode: Mode, strategy: _Proposing | None, rows: int) -> Need:
-        tokens, prompt = self._tokens(request) + request.room_behind, len(request.prompt)
+        tokens = self._tokens(request) + request.room_behind
         parts, read, more = [(self._target, tokens)], 0, self._row_bytes
         if mode == "sparse" and self._is_paper(request):
             parts.append((self._whole, self._draft_tokens(request)))
         elif mode == "sparse":
             read = self._draft_tokens(request)
         if strategy is not None:
-            held = strategy(prompt, tokens)
+            held = strategy(tokens)
             read, more = max(read, held.draft), more + held.nbytes
-            parts += [(self._target, held.target)] if held.target else []
         return self._need(*parts, *([(self._draft, read)] if read else []), rows=rows, more=more)
 
     @property

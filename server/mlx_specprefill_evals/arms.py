@@ -8,9 +8,7 @@ from typing import Literal, get_args
 
 from mlx_specprefill import InvalidRequestError, RuleName, keep_pct
 
-ShareKind = Literal[
-    "sparse", "absent", "paper", "random", "random-absent", "recency", "lexical", "renumbered", "oracle"
-]
+ShareKind = Literal["sparse", "absent", "paper", "random", "random-absent", "recency", "lexical", "oracle"]
 ServedKind = Literal["served"]
 ArmKind = Literal["full", ShareKind, ServedKind]
 ARM_KINDS: tuple[ArmKind, ...] = get_args(ArmKind)
@@ -35,20 +33,15 @@ class Arm:
 
     @property
     def rule(self) -> RuleName:
-        return "default" if self.kind in ("sparse", "absent", "renumbered") else "paper"
+        return "default" if self.kind in ("sparse", "absent") else "paper"
 
     @property
     def estimates(self) -> bool:
-        return self.kind not in ("absent", "random-absent", "paper", "renumbered")
+        return self.kind not in ("absent", "random-absent", "paper")
 
     @property
     def asks_draft(self) -> bool:
-        return self.kind in ("sparse", "absent", "paper", "renumbered")
-
-    @property
-    def restored(self) -> Arm:
-        """Return the arm that keeps the same tokens at their positions."""
-        return Arm("absent", self.keep) if self.kind == "renumbered" else self
+        return self.kind in ("sparse", "absent", "paper")
 
 
 FULL = Arm("full")

@@ -15,7 +15,7 @@ from mlx_specprefill_evals.command import Options, refuse_nothing
 from mlx_specprefill_evals.command import evaluate as run
 from mlx_specprefill_evals.remote import RemoteModel
 from mlx_specprefill_evals.tasks import GROUPS
-from mlx_specprefill_server.cli.common import OptionError, begin, choose_here, one_line_errors
+from mlx_specprefill_server.cli.common import begin, choose_here, one_line_errors
 from mlx_specprefill_server.cli.options import Level, PairOptions, takes_pair
 from mlx_specprefill_server.settings.server import default_text, description_of
 
@@ -32,11 +32,7 @@ def evaluate(
     lengths: Annotated[
         list[int] | None, typer.Option("--length", min=64, help="Prompt tokens; repeat. Default 1024.")
     ] = None,
-    depths: Annotated[
-        list[float] | None, typer.Option("--depth", help="Depth of a needle in [0, 1]; repeat. Default: anywhere.")
-    ] = None,
-    longbench: Annotated[list[Path] | None, typer.Option(help="A LongBench jsonl file; repeat.")] = None,
-    number: Annotated[int, typer.Option("-n", min=1, help="Items per task, length and depth.")] = 20,
+    number: Annotated[int, typer.Option("-n", min=1, help="Items per task and length.")] = 20,
     arms: Annotated[
         list[str] | None, typer.Option("--arm", help=f"{', '.join(ARM_KINDS)}; repeat. Default: sparse, random.")
     ] = None,
@@ -44,19 +40,12 @@ def evaluate(
         list[str] | None,
         typer.Option("--keep", help=f"{description_of('specprefill_keep_pct')} Repeat for more."),
     ] = None,
-    chunk_size: Annotated[int | None, typer.Option(min=1, help="Tokens per chunk of the library's rule.")] = None,
-    probes: Annotated[
-        int,
-        typer.Option(
-            min=0, help="Number of items per cell whose distributions are measured too: KL, attention, perplexity."
-        ),
-    ] = 0,
     acceptance: Annotated[
         bool, typer.Option("--acceptance", help="Of agents, the sessions that no rule was chosen by.")
     ] = False,
     seed: Annotated[int, typer.Option(help="Number of the first item.")] = 0,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for items, report and plots. A run into the same folder is resumed.")
+        Path | None, typer.Option(help="Folder for items and report. A run into the same folder is resumed.")
     ] = None,
     server: Annotated[
         str | None,
@@ -72,28 +61,23 @@ def evaluate(
     begin(log_level)
     with one_line_errors():
         options = Options(
-            tasks=tuple(tasks or () if longbench else tasks or ("niah_single_2",)),
+            tasks=tuple(tasks or ("niah_single_2",)),
             lengths=tuple(lengths or (1024,)),
-            depths=tuple(depths or ()),
-            files=tuple(longbench or ()),
             arms=make_arms(
                 arms or ["sparse"] + ([] if server else ["random"]), keeps or [default_text("specprefill_keep_pct")]
             ),
             number=number,
-            probes=probes,
             seed=seed,
             out=out,
             acceptance=acceptance,
         )
         refuse_nothing(options)
         if server is not None:
-            if chunk_size is not None:
-                raise OptionError("--chunk-size is for a pair that is loaded here; a server has its own")
             typer.echo(json.dumps(run(options, RemoteModel(server, model, api_key), _tell)))
             return
         chosen = choose_here(models)
         work = import_module(".here", __package__)
-        report = work.evaluate_here(options, chosen, models.dtype, chunk_size, _tell)
+        report = work.evaluate_here(options, chosen, models.dtype, _tell)
         typer.echo(json.dumps(report))
 
 

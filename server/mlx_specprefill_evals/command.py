@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from . import agents, corpus, longbench, plots, suite
+from . import agents, corpus, suite
 from .arms import Arm
 from .errors import NothingToDoError
 from .model_under_test import ModelUnderTest
 from .records import Cell, Record, Records
 from .report import markdown, summarise
-from .tasks import CALLS, CODE_QA, GROUPS, ORDER_TASKS, PLACE_TASKS, REAL, TASKS, Item
+from .tasks import CODE_QA, GROUPS, ORDER_TASKS, PLACE_TASKS, REAL, TASKS
 
 Tell = Callable[[str], None]
 Predict = Callable[[int, Arm], float]
@@ -33,11 +32,8 @@ class Options:
 
     tasks: tuple[str, ...]
     lengths: tuple[int, ...]
-    depths: tuple[float, ...]
-    files: tuple[Path, ...]
     arms: tuple[Arm, ...]
     number: int
-    probes: int = 0
     seed: int = 0
     out: Path | None = None
     acceptance: bool = False
@@ -50,14 +46,14 @@ def evaluate(options: Options, model: ModelUnderTest, tell: Tell, predict: Predi
         predict: estimate of prefill times; None if unknown.
 
     Raises:
-        NothingToDoError: none of the named tasks and files exists.
+        NothingToDoError: none of the named tasks exists.
         OtherRunError: `out` holds results of another run.
         UnreachableError: the server is gone; the results so far are kept.
     """
     sources, problems = _sources(options, model, tell)
     described = {**model.described, "seed": options.seed, **_corpus(sources), **_sessions(options)}
     records = Records(None if options.out is None else options.out / "items.jsonl", described)
-    plan = suite.Plan(options.arms, options.number, options.probes, options.seed)
+    plan = suite.Plan(options.arms, options.number, options.seed)
     tell(announced(list(suite.work(plan, sources, records)), predict))
     asked: dict[tuple[Cell, int], None] = {}
     progress = _Progress(tell, sum(min(plan.number, source.size or plan.number) for source in sources))
@@ -71,16 +67,15 @@ def evaluate(options: Options, model: ModelUnderTest, tell: Tell, predict: Predi
     finally:
         mine = [record for record in records if (record.cell, record.number) in asked]
         report = {"run": described, **summarise(mine, options.arms), "left_out": problems}
-        _write(options, report, mine, tell)
+        _write(options, report, tell)
     return report
 
 
 def refuse_nothing(options: Options) -> None:
-    """Raise `NothingToDoError` where no known task and no file is named, for which a pair would be loaded in vain."""
+    """Raise `NothingToDoError` where no known task is named, for which a pair would be loaded in vain."""
     names, unknown = suite.choose_tasks([name for name in options.tasks if name != AGENTS])
-    if not names and AGENTS not in options.tasks and not any(file.is_file() for file in options.files):
-        missing = [f"{file}: no such file" for file in options.files]
-        raise NothingToDoError(f"nothing to measure: {'; '.join([*map(_no_task, unknown), *missing])}")
+    if not names and AGENTS not in options.tasks:
+        raise NothingToDoError(f"nothing to measure: {'; '.join(map(_no_task, unknown))}")
 
 
 def announced(work: Sequence[tuple[Cell, tuple[Arm, ...]]], predict: Predict | None) -> str:
@@ -88,11 +83,11 @@ def announced(work: Sequence[tuple[Cell, tuple[Arm, ...]]], predict: Predict | N
     if not work:
         return "everything has been measured before"
     prefills = [(cell.length, arm) for cell, arms in work for arm in arms]
-    tokens = sum(length for length, _ in prefills)  # examples out of files count as none
+    tokens = sum(length for length, _ in prefills)
     said = f"to measure: {len(work)} items, {len(prefills)} prompts, about {tokens:,} tokens"
     if predict is None:
         return said
-    return f"{said}; their prefills take about {_minutes(sum(predict(*prefill) for prefill in prefills if prefill[0]))}"
+    return f"{said}; their prefills take about {_minutes(sum(predict(*prefill) for prefill in prefills))}"
 
 
 def _minutes(seconds: float) -> str:
@@ -102,21 +97,13 @@ def _minutes(seconds: float) -> str:
 def _sources(options: Options, model: ModelUnderTest, tell: Tell) -> tuple[list[suite.Source], list[str]]:
     names, unknown = suite.choose_tasks([name for name in options.tasks if name != AGENTS])
     problems = list(map(_no_task, unknown))
-    sources = list(suite.synthetic(names, options.lengths, options.depths, model))
+    sources = list(suite.synthetic(names, options.lengths, model))
     if AGENTS in options.tasks:
         sources += _agents(max(options.lengths), options.acceptance)
-    for file in options.files:
-        try:
-            examples, bad_lines = longbench.load(file)
-        except OSError as error:
-            problems.append(f"{file}: {error.strerror}")
-            continue
-        problems += bad_lines
-        sources += _longbench_sources(examples)
     for problem in problems:
         tell(f"left out: {problem}")
     if not sources:
-        raise NothingToDoError("nothing to measure: no known task and no readable file was named")
+        raise NothingToDoError("nothing to measure: no known task was named")
     return sources, problems
 
 
@@ -127,11 +114,7 @@ def _no_task(name: str) -> str:
 def _agents(most: int, acceptance: bool) -> Iterator[suite.Source]:
     found = agents.items(most, acceptance)
     if found:
-        yield suite.Source(Cell(AGENTS, most), lambda number: (found[number % len(found)], _unscored), 0, len(found))
-
-
-def _unscored(_: str) -> float:
-    return 0.0
+        yield suite.Source(Cell(AGENTS, most), lambda number: found[number % len(found)], 0, len(found))
 
 
 def _sessions(options: Options) -> dict[str, str]:
@@ -141,29 +124,8 @@ def _sessions(options: Options) -> dict[str, str]:
 
 def _corpus(sources: Sequence[suite.Source]) -> dict[str, str]:
     """Return the description of the real text if a task uses it. Other text makes other items."""
-    on_real_text = REAL | CALLS | CODE_QA | PLACE_TASKS | ORDER_TASKS
+    on_real_text = REAL | CODE_QA | PLACE_TASKS | ORDER_TASKS
     return {"corpus": corpus.described()} if any(source.cell.task in on_real_text for source in sources) else {}
-
-
-def _longbench_sources(examples: Sequence[longbench.Example]) -> Iterator[suite.Source]:
-    for name, group in groupby(sorted(examples, key=_dataset), key=_dataset):
-        own = list(group)
-        yield suite.Source(Cell(name, 0), _LongBenchItems(own), own[0].answer_tokens, len(own))
-
-
-def _dataset(example: longbench.Example) -> str:
-    return example.dataset
-
-
-@dataclass(frozen=True)
-class _LongBenchItems:
-    """Examples by number. The numbers wrap around; a seed only sets the start."""
-
-    examples: Sequence[longbench.Example]
-
-    def __call__(self, number: int) -> tuple[Item, suite.Score]:
-        example = self.examples[number % len(self.examples)]
-        return example.item(), example.score
 
 
 class _Progress:
@@ -184,17 +146,10 @@ class _Progress:
             self._tell(f"{self._done} of {self._total}: {record.cell.task} at {record.cell.length} tokens")
 
 
-def _write(options: Options, report: dict[str, Any], records: Sequence[Record], tell: Tell) -> None:
+def _write(options: Options, report: dict[str, Any], tell: Tell) -> None:
     table = markdown(report)
     tell(table)
     if options.out is None:
         return
     (options.out / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     (options.out / "report.md").write_text(table + "\n", encoding="utf-8")
-    if not plots.CAN_PLOT:
-        tell("no plots: matplotlib is missing (pip install 'mlx-specprefill[eval]')")
-        return
-    plots.plot_keeps(report, options.out / "keeps.svg")
-    arms = [arm.name for arm in options.arms if arm.kind in ("full", "sparse")]
-    for task in {record.cell.task for record in records if record.cell.depth is not None}:
-        plots.plot_depths(records, arms, task, options.out / f"depths-{task}.svg")

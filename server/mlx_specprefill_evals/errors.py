@@ -4,7 +4,7 @@ EvaluationError
     NotMeasuredError    one item can't be measured; the run goes on
         UnreachableError    no server answers
     OtherRunError       the output folder holds results of another run
-    NothingToDoError    no known task and no readable file
+    NothingToDoError    no known task
 """
 
 from mlx_specprefill import SpecPrefillError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -68,50 +68,21 @@ FILLERS: dict[str, Callable[[random.Random], str]] = {
 }
 
 
-def document(rng: random.Random, facts: Sequence[str], filler: Sequence[str], budget: int, count: Count) -> str:
-    """Return a text of at most `budget` tokens: pieces of the named fillers, with `facts` in order at random places."""
-    return around(rng, facts, iter(lambda: FILLERS[rng.choice(filler)](rng), ""), budget, count)
-
-
-def around(
-    rng: random.Random,
-    facts: Sequence[str],
-    filler: Iterator[str],
-    budget: int,
-    count: Count,
-    depths: Sequence[float] | None = None,
-) -> str:
-    """Return a `document` with filler from an endless iterator. Each piece has its own leading space or line break.
-
-    `depths` gives the place of each fact as a share of the text; without it the places are random.
-    """
-    left = budget - sum(count(" " + fact) for fact in facts)
+def document(rng: random.Random, filler: Sequence[str], budget: int, count: Count, fact: str = "") -> str:
+    """Return a text of at most `budget` tokens: pieces of the named fillers, with a fact at a random place."""
+    left = budget - count(f" {fact}")
     pieces: list[str] = []
-    sizes: list[int] = []
     misses = 0
     while misses < 4:
-        piece = next(filler)
+        piece = FILLERS[rng.choice(filler)](rng)
         size = count(piece)
         if size > left:
             misses += 1
             continue
         pieces.append(piece)
-        sizes.append(size)
         left -= size
-    places = list(depths) if depths is not None else sorted(rng.random() for _ in facts)
-    return _insert(pieces, sizes, facts, places).strip()
-
-
-def _insert(pieces: list[str], sizes: list[int], facts: Sequence[str], places: Sequence[float]) -> str:
-    total, seen, out, waiting = sum(sizes), 0, [], list(zip(places, facts, strict=True))
-    for piece, size in zip(pieces, sizes, strict=True):
-        while waiting and seen >= waiting[0][0] * total:
-            out.append(_join(piece, waiting.pop(0)[1]))
-        out.append(piece)
-        seen += size
-    return "".join(out) + "".join(" " + fact for _, fact in waiting)
-
-
-def _join(following: str, fact: str) -> str:
-    """Return the fact with a line break among lines, with a space among sentences."""
-    return f"\n{fact}" if following.startswith("\n") else f" {fact}"
+    if fact:
+        at = rng.randrange(len(pieces) + 1)
+        is_line = at < len(pieces) and pieces[at].startswith("\n")  # among lines, not sentences
+        pieces.insert(at, f"\n{fact}" if is_line else f" {fact}")
+    return "".join(pieces).strip()

@@ -5,31 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mlx_specprefill import DtypeName, Engine, EngineConfig, SelectionConfig
+from mlx_specprefill import DtypeName, Engine, EngineConfig
 from mlx_specprefill_evals.arms import Arm
 from mlx_specprefill_evals.command import Options, Predict, evaluate
+from mlx_specprefill_evals.errors import NothingToDoError
 from mlx_specprefill_evals.local import LocalModel, examination
 from mlx_specprefill_server.cli.loading import load
 from mlx_specprefill_server.pairs import Pair
 from mlx_specprefill_server.settings.pair import make_settings
 
 
-def evaluate_here(
-    options: Options,
-    chosen: Pair,
-    dtype: DtypeName,
-    chunk_size: int | None,
-    tell: Callable[[str], None],
-) -> dict[str, Any]:
+def evaluate_here(options: Options, chosen: Pair, dtype: DtypeName, tell: Callable[[str], None]) -> dict[str, Any]:
     """Return the report on a pair.
 
-    Args:
-        chunk_size: of the library's rule; None: its own.
+    Raises:
+        NothingToDoError: an arm is to estimate nothing where no arm does.
     """
-    selection = None if chunk_size is None else SelectionConfig(chunk_size=chunk_size)
     settings = make_settings(chosen)
     loaded = load(chosen, dtype, settings, calibrate=True)
-    with Engine(loaded, examination(selection)) as engine:
+    if loaded.estimates is None and (same := [arm.kind for arm in options.arms if arm.kind.endswith("absent")]):
+        raise NothingToDoError(
+            f"arm {same[0]} would measure another arm again: nothing is estimated here (MLX_SPECPREFILL_ESTIMATE)"
+        )
+    with Engine(loaded, examination()) as engine:
         return evaluate(options, LocalModel(engine), tell, _predict(engine, settings.engine_config()))
 
 

@@ -2,8 +2,8 @@
 
 Every arm goes through the engine's one path of plan, selection and prefill.
 
-Arms differ in the scores that a request brings along. Positions that are not restored are a full prefill of what the
-sparse arm kept. Nothing here knows arrays of any model: distributions come from `Engine.replay`.
+Arms differ in the scores that a request brings along. Nothing here knows arrays of any model: distributions come from
+`Engine.replay`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ import queue
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-
-import numpy as np
 
 from mlx_specprefill import (
     Engine,
@@ -28,8 +26,6 @@ from mlx_specprefill import (
     Finished,
     GenerationRequest,
     PrefillReport,
-    Replay,
-    SelectionConfig,
     SpecPrefillError,
     SpecPrefillPolicy,
     TokenEvent,
@@ -38,23 +34,19 @@ from mlx_specprefill import (
 from mlx_specprefill_server.prompt.builder import Prompt, PromptBuilder
 from mlx_specprefill_server.prompt.conversation import conversation
 
-from .arms import FULL, SERVED_KINDS, Arm
+from .arms import SERVED_KINDS, Arm
 from .errors import NotMeasuredError
-from .forced import Forced, check_mode, divergence, forced_replies, together
+from .forced import Forced, check_mode, forced_replies
 from .model_under_test import Reply
-from .prompted import CHUNK, OWNER, Prompted, Span
-from .statistics import rank_agreement
+from .prompted import OWNER, Prompted, Span
 from .tasks import Item, Known
 
-PROBED_TOKENS = 64  # of the dense answer, teacher-forced
-CONTINUED_TOKENS = 256  # of the document, for perplexity
 CACHE_BYTES = 4 << 30  # of one item's arms; they are kept apart by label and forgotten after the item
 
 
-def examination(selection: SelectionConfig | None = None) -> EngineConfig:
+def examination() -> EngineConfig:
     """Return a configuration without idle work, which one answer could leave behind for the next one."""
-    policy = SpecPrefillPolicy(densify=False)
-    return EngineConfig(selection=selection or SelectionConfig(), policy=policy, prefix_cache_bytes=CACHE_BYTES)
+    return EngineConfig(policy=SpecPrefillPolicy(densify=False), prefix_cache_bytes=CACHE_BYTES)
 
 
 @dataclass(frozen=True)
@@ -77,67 +69,42 @@ class LocalModel:
         self._builder = PromptBuilder(engine.pair.tokenizer)
 
     @property
-    def described(self) -> Mapping[str, str | int]:
-        pair, chunk_size = self._engine.pair, self._engine.config.selection.chunk_size
+    def described(self) -> Mapping[str, str]:
+        pair = self._engine.pair
         heads = "none" if pair.heads is None else _digest(json.dumps(pair.heads.to_dict(), sort_keys=True))
-        names = {"target": str(pair.target_id), "draft": str(pair.draft_id or "none"), "heads": heads}
-        return {**names, "chunk_size": chunk_size}
+        return {"target": str(pair.target_id), "draft": str(pair.draft_id or "none"), "heads": heads}
 
     def count(self, text: str) -> int:
         return len(self._encode(text))
 
-    def ask(self, item: Item, arms: Sequence[Arm], answer_tokens: int, seed: int, probe: bool) -> dict[Arm, Reply]:
+    def ask(self, item: Item, arms: Sequence[Arm], answer_tokens: int, seed: int) -> dict[Arm, Reply]:
         for arm in arms:
             if arm.kind in SERVED_KINDS:
                 raise NotMeasuredError(f"arm {arm.kind} needs a server: --url URL")
         applicable = [arm for arm in arms if arm.kind != "oracle" or item.gold or item.mentions]
         try:
             self._engine.drop_cached(owner=OWNER)  # of the item before
-            if item.earlier:
-                turns = (*item.earlier, item)
-                return together([self._force(turn, applicable, seed, session=True) for turn in turns])
             if item.known is not None:
-                return self._force(item, applicable, seed)
-            return self._generate(item, applicable, answer_tokens, seed, probe)
+                return self._force(item, item.known, applicable, seed)
+            return self._generate(item, applicable, answer_tokens, seed)
         except SpecPrefillError as error:
             raise NotMeasuredError(str(error)) from error
 
-    def _force(self, item: Item, arms: Sequence[Arm], seed: int, session: bool = False) -> dict[Arm, Reply]:
-        known = item.known
-        assert known is not None
+    def _force(self, item: Item, known: Known, arms: Sequence[Arm], seed: int) -> dict[Arm, Reply]:
         mentions: tuple[tuple[Span, ...], ...] = ()
         if known.raw:
             prompt, gold, forced = self._continued(item, known)
         else:
             prompt, gold, mentions = self._rendered(item)
             forced = Forced(*_behind(self._encode(known.opening), self._encode(known.opening + known.answer)))
-        prompted = Prompted(self._engine, prompt, gold, 1, seed, session, mentions)
-        return forced_replies(prompted, forced, arms, self._decode, keep=session)
+        return forced_replies(Prompted(self._engine, prompt, gold, 1, seed, mentions), forced, arms, self._decode)
 
-    def _generate(
-        self, item: Item, arms: Sequence[Arm], answer_tokens: int, seed: int, probe: bool
-    ) -> dict[Arm, Reply]:
-        question = _Question(self._engine, *self._rendered(item)[:2], answer_tokens, seed)
-        answers = question.answers(arms)
-        measures = {arm: question.found(arm, answer.spans) for arm, answer in answers.items()}
-        if probe:
-            ratios = self._perplexity_ratios(item, arms, seed)
-            for arm, more in question.probed(answers).items():
-                measures[arm] |= more | ratios.get(arm, {})
-        return {arm: self._reply(answer, measures[arm]) for arm, answer in answers.items()}
-
-    def _perplexity_ratios(self, item: Item, arms: Sequence[Arm], seed: int) -> dict[Arm, dict[str, float]]:
-        """Return the ratios for the document's last tokens after the text before them, without question or template."""
-        tokens = self._encode(item.turns[0].question)
-        if len(tokens) < 2 * CONTINUED_TOKENS:
-            return {}
-        prompt, continuation = Prompt(as_token_ids(tokens[:-CONTINUED_TOKENS])), tokens[-CONTINUED_TOKENS:]
-        wanted = [arm for arm in arms if arm.kind not in ("oracle", "full")]
-        replies = forced_replies(
-            Prompted(self._engine, prompt, (), 1, seed), Forced(continuation), [FULL, *wanted], str
-        )
-        full = replies[FULL].measures["nll"]
-        return {arm: {"ppl_ratio": float(np.exp(replies[arm].measures["nll"] - full))} for arm in wanted}
+    def _generate(self, item: Item, arms: Sequence[Arm], answer_tokens: int, seed: int) -> dict[Arm, Reply]:
+        prompted = Prompted(self._engine, *self._rendered(item)[:2], answer_tokens, seed)
+        answers = _gather(self._engine, {arm: prompted.request(arm) for arm in arms})
+        for arm, answer in answers.items():
+            check_mode(arm, answer.report)
+        return {arm: self._reply(answers[arm], prompted.found(arm, answers[arm].spans)) for arm in arms}
 
     def _reply(self, answer: _Answer, measures: Mapping[str, float]) -> Reply:
         stops = self._engine.pair.eos_token_ids
@@ -216,67 +183,6 @@ def _behind(head: Sequence[int], whole: tuple[int, ...]) -> tuple[tuple[int, ...
     """Return the tokens of a text, and the index after its beginning. A border may fall inside a token."""
     pairs = enumerate(zip(head, whole, strict=False))
     return whole, next((at for at, (one, other) in pairs if one != other), min(len(head), len(whole) - 1))
-
-
-class _Question(Prompted):
-    """One prompt on its way through all arms, and their answers."""
-
-    def answers(self, arms: Sequence[Arm]) -> dict[Arm, _Answer]:
-        restored = dict.fromkeys(arm.restored for arm in arms)
-        answers = _gather(self.engine, {arm: self.request(arm) for arm in restored})
-        for arm, answer in answers.items():
-            check_mode(arm, answer.report)
-        renumbered = [arm for arm in arms if arm.restored != arm]
-        cut = {arm: self.cut(answers[arm.restored].spans) for arm in renumbered}
-        answers |= {
-            arm: replace(answer, report=answers[arm.restored].report)
-            for arm, answer in _gather(self.engine, cut).items()
-        }
-        return {arm: answers[arm] for arm in arms}
-
-    def probed(self, answers: Mapping[Arm, _Answer]) -> dict[Arm, dict[str, float]]:
-        """Compare the distributions over the first tokens of the dense answer, and what the answer attends to.
-
-        Text after the end of an answer is noise, and would be most of a short one.
-        """
-        dense = self.request(FULL)
-        continuation = (answers.get(FULL) or self.answers([FULL])[FULL]).tokens[:PROBED_TOKENS]
-        full = self.engine.replay(dense, continuation, attention=True)
-        measures = {}
-        for arm, answer in answers.items():
-            if arm != FULL:
-                replayed = self.engine.replay(self._replayed(arm, answer), continuation)
-                measures[arm] = divergence(full.logprobs, replayed.logprobs) | self._attended(arm, full, answer)
-        return measures
-
-    def _replayed(self, arm: Arm, answer: _Answer) -> GenerationRequest:
-        return self.cut(answer.spans) if arm.kind == "renumbered" else self.request(arm)
-
-    def _attended(self, arm: Arm, full: Replay, answer: _Answer) -> dict[str, float]:
-        """Compare the attention of the target's own answer with the selection: an oracle without labels (CLAA, arXiv
-        2602.16054).
-
-        Returns:
-            `mass`, the share of the attention on selectable tokens that falls on kept ones, and for arms that ask the
-            draft `agreement`, the rank correlation of both over published chunks.
-        """
-        if full.attention is None:
-            return {}
-        open_to_choice = ~self.mask([(start, end) for start, end, _ in self.inspection().forced_ranges])
-        total = float(full.attention[open_to_choice].sum())
-        held = float(full.attention[open_to_choice & self.mask(answer.spans)].sum())
-        if total <= 0:
-            return {}
-        mass = {"mass": held / total}
-        if not arm.asks_draft:
-            return mass
-        starts = np.arange(0, open_to_choice.size, CHUNK)
-        sums = [
-            np.add.reduceat(np.where(open_to_choice, scores, 0), starts)
-            for scores in (self.inspection(arm.rule).importance, full.attention)
-        ]
-        some = np.logical_or.reduceat(open_to_choice, starts)
-        return mass | {"agreement": rank_agreement(sums[0][some], sums[1][some])}
 
 
 def _gather(engine: Engine, requests: Mapping[Arm, GenerationRequest]) -> dict[Arm, _Answer]:

@@ -16,8 +16,7 @@ class Reply:
 
     Attributes:
         kept: share of the prompt that the target read; None if unknown.
-        measures: further numbers by name: recall, mass, kl, top1, ppl_ratio, nll, right, same,
-            seconds.
+        measures: further numbers by name: recall, kl, top1, nll, right, same, seconds.
         score: score from the measures; None: the text decides.
     """
 
@@ -31,7 +30,7 @@ class ModelUnderTest(Protocol):
     """A model that answers items."""
 
     @property
-    def described(self) -> Mapping[str, str | int]:
+    def described(self) -> Mapping[str, str]:
         """Return the facts that a report and a resumed run must know about the model."""
         ...
 
@@ -39,12 +38,11 @@ class ModelUnderTest(Protocol):
         """Return the number of a text's tokens, exact or estimated."""
         ...
 
-    def ask(self, item: Item, arms: Sequence[Arm], answer_tokens: int, seed: int, probe: bool) -> dict[Arm, Reply]:
+    def ask(self, item: Item, arms: Sequence[Arm], answer_tokens: int, seed: int) -> dict[Arm, Reply]:
         """Return the greedy answers of every arm that applies to the item.
 
         Args:
             seed: of the random arm.
-            probe: measure the distributions too, where that is possible.
 
         Raises:
             NotMeasuredError: there is no answer; the message says why.

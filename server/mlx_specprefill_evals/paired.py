@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -37,12 +36,8 @@ def is_known(record: Record) -> bool:
 
 
 def right_in_full(records: Iterable[Record]) -> list[Record]:
-    """Return the items that the model can answer at all. A session's score is that of the turns it can answer."""
-    return [
-        replace(record, arms={name: entry | {"score": entry["held"]} for name, entry in record.arms.items() if entry})
-        for record in records
-        if "held" in record.arms.get(FULL.name, {})
-    ]
+    """Return the items that the model can answer at all."""
+    return [record for record in records if record.arms.get(FULL.name, {}).get("score") == 1]
 
 
 def paired_cells(records: Iterable[Record], arms: Sequence[Arm]) -> list[dict[str, Any]]:

@@ -44,7 +44,6 @@ class Prompted:
         gold: Sequence[Span],
         answer_tokens: int,
         seed: int,
-        session: bool = False,
         mentions: Sequence[Sequence[Span]] = (),
     ) -> None:
         self.engine = engine
@@ -52,7 +51,6 @@ class Prompted:
         self.gold = gold
         self.answer_tokens = answer_tokens
         self.seed = seed
-        self.session = session
         self.mentions = mentions
         self.chunk = engine.config.selection.chunk_size
         self._inspections: dict[RuleName, Inspection] = {}
@@ -66,12 +64,6 @@ class Prompted:
 
     def request(self, arm: Arm) -> GenerationRequest:
         return self._request(self._options(arm), arm.name.translate(_IN_A_LABEL))
-
-    def cut(self, spans: Sequence[Span]) -> GenerationRequest:
-        """Return a request whose whole prompt is the kept tokens."""
-        tokens = np.concatenate([self.prompt.tokens[start:end] for start, end in spans])
-        request = self._request(SpecPrefillOptions(enabled=False), f"cut-{len(tokens)}")
-        return replace(request, prompt=tokens, spans=())
 
     def _request(self, options: SpecPrefillOptions, label: str) -> GenerationRequest:
         return GenerationRequest(
@@ -87,8 +79,6 @@ class Prompted:
         if arm == FULL:
             return SpecPrefillOptions(enabled=False, return_spans=True)
         options = SpecPrefillOptions(True, arm.keep, return_spans=True, rule=arm.rule, estimate=arm.estimates)
-        if self.session and arm.asks_draft:
-            return options
         M = len(self.prompt.tokens)
         score: dict[str, Callable[[], Floats]] = {
             "sparse": lambda: self.inspection().importance,

@@ -16,11 +16,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, order=True)
 class Cell:
-    """The items of one task at one length and, where it is fixed, one depth."""
+    """The items of one task at one length."""
 
     task: str
     length: int
-    depth: float | None = None
 
 
 @dataclass(frozen=True)

@@ -53,8 +53,8 @@ class RemoteModel:
         """Return the number of tokens, estimated from one request's usage."""
         return math.ceil(len(text) / self._characters)
 
-    def ask(self, item: Item, arms: Sequence[Arm], answer_tokens: int, seed: int, probe: bool) -> dict[Arm, Reply]:
-        del seed, probe  # of arms and measures that need the engine
+    def ask(self, item: Item, arms: Sequence[Arm], answer_tokens: int, seed: int) -> dict[Arm, Reply]:
+        del seed  # of an arm that needs the engine
         if not item.values:
             raise NotMeasuredError("this task is judged by distributions; a server gives texts")
         if list(arms) == [FULL]:  # other servers may refuse fields that they don't know

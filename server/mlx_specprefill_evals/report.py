@@ -14,34 +14,26 @@ from .paired import paired_cells, paired_markdown, right_in_full
 from .records import Cell, Record
 from .statistics import DENSE_FLOOR, paired_difference
 
-MEASURES = ("kept", "recall", "mass", "agreement", "kl", "top1", "ppl_ratio", "same", "seconds")
+MEASURES = ("kept", "recall", "same", "seconds")
 HEADINGS = {
     "kept": "kept",
     "recall": "gold recall",
-    "mass": "attention kept",
-    "agreement": "rank agreement",
-    "kl": "KL",
-    "top1": "top-1",
-    "ppl_ratio": "PPL ratio",
     "same": "as in full",
     "seconds": "seconds",
 }
 
 
-def summarise(records: Iterable[Record], arms: Sequence[Arm], by_depth: bool = False) -> dict[str, Any]:
+def summarise(records: Iterable[Record], arms: Sequence[Arm]) -> dict[str, Any]:
     """Return the cells with their arms, the skipped items, and `paired_cells` of all known answers and of those right
     in full.
 
     JSON-ready.
-
-    Without `by_depth`, items of all depths of a task and length are one cell.
     """
     groups: dict[Cell, list[Record]] = {}
     skipped = []
     for record in records:
-        cell = record.cell if by_depth else Cell(record.cell.task, record.cell.length)
         if record.skipped is None:
-            groups.setdefault(cell, []).append(record)
+            groups.setdefault(record.cell, []).append(record)
         else:
             skipped.append({"item": f"{_name(record.cell)} number {record.number}", "why": record.skipped})
     everything = [record for own in groups.values() for record in own]
@@ -54,12 +46,10 @@ def summarise(records: Iterable[Record], arms: Sequence[Arm], by_depth: bool = F
 
 
 def _cell(cell: Cell, records: Sequence[Record], arms: Sequence[Arm]) -> dict[str, Any]:
-    found: dict[str, Any] = {"task": cell.task, "length": cell.length}
-    if cell.depth is not None:
-        found["depth"] = cell.depth
     full = [record.arms["full"]["score"] for record in records]
     rows = {arm.name: _arm(arm.name, records) for arm in arms}
-    return found | {"n": len(records), "full": float(np.mean(full)), "arms": {k: v for k, v in rows.items() if v}}
+    found = {"task": cell.task, "length": cell.length, "n": len(records), "full": float(np.mean(full))}
+    return found | {"arms": {name: row for name, row in rows.items() if row}}
 
 
 def _arm(name: str, records: Sequence[Record]) -> dict[str, Any]:
@@ -110,11 +100,10 @@ def _accuracies(cells: Sequence[Mapping[str, Any]]) -> str:
     head = ["task", "tokens", "n", "full", "arm", "accuracy", "difference (95 %)", *(HEADINGS[m] for m in used)]
     lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
     for cell in cells:
-        where = cell["task"] + (f" at {cell['depth']:g}" if "depth" in cell else "")
         for name, row in cell["arms"].items():
             if name != "full" or len(cell["arms"]) == 1:
                 fields = [
-                    where,
+                    cell["task"],
                     str(cell["length"]),
                     str(row["n"]),
                     f"{cell['full']:.2f}",
@@ -136,4 +125,4 @@ def _difference(row: Mapping[str, Any]) -> str:
 
 
 def _name(cell: Cell) -> str:
-    return f"{cell.task} at {cell.length} tokens" + (f", depth {cell.depth:g}" if cell.depth is not None else "")
+    return f"{cell.task} at {cell.length} tokens"

@@ -36,9 +36,3 @@ def interval(
     picks = np.random.default_rng(0).integers(0, sums.size, (RESAMPLES, sums.size))
     low, high = np.quantile(sums[picks].sum(axis=1) / sizes[picks].sum(axis=1), (0.025, 0.975))
     return float(low), float(high)
-
-
-def rank_agreement(one: npt.NDArray[np.float32], other: npt.NDArray[np.float32]) -> float:
-    """Return the rank correlation (Spearman) of two rankings of the same things, in [-1, 1]."""
-    ranks = [values.argsort().argsort() for values in (one, other)]
-    return float(np.corrcoef(ranks[0], ranks[1])[0, 1])

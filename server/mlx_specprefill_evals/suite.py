@@ -15,25 +15,22 @@ from .tasks import GROUPS, TASKS, Item, Space, make_item
 log = logging.getLogger(__name__)
 GIVE_UP_AFTER = 3  # items in a row that nobody answered
 
-Score = Callable[[str], float]
-
 
 @dataclass(frozen=True)
 class Plan:
-    """The size of a run: `number` items per cell through all arms, the first `probes` of them with distributions."""
+    """The size of a run: `number` items per cell through all arms."""
 
     arms: tuple[Arm, ...]
     number: int
-    probes: int = 0
     seed: int = 0
 
 
 @dataclass(frozen=True)
 class Source:
-    """The items of one cell by number: the item, the score of its answer, and the longest answer."""
+    """The items of one cell by number, and the longest answer."""
 
     cell: Cell
-    get: Callable[[int], tuple[Item, Score]]
+    get: Callable[[int], Item]
     answer_tokens: int
     size: int | None = None  # items there are; None: without end
 
@@ -44,25 +41,17 @@ def choose_tasks(names: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(known), [name for name in names if name not in GROUPS and name not in TASKS]
 
 
-def synthetic(
-    names: Sequence[str], lengths: Sequence[int], depths: Sequence[float], model: ModelUnderTest
-) -> Iterator[Source]:
-    """Return the cells of the table's tasks. Depths apply to tasks with one place to set."""
+def synthetic(names: Sequence[str], lengths: Sequence[int], model: ModelUnderTest) -> Iterator[Source]:
+    """Return the cells of the table's tasks."""
     for name in names:
         for length in lengths:
-            for depth in depths if TASKS[name].has_depth and depths else (None,):
-                yield _source(Cell(name, length, depth), model)
+            yield _source(Cell(name, length), model)
 
 
 def _source(cell: Cell, model: ModelUnderTest) -> Source:
     task = TASKS[cell.task]
-    space = Space(cell.length, model.count, cell.depth)
-
-    def get(number: int) -> tuple[Item, Score]:
-        item = make_item(task, cell.task, number, space)
-        return item, lambda answer: task.score(answer, item.values)
-
-    return Source(cell, get, task.answer_tokens)
+    space = Space(cell.length, model.count)
+    return Source(cell, lambda number: make_item(task, cell.task, number, space), task.answer_tokens)
 
 
 def work(plan: Plan, sources: Sequence[Source], records: Records) -> Iterator[tuple[Cell, tuple[Arm, ...]]]:
@@ -107,16 +96,21 @@ def _missing(plan: Plan, record: Record | None) -> tuple[Arm, ...]:
 
 
 def _measured(plan: Plan, source: Source, model: ModelUnderTest, number: int, wanted: Sequence[Arm]) -> Record:
-    item, score = source.get(number)
-    probe = number < plan.seed + plan.probes
-    replies = model.ask(item, wanted, source.answer_tokens, number, probe)
-    arms = {arm.name: _entry(replies.get(arm), score) for arm in wanted}
+    item = source.get(number)
+    replies = model.ask(item, wanted, source.answer_tokens, number)
+    arms = {arm.name: _entry(replies.get(arm), item) for arm in wanted}
     return Record(source.cell, number, arms, group=item.group)
 
 
-def _entry(reply: Reply | None, score: Score) -> dict[str, object]:
+def all_values(answer: str, values: Sequence[str]) -> float:
+    """Return the share of the values that occur, in any case (RULER: string_match_all)."""
+    text = answer.lower()
+    return sum(value.lower() in text for value in values) / len(values)
+
+
+def _entry(reply: Reply | None, item: Item) -> dict[str, object]:
     """Return a record's entry. One for an arm that does not apply, like gold chunks without gold, is empty."""
     if reply is None:
         return {}
-    scored = score(reply.text) if reply.score is None else reply.score
+    scored = all_values(reply.text, item.values) if reply.score is None else reply.score
     return {"score": scored, "answer": reply.text, "kept": reply.kept, **reply.measures}

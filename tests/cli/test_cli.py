@@ -230,15 +230,11 @@ class TestServe:
 
 
 class TestEval:
-    @pytest.mark.extended
-    def test_results_of_another_chunk_size_stay_apart(self, tmp_path: Path) -> None:
-        arguments = [*"eval --pair demo --task needle --length 400 -n 1 --arm sparse --out".split(), str(tmp_path)]
-        done = run(*arguments, "--chunk-size", "32")
-        assert done.exit_code == 0, done.output
-        assert json.loads(done.stdout.splitlines()[-1])["run"]["chunk_size"] == 32
-        refused = run(*arguments)
-        assert refused.exit_code == 2
-        assert "choose another --out" in refused.stderr
+    @pytest.mark.parametrize("arm", ["absent", "random-absent"])
+    def test_one_arm_is_not_measured_under_two_names(self, arm: str) -> None:
+        refused = run(*f"eval --pair demo --task needle --length 400 -n 1 --arm sparse --arm {arm}".split())
+        assert refused.exit_code != 0
+        assert f"arm {arm} would measure another arm again" in refused.stderr
 
 
 class TestDefaultPair:
@@ -287,9 +283,7 @@ class TestRefusals:
             (["serve", "--draft", "somewhere"], "--draft needs --target"),
             (["serve", "--target", "{missing}"], "there is no such folder or file"),
             (["serve", "--target", "{broken}"], "broken/config.json: Expecting value"),
-            (["eval", "--url", "http://localhost", "--chunk-size", "8"], "a server has its own"),
             (["eval", "--pair", "demo", "--task", "nonsense"], "no task 'nonsense'; there are: agents, ruler, "),
-            (["eval", "--pair", "demo", "--longbench", "{missing}"], "missing: no such file"),
             (["serve", "--pair", "demo", "--memory-limit", "plenty"], "such as 512MB or 2GB"),
             (["serve", "--pair", "demo", "--kv-bits", "7"], "kv_bits must be one of"),
             (["serve", "--pair", "demo", "--keep-pct", "1.5"], "must be a number in (0, 1]"),

@@ -32,7 +32,7 @@ CASES = {
     "bench --target org/x": "org/x is not on this machine",
     "doctor --json x": "--json belongs to --compute",
     "pull nowhere": "no pair 'nowhere'",
-    "eval --url http://localhost --chunk-size 8": "a server has its own",
+    "eval --url http://localhost --task nonsense": "no task 'nonsense'",
     "eval --length 0": "Invalid value for '--length'",
     "eval --pair nowhere": "no pair 'nowhere'",
 }

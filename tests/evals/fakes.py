@@ -21,11 +21,10 @@ class FakeModel:
     def count(self, text: str) -> int:
         return -(-len(text) // 3)
 
-    def ask(self, item: Item, arms: Sequence[Arm], answer_tokens: int, seed: int, probe: bool) -> dict[Arm, Reply]:
+    def ask(self, item: Item, arms: Sequence[Arm], answer_tokens: int, seed: int) -> dict[Arm, Reply]:
         self.asked.append((seed, tuple(arm.name for arm in arms)))
         answers = {arm: self.answer(arm, item, seed) for arm in arms}
-        measures = {"kl": 0.5} if probe else {}
-        return {arm: Reply(answer, 0.25, measures) for arm, answer in answers.items() if answer is not None}
+        return {arm: Reply(answer, 0.25) for arm, answer in answers.items() if answer is not None}
 
 
 def gold(arm: Arm, item: Item, number: int) -> str:

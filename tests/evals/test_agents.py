@@ -11,7 +11,7 @@ from mlx_specprefill_evals import agents
 from mlx_specprefill_evals.arms import arms
 from mlx_specprefill_evals.command import Options, evaluate
 from mlx_specprefill_evals.local import LocalModel, examination
-from mlx_specprefill_evals.statistics import interval, rank_agreement
+from mlx_specprefill_evals.statistics import interval
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 ACTION = (
@@ -62,7 +62,7 @@ def test_names_are_words_of_arguments_and_names_in_the_text() -> None:
 
 def test_an_action_is_judged_by_its_likelihood_and_the_names_that_were_kept(tmp_path: Path) -> None:
     chosen = arms(["sparse", "recency", "oracle"], ["0.2"])
-    options = Options(("agents",), (1000,), (), (), chosen, 4, out=tmp_path / "run")
+    options = Options(("agents",), (1000,), chosen, 4, out=tmp_path / "run")
     with Engine(load_pair(str(DEMO / "target"), str(DEMO / "draft")), examination()) as engine:
         report = evaluate(options, LocalModel(engine), print)
     (cell,) = report["paired"]
@@ -81,9 +81,3 @@ def test_an_interval_resamples_groups() -> None:
     low, high = interval(values)
     assert 0.25 < low < high < 0.75
     assert interval(np.array([1.0, 1.0])) == (1.0, 1.0)
-
-
-def test_rankings_agree_disagree_or_have_nothing_in_common() -> None:
-    one = np.array([0.1, 5, 2, 9], dtype=np.float32)
-    assert rank_agreement(one, one**3) == pytest.approx(1)
-    assert rank_agreement(one, -one) == pytest.approx(-1)

@@ -17,6 +17,7 @@ from mlx_specprefill_evals.errors import (
     OtherRunError,
     UnreachableError,
 )
+from mlx_specprefill_evals.suite import all_values
 from tests.evals.fakes import FakeModel, gold
 
 
@@ -24,8 +25,6 @@ def options(**more):
     chosen = {
         "tasks": ("needle",),
         "lengths": (500,),
-        "depths": (),
-        "files": (),
         "arms": arms(["sparse"], ["0.2"]),
         "number": 4,
     }
@@ -42,14 +41,14 @@ def wrong_when_sparse(arm, item, number):
 
 
 def test_difference_and_measures_are_means_over_items():
-    report, _ = run(FakeModel(wrong_when_sparse), probes=2)
+    report, _ = run(FakeModel(wrong_when_sparse))
     (cell,) = report["cells"]
     assert (cell["n"], cell["full"]) == (4, 1.0)
     row = cell["arms"]["sparse@0.2"]
     assert row["accuracy"] == 0.5
     assert row["difference"]["mean"] == -0.5
     assert row["difference"]["low"] <= -0.5 <= row["difference"]["high"]
-    assert (row["kept"], row["kl"]) == (0.25, 0.5)
+    assert row["kept"] == 0.25
 
 
 def test_the_cost_is_told_first_and_only_of_what_is_left(tmp_path):
@@ -88,23 +87,13 @@ def test_a_failing_item_is_skipped_and_reported():
     assert any("skipped: needle, number 2: the answer has no choices" in line for line in told)
 
 
-def test_unknown_tasks_and_missing_files_are_left_out_and_the_rest_runs(tmp_path: Path):
-    missing = tmp_path / "none.jsonl"
-    report, told = run(FakeModel(gold), tasks=("needle", "nonsense"), files=(missing,))
+def test_unknown_tasks_are_left_out_and_the_rest_runs():
+    report, told = run(FakeModel(gold), tasks=("needle", "nonsense"))
     assert report["cells"][0]["n"] == 4
     assert "no task 'nonsense'" in report["left_out"][0]
-    assert str(missing) in report["left_out"][1]
-    assert sum(line.startswith("left out: ") for line in told) == 2
+    assert sum(line.startswith("left out: ") for line in told) == 1
     with pytest.raises(NothingToDoError):
         run(FakeModel(gold), tasks=("nonsense",))
-
-
-def test_a_longbench_file_is_a_cell_of_its_own(tmp_path: Path):
-    rows = [{"input": "?", "context": "x", "answers": [str(i)], "dataset": "hotpotqa"} for i in range(2)]
-    file = tmp_path / "hotpotqa.jsonl"
-    file.write_text("\n".join(map(json.dumps, rows)))
-    report, _ = run(FakeModel(gold), tasks=(), files=(file,))
-    assert [(cell["task"], cell["n"], cell["full"]) for cell in report["cells"]] == [("hotpotqa", 2, 1.0)]
 
 
 def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path):
@@ -157,15 +146,17 @@ def test_a_server_that_is_gone_ends_the_run_and_keeps_what_was_measured(tmp_path
     assert [number for number, _ in again.asked] == list(range(1, 10))
 
 
-def test_plots_and_table_are_written(tmp_path: Path):
+def test_the_table_is_written(tmp_path: Path):
     chosen = arms(["sparse", "random"], ["0.2", "0.5"])
-    run(FakeModel(wrong_when_sparse), out=tmp_path, arms=chosen, depths=(0.1, 0.9), lengths=(500, 800))
-    for name in ("keeps.svg", "depths-needle.svg"):
-        assert (tmp_path / name).read_text().rstrip().endswith("</svg>")
+    run(FakeModel(wrong_when_sparse), out=tmp_path, arms=chosen, lengths=(500, 800))
     table = (tmp_path / "report.md").read_text().splitlines()
     assert "model fake, seed 0" in table[0]  # what is pasted says what was run
     assert table[2].startswith("| task | tokens | n | full | arm | accuracy |")
     assert len(table) == 4 + 2 * 4  # two lengths, two arms at two shares
+
+
+def test_a_score_is_the_share_of_the_values() -> None:
+    assert all_values("Codes 12 and Red.", ["12", "red", "99"]) == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,6 @@ def record(number: int, full: float, sparse: float, nll: float, kl: float = 0.1)
     known = {"full": {"score": full, "nll": 1.0, "right": full, "kept": 1.0}}
     known["sparse@0.2"] = {"score": sparse, "nll": nll, "right": sparse, "kl": kl, "top1": 1.0, "same": 1.0,
                            "kept": 0.2, "recall": 0.5}  # fmt: skip
-    for entry in known.values():
-        entry |= {"held": entry["score"]} if full else {}
     return Record(Cell("copy", 1024), number, known)
 
 
@@ -41,18 +39,6 @@ def test_the_second_table_has_the_items_that_full_prefill_gets_right() -> None:
     assert cell["n"] == 2
     assert cell["arms"]["full"]["score"]["mean"] == 1
     assert cell["arms"]["sparse@0.2"]["score"]["mean"] == 0.5
-
-
-def test_of_a_session_the_turns_that_full_prefill_gets_right_count() -> None:
-    entries = {"full": {"score": 0.6, "held": 1.0, "nll": 1.0}, "sparse@0.2": {"score": 0.4, "held": 2 / 3, "nll": 1.0}}
-    session = Record(Cell("session", 1024), 0, entries)
-    other = {"full": {"score": 0.0, "nll": 1.0}, "sparse@0.2": {"score": 0.2, "nll": 1.0}}
-    never = Record(Cell("session", 1024), 1, other)
-    (every,), (cell,) = (paired_cells(found, ARMS) for found in ([session, never], right_in_full([session, never])))
-    assert every["arms"]["sparse@0.2"]["score"]["mean"] == pytest.approx(0.3)
-    assert cell["n"] == 1
-    assert cell["arms"]["full"]["score"]["mean"] == 1
-    assert cell["arms"]["sparse@0.2"]["score"]["mean"] == pytest.approx(2 / 3)
 
 
 def test_an_arm_that_is_not_there_yet_is_left_out() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 import sysconfig
 from pathlib import Path
@@ -13,8 +12,7 @@ import pytest
 from mlx_specprefill_evals import corpus
 from mlx_specprefill_evals.errors import NothingToDoError
 from mlx_specprefill_evals.paraphrases import FACTS
-from mlx_specprefill_evals.tasks import CALLS, REAL, Item, Space, make_item
-from mlx_specprefill_evals.tasks.tool_calls import GROUP
+from mlx_specprefill_evals.tasks import REAL, Item, Space, make_item
 
 NAMES = sorted(REAL)
 EMPTY = frozenset(
@@ -60,7 +58,6 @@ def test_the_gold_passage_holds_the_answer_and_lies_before_the_question(name: st
     for number in range(3):
         made = item(name, number)
         document, _, question = made.turns[0].question.rpartition("\n\n")
-        assert len(made.turns) == (5 if name == "session" else 1)
         assert made.known.answer.strip().rstrip(")") in " ".join(made.gold)
         assert all(passage.strip() in document for passage in made.gold)
         assert made.turns[-1].answer.startswith(made.known.opening + made.known.answer)
@@ -99,33 +96,3 @@ def test_facts_and_questions_share_no_word_that_says_something() -> None:
         assert not content_words(fact) & content_words(question), (fact, question)
     assert len({*FACTS}) == len(FACTS)
     assert content_words("She was walking the dogs") == {"walki", "dogs"}
-
-
-def test_a_session_asks_for_five_sentences_and_goes_on_from_each_answer() -> None:
-    made = item("session", 1)
-    turns = (*made.earlier, made)
-    assert [len(turn.turns) for turn in turns] == [1, 2, 3, 4, 5]
-    assert len({turn.gold for turn in turns}) == 5
-    assert all(turn.turns == made.turns[: len(turn.turns)] for turn in turns)
-    for turn in turns:
-        assert turn.turns[-1].answer == turn.known.opening + turn.known.answer + '".'
-        assert turn.known.answer.strip() in turn.gold[0]
-
-
-@pytest.mark.parametrize("name", sorted(CALLS))
-def test_a_tool_call_names_the_path_and_the_line_of_one_definition(name: str) -> None:
-    for number in range(3):
-        made = make_item(CALLS[name], name, number, Space(1500, count))
-        document, _, question = made.turns[0].question.rpartition("\n\n")
-        lines = document.splitlines()
-        function = question.removesuffix(".").rpartition(" ")[2]
-        assert [line for line in lines if f"def {function}(" in line] == [made.gold[-1]]
-        said = json.loads(made.known.opening + made.known.answer)["arguments"]
-        assert said["path"] in made.known.answer
-        if name == "tool_call":
-            assert made.gold[0].startswith(f"{said['path']}:{said['line']}: ")
-        else:
-            assert made.gold[0] == said["path"]
-            assert made.gold[1].startswith(f"{said['line']}: ")
-            assert lines.index(made.gold[0]) < lines.index(made.gold[1]) <= lines.index(made.gold[0]) + GROUP
-        assert 1000 < count(document) <= 1500

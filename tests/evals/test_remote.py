@@ -77,7 +77,7 @@ def good(body):
 def test_turns_follow_each_other_and_arms_send_their_fields():
     with serving(good) as (server, url):
         tested = RemoteModel(f"{url}/v1/", api_key="secret")
-        replies = tested.ask(ITEM, arms(["sparse"], ["0.25"]), 9, 0, False)
+        replies = tested.ask(ITEM, arms(["sparse"], ["0.25"]), 9, 0)
     bodies = [body for body, _ in server.bodies[1:]]
     assert {key for _, key in server.bodies} == {"Bearer secret"}
     assert {arm.name: (reply.text, reply.kept) for arm, reply in replies.items()} == {
@@ -94,7 +94,7 @@ def test_turns_follow_each_other_and_arms_send_their_fields():
 
 def test_a_system_message_comes_first():
     with serving(good) as (server, url):
-        RemoteModel(url).ask(replace(ITEM, system="Be brief."), [FULL], 9, 0, False)
+        RemoteModel(url).ask(replace(ITEM, system="Be brief."), [FULL], 9, 0)
     for body, _ in server.bodies[1:]:
         assert body["messages"][0] == {"role": "system", "content": "Be brief."}
         assert body["messages"][1]["role"] == "user"
@@ -102,7 +102,7 @@ def test_a_system_message_comes_first():
 
 def test_no_arm_finds_what_another_left_in_the_cache():
     with serving(good) as (server, url):
-        RemoteModel(url).ask(ITEM, arms(["sparse", "served"], ["0.25", "0.5"]), 9, 0, False)
+        RemoteModel(url).ask(ITEM, arms(["sparse", "served"], ["0.25", "0.5"]), 9, 0)
     salts = [body["cache_salt"] for body, _ in server.bodies[1:]]
     assert salts == ["full"] * 2 + ["sparse@0.25"] * 2 + ["sparse@0.5"] * 2 + ["served"] * 2
 
@@ -115,7 +115,7 @@ def test_answers_are_compared_with_those_of_a_full_prefill():
         return status, reply
 
     with serving(other) as (_, url):
-        replies = RemoteModel(url).ask(ITEM, arms(["sparse"], ["0.25", "0.5"]), 9, 0, False)
+        replies = RemoteModel(url).ask(ITEM, arms(["sparse"], ["0.25", "0.5"]), 9, 0)
     assert [reply.measures["same"] for reply in replies.values()] == [1.0, 0.0, 1.0]
     assert all(reply.measures["seconds"] > 0 for reply in replies.values())
 
@@ -134,12 +134,12 @@ def test_answers_that_do_not_parse_say_what_is_wrong(reply, message):
     with serving(lambda body: next(replies)) as (_, url):
         tested = RemoteModel(url)
         with pytest.raises(NotMeasuredError, match=message):
-            tested.ask(ITEM, [FULL], 9, 0, False)
+            tested.ask(ITEM, [FULL], 9, 0)
 
 
 def test_arms_that_need_the_engine_are_refused():
     with serving(good) as (_, url), pytest.raises(NotMeasuredError, match="arm oracle needs the engine"):
-        RemoteModel(url).ask(ITEM, arms(["oracle"], ["0.2"]), 9, 0, False)
+        RemoteModel(url).ask(ITEM, arms(["oracle"], ["0.2"]), 9, 0)
 
 
 def test_a_server_that_is_down_is_unreachable():
@@ -151,7 +151,7 @@ def test_a_server_that_is_down_is_unreachable():
 
 def test_what_only_distributions_judge_is_not_asked_of_a_server():
     with serving(good) as (_, url), pytest.raises(NotMeasuredError, match="distributions"):
-        RemoteModel(url).ask(Item((Turn("First?", "One."),), ()), [FULL], 8, 0, False)
+        RemoteModel(url).ask(Item((Turn("First?", "One."),), ()), [FULL], 8, 0)
 
 
 def test_the_public_suite_can_be_asked_of_a_server():

@@ -22,8 +22,6 @@ MOST_LOST = 0.05
 OPTIONS = Options(
     tasks=("needle",),
     lengths=(768,),
-    depths=(),
-    files=(),
     arms=arms(["sparse"], ["0.2"]),
     number=20,  # one loss is allowed: no pair has any today, so one item that rounding turns over fails nothing
 )

@@ -1,13 +1,11 @@
-"""The base of all tasks: a function that makes items, and the published rule that scores an answer."""
+"""The base of all tasks: a function that makes items, and the longest answer."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from .. import haystack
-from ..aggregates import Whole
 from ..facts import Fact, Turn
 from ..haystack import Count
 
@@ -35,10 +33,9 @@ class Item:
 
     Attributes:
         turns: questions in order; the first one comes with the document. The last answer is the one that is scored.
-        values: texts that scoring looks for.
+        values: texts that are looked for in an answer.
         gold: passages of the document that the last answer needs; none where it needs the document as a whole.
         known: the last answer word for word, where there is only one.
-        earlier: the conversation's turns before this one, where they are judged as well; each goes on from the last.
         mentions: words of the last answer that occur in the conversation, often more than once.
         group: items of one group are not independent: intervals resample groups. Empty: the item stands alone.
         system: a system message in front of the turns; none if empty.
@@ -48,7 +45,6 @@ class Item:
     values: tuple[str, ...]
     gold: tuple[str, ...] = ()
     known: Known | None = None
-    earlier: tuple[Item, ...] = ()
     mentions: tuple[str, ...] = ()
     group: str = ""
     system: str = ""
@@ -70,14 +66,13 @@ class Item:
 
 @dataclass(frozen=True)
 class Space:
-    """The room for a document: the limit in prompt tokens, the counter, and the needle's place if it is fixed.
+    """The room for a document: the limit in prompt tokens, and the counter.
 
     `number` is the item's, for tasks that are a list of questions.
     """
 
     length: int
     count: Count
-    depth: float | None = None
     number: int = 0
 
     def without(self, *texts: str) -> int:
@@ -91,57 +86,19 @@ class Task:
 
     Attributes:
         make: an item from a source of randomness and the room for it.
-        score: answer and values to a number in [0, 1].
         answer_tokens: longest answer.
-        has_depth: whether `Space.depth` sets the place of the fact.
     """
 
     make: Callable[[random.Random, Space], Item]
-    score: Callable[[str, Sequence[str]], float]
     answer_tokens: int = 64
-    has_depth: bool = False
 
 
 def make_item(task: Task, name: str, seed: int, space: Space) -> Item:
     """Return the item of that number. It is the same on every machine with the same tokenizer."""
-    return task.make(random.Random(f"{name}/{seed}/{space.length}/{space.depth}"), replace(space, number=seed))
+    return task.make(random.Random(f"{name}/{seed}/{space.length}/None"), replace(space, number=seed))
 
 
-def asked_about(document: str, fact: Fact | Whole) -> Item:
+def asked_about(document: str, fact: Fact) -> Item:
     """Return the document, followed by the question."""
-    gold = fact.pieces if isinstance(fact, Fact) else fact.passages
     turn = Turn(f"{document}\n\n{fact.turn.question}", fact.turn.answer)
-    return Item((turn,), fact.values, gold)
-
-
-def within(
-    rng: random.Random,
-    space: Space,
-    fact: Fact,
-    filler: Iterator[str],
-    depths: Sequence[float] | None = None,
-    others: Sequence[str] = (),
-) -> Item:
-    """Return a fact in filler at the given depths, with other facts at random places."""
-    places = depths if depths is not None else _places(rng, space, len(fact.pieces))
-    mixed = sorted([*zip(places, fact.pieces, strict=True), *((rng.random(), other) for other in others)])
-    budget = space.without(fact.turn.question)
-    at, pieces = [place for place, _ in mixed], [piece for _, piece in mixed]
-    return asked_about(haystack.around(rng, pieces, filler, budget, space.count, at), fact)
-
-
-def within_prose(
-    rng: random.Random,
-    space: Space,
-    fact: Fact,
-    depths: Sequence[float] | None = None,
-    others: Sequence[str] = (),
-) -> Item:
-    """Return a fact in templated prose."""
-    return within(rng, space, fact, iter(lambda: haystack.prose(rng), ""), depths, others)
-
-
-def _places(rng: random.Random, space: Space, number: int) -> list[float]:
-    if space.depth is not None and number == 1:
-        return [space.depth]
-    return sorted(rng.random() for _ in range(number))
+    return Item((turn,), (fact.value,), (fact.text,))

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .. import corpus, scoring
+from .. import corpus
 from ..errors import NotMeasuredError
 from ..facts import Turn
 from .base import Item, Space, Task
@@ -113,4 +113,4 @@ def lines_around(rng: random.Random, lines: Sequence[str], at: int, budget: int,
     return "\n".join(lines[first:last]).rstrip()
 
 
-CODE_QA: dict[str, Task] = {"code_qa": Task(_code_qa, scoring.all_values, 16)}
+CODE_QA: dict[str, Task] = {"code_qa": Task(_code_qa, 16)}

@@ -15,7 +15,7 @@ import re
 from functools import lru_cache, partial
 from string import Template
 
-from .. import corpus, scoring
+from .. import corpus
 from ..facts import Turn
 from .around_questions import PLACES, Place
 from .asked_documents import KINDS, Asked
@@ -28,10 +28,7 @@ _REMARKS = 6  # in a document
 
 def tasks_at_places(prefix: str, order: bool = False) -> dict[str, Task]:
     """Return a task for each place, by its name behind the prefix. `order` is as in `_make`."""
-    return {
-        f"{prefix}_{name}": Task(partial(_make, place, order=order), scoring.all_values, 32)
-        for name, place in PLACES.items()
-    }
+    return {f"{prefix}_{name}": Task(partial(_make, place, order=order), 32) for name, place in PLACES.items()}
 
 
 def _make(place: Place, rng: random.Random, space: Space, order: bool = False) -> Item:

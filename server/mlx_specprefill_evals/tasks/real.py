@@ -11,10 +11,10 @@ import ast
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
-from .. import bm25, corpus, paraphrases, scoring
+from .. import bm25, corpus, paraphrases
 from ..corpus import Module, Paragraph
 from ..errors import NotMeasuredError
 from ..facts import Turn
@@ -25,13 +25,7 @@ WORDS = range(14, 41)  # of a sentence that is asked for
 DEPTHS = (0.05, 0.85)  # of what is asked for: what lies behind is kept anyway
 LED_BY, COPIED = 7, 8  # words of a sentence that are given, and of its rest that are asked for
 SHOWN, QUOTED = range(8, 12), range(3, 8)  # words of a quotation: in the question, and in the answer
-ASKED = (  # one for each turn of a session: words that all questions share would attract more than the document does
-    'Quote the sentence of the text that contains the words "{}".',
-    'Where does the document mention "{}"? Give that passage.',
-    'Find what is said with "{}" in it, and repeat it.',
-    'Which statement has the phrase "{}"? Say it again word for word.',
-    'Please look up "{}" for me and copy it.',
-)
+ASKED = 'Quote the sentence of the text that contains the words "{}".'
 PEOPLE = 4  # that there are facts about
 CLOZE_FROM, CLOZE_LETTERS = 8, 5  # a missing word stands behind so many others and has so many letters at least
 CLASSES, EXAMPLES = 3, 12  # of a many-shot task, at least; examples that a class has, at least
@@ -106,47 +100,19 @@ def _copy(rng: random.Random, space: Space) -> Item:
 
 
 def _quote(rng: random.Random, space: Space) -> Item:
-    """Ask for the sentence that contains a few words. The answer begins before them."""
+    """Ask for the sentence that contains a few words from its middle. The answer begins with earlier words."""
     while True:
-        sentence, document = _document_with(rng, space, _shown, ASKED[0])
-        if document.count(_opened(sentence)) == 1:
+        sentence, document = _document_with(rng, space, _shown, ASKED)
+        begun = " ".join(sentence.words[: QUOTED.start])
+        if document.count(begun) == 1:
             break
-    question, known = _quoted(sentence)
-    return answered(f"{document}\n\n{question}", known.opening, known.answer, [sentence.text])
+    answer = " " + " ".join(sentence.words[QUOTED.start : QUOTED.stop])
+    question = ASKED.format(_shown(sentence))
+    return answered(f"{document}\n\n{question}", f'The sentence is: "{begun}', answer, [sentence.text])
 
 
 def _shown(sentence: _Sentence) -> str:
     return " ".join(sentence.words[SHOWN.start : SHOWN.stop])
-
-
-def _opened(sentence: _Sentence) -> str:
-    return " ".join(sentence.words[: QUOTED.start])
-
-
-def _quoted(sentence: _Sentence, ask: str = ASKED[0]) -> tuple[str, Known]:
-    """Return a question for a sentence by words from its middle, and the answer, which begins with earlier words."""
-    words = sentence.words
-    question = ask.format(_shown(sentence))
-    opening = f'The sentence is: "{_opened(sentence)}'
-    return question, Known(opening, " " + " ".join(words[QUOTED.start : QUOTED.stop]))
-
-
-def _session(rng: random.Random, space: Space) -> Item:
-    """Ask for five quotations of one document, one after the other."""
-    while True:
-        sentence = rng.choice(_sentences())
-        document = _around(rng, sentence.index, space.without(*ASKED * 2) - 24 * len(ASKED), space)
-        asked = [one for one in _sentences() if all(document.count(text) == 1 for text in (_shown(one), _opened(one)))]
-        if len({_shown(one) for one in asked}) >= len(ASKED):
-            break
-    items: list[Item] = []
-    turns: tuple[Turn, ...] = ()
-    for one, ask in zip(rng.sample(asked, len(ASKED)), ASKED, strict=True):
-        question, known = _quoted(one, ask)
-        said = Turn(question if turns else f"{document}\n\n{question}", known.opening + known.answer + '".')
-        items.append(_known((*turns, said), known, [one.text]))
-        turns = (*turns, said)
-    return replace(items[-1], earlier=tuple(items[:-1]))
 
 
 # --- other words -----------------------------------------------------------------------------------------------------
@@ -173,11 +139,8 @@ def _continued(text: str, answer: str, gold: Sequence[str]) -> Item:
 
 def answered(question: str, opening: str, answer: str, gold: Sequence[str]) -> Item:
     """Return an item of one question whose answer is known after the opening."""
-    return _known((Turn(question, opening + answer),), Known(opening, answer), gold)
-
-
-def _known(turns: tuple[Turn, ...], known: Known, gold: Sequence[str]) -> Item:
-    return Item(turns, (known.answer.strip(),), tuple(gold), known)
+    turn = Turn(question, opening + answer)
+    return Item((turn,), (answer.strip(),), tuple(gold), Known(opening, answer))
 
 
 # --- distractors -----------------------------------------------------------------------------------------------------
@@ -379,11 +342,10 @@ def _lines_before(source: str, end: int, budget: int, space: Space) -> str:
 
 
 REAL: dict[str, Task] = {
-    "copy": Task(_copy, scoring.all_values, 16),
-    "quote": Task(_quote, scoring.all_values, 32),
-    "cloze": Task(_cloze, scoring.all_values, 8),
-    "many_shot": Task(_many_shot, scoring.all_values, 8),
-    "code": Task(_code, scoring.all_values, 24),
-    "paraphrase": Task(_paraphrase, scoring.all_values, 32),
-    "session": Task(_session, scoring.all_values, 32),
+    "copy": Task(_copy, 16),
+    "quote": Task(_quote, 32),
+    "cloze": Task(_cloze, 8),
+    "many_shot": Task(_many_shot, 8),
+    "code": Task(_code, 24),
+    "paraphrase": Task(_paraphrase, 32),
 }

@@ -22,7 +22,6 @@ import numpy as np
 
 from mlx_specprefill_server.pairs import PackagedFile, install, locate
 
-from .. import scoring
 from ..errors import NotMeasuredError
 from ..facts import Turn
 from .base import OVERHEAD, Item, Space, Task
@@ -129,7 +128,7 @@ def _item(generate: Generate, gold: str, rng: random.Random, space: Space) -> It
 
 def _niah(haystack: str, keys: str = "words", values: str = "numbers", **numbers: int) -> Task:
     generate = partial(_needles, haystack, keys, values, numbers)
-    return Task(partial(_item, generate, NEEDLE), scoring.all_values, 128)
+    return Task(partial(_item, generate, NEEDLE), 128)
 
 
 RULER: dict[str, Task] = {
@@ -141,7 +140,7 @@ RULER: dict[str, Task] = {
     "niah_multikey_3": _niah("needle", "uuids", "uuids"),
     "niah_multivalue": _niah("essay", num_needle_v=4),
     "niah_multiquery": _niah("essay", num_needle_q=4),
-    "vt": Task(partial(_item, _chain, VARIABLE), scoring.all_values, 30),
-    "cwe": Task(partial(_item, _common_words, ""), scoring.all_values, 120),
-    "fwe": Task(partial(_item, _frequent_words, ""), scoring.all_values, 50),
+    "vt": Task(partial(_item, _chain, VARIABLE), 30),
+    "cwe": Task(partial(_item, _common_words, ""), 120),
+    "fwe": Task(partial(_item, _frequent_words, ""), 50),
 }

@@ -20,7 +20,7 @@ settings.register_profile("steady", deadline=None, derandomize=True, suppress_he
 settings.register_profile("quick", settings.get_profile("steady"), max_examples=25)
 
 STARTS_PROCESSES = ("distributed", "e2e", "clients", "packaging", "web", "cli")
-ASIDE = ("evals", "recording", "selftest", "training", "web")  # only with --all, or where the command line names them
+ASIDE = ("evals", "recording", "selftest", "web")  # only with --all, or where the command line names them
 REPRESENTATIVE = frozenset({"llama", "qwen3_5"})  # in every run: plain attention, and a recurrent hybrid
 IN_ENGINES = frozenset({"llama"})  # all else that differs between models, the other folders test
 SHARES_A_SERVER = ("clients", "distributed", "e2e", "web")  # between the tests of a file

@@ -15,7 +15,6 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from retrieval.written import write_heads
 
 from mlx_specprefill import (
     CacheLabel,
@@ -35,6 +34,7 @@ from mlx_specprefill.selection.heads import DraftHeads, Head
 from mlx_specprefill.selection.retrieval_heads import RetrievalHeads
 from tests.support.dense import assert_is_full_reading
 from tests.support.oracle import on_the_cpu_unfused
+from tests.support.retrieval_heads import write_heads
 from tests.support.tiny import (
     CONFIGS,
     FAMILIES,

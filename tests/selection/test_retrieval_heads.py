@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
-from retrieval.written import write_heads
 
 from mlx_specprefill import (
     Engine,
@@ -32,6 +31,7 @@ from mlx_specprefill.cache.prefix.identity import model_identity
 from mlx_specprefill.loading.footprint import measure_footprint, weight_bytes
 from mlx_specprefill.selection.retrieval_heads import RetrievalDraft, RetrievalHeads, attach_heads
 from tests.support.precision import assert_close, numbers
+from tests.support.retrieval_heads import write_heads
 from tests.support.tiny import VOCAB, generated, random_prompt, save_checkpoint, tiny_model, tokenizer
 
 HIDDEN, HEADS, WIDTH, LAYERS = 48, 3, 8, 2

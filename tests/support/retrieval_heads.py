@@ -1,4 +1,4 @@
-"""Writes retrieval heads to the file that `draft_heads` names."""
+"""Writes retrieval heads to a file as `draft_heads` of a pair names it, in the format of the shipped ones."""
 
 from __future__ import annotations
 

@@ -291,6 +291,8 @@ def _with_heads(pair: ModelPair, heads: DraftHeads, exit_early: bool) -> ModelPa
     draft, draft_id = pair.draft, pair.draft_id
     if exit_early and heads.depth < runs and adapter_for(architecture_of(whole)).depth_refusal is None:
         draft, draft_id = first_layers(whole, heads.depth), f"{draft_id} ({heads.depth} of {total} layers)"
+    if heads.probe is not None and pair.split is None and not heads.probe.fits(draft):
+        raise LoadError(f"the probe beside the calibrated heads was fitted on another draft than {pair.draft_id}")
     refusal = pair.sparse_refusal or heads.refusal
     return replace(pair, draft=draft, draft_id=draft_id, heads=heads, sparse_refusal=refusal)
 

@@ -19,8 +19,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..arrays import Bools, Floats, Spans
-from ..selection.asked_lines import lines_of
 from ..selection.heads import LineProbe, whole_values
+from ..selection.question_lines import lines_of
 from ..selection.text import TextReader
 from .asking_prompts import AskingPrompt, asking_prompts
 from .texts import located, rendered

@@ -18,7 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from ..arrays import Floats, Spans
 from ..cache.positioned import leaves
@@ -72,6 +72,13 @@ class LineProbe:
         total = np.append(0, np.cumsum(mean))
         start, end = lines.T
         return np.asarray((total[end] - total[start]) / (end - start) + last[end - 1], dtype=np.float32)
+
+    def fits(self, draft: nn.Module) -> bool:
+        """Return whether a draft's caches have as many values as the probe has weights. Computes nothing."""
+        cache = make_prompt_cache(draft)
+        draft(mx.zeros((1, 2), dtype=mx.int32), cache=cache)
+        sizes = [values.shape[0] * values.shape[2] for values in whole_values(cache)]
+        return max(self.caches) < len(sizes) and len(self.weights) == 4 * sum(sizes[number] for number in self.caches)
 
 
 def whole_values(cache: Sequence[Any]) -> Iterator[mx.array]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..adapters.tokens.text_mapping import DraftText, TextMapping
 from ..arrays import Spans
-from .asked_lines import Ask
+from .question_lines import Ask
 from .scorer import Scores, ScoringInput
 
 
@@ -52,8 +52,7 @@ def map_task(mapping: TextMapping, task: ScoringInput) -> MappedTask:
     template[0] = True  # a sink, whatever the target's first token is
     stops = frozenset(int(token) for token in mapping.tokenizer.eos_token_ids)
     question = text.span(*task.question)
-    none = np.zeros(0, dtype=np.int32)  # the draft has other ids for the question
     lines, asked = task.lines, tuple(mapping.read(q).tokens for q in task.questions)
-    task = replace(task, again=none, lines=text.spans(lines), questions=asked)
+    task = replace(task, again=text.spans(task.again), lines=text.spans(lines), questions=asked)
     task = replace(task, prompt=text.tokens, question=question, template=template, stop_ids=stops)
     return MappedTask(task, text, lines)

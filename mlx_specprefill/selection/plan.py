@@ -15,7 +15,7 @@ from ..cache.prefix.selection_key import SelectionKey
 from ..config import EngineConfig, RuleName, Scope, SelectionConfig, SpecPrefillPolicy
 from ..prefill_report import Mode, Prediction, Reason, ReasonCode
 from ..request import GenerationRequest, PromptSpan
-from .asked_lines import Ask
+from .question_lines import Ask
 from .selector import selection_by
 
 USER_WHOLE, USER_HEAD, USER_TAIL = (2048, 8), (128, 64), (512, 16)  # (most tokens, divisor of the prompt length)

@@ -1,15 +1,39 @@
-"""Finds the question of a prompt, whose attention says which tokens matter: mostly its last line or sentence.
+"""Finds the lines of a prompt that ask, whose attention says which tokens matter: mostly the last line or sentence.
 
-Behind tool results it stands further up. Other lines that ask are found by `asked_lines`.
+Behind tool results this question stands further up. People and agents also write what they want in front of a text, in
+the system message, a turn before, or in front of rules for the answer. Which lines do, the draft's own values say
+(`heads.LineProbe`). These are fed once more behind the prompt, from where they see all of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from ..arrays import Indices
+import numpy as np
+
+from ..arrays import NO_SPANS, Floats, Indices, Spans
 from ..config import ScoringConfig
 from ..request import PromptSpan
+from .selector import PIECE, pieces
+
+_USERS = 2  # newest user messages that may ask
+_ROWS, _MOST_ROWS = 64, 256  # tokens of other lines that are asked, which one forward reads, at least and at most
+_PART = 12  # of a prompt, between the two
+_SURE, _SURE_WEIGHT = 3, 3.0  # best lines, among which the one that asks mostly is, and their weight
+
+
+class Ask(NamedTuple):
+    """A line that may ask: its number among `lines_of`, prompt indices [start, end), and its weight beside others.
+
+    One of more weight than 1 counts as a question does, and the target reads it. Else it competes by its score as all
+    text does.
+    """
+
+    line: int
+    start: int
+    end: int
+    weight: float
 
 
 def question_span(
@@ -30,23 +54,79 @@ def question_span(
     return max(0, end - rows), end
 
 
-def repeated_question_spans(
-    spans: Sequence[PromptSpan], config: ScoringConfig, units: Indices
-) -> tuple[tuple[int, int], ...]:
-    """Return the ranges [start, end) of the question in a prompt that ends with tool results, in reading order.
+def repeated_question_spans(spans: Sequence[PromptSpan], config: ScoringConfig, units: Indices) -> Spans:
+    """Return the ranges [start, end) of the question in a prompt that ends with tool results, in reading order, (N, 2).
 
     These are the model's last call with the text before it, and the last line or sentence of the last user message,
     each with header and end marker. Empty if the prompt ends with another kind of message: that one is the question.
     """
     users = [span for span in spans if span.kind == "user"]
     if not users or spans[-1].kind != "tool":
-        return ()
-    user = users[-1]
-    called = next((span for span in reversed(spans) if span.kind == "assistant" and span.start > user.start), None)
-    places = []
-    if called is not None:
+        return NO_SPANS
+    user, places = users[-1], list[tuple[int, int]]()
+    for called in [span for span in spans if span.kind == "assistant" and span.start > user.start][-1:]:
         said = max(called.content_start, called.content_end - config.question_rows[1])
         places += [(called.start, called.content_start), (said, called.end)]
     question = max(user.content_start, question_span(user.content_end, config, units=units)[0])
     places += [(user.start, user.content_start), (question, user.end)]
-    return tuple((start, end) for start, end in places if start < end)
+    return np.array([(start, end) for start, end in places if start < end], dtype=np.int64)
+
+
+def lines_of(spans: Sequence[PromptSpan], prompt_len: int, units: Indices) -> Spans:
+    """Return [start, end) of the lines that people may ask in, in reading order, (N, 2); of long ones, their pieces.
+
+    They are those of the two newest user messages, and of system messages in front of all turns: what a later system
+    message says is an agent's reminder.
+
+    Args:
+        spans: of the prompt's messages; none for a raw completion, which is treated as one user message.
+        units: starts of lines and sentences.
+    """
+    spans = spans or [PromptSpan("user", 0, 0, prompt_len, prompt_len)]
+    users = [span for span in spans if span.kind == "user"]
+    systems = [span for span in spans if span.kind == "system" and users and span.start < users[0].start]
+    found = [NO_SPANS]
+    for span in (*systems, *users[-_USERS:]):
+        inside = units[(units > span.content_start) & (units < span.content_end)]
+        found.append(np.stack(pieces(np.append(span.content_start, inside), span.content_end, PIECE), axis=1))
+    lines = np.concatenate(found)
+    return lines[lines[:, 0] < lines[:, 1]]
+
+
+def rows_of(prompt_len: int) -> int:
+    """Return how many tokens of a prompt's other lines may be asked."""
+    return min(max(_ROWS, prompt_len // _PART), _MOST_ROWS)
+
+
+def asked_lines(scores: Floats | None, lines: Spans, question: Spans, rows: int) -> tuple[Ask, ...]:
+    """Return the lines that ask beside the question, in reading order: the best ones, the best three as sure. None
+    where the question leads.
+
+    Args:
+        scores: (N,), how much each line asks; None: nothing is known but their places.
+        lines: [start, end) of each, (N, 2).
+        question: [start, end) of tokens that are asked anyway, (Q, 2).
+        rows: tokens of these lines.
+    """
+    beside = ~((lines[:, :1] < question[:, 1]) & (lines[:, 1:] > question[:, 0])).any(axis=1)
+    sure = 0 if scores is None else _SURE
+    if scores is None:
+        scores, rows = _by_place(lines), min(rows, _ROWS)
+    elif scores[~beside].max(initial=-np.inf) >= scores[beside].max(initial=-np.inf):
+        return ()
+    asks = list[Ask]()
+    for rank, line in enumerate(np.argsort(-scores, kind="stable").tolist()):
+        start, end = lines[line].tolist()
+        if beside[line] and end - start <= rows:
+            rows -= end - start
+            asks.append(Ask(line, start, end, _SURE_WEIGHT if rank < sure else 1.0))
+    return tuple(sorted(asks))
+
+
+def _by_place(lines: Spans) -> Floats:
+    """Return scores of lines by their places alone, (N,): those at both ends of messages first, the newest before."""
+    header = np.append(lines[1:, 0] > lines[:-1, 1], True)[: len(lines)]  # behind it
+    message = np.cumsum(header) - header
+    begin, end = lines[np.flatnonzero(np.roll(header, 1)), 0], lines[header, 1]
+    inside = np.minimum(lines[:, 0] - begin[message], end[message] - lines[:, 1])
+    return np.asarray(np.arange(len(lines)) / max(len(lines), 1) - inside, dtype=np.float32)

@@ -81,14 +81,17 @@ class RetrievalDraft(FirstLayers):
 
 
 def known_heads(draft: RetrievalDraft) -> DraftHeads:
-    """Return all retrieval heads with equal weights, which need no calibration, and the model's probe that ships."""
+    """Return all retrieval heads with equal weights, which need no calibration, and the model's probe that ships, if
+    its caches are there.
+    """
     with record_attention() as record:
         draft(mx.zeros((1, 2), dtype=mx.int32))
     call = len(record.queries) - 1
     heads = tuple(Head(call, head, 1.0) for head in range(draft.retrieval.heads))
     shipped = shipped_heads(draft.whole)
     probe = None if shipped is None else shipped.probe
-    return DraftHeads(heads, draft.count + 1, len(layers_of(draft.whole)), {}, probe)
+    fitting = probe if probe is not None and probe.fits(draft) else None
+    return DraftHeads(heads, draft.count + 1, len(layers_of(draft.whole)), {}, fitting)
 
 
 def attach_heads(model: nn.Module, file: Path) -> RetrievalDraft:

@@ -33,8 +33,8 @@ from ..errors import SparseUnsupportedError, SpecPrefillError
 from ..events import Progress
 from ..prefill_report import ScorerKind
 from ..request import TokenIds
-from .asked_lines import Ask, asked_lines
-from .heads import DraftHeads, Head
+from .heads import DraftHeads, Head, LineProbe
+from .question_lines import Ask, asked_lines
 
 AROUND = 48  # tokens on either side of a line that is asked again
 _AT_ONCE = 256  # tokens of questions that the draft reads in one forward, in which the later ones see the others
@@ -52,12 +52,13 @@ class ScoringInput:
         cache: the draft's own mlx-lm cache, which may hold a dense prefix of the prompt up to the question at most.
             Afterwards it holds exactly the prompt.
         step: returns the tokens of each forward.
-        again: question tokens in front of the text that they ask about, int32 (Q,): they are read a second time behind
-            the prompt, and their attention counts instead of the question's. Only calibrated heads are read so.
+        again: [start, end) of the question in front of the text that it asks about (`repeated_question_spans`), (Q, 2):
+            it is read a second time behind the prompt, and its attention counts instead. Only calibrated heads are
+            read so.
         lines: that may be the question (`lines_of`). Some of them are read behind the prompt, too (`asked_lines`), and
             what one of them looks at counts beside what the question does.
-        sizes: as in `asked_lines`, in the target's tokens.
-        rows: tokens of the target that may be read so.
+        rows: tokens of these that may be read so.
+        probe: says which of them ask; None: nothing but their places does.
         window: seen by the tokens in front of the question while they are read; None: everything.
         end: the question is asked right behind so many tokens of the prompt, and only they are scored; None: all.
         questions: token ids of questions that the prompt has not: they are read behind it, and count alone.
@@ -69,13 +70,18 @@ class ScoringInput:
     stop_ids: frozenset[int]
     cache: list[Any]
     step: Callable[[], int]
-    again: TokenIds = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    again: Spans = field(default_factory=lambda: NO_SPANS)
     lines: Spans = field(default_factory=lambda: NO_SPANS)
-    sizes: Indices = field(default_factory=lambda: NO_INDICES)
     rows: int = 0
+    probe: LineProbe | None = None
     window: DraftWindow | None = None
     end: int | None = None
     questions: tuple[TokenIds, ...] = ()
+
+    @property
+    def asked(self) -> Spans:
+        """Return [start, end) of the tokens that ask, in the prompt, (Q, 2)."""
+        return self.again if len(self.again) else np.array([self.question])
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,32 +177,26 @@ class HeadScorer:
         if task.questions:
             yield from read_prompt(draft, task, end)
             return (yield from self._by_questions(draft, task, end))
-        if task.again.size or end < M:
+        if len(task.again) or end < M:
             yield from read_prompt(draft, task, end)
-            asking = task.again if task.again.size else task.prompt[slice(*task.question)]
+            asking = np.concatenate([task.prompt[start:last] for start, last in task.asked])
             rows = self._ask_again(draft, end, task.cache, [asking])
         else:
             capture = self._capture(M)
             yield from read_prompt(draft, task, M, task.question, capture.of_passage)
             rows = capture.attention
         parts = [(rows, task.template[None, :end])]
-        words, asks = self._words, self._asked_lines(task)
+        scores = None if task.probe is None else task.probe.scores(task.cache, task.lines)
+        words, asks = self._words, asked_lines(scores, task.lines, task.asked, task.rows)
         if asks:
             lines = [task.prompt[ask.start : ask.end] for ask in asks]
-            rows = self._ask_again(draft, end, task.cache, lines, each=True)
+            rows = self._ask_again(draft, end, task.cache, lines)
             parts.append((rows, _without_surroundings(task, end, asks)))
             words += f", {len(asks)} more lines that may ask"
         importance, *by_line = self._importance(parts)
         if asks:
             importance = add_asks(importance, np.stack(by_line), asks)
         return Scores(importance, "draft", words, (), task.cache, asks=asks)
-
-    def _asked_lines(self, task: ScoringInput) -> tuple[Ask, ...]:
-        """Return the lines that ask by what the draft holds, or by their places where it has not read them."""
-        is_read = task.end is None and self.ranks is None and len(task.lines) > 0
-        probe = self.heads.probe if is_read else None
-        scores = None if probe is None else probe.scores(task.cache, task.lines)
-        return asked_lines(scores, task.lines, task.sizes, task.rows)
 
     @property
     def _words(self) -> str:
@@ -209,7 +209,7 @@ class HeadScorer:
             many = np.cumsum([question.size for question in left]) > _AT_ONCE
             count = max(1, int(many.argmax())) if many.any() else len(left)
             group, left = left[:count], left[count:]
-            rows = self._ask_again(draft, end, task.cache, group, each=True)
+            rows = self._ask_again(draft, end, task.cache, group)
             found = self._importance([(rows, np.repeat(task.template[None, :end], count, axis=0))])
             most = found.max(axis=1, keepdims=True)
             best = np.maximum(best, (found / np.where(most == 0, 1, most)).max(axis=0))
@@ -227,19 +227,14 @@ class HeadScorer:
         end: int,
         cache: list[Any],
         texts: Sequence[TokenIds],
-        each: bool = False,
     ) -> dict[tuple[int, int], mx.array]:
-        """Feed texts behind the prompt's first `end`; return their heads' attention to these, queued.
+        """Feed texts behind the prompt's first `end`; return each one's attention to these by head, (P, end), queued.
 
         The cache is restored.
-
-        Args:
-            each: return each text's attention, (P, end), instead of the mean over all of their tokens, (end,).
         """
         tokens = np.concatenate(texts)
-        parts = _means([text.size for text in texts]) if each else None
         capture, snapshot, Q = self._capture(end + tokens.size), Snapshot(cache), tokens.size
-        with capture.of_passage(end + Q, Q, slice(0, Q), parts):
+        with capture.of_passage(end + Q, Q, slice(0, Q), _means([text.size for text in texts])):
             draft(mx.array(tokens)[None], cache=cache)
         mx.async_eval([part.state for part in cache], list(capture.attention.values()))  # type: ignore[no-untyped-call]
         snapshot.take_back(Q, Q)

@@ -17,7 +17,7 @@ from .text import PromptText
 _LOOKED = 13  # best tokens that weigh a line or sentence: the width of the smoothing of attention
 _ORDINARY = 0.99  # quantile of unchosen tokens; the maximum may be an outlier
 _LEAST_RECALL = 256  # tokens that may always be recalled
-_PIECE = 32  # tokens: replaces a line or sentence that is too long or unknown
+PIECE = 32  # tokens: replaces a line or sentence that is too long or unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def by_sentence(importance: Floats, units: Indices, config: SelectionConfig) -> 
             `sentence_limit` are cut into pieces.
     """
     M = importance.size
-    begin, end = _pieces(units, M, config.sentence_limit)
+    begin, end = pieces(units, M, config.sentence_limit)
     total = np.append(0.0, np.cumsum(importance, dtype=np.float64))
     looked_end = np.minimum(np.arange(M) + _LOOKED, np.repeat(end, end - begin))
     seen = total[looked_end] - total[:M]  # tokens from each token on, up to the end of its unit
@@ -76,11 +76,11 @@ def by_sentence(importance: Floats, units: Indices, config: SelectionConfig) -> 
     return np.repeat(weight, end - begin)
 
 
-def _pieces(units: Indices, length: int, limit: int) -> tuple[Indices, Indices]:
+def pieces(units: Indices, length: int, limit: int) -> tuple[Indices, Indices]:
     """Return the starts and ends of units, those longer than `limit` tokens cut into pieces."""
     ends = np.append(units[1:], length)
     long = ends - units > limit
-    cuts = [np.arange(start, end, _PIECE) for start, end in zip(units[long], ends[long], strict=True)]
+    cuts = [np.arange(start, end, PIECE) for start, end in zip(units[long], ends[long], strict=True)]
     starts = np.union1d(units, np.concatenate(cuts)) if cuts else units
     return starts, np.append(starts[1:], length)
 
@@ -205,7 +205,7 @@ def missing_of(selection: Selection, held: Bools, stands_out: float) -> Indices:
     starts = np.arange(0, L, size)
     near = np.logical_or.reduceat(standing, starts)
     whole = np.logical_and.reduceat(chosen, starts)
-    for _ in range(max(1, _PIECE // size)):
+    for _ in range(max(1, PIECE // size)):
         before, after = near[:-1].copy(), near[1:].copy()
         near[1:] |= whole[1:] & before
         near[:-1] |= whole[:-1] & after

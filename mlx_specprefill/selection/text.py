@@ -1,4 +1,4 @@
-"""Reads the lines, sentences, headings and question marks of a prompt from its tokens."""
+"""Reads the lines, sentences and headings of a prompt from its tokens."""
 
 from __future__ import annotations
 
@@ -17,11 +17,9 @@ _UNKNOWN, _ENDS_LINE, _ENDS_SENTENCE, _BEGINS_WORD = 1, 2, 4, 8
 _BLANK = 16  # white space only
 _DIGIT = 32  # the first visible character is a digit
 _ENDS_NUMBER = 64  # of a line: a tab, colon, bar or dash behind it, or a sign beyond ASCII such as an arrow
-_ASKS = 128  # has a question mark
 _HEADING = 32  # longest heading, in tokens
 _SPACES = ("\u0120", "\u2581")  # the space in byte-level and in SentencePiece vocabularies
 _STOPS, _WIDE_STOPS = (".", "!", "?"), ("。", "！", "？")
-_QUESTION_MARKS = frozenset("?？؟")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,22 +31,19 @@ class PromptText:
         headings: short lines above lines that belong to them: further indented, as below a function's first line, or
             with numbers in front, as below a file's name in search results. The indentation of numbered lines counts
             behind the number. Start and end of each heading, and the end of its lines; int32 (H, 3).
-        marks: tokens with a question mark, ascending; int32 (Q,).
         pieces: the text of each token; of a whole prompt only.
     """
 
     units: Indices
     headings: Indices = field(default_factory=lambda: np.zeros((0, 3), dtype=np.int32))
-    marks: Indices = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
     pieces: Sequence[str] = ()
 
     def part(self, start: int, end: int) -> PromptText:
         """Return the same for the prompt's tokens [start, end), without pieces. Indices count from `start`."""
         inside = self.units[(self.units > start) & (self.units < end)]
         headings = self.headings[(self.headings[:, 0] >= start) & (self.headings[:, 1] < end)]
-        marks = self.marks[(self.marks >= start) & (self.marks < end)] - np.int32(start)
         units = np.append(np.int32(0), inside - np.int32(start))
-        return PromptText(units, np.minimum(headings, end) - np.int32(start), marks)
+        return PromptText(units, np.minimum(headings, end) - np.int32(start))
 
 
 class TextReader:
@@ -74,8 +69,7 @@ class TextReader:
         before, after = kinds[:-1], kinds[1:]
         sentence = (before & _ENDS_SENTENCE > 0) & (after & _BEGINS_WORD > 0)
         units = np.append(0, np.flatnonzero((before & _ENDS_LINE > 0) | sentence) + 1).astype(np.int32)
-        marks = np.flatnonzero(kinds & _ASKS > 0).astype(np.int32)
-        return PromptText(units, _headings(kinds, indents), marks, pieces)
+        return PromptText(units, _headings(kinds, indents), pieces)
 
     def _learn(self, ids: TokenIds) -> None:
         if ids.size and ids.max() >= self._kinds.size:
@@ -109,7 +103,7 @@ def _kind_of(text: str) -> tuple[int, int]:
     ends_sentence = text.rstrip(" ").endswith(_STOPS)
     ends_number = text.startswith(("\t", ":", "|", "-")) or not (text[:1].isascii() or text[:1].isalnum())
     kind = ends_line * _ENDS_LINE | ends_sentence * _ENDS_SENTENCE | ends_number * _ENDS_NUMBER
-    kind |= text[:1].isspace() * _BEGINS_WORD | (not _QUESTION_MARKS.isdisjoint(text)) * _ASKS
+    kind |= text[:1].isspace() * _BEGINS_WORD
     seen = text.lstrip()
     blanks = text[: len(text) - len(seen)].rpartition("\n")[2]
     return kind | (seen[:1].isdigit() * _DIGIT if seen else _BLANK), min(len(blanks), 255)

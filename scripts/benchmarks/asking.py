@@ -21,8 +21,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_specprefill import ModelPair, ScoringConfig
 from mlx_specprefill.arrays import Floats
 from mlx_specprefill.calibration.asking_prompts import AskingPrompt, asking_prompts
-from mlx_specprefill.selection.asked_lines import asked_lines, lines_of, rows_of, sizes_beside
-from mlx_specprefill.selection.question_lines import question_span
+from mlx_specprefill.selection.question_lines import asked_lines, lines_of, question_span, rows_of
 from mlx_specprefill.selection.text import TextReader
 from mlx_specprefill_evals.tasks.around_questions import PLACES
 from mlx_specprefill_server.prompt.builder import PromptBuilder
@@ -69,14 +68,13 @@ class Bench:
         lines, cache = lines_of(read.spans, M, units), make_prompt_cache(self._draft)
         self._draft(mx.array(read.tokens)[None], cache=cache)
         mx.eval([part.state for part in cache])
-        sizes = sizes_beside([question], lines)
         wanted = self._wanted(read.tokens, prompt.order)
         ways: dict[str, Floats | None] = {
             "probe": self._probe.scores(cache, lines),
             "places": None,
             "random": np.random.default_rng(M).random(len(lines), dtype=np.float32),
         }
-        taken = {way: asked_lines(scores, lines, sizes, rows_of(M)) for way, scores in ways.items()}
+        taken = {way: asked_lines(scores, lines, np.array([question]), rows_of(M)) for way, scores in ways.items()}
         held = {"last line": [question]} | {
             way: [question, *((ask.start, ask.end) for ask in asks)] for way, asks in taken.items()
         }

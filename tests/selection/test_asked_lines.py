@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlx_specprefill.arrays import NO_SPANS
 from mlx_specprefill.request import PromptSpan
-from mlx_specprefill.selection.asked_lines import asked_lines, lines_of
+from mlx_specprefill.selection.question_lines import asked_lines, lines_of
 from mlx_specprefill_server.local import LocalPair, open_pair
 from tests.support.reading import text_read
 
@@ -69,13 +70,12 @@ def test_the_best_lines_are_asked_in_reading_order(data: st.DataObject) -> None:
     spans, length = said(("system", 3), ("user", data.draw(st.integers(1, 60))))
     lines = lines_of(spans, length, units_of(spans))
     scores = np.array(data.draw(st.permutations(range(len(lines)))), dtype=np.float32)
-    sizes = np.where(np.arange(len(lines)) == len(lines) - 1, 0, LINE).astype(np.int32)
     rows = data.draw(st.integers(0, 300))
-    asks = asked_lines(scores, lines, sizes, rows)
+    asks = asked_lines(scores, lines, lines[-1:] + 1, rows)
     if scores[-1] == scores.max():
         assert asks == ()
         return
-    best = [line for line in np.argsort(-scores).tolist() if sizes[line]][: rows // LINE]
+    best = [line for line in np.argsort(-scores).tolist() if line != len(lines) - 1][: rows // LINE]
     assert [ask.line for ask in asks] == sorted(best)
     sure = set(np.argsort(-scores)[:3].tolist())
     assert {ask.line for ask in asks if ask.weight > 1} == sure & {ask.line for ask in asks}
@@ -86,21 +86,20 @@ def test_the_best_lines_are_asked_in_reading_order(data: st.DataObject) -> None:
 def test_a_question_that_leads_is_alone() -> None:
     spans, length = said(("user", 10))
     lines = lines_of(spans, length, units_of(spans))
-    sizes = np.array([LINE] * 9 + [0], dtype=np.int32)
     for lead, alone in ((-1.0, False), (1.0, True)):
         scores = np.array([0.0] * 9 + [lead], dtype=np.float32)
-        assert (asked_lines(scores, lines, sizes, 64) == ()) is alone
+        assert (asked_lines(scores, lines, lines[-1:], 64) == ()) is alone
 
 
 def test_where_nothing_is_known_both_ends_of_messages_are_asked_as_text() -> None:
     spans, length = said(("user", 1), ("assistant", 3), ("user", 100))
     lines = lines_of(spans, length, units_of(spans))
-    asks = asked_lines(None, lines, (lines[:, 1] - lines[:, 0]).astype(np.int32), 60)
+    asks = asked_lines(None, lines, NO_SPANS, 60)
     user = spans[2]
     ends = {user.content_start, user.content_start + LINE, user.content_end - LINE, user.content_end - 2 * LINE}
     assert {spans[0].content_start, *ends} <= {ask.start for ask in asks}
     assert {ask.weight for ask in asks} == {1.0}
-    assert asked_lines(None, lines[:0], np.zeros(0, dtype=np.int32), 60) == ()
+    assert asked_lines(None, NO_SPANS, NO_SPANS, 60) == ()
 
 
 # --- a real model -----------------------------------------------------------------------------------------------------

@@ -14,9 +14,8 @@ from mlx_specprefill.adapters.depth import first_layers
 from mlx_specprefill.cache.positioned import leaves
 from mlx_specprefill.errors import SpecPrefillError
 from mlx_specprefill.selection import scorer as scoring
-from mlx_specprefill.selection.asked_lines import Ask
 from mlx_specprefill.selection.heads import DraftHeads, Head
-from mlx_specprefill.selection.question_lines import question_span, repeated_question_spans
+from mlx_specprefill.selection.question_lines import Ask, question_span, repeated_question_spans
 from mlx_specprefill.selection.scorer import (
     AROUND,
     HeadScorer,
@@ -298,7 +297,7 @@ def test_what_asks_again_counts_as_if_it_stood_behind_the_prompt(family):
     """The same attention as of a prompt that goes on with it; the cache is that of the prompt alone."""
     draft, prompt, heads = tiny_model(family), np.array(random_prompt(M), dtype=np.int32), heads_of(family)
     again = prompt[10:30]
-    found, _ = run_heads(draft, prompt, heads, again=again)
+    found, _ = run_heads(draft, prompt, heads, again=np.array([[10, 30]]))
     longer = np.concatenate([prompt, again])
     template = np.arange(longer.size) >= M
     expected, _ = run_heads(draft, longer, heads, question=(M, longer.size), template=template)
@@ -362,17 +361,17 @@ def test_behind_tool_results_the_last_call_and_the_last_order_ask():
     spans = spans_of(("system", 20), ("user", 200), ("assistant", 100), ("tool", 30), ("assistant", 10), ("tool", 500))
     user, call = spans[1], spans[4]
     units = np.array([0, user.content_end - 20, user.content_end + 4], dtype=np.int32)
-    assert repeated_question_spans(spans, ScoringConfig(), units) == (
-        (call.start, call.content_start),
-        (call.content_start, call.end),
-        (user.start, user.content_start),
-        (user.content_end - 20, user.end),
-    )
+    assert repeated_question_spans(spans, ScoringConfig(), units).tolist() == [
+        [call.start, call.content_start],
+        [call.content_start, call.end],
+        [user.start, user.content_start],
+        [user.content_end - 20, user.end],
+    ]
     long = spans_of(("user", 10), ("assistant", 100), ("tool", 9))
-    assert repeated_question_spans(long, ScoringConfig(), units)[1] == (long[1].content_end - 48, long[1].end)
+    assert repeated_question_spans(long, ScoringConfig(), units)[1].tolist() == [long[1].content_end - 48, long[1].end]
 
 
 @pytest.mark.parametrize("kinds", [["user"], ["tool"], ["user", "tool", "user"], ["user", "tool", "assistant"], []])
 def test_where_the_last_message_asks_itself_nothing_is_read_again(kinds):
     spans = spans_of(*((kind, 50) for kind in kinds))
-    assert repeated_question_spans(spans, ScoringConfig(), np.array([0], dtype=np.int32)) == ()
+    assert repeated_question_spans(spans, ScoringConfig(), np.array([0], dtype=np.int32)).size == 0

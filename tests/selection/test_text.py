@@ -239,14 +239,3 @@ def test_the_first_part_of_a_block_keeps_its_heading() -> None:
     assert text.part(0, 12).headings.tolist() == [[0, 4, 12], [4, 9, 12]]
     assert text.part(0, 9).headings.tolist() == [[0, 4, 9]]
     assert text.part(4, 30).headings.tolist() == [[0, 5, 12]]
-
-
-@pytest.mark.parametrize("tokenizer", [metaspace(), load(DEMO)], ids=["metaspace", "byte-level"])
-def test_question_marks_are_where_the_text_has_them(tokenizer: TokenizerWrapper) -> None:
-    ids = np.array(tokenizer.encode(TEXT, add_special_tokens=False), dtype=np.int32)
-    marked = [i for i, token in enumerate(ids.tolist()) if "?" in tokenizer.decode([token])]
-    read = TextReader(tokenizer).read(ids)
-    assert read.marks.tolist() == marked
-    assert marked
-    cut = read.part(marked[0], ids.size)
-    assert cut.marks.tolist() == [mark - marked[0] for mark in marked]

@@ -14,7 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from ...adapters.depth import full_draft_model
 from ...adapters.moved_keys import Piece, append, cut
 from ...adapters.window import WindowedReader
-from ...arrays import NO_INDICES, NO_SPANS, Indices
+from ...arrays import NO_SPANS, Indices
 from ...cache.feeding import feed, forward_ends
 from ...cache.positioned import tokens_in
 from ...config import EngineConfig
@@ -23,10 +23,9 @@ from ...events import Progress
 from ...pair import ModelPair
 from ...prefill_report import Reason
 from ...request import GenerationRequest, TokenIds
-from ...selection.asked_lines import lines_of, rows_of, sizes_beside
 from ...selection.mapped import MappedTask, map_task
 from ...selection.plan import PrefillPlan, template_mask
-from ...selection.question_lines import question_span, repeated_question_spans
+from ...selection.question_lines import lines_of, question_span, repeated_question_spans, rows_of
 from ...selection.scorer import HeadScorer, Scores, ScoringInput, scorer_for
 from ...selection.selector import select_part, select_recalled, selection_by
 from ...selection.text import PromptText, TextReader
@@ -91,7 +90,8 @@ class PromptScorer:
         """Return the indices to read by these scores, ascending: of the prefix what is unread or recalled, and of what
         follows it all or a part.
         """
-        active.plan = plan = active.plan.asking(scores.asks)
+        planned, plan = active.plan, active.plan.asking(scores.asks)
+        active.plan = plan
         prefix, text, L = active.prefix, active.text, active.prefix.length
         active.scored = Scored(scores.scorer, scores.words, scores.read + active.scored.draft_read, scores.places)
         config, new = selection_by(plan.rule, self.config.selection), np.arange(L, plan.forced.size, dtype=np.int32)
@@ -101,13 +101,14 @@ class PromptScorer:
             held = np.concatenate([prefix.settled, recalled])
             selection = select(end=min(L, scores.importance.size))
             again = select_recalled(selection, held, config.stands_out, self.config.policy.recall_share)
-            recalled = np.union1d(recalled, again)
+            asked = prefix.dropped[(plan.forced > planned.forced)[prefix.dropped]]
+            recalled = np.concatenate([recalled, again, asked])
         if plan.mode == "sparse":
             first = L - L % config.chunk_size  # chunks start where an earlier turn's chunks start
             new = select(start=first).kept + np.int32(first)
             new = new[new >= L]
         if prefix.change is None:
-            return np.concatenate([recalled, new])
+            return np.union1d(recalled, new)
         edit = prefix.change.around(new)
         active.prefix, active.plan = prefix.behind(edit, None), replace(plan, reason=Reason("reused", edit.words))
         return np.concatenate([edit.unread, edit.later])
@@ -132,12 +133,11 @@ class PromptScorer:
             if not self.estimating.wants(request, plan):
                 return _given(Scores(given))
             plan = replace(plan, rule="default")  # it is read for the estimates alone
-        task = self._task(request, plan, text)
+        task = self._task(request, plan, text, extension)
         raised = partial(self._raised, request, plan, text, task)
         if self.pair.mapping is not None:
             return self._mapped(request, plan, map_task(self.pair.mapping, task), extension, raised)
-        known = task.prompt.size - 1 if task.again.size or task.questions else task.question[0]
-        return self._by_draft(request, plan, task, known, extension, raised)
+        return self._by_draft(request, plan, task, extension, raised)
 
     def _mapped(
         self,
@@ -152,7 +152,7 @@ class PromptScorer:
             raise DraftContextError(f"the prompt has {size} tokens of the draft's, the draft's context {context}")
         if extension is not None:
             extension = Extension(*(mapped.text.span(0, end)[1] for end in extension))
-        steps = self._by_draft(request, plan, mapped.task, mapped.task.question[0], extension)
+        steps = self._by_draft(request, plan, mapped.task, extension)
         return _converted(steps, lambda scores: raised(mapped.scores(scores)))
 
     def asking(
@@ -164,16 +164,8 @@ class PromptScorer:
         """
         if request.specprefill.importance is not None or plan.rule == "paper" or self.pair.heads is None:
             return ()
-        task = self._task(request, plan, text)
-        return tuple(sorted({*self._asking(request, task, text, scores)}))
-
-    def _asking(
-        self, request: GenerationRequest, task: ScoringInput, text: PromptText, scores: Scores
-    ) -> list[tuple[int, int]]:
-        """Return the ranges of the question, and those of other lines that asked."""
-        before = repeated_question_spans(request.spans, self.config.scoring, text.units)
-        questions = before if before and self.pair.mapping is None else (task.question,)
-        return [*questions, *((ask.start, ask.end) for ask in scores.asks)]
+        asked = self._task(request, plan, text).asked.tolist()
+        return tuple(sorted({*map(tuple, asked), *((ask.start, ask.end) for ask in scores.asks)}))
 
     def _raised(
         self, request: GenerationRequest, plan: PrefillPlan, text: PromptText, task: ScoringInput, scores: Scores
@@ -181,36 +173,39 @@ class PromptScorer:
         """Return the scores, by heads with more for the lines that share words with the question."""
         if plan.rule == "paper" or self.pair.heads is None:
             return scores
-        asking = self._asking(request, task, text, scores)
+        asking = [*task.asked.tolist(), *((ask.start, ask.end) for ask in scores.asks if ask.weight > 1)]
         if request.questions:
             text = self.text.read(np.concatenate([request.prompt, *task.questions]))
-            asking = [(len(request.prompt), len(text.pieces))]
+            asking = [[len(request.prompt), len(text.pieces)]]
         factors = word_factors(text, asking)[: scores.importance.size]
         return replace(scores, importance=scores.importance * factors)
 
-    def _task(self, request: GenerationRequest, plan: PrefillPlan, text: PromptText) -> ScoringInput:
-        scoring = self.config.scoring
+    def _task(
+        self, request: GenerationRequest, plan: PrefillPlan, text: PromptText, extension: Extension | None = None
+    ) -> ScoringInput:
+        scoring, heads, is_paper = self.config.scoring, self.pair.heads, plan.rule == "paper"
         said = request.spans[-1].content_end if request.spans else None
         question = question_span(len(request.prompt), scoring, said, text.units)
         if request.questions:  # they are read behind the prompt, in which nothing asks
             question = len(request.prompt) - 1, len(request.prompt)
-        before = () if plan.rule == "paper" else repeated_question_spans(request.spans, scoring, text.units)
+        again = NO_SPANS if is_paper else repeated_question_spans(request.spans, scoring, text.units)
         template = template_mask(request.spans, question, plan.forced)
-        for start, end in before:
+        for start, end in again:
             template[start:end] |= plan.forced[start:end]
-        has_probe = self.pair.heads is not None and self.pair.heads.probe is not None
+        # What the draft has not read has no values, and of several ranks each holds a part of them.
+        probe = None if heads is None or extension is not None or self.pair.split is not None else heads.probe
         # By its place alone nothing asks in a text that is to be continued.
-        none = plan.rule == "paper" or request.questions or not (request.spans or has_probe)
+        none = is_paper or request.questions or not (request.spans or probe)
         lines = NO_SPANS if none else lines_of(request.spans, len(request.prompt), text.units)
-        asked = before if before and self.pair.mapping is None else (question,)
+        if extension is not None:
+            lines = lines[lines[:, 0] >= extension.start]
         return ScoringInput(
             prompt=request.prompt,
             question=question,
             template=template,
-            again=np.concatenate([NO_INDICES, *(request.prompt[start:end] for start, end in before)]),
+            again=again,
             lines=lines,
-            sizes=sizes_beside(asked, lines),
-            rows=rows_of(len(request.prompt)),
+            probe=probe,
             stop_ids=request.stop_token_ids | self.pair.eos_token_ids,
             cache=[],
             step=self.step,
@@ -222,11 +217,10 @@ class PromptScorer:
         request: GenerationRequest,
         plan: PrefillPlan,
         task: ScoringInput,
-        known: int,
         extension: Extension | None,
         raised: Callable[[Scores], Scores] = lambda scores: scores,
     ) -> Scoring:
-        """Score with the draft. A cached prefix may cover `known` tokens. `raised` changes the scores at the end."""
+        """Score with the draft. `raised` changes the scores at the end."""
         if self.pair.draft is None or self._whole is None:
             raise SparseUnsupportedError("no draft model is loaded")
         draft = self._whole if plan.rule == "paper" else self.pair.draft
@@ -235,10 +229,11 @@ class PromptScorer:
         prompt, label = task.prompt, request.label
         keeper = request if self.pair.mapping is None else replace(request, spans=())  # spans count target tokens
         # The question is read anew even if it is cached: a hit must not change the scores.
+        known = task.prompt.size - 1 if len(task.again) or task.questions else task.question[0]
         hit = (yield from self.caches.draft_prefix(prompt[: known + 1], label)) if stored and known else None
         cache = list(make_prompt_cache(draft)) if hit is None else hit.cache
-        room = task.rows if self.pair.draft_context is None else (self.pair.draft_context - len(prompt)) // 2
-        task = replace(task, cache=cache, window=window, rows=min(task.rows, max(room, 0)))
+        room = len(prompt) if self.pair.draft_context is None else (self.pair.draft_context - len(prompt)) // 2
+        task = replace(task, cache=cache, window=window, rows=min(rows_of(len(prompt)), max(room, 0)))
         scorer = scorer_for(plan.rule, self.pair.heads, self.config.scoring, self.pair.split)
         read = 0 if hit is None else hit.length
         if extension is not None:
@@ -328,8 +323,8 @@ class PromptScorer:
 
 def _behind(task: ScoringInput, end: int, start: int) -> ScoringInput:
     """Ask what the text from `start` on asks right behind the prompt's first `end` tokens."""
-    question, sizes = task.question, np.where(task.lines[:, 0] >= start, task.sizes, 0)
-    return replace(task, end=end, sizes=sizes, question=(min(max(start, question[0]), question[1] - 1), question[1]))
+    question = min(max(start, task.question[0]), task.question[1] - 1), task.question[1]
+    return replace(task, end=end, question=question)
 
 
 def _given(scores: Scores) -> Scoring:

@@ -1,4 +1,4 @@
-"""Lines that are asked behind a prompt take a bounded forward, within the draft's context."""
+"""Lines that are asked behind a prompt: how many, in which prompts, and that the target reads them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_specprefill import Engine, EngineConfig, GenerationRequest, ModelPair, PromptSpan, SpecPrefillOptions, keep_pct
 from mlx_specprefill.config import SpecPrefillPolicy
+from mlx_specprefill.selection import scorer
 from mlx_specprefill.selection.heads import DraftHeads, Head, LineProbe, whole_values
+from mlx_specprefill.selection.question_lines import Ask
 from mlx_specprefill.selection.scorer import HeadScorer
-from tests.support.tiny import random_prompt, tiny_pair
+from tests.support.tiny import generated, random_prompt, tiny_pair
 
 CONTEXT = 4096
 
@@ -40,9 +42,9 @@ def width(pair: ModelPair) -> int:
 def test_what_is_asked_is_limited(probed: bool, size: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     asked, ask = list[int](), HeadScorer._ask_again
 
-    def noting(self: HeadScorer, draft: Any, end: int, cache: Any, texts: Sequence[Any], each: bool = False) -> Any:
+    def noting(self: HeadScorer, draft: Any, end: int, cache: Any, texts: Sequence[Any]) -> Any:
         asked.append(sum(text.size for text in texts))
-        return ask(self, draft, end, cache, texts, each)
+        return ask(self, draft, end, cache, texts)
 
     monkeypatch.setattr(HeadScorer, "_ask_again", noting)
     spans = (PromptSpan("user", 0, 2, size - 1, size),)
@@ -51,3 +53,51 @@ def test_what_is_asked_is_limited(probed: bool, size: int, most: int, monkeypatc
         engine.inspect(GenerationRequest(random_prompt(size), 1, specprefill=options, spans=spans))
     assert all(tokens <= most for tokens in asked)
     assert asked or most < 32
+
+
+def kept_of(last: Any) -> set[int]:
+    return {index for start, end in last.report.kept_spans for index in range(start, end)}
+
+
+def test_a_line_that_asks_is_read_though_an_earlier_turn_dropped_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, answer_size, options = 900, 6, SpecPrefillOptions(return_spans=True)
+    policy = SpecPrefillPolicy(threshold=300, keep_pct=keep_pct("0.2"), densify=False)
+    monkeypatch.setattr(scorer, "asked_lines", lambda *_: ())
+    prompt = random_prompt(first)
+    spans = (PromptSpan("user", 0, 0, first, first),)
+    with Engine(pair_of(True), EngineConfig(policy=policy)) as engine:
+        answer, last = generated(
+            engine.generate(GenerationRequest(prompt, answer_size, specprefill=options, spans=spans))
+        )
+        before = kept_of(last)
+        start = next(at for at in range(300, first) if not before & set(range(at, at + 20)))
+        monkeypatch.setattr(scorer, "asked_lines", lambda *_: (Ask(0, start, start + 20, 3.0),))
+        prompt, end = (*prompt, *answer, *random_prompt(500, 9)), first + len(answer)
+        spans += (
+            PromptSpan("assistant", first, first, end, end),
+            PromptSpan("user", end, end, len(prompt), len(prompt)),
+        )
+        _, last = generated(engine.generate(GenerationRequest(prompt, 2, specprefill=options, spans=spans)))
+    assert last.report.mode == "sparse"
+    assert last.report.cached_tokens > 0
+    assert set(range(start, start + 20)) <= kept_of(last)
+
+
+@pytest.mark.parametrize("probed", [True, False])
+def test_a_completion_asks_by_its_places_at_no_turn(probed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second turn is short, and read whole behind the first one, a part of which was dropped."""
+    known, asked = list[bool](), scorer.asked_lines
+
+    def noting(scores: Any, lines: Any, *given: Any) -> Any:
+        known.append(scores is not None or len(lines) == 0)
+        return asked(scores, lines, *given)
+
+    monkeypatch.setattr(scorer, "asked_lines", noting)
+    prompt, options = random_prompt(900), SpecPrefillOptions(return_spans=True)
+    policy = SpecPrefillPolicy(threshold=300, keep_pct=keep_pct("0.2"), densify=False)
+    with Engine(pair_of(probed), EngineConfig(policy=policy)) as engine:
+        answer, _ = generated(engine.generate(GenerationRequest(prompt, 6, specprefill=options)))
+        following = (*prompt, *answer, *random_prompt(40, 9))
+        _, last = generated(engine.generate(GenerationRequest(following, 2, specprefill=options)))
+    assert last.report.reason_code == "extended"
+    assert known == [True, True]

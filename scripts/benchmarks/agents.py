@@ -25,6 +25,9 @@ With `--edits` what was sent is edited before every fifth turn: a tool whose ser
 others, or an early result has new lines in its middle. A third arm is ours without reuse behind an edit
 (`MLX_SPECPREFILL_REUSE=off`); the bars are ours against it, over all turns and over those with an edit.
 
+With `--compaction` a session is asked for its summary behind its last turn, once as the session was read and once with
+all of it read in full. The bars are what that waits and reads.
+
 With `--soak` it is one session of 80 turns and 60 000 tokens on the scripted model of the tests, and its cached tokens
 are counted: with a start of the server in the middle, a compaction, and eight sub-agents behind one prefix.
 
@@ -39,6 +42,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from copy import copy
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -52,7 +56,7 @@ from .harness.agent_sessions import KINDS, TEMPLATE, Count, Message, Session, St
 from .harness.agent_tools import FINDER, mcp_tools
 from .harness.figures import machine, rounded, show_rows
 from .harness.servers import DENSE, Copies, Server
-from .harness.soak import soak
+from .harness.soak import COMPACT, soak
 from .harness.text import user
 
 QUICK = {"sessions": ["growth"], "repeats": 1}
@@ -335,6 +339,33 @@ def first_prompts(server: Server, count: Count, options: argparse.Namespace) -> 
     }
 
 
+# --- a session's summary ----------------------------------------------------------------------------------------------
+
+
+def summaries(arm: Arm, count: Count, options: argparse.Namespace) -> dict[str, Any]:
+    """Return what the request for a summary reads and waits behind sessions as they were read, and beside that."""
+    rows = []
+    for repeat in range(options.repeats):
+        session = make_session(KINDS["growth"], options.tokens, f"{options.seed}/{repeat}/summary", count)
+        talk = Conversation(arm, session)
+        for step in session.steps:
+            talk.take(step)
+        arm.server.rest()
+        anew = Conversation(copy(arm), session)
+        anew.arm.name, anew.arm.options = FULL, DENSE | {"cache_salt": f"anew {repeat}"}
+        asked = [*talk.history, *user(COMPACT)]
+        turns = {one.arm.name: one.send(asked, REMARK)[0] for one in ((talk, anew), (anew, talk))[repeat % 2]}
+        rows += [{"repeat": repeat, "arm": name, **asdict(turn)} for name, turn in turns.items()]
+    ours, full = ([row for row in rows if row["arm"] == name] for name in (OURS, FULL))
+    bars = {
+        f"{key}_vs_full": [one[key] / other[key] for one, other in zip(ours, full, strict=True)]
+        for key in ("first_s", "target", "draft")
+        if all(other[key] for other in full)
+    }
+    columns = ("repeat", "arm", "first_s", "cached", "target", "draft", "recalled")
+    return {"benchmark": "agents", **machine(), "rows": [{key: row[key] for key in columns} for row in rows], **bars}
+
+
 # --- start -----------------------------------------------------------------------------------------------------------
 
 
@@ -348,6 +379,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--edits", action="store_true", help="edit earlier text before every fifth turn")
     shapes.add_options(parser, None, layers=9, draft_layers=2, narrow=8)
     parser.add_argument("--tools", type=int, help="count an agent's first prompt with so many tools; nothing else")
+    parser.add_argument("--compaction", action="store_true", help="ask for a session's summary; nothing else")
     parser.add_argument("--soak", action="store_true", help="count what one long session reads again; nothing else")
     parser.add_argument("--alone", action="store_true", help="without mlx_lm.server")
     parser.add_argument("--vllm-mlx", type=Path, help="the executable of vllm-mlx, in an environment of its own")
@@ -364,6 +396,14 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         copies = stack.enter_context(checkpoints(options))
         if options.tools:
             report = first_prompts(stack.enter_context(copies.ours()), counter(copies), options)
+            show_rows(report["rows"])
+            return rounded(report)
+        if options.compaction:
+            given = pairs.defaults(options) if options.shape is None else ()
+            quiet = {"MLX_SPECPREFILL_DENSIFY": "off"}
+            arm = Arm(OURS, lambda: copies.ours(*given, **quiet), {}, stack.enter_context(ExitStack()))
+            arm.start()
+            report = summaries(arm, counter(copies), options)
             show_rows(report["rows"])
             return rounded(report)
         arms = start(copies, stack, options)

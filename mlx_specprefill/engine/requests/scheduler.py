@@ -39,6 +39,7 @@ class Scheduler:
         self.patience = patience
         self._kept = max_rows // _SHORT_PLACES
         self._waiting: dict[int, int] = {}  # tokens left, in order of arrival
+        self._behind: dict[int, int] = {}  # of those, the prefill that each waits for
         self._prefilling: dict[int, _Prefill] = {}  # in order of admission
         self._decoding: dict[int, bool] = {}  # by uid, whether its prompt was short
         self._background: list[int] = []
@@ -53,6 +54,11 @@ class Scheduler:
     def running(self) -> int:
         """Return the number of admitted requests. May be called from any thread."""
         return len(self._decoding) + len(self._prefilling)
+
+    @property
+    def prefilling(self) -> tuple[int, ...]:
+        """Return the admitted requests whose prompts are being read, in order of admission."""
+        return tuple(self._prefilling)
 
     @property
     def decoding(self) -> frozenset[int]:
@@ -75,16 +81,20 @@ class Scheduler:
         """Add a job that yields to every request. It needs no admission."""
         self._background.append(uid)
 
+    def hold(self, uid: int, other: int) -> None:
+        """Let a waiting request wait until the prefill of another has ended."""
+        self._behind[uid] = other
+
     def next_waiting(self, passing: bool = False) -> int | None:
         """Return the request to admit next; None where there is none, or no place for it.
 
         Args:
             passing: the request that was returned last does not fit in memory. Return a shorter one that may pass it.
         """
-        if not self._waiting or self.running >= self.max_rows:
+        free = [uid for uid in self._waiting if self._behind.get(uid) not in self._prefilling]
+        if not free or self.running >= self.max_rows:
             return None
-        first = next(iter(self._waiting))
-        shortest = min(self._waiting, key=lambda uid: self._waiting[uid])
+        first, shortest = free[0], min(free, key=lambda uid: self._waiting[uid])
         if passing:
             return shortest if shortest != first and self._passed < _PASSES and self._is_short(shortest) else None
         short = sum(self._decoding.values()) + sum(job.is_short for job in self._prefilling.values())
@@ -103,6 +113,7 @@ class Scheduler:
         # Before the removal: other threads read `waiting`, then `running`, and must find the request in one.
         self._prefilling[uid] = _Prefill(uid, self._waiting[uid], self._is_short(uid))
         del self._waiting[uid]
+        self._behind.pop(uid, None)
 
     def pick(self) -> int | None:
         """Return the prefill that gets the next chunk."""
@@ -130,6 +141,7 @@ class Scheduler:
     def remove(self, uid: int) -> None:
         """Remove a request in any state."""
         self._waiting.pop(uid, None)
+        self._behind.pop(uid, None)
         self._prefilling.pop(uid, None)
         self._decoding.pop(uid, None)
         self._background = [other for other in self._background if other != uid]

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import mlx.core as mx
 
+from ...cache.prefix.nodes import common_length
 from ...config import EngineConfig
 from ...errors import DeviceError, EngineClosedError, RequestCancelled
 from ...events import Event, Finished, FinishReason, TokenEvent
@@ -25,6 +26,7 @@ from ..memory.reservations import ANSWER_TOKENS, Memory
 from ..prefixes.caches import EngineCaches, Erasure
 from ..reading.chunks import ChunkSizer
 from ..reading.costs import CostModel
+from ..requests.active_request import ActiveRequest
 from ..requests.failures import log_failure, strip_traceback
 from ..requests.job import AnswerJob, Job
 from ..requests.scheduler import Scheduler
@@ -173,10 +175,29 @@ class EngineCore:
                 continue
             self.jobs[posted.uid] = posted
             if isinstance(posted, AnswerJob):
-                request, key = posted.active.request, posted.active.plan.selection_key
-                known = request.prompt[: request.usable_prefix]
-                cached = self._caches.covers(known, request.label, None if key is None else key.unforced)
-                self._scheduler.add(posted.uid, len(request.prompt) - cached)
+                self._scheduler.add(posted.uid, len(posted.active.request.prompt) - self._cached(posted.active))
+
+    def _cached(self, active: ActiveRequest) -> int:
+        """Return the number of a prompt's leading tokens that are cached now."""
+        request, key = active.request, active.plan.selection_key
+        known = request.prompt[: request.usable_prefix]
+        return self._caches.covers(known, request.label, None if key is None else key.unforced)
+
+    def _reader(self, job: Job) -> int | None:
+        """Return a prefill that reads what a waiting prompt begins with and is not cached, and less than that beside
+        it; None where there is none.
+        """
+        if not isinstance(job, AnswerJob) or not self._caches.enabled or job.active.request.prompt_logprobs is not None:
+            return None
+        request, cached = job.active.request, self._cached(job.active)
+        for uid in self._scheduler.prefilling:
+            other = self.jobs[uid]
+            if isinstance(other, AnswerJob) and other.active.request.label == request.label:
+                prompt = other.active.request.prompt
+                shared = common_length(request.prompt[:-1], prompt)
+                if shared - cached > prompt.size - shared:
+                    return uid
+        return None
 
     def _take(self) -> Job | Call | None:
         return self._inbox.take()
@@ -251,6 +272,9 @@ class EngineCore:
         self.stuck = False
         while (uid := self._scheduler.next_waiting(passing)) is not None:
             job = self.jobs[uid]
+            if (reader := self._reader(job)) is not None:
+                self._scheduler.hold(uid, reader)
+                continue
             if not self._memory.fits(job.need):
                 self._stop_background()
             if self._memory.reserve(job.uid, job.need):

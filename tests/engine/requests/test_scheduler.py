@@ -121,6 +121,19 @@ def test_equal_requests_are_admitted_in_order_of_arrival():
     assert admitted(scheduler) == list(range(40))
 
 
+@pytest.mark.parametrize("end", ["to_decode", "remove"])
+def test_a_held_request_waits_for_one_prefill_and_for_no_longer(end):
+    scheduler = Scheduler()
+    for uid in range(3):
+        scheduler.add(uid, 100)
+    scheduler.admit(0)
+    scheduler.hold(1, 0)
+    assert admitted(scheduler) == [2]
+    assert scheduler.waiting == 1
+    getattr(scheduler, end)(0)
+    assert admitted(scheduler) == [1]
+
+
 def test_a_quarter_of_the_places_is_kept_for_short_prompts():
     scheduler = Scheduler(max_rows=8)
     for uid in range(10):

@@ -108,7 +108,7 @@ def asked_lines(scores: Floats | None, lines: Spans, question: Spans, rows: int)
         question: [start, end) of tokens that are asked anyway, (Q, 2).
         rows: tokens of these lines.
     """
-    beside = ~((lines[:, :1] < question[:, 1]) & (lines[:, 1:] > question[:, 0])).any(axis=1)
+    beside = np.all((lines[:, :1] >= question[:, 1]) | (lines[:, 1:] <= question[:, 0]), axis=1)
     sure = 0 if scores is None else _SURE
     if scores is None:
         scores, rows = _by_place(lines), min(rows, _ROWS)

@@ -27,6 +27,25 @@ def test_a_question_about_everything_says_so(question: str, words: str) -> None:
     assert about_everything(question) == words
 
 
+FORM = "Use this format:\n\n## Goal\n[What is wanted?]\n" + "## More\n" * 99 + "\nKeep exact paths and error messages."
+
+
+@pytest.mark.parametrize(
+    ("order", "words"),
+    [
+        ("The messages above are a conversation to summarize. Create a checkpoint.", "summarize"),
+        ("The messages above are NEW messages to add to the existing summary.", "summary"),
+        ("This is the PREFIX of a turn. Summarize it to give context for what is retained.", "Summarize"),
+    ],
+)
+def test_a_session_as_text_is_summarised_as_a_whole(order: str, words: str) -> None:
+    """As pi compacts: the order stands neither in the first line nor in the last."""
+    said = "[User]: Fix it.\n\n[Tool result]: nothing to see\n\n" * 999
+    assert about_everything(f"<conversation>\n{said}\n</conversation>\n\n{order}\n\n{FORM}") == words
+    assert about_everything(f"{said}\n\nFix it.\n\n{FORM}") is None
+    assert about_everything(f"<conversation>\n{said}\n</conversation>\n\nFix it.\n\n{FORM}") is None
+
+
 @pytest.mark.parametrize(
     "question",
     [

@@ -23,6 +23,9 @@ _WHOLE = re.compile(
     | \b(?:everything|whole|entire|throughout|overall|all\ of\ (?:the|them|this)|in\ total|altogether)\b""",
     re.IGNORECASE | re.VERBOSE,
 )
+# A session as text and, behind it, what is to be made of it: a client compacts it so.
+_QUOTED = re.compile(r"</(?:conversation|history|messages|session|transcript)>.*?\b(summar(?:y|i[sz]e))\b", re.I | re.S)
+_BEHIND = 4096  # characters at the end of a message in which that stands
 # An order for a part, where a line or sentence begins: any but those to work on a text. Code is indented.
 _PART = re.compile(
     r"""(?:^|\n\ ?|[.!?]\ )(?:(?:question|task|frage|please|bitte|now)\W+)*(?:answer|describe|determine|explain|extract
@@ -36,9 +39,11 @@ _BEFORE_A_UNIT = re.compile(r"\n+|[.!?] +|[。！？]")  # a line break, or the 
 
 
 def about_everything(message: str) -> str | None:
-    """Return the words that ask for the whole text, in a message's first line and its last line or sentence."""
-    found = _WHOLE.search(question_in(message))
-    return None if found is None else found.group()
+    """Return the words that ask for the whole text, in a message's first line and its last line or sentence, or behind
+    a session that it quotes.
+    """
+    found = _WHOLE.search(question_in(message)) or _QUOTED.search(message[-_BEHIND:])
+    return None if found is None else found.group(found.lastindex or 0)
 
 
 def is_asked(messages: Sequence[str]) -> bool:

@@ -271,35 +271,10 @@ def test_n_answers_to_each_prompt(client: TestClient, engine: FakeEngine) -> Non
     assert shown == texts(body)
 
 
-def test_the_prompt_of_n_answers_is_read_once(client: TestClient, engine: FakeEngine) -> None:
-    """The others start when the first has its first token: then the engine has the prompt in its cache."""
-    reading, begun = threading.Event(), []
-
-    def script(request: Any) -> list[Any]:
-        begun.append(len(engine.requests))
-        return [reading, *engine.tokens("x")]
-
-    engine.script = script
-    threading.Timer(0.2, reading.set).start()
-    assert texts(ask(client, "ab", n=3)) == ["x"] * 3
-    assert begun[0] == 1
-
-
 def test_an_answer_that_fails_does_not_keep_the_others_from_starting(client: TestClient, engine: FakeEngine) -> None:
     scripts: Iterator[Any] = iter([[RuntimeError("bad")], engine.tokens("ok"), engine.tokens("ok")])
     engine.script = lambda request: next(scripts)
     assert reasons(stream(client, "ab", n=3)) == {0: "length", 1: "stop", 2: "stop"}
-
-
-def test_an_answer_that_can_not_start_ends_alone(client: TestClient, engine: FakeEngine) -> None:
-    def script(request: Any) -> list[Any]:
-        engine.full = True
-        return engine.tokens("ok")
-
-    engine.script = script
-    chunks = stream(client, "ab", n=2)
-    assert reasons(chunks) == {0: "stop", 1: "length"}
-    assert "waiting already" in chunks[-2]["engine_error"]["message"]
 
 
 def reasons(chunks: list[Any]) -> dict[int, str]:

@@ -24,7 +24,6 @@ from mlx_specprefill import (
     PrefillReport,
     Progress,
     RequestHandle,
-    SpecPrefillError,
     TokenEvent,
     TokenIds,
     Verdict,
@@ -104,8 +103,7 @@ class Generation:
 
     Args:
         specs: of the prompts.
-        copies: answers to each spec, one after the other in the numbers of answers. The first one reads the prompt. The
-            others start when it has been read, and find it in the engine's cache.
+        copies: answers to each spec, one after the other in the numbers of answers. The engine reads their prompt once.
         _calls: to the running loop.
 
     Attributes:
@@ -136,9 +134,8 @@ class Generation:
         self._readers = [spec.reader() for spec in specs for _ in range(self.copies)]
         self._open = set(range(len(self._requests)))  # answers without an end
         self._buffer = STREAM_BUFFER * len(self._open)
-        self._followers = {i for i in self._open if i % self.copies}  # that wait for the prompt of another one
         try:
-            for i in range(0, len(self._requests), self.copies):
+            for i in range(len(self._requests)):
                 self._start(i)
         except BaseException:
             self.close()
@@ -159,9 +156,6 @@ class Generation:
         self._cancel_deadline()
         for index in self._open & self._handles.keys():
             self._handles[index].cancel()
-        for index in self._followers:
-            self._put((index, Failed(EngineClosedError("the request was given up"))))
-        self._followers.clear()
 
     def end_at(self, when: float, error: Exception) -> None:
         """Set a deadline by the event loop's clock. Every unfinished answer then ends with `error`."""
@@ -192,7 +186,7 @@ class Generation:
             self._cancel_deadline()
 
     def _give_up(self, error: Exception) -> None:
-        for index in self._open:  # first: `close` would give the followers another reason
+        for index in self._open:
             self._put((index, Failed(error)))
         self.close()
 
@@ -217,15 +211,6 @@ class Generation:
     def _start(self, index: int) -> None:
         request, on_verdict = self._requests[index], partial(self._calls.post, partial(self._take_verdict, index))
         self._handles[index] = self._engine.submit(request, partial(self._on_event, index), on_verdict)
-
-    def _start_followers(self, leader: int) -> Iterator[tuple[int, AnswerDelta]]:
-        """Start the answers that wait for the prompt of `leader`, which has been read, or will not be."""
-        for index in self._followers & set(range(leader + 1, leader + self.copies)):
-            self._followers.discard(index)
-            try:
-                self._start(index)
-            except SpecPrefillError as error:
-                yield index, self._fail(index, error)
 
     def _on_event(self, index: int, event: Event) -> None:
         """Handle an event. Called on the MLX thread."""
@@ -273,21 +258,18 @@ class Generation:
             return [(index, self._fail(index, error))]
 
     def _read(self, index: int, event: Event) -> list[tuple[int, AnswerDelta]]:
-        deltas: list[tuple[int, AnswerDelta]] = []
-        if self._followers and isinstance(event, TokenEvent | Finished | Failed):
-            deltas += self._start_followers(index)
         match event:
             case TokenEvent():
                 reader = self._readers[index]
                 already = reader.over
-                deltas += [(index, delta) for delta in reader.push(event)]
+                deltas: list[tuple[int, AnswerDelta]] = [(index, delta) for delta in reader.push(event)]
                 if reader.over and not already:
                     self._handles[index].cancel()
+                return deltas
             case Finished() | Failed():
-                deltas += self._end(index, event)
+                return list(self._end(index, event))
             case _:
-                deltas.append((index, event))
-        return deltas
+                return [(index, event)]
 
     def _end(self, index: int, event: Finished | Failed) -> Iterator[tuple[int, AnswerDelta]]:
         report = event.report if isinstance(event, Finished) else self._failed_report(index, event)

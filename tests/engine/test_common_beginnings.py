@@ -18,6 +18,7 @@ from mlx_specprefill import (
     GenerationRequest,
     Progress,
     PromptSpan,
+    RequestHandle,
     SpecPrefillOptions,
     SpecPrefillPolicy,
     TokenEvent,
@@ -35,7 +36,7 @@ def request(own: Sequence[int], system: int = SYSTEM, owner: str = "", **more: o
     prompt = (*random_prompt(system, seed=99), *own)
     spans = PromptSpan("system", 0, 0, system, system), PromptSpan("user", system, system, len(prompt), len(prompt))
     made = GenerationRequest(prompt, 2, specprefill=OFF, spans=spans, label=CacheLabel(owner))
-    return replace(made, **more)  # type: ignore[arg-type]
+    return replace(made, **more)
 
 
 def storm(engine: Engine, requests: Sequence[GenerationRequest], gone: int = 0) -> list[tuple[int, int]]:
@@ -45,7 +46,7 @@ def storm(engine: Engine, requests: Sequence[GenerationRequest], gone: int = 0) 
         gone: of the first requests, those whose client leaves once all have come.
     """
     left, ended = list(enumerate(requests)), queue.SimpleQueue[tuple[int, int]]()
-    handles = []
+    handles = list[RequestHandle]()
 
     def send() -> None:
         number, sent = left.pop(0)

@@ -39,9 +39,10 @@ FORM = "Use this format:\n\n## Goal\n[What is wanted?]\n" + "## More\n" * 99 + "
     ],
 )
 def test_a_session_as_text_is_summarised_as_a_whole(order: str, words: str) -> None:
-    """As pi compacts: the order stands neither in the first line nor in the last."""
+    """As pi and opencode compact: the order is neither in the first line nor in the last, maybe behind a summary."""
     said = "[User]: Fix it.\n\n[Tool result]: nothing to see\n\n" * 999
     assert about_everything(f"<conversation>\n{said}\n</conversation>\n\n{order}\n\n{FORM}") == words
+    assert about_everything(f"<conversation>\n<prior-summary>\n{said}\n</prior-summary>\n{order}\n\n{FORM}") == words
     assert about_everything(f"{said}\n\nFix it.\n\n{FORM}") is None
     assert about_everything(f"<conversation>\n{said}\n</conversation>\n\nFix it.\n\n{FORM}") is None
 

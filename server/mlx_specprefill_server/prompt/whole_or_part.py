@@ -23,8 +23,10 @@ _WHOLE = re.compile(
     | \b(?:everything|whole|entire|throughout|overall|all\ of\ (?:the|them|this)|in\ total|altogether)\b""",
     re.IGNORECASE | re.VERBOSE,
 )
-# A session as text and, behind it, what is to be made of it: a client compacts it so.
-_QUOTED = re.compile(r"</(?:conversation|history|messages|session|transcript)>.*?\b(summar(?:y|i[sz]e))\b", re.I | re.S)
+# A session as text, maybe its former summary, and what is to be made of it: so pi and opencode compact it.
+_QUOTED = re.compile(
+    r"</(?:conversation|history|messages|session|transcript|\w+-summary)>.*?\b(summar(?:y|i[sz]e))\b", re.I | re.S
+)
 _BEHIND = 4096  # characters at the end of a message in which that stands
 # An order for a part, where a line or sentence begins: any but those to work on a text. Code is indented.
 _PART = re.compile(

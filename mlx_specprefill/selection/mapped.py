@@ -8,7 +8,6 @@ import numpy as np
 
 from ..adapters.tokens.text_mapping import DraftText, TextMapping
 from ..arrays import Spans
-from .question_lines import Ask
 from .scorer import Scores, ScoringInput
 
 
@@ -33,12 +32,7 @@ class MappedTask:
         ends = self.text.draft_spans[found.places, 1]
         places = np.searchsorted(self.text.target_spans[:, 1], ends, side="left").astype(np.int32)
         mapped = replace(found, importance=importance, scorer="mapped-draft", words=words, lookahead=(), cache=[])
-        asks = tuple(self._target_ask(ask) for ask in found.asks)
-        return replace(mapped, places=places, asks=asks)
-
-    def _target_ask(self, ask: Ask) -> Ask:
-        start, end = self.lines[ask.line].tolist()
-        return ask._replace(start=start, end=end)
+        return replace(mapped, places=places, lines=self.lines[: len(found.lines)])
 
 
 def map_task(mapping: TextMapping, task: ScoringInput) -> MappedTask:

@@ -10,12 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..arrays import Bools
+from ..arrays import Bools, Spans
 from ..cache.prefix.selection_key import SelectionKey
 from ..config import EngineConfig, RuleName, Scope, SelectionConfig, SpecPrefillPolicy
 from ..prefill_report import Mode, Prediction, Reason, ReasonCode
 from ..request import GenerationRequest, PromptSpan
-from .question_lines import Ask
 from .selector import selection_by
 
 USER_WHOLE, USER_HEAD, USER_TAIL = (2048, 8), (128, 64), (512, 16)  # (most tokens, divisor of the prompt length)
@@ -45,9 +44,9 @@ class PrefillPlan:
     scope: Scope = "user"
     selection_key: SelectionKey | None = None
 
-    def asking(self, asks: Sequence[Ask]) -> PrefillPlan:
-        """Return the plan behind the draft's reading, which says what asks. Lines that count as questions are kept."""
-        ranges = tuple(ForcedRange(ask.start, ask.end, "question") for ask in asks if ask.weight > 1)
+    def asking(self, lines: Spans) -> PrefillPlan:
+        """Return the plan behind the draft's reading, by which these lines are questions, (N, 2): they are kept."""
+        ranges = tuple(ForcedRange(start, end, "question") for start, end in lines.tolist())
         return replace(self, ranges=self.ranges + ranges, forced=self.forced | forced_mask(ranges, self.forced.size))
 
     def as_full(self, code: ReasonCode, words: str) -> PrefillPlan:

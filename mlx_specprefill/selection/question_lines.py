@@ -8,7 +8,6 @@ the system message, a turn before, or in front of rules for the answer. Which li
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -21,19 +20,6 @@ _USERS = 2  # newest user messages that may ask
 _ROWS, _MOST_ROWS = 64, 256  # tokens of other lines that are asked, which one forward reads, at least and at most
 _PART = 12  # of a prompt, between the two
 _SURE, _SURE_WEIGHT = 3, 3.0  # best lines, among which the one that asks mostly is, and their weight
-
-
-class Ask(NamedTuple):
-    """A line that may ask: its number among `lines_of`, prompt indices [start, end), and its weight beside others.
-
-    One of more weight than 1 counts as a question does, and the target reads it. Else it competes by its score as all
-    text does.
-    """
-
-    line: int
-    start: int
-    end: int
-    weight: float
 
 
 def question_span(
@@ -98,9 +84,9 @@ def rows_of(prompt_len: int) -> int:
     return min(max(_ROWS, prompt_len // _PART), _MOST_ROWS)
 
 
-def asked_lines(scores: Floats | None, lines: Spans, question: Spans, rows: int) -> tuple[Ask, ...]:
-    """Return the lines that ask beside the question, in reading order: the best ones, the best three as sure. None
-    where the question leads.
+def asked_lines(scores: Floats | None, lines: Spans, question: Spans, rows: int) -> Floats:
+    """Return the weights (N,) with which lines ask beside the question: 3 of the best three, 1 of further ones, 0 of
+    all where the question leads.
 
     Args:
         scores: (N,), how much each line asks; None: nothing is known but their places.
@@ -109,18 +95,15 @@ def asked_lines(scores: Floats | None, lines: Spans, question: Spans, rows: int)
         rows: tokens of these lines.
     """
     beside = np.all((lines[:, :1] >= question[:, 1]) | (lines[:, 1:] <= question[:, 0]), axis=1)
-    sure = 0 if scores is None else _SURE
+    weights, sure = np.zeros(len(lines), dtype=np.float32), 0 if scores is None else _SURE
     if scores is None:
         scores, rows = _by_place(lines), min(rows, _ROWS)
     elif scores[~beside].max(initial=-np.inf) >= scores[beside].max(initial=-np.inf):
-        return ()
-    asks = list[Ask]()
+        return weights
     for rank, line in enumerate(np.argsort(-scores, kind="stable").tolist()):
-        start, end = lines[line].tolist()
-        if beside[line] and end - start <= rows:
-            rows -= end - start
-            asks.append(Ask(line, start, end, _SURE_WEIGHT if rank < sure else 1.0))
-    return tuple(sorted(asks))
+        if beside[line] and (size := int(np.diff(lines[line])[0])) <= rows:
+            rows, weights[line] = rows - size, _SURE_WEIGHT if rank < sure else 1
+    return weights
 
 
 def _by_place(lines: Spans) -> Floats:

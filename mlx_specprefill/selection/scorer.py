@@ -34,7 +34,7 @@ from ..events import Progress
 from ..prefill_report import ScorerKind
 from ..request import TokenIds
 from .heads import DraftHeads, Head, LineProbe
-from .question_lines import Ask, asked_lines
+from .question_lines import asked_lines
 
 AROUND = 48  # tokens on either side of a line that is asked again
 _AT_ONCE = 256  # tokens of questions that the draft reads in one forward, in which the later ones see the others
@@ -96,7 +96,9 @@ class Scores:
         cache: the draft's, holding exactly the scored tokens.
         read: tokens, in the draft's tokenizer, that were read; the others were cached.
         places: the token that each of the input's questions looks at most, int32 (Q,); empty if they were not read.
-        asks: the lines that asked beside the question.
+        lines: those that may have asked beside the question, (N, 2).
+        weights: how much each of them did, float32 (N,). One of more weight than 1 counts as a question, and the target
+            reads it. One of 1 competes by its score as all text does.
 
     Raises:
         SpecPrefillError: the importance is not finite.
@@ -109,11 +111,16 @@ class Scores:
     cache: list[Any] = field(default_factory=list)
     read: int = 0
     places: Indices = field(default_factory=lambda: NO_INDICES)
-    asks: tuple[Ask, ...] = ()
+    lines: Spans = field(default_factory=lambda: NO_SPANS)
+    weights: Floats = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
 
     def __post_init__(self) -> None:
         if not np.isfinite(self.importance).all():
             raise SpecPrefillError("the draft's attention is not finite")
+
+    def asking(self, weight: float = 0) -> Spans:
+        """Return [start, end) of the lines that asked with more than this weight, (N, 2)."""
+        return self.lines[self.weights > weight]
 
 
 def read_prompt(
@@ -187,16 +194,15 @@ class HeadScorer:
             rows = capture.attention
         parts = [(rows, task.template[None, :end])]
         scores = None if task.probe is None else task.probe.scores(task.cache, task.lines)
-        words, asks = self._words, asked_lines(scores, task.lines, task.asked, task.rows)
-        if asks:
-            lines = [task.prompt[ask.start : ask.end] for ask in asks]
-            rows = self._ask_again(draft, end, task.cache, lines)
+        words, weights = self._words, asked_lines(scores, task.lines, task.asked, task.rows)
+        if len(asks := task.lines[weights > 0]):
+            rows = self._ask_again(draft, end, task.cache, [task.prompt[start:last] for start, last in asks])
             parts.append((rows, _without_surroundings(task, end, asks)))
             words += f", {len(asks)} more lines that may ask"
         importance, *by_line = self._importance(parts)
-        if asks:
-            importance = add_asks(importance, np.stack(by_line), asks)
-        return Scores(importance, "draft", words, (), task.cache, asks=asks)
+        if by_line:
+            importance = add_asks(importance, np.stack(by_line), weights[weights > 0])
+        return Scores(importance, "draft", words, (), task.cache, lines=task.lines, weights=weights)
 
     @property
     def _words(self) -> str:
@@ -267,24 +273,23 @@ def _means(sizes: Sequence[int]) -> mx.array:
     return mx.array(parts.astype(np.float32))
 
 
-def _without_surroundings(task: ScoringInput, end: int, asks: Sequence[Ask]) -> Bools:
+def _without_surroundings(task: ScoringInput, end: int, asks: Spans) -> Bools:
     """Return the tokens of the prompt's first `end` that do not compete for each line that may ask, (P, end): the
     template, and the line's own surroundings.
     """
     template = np.repeat(task.template[None, :end], len(asks), axis=0)
-    for hidden, ask in zip(template, asks, strict=True):
-        hidden[max(0, ask.start - AROUND) : ask.end + AROUND] = True
+    for hidden, (start, last) in zip(template, asks, strict=True):
+        hidden[max(0, start - AROUND) : last + AROUND] = True
     return template
 
 
-def add_asks(importance: Floats, by_line: Floats, asks: Sequence[Ask]) -> Floats:
-    """Return the importance (M,) by the question and by the lines that may ask, (P, M).
+def add_asks(importance: Floats, by_line: Floats, weights: Floats) -> Floats:
+    """Return the importance (M,) by the question and by the lines that may ask, (P, M), of weights (P,).
 
     A line that asks looks at one place, and a line that does not at many, so of several lines the most counts. Lines of
     weight 1 may not ask at all, and text that repeats itself draws all of their attention: they add tokens by rank, so
     half of what is chosen is theirs at most.
     """
-    weights = np.array([ask.weight for ask in asks], dtype=np.float32)
     likely = weights > 1
     total: Floats = importance + (weights[likely, None] * by_line[likely]).max(axis=0, initial=0.0)
     if likely.all():

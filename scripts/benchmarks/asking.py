@@ -33,13 +33,15 @@ from .harness.figures import machine, show_rows
 QUICK = {"n": 6}
 ROOT = Path(__file__).resolve().parents[2]
 LEAST = 3000  # characters of a document
+SHORT, CHARACTERS = 300, 3.1  # tokens of a prompt as it is, and characters of one in these texts
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-n", type=int, default=102, help="prompts, of two for each of 51 orders")
+    parser.add_argument("--tokens", type=int, default=SHORT, help="some so many of each prompt, by longer documents")
 
 
-def held_out() -> Iterator[AskingPrompt]:
+def held_out(tokens: int = SHORT) -> Iterator[AskingPrompt]:
     """Yield prompts that share no order, language but English, text or form with those of the fit."""
     data = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
     for place in PLACES.values():
@@ -47,8 +49,20 @@ def held_out() -> Iterator[AskingPrompt]:
         data["forms"].append([text.replace("$question", "$order") for text in (said if said[-1] else said[:-1])])
     files = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "LICENSE"]
     texts = tuple(text for file in files if len(text := file.read_text(encoding="utf-8")) > LEAST)
+    size, every = round(CHARACTERS * (tokens - SHORT)), "\n".join(texts).replace("$", "$$")
+    for number, form in enumerate(data["forms"] if size > 0 else []):
+        start = number * size % (len(every) - size)
+        data["forms"][number] = _longer(form, every[start : start + size // 2], every[start + size // 2 : start + size])
     for seed in (1, 2):
         yield from asking_prompts(data, seed, texts)
+
+
+def _longer(form: list[str], before: str, after: str) -> list[str]:
+    """Return a form with more text around its document, or around its two halves."""
+    first = next((number for number, said in enumerate(form) if "$first" in said or "$document" in said), 0)
+    more = form[first].replace("$first", f"{before}\n$first").replace("$document", f"{before}\n$document\n{after}", 1)
+    longer = [*form[:first], more, *form[first + 1 :]]
+    return [said.replace("$second", f"$second\n{after}") for said in longer]
 
 
 class Bench:
@@ -76,7 +90,7 @@ class Bench:
         }
         taken = {way: asked_lines(scores, lines, np.array([question]), rows_of(M)) for way, scores in ways.items()}
         held = {"last line": [question]} | {
-            way: [question, *((ask.start, ask.end) for ask in asks)] for way, asks in taken.items()
+            way: [question, *lines[weights > 0].tolist()] for way, weights in taken.items()
         }
         covered = {way: {t for start, end in spans for t in range(start, end)} for way, spans in held.items()}
         return {way: 2 * len(wanted & tokens) >= len(wanted) for way, tokens in covered.items()}
@@ -90,11 +104,11 @@ class Bench:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     bench, counts, totals = Bench(pairs.loaded(options)), dict[str, Counter[str]](), Counter[str]()
-    for _, prompt in zip(range(options.n), held_out(), strict=False):
+    for _, prompt in zip(range(options.n), held_out(options.tokens), strict=False):
         found = Counter({way: int(yes) for way, yes in bench.found(prompt).items()})
         for group in ("all", "English" if prompt.language == "en" else "languages not fitted"):
             totals[group] += 1
             counts.setdefault(group, Counter()).update(found)
     rows = [{"prompts": group, "n": totals[group], **counts[group]} for group in totals]
     show_rows(rows)
-    return {"pair": options.pair, "rows": rows, "machine": machine()}
+    return {"pair": options.pair, "tokens": options.tokens, "rows": rows, "machine": machine()}

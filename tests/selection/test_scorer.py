@@ -15,7 +15,7 @@ from mlx_specprefill.cache.positioned import leaves
 from mlx_specprefill.errors import SpecPrefillError
 from mlx_specprefill.selection import scorer as scoring
 from mlx_specprefill.selection.heads import DraftHeads, Head
-from mlx_specprefill.selection.question_lines import Ask, question_span, repeated_question_spans
+from mlx_specprefill.selection.question_lines import question_span, repeated_question_spans
 from mlx_specprefill.selection.scorer import (
     AROUND,
     HeadScorer,
@@ -315,18 +315,19 @@ def test_what_asks_again_counts_as_if_it_stood_behind_the_prompt(family):
 def test_lines_that_may_ask_count_by_the_most_that_one_makes_of_a_token(family, monkeypatch):
     """As if they stood behind the prompt, each without its own surroundings; the cache is that of the prompt alone."""
     draft, prompt, heads = tiny_model(family), np.array(random_prompt(M), dtype=np.int32), heads_of(family)
-    asks = (Ask(0, 2, 9, 3.0), Ask(1, 20, 26, 1.5))
-    monkeypatch.setattr(scoring, "asked_lines", lambda *_: asks)
-    found, _ = run_heads(draft, prompt, heads)
-    monkeypatch.setattr(scoring, "asked_lines", lambda *_: ())
-    alone, _ = run_heads(draft, prompt, heads)
-    tokens = [prompt[ask.start : ask.end] for ask in asks]
+    lines = np.array([[2, 9], [12, 15], [20, 26]])
+    weights = np.array([3.0, 0.0, 1.5], dtype=np.float32)
+    monkeypatch.setattr(scoring, "asked_lines", lambda *_: weights)
+    found, _ = run_heads(draft, prompt, heads, lines=lines)
+    monkeypatch.setattr(scoring, "asked_lines", lambda _, those, *__: np.zeros(len(those), dtype=np.float32))
+    alone, _ = run_heads(draft, prompt, heads, lines=lines)
+    tokens = [prompt[start:end] for start, end in lines[[0, 2]]]
     longer, at, most = np.concatenate([prompt, *tokens]), M, np.zeros(M, dtype=np.float32)
     indices = np.arange(longer.size)
-    for ask, part in zip(asks, tokens, strict=True):
-        template = (indices >= M) | (indices >= ask.start - AROUND) & (indices < ask.end + AROUND)
+    for (start, end), weight, part in zip(lines[[0, 2]], weights[[0, 2]], tokens, strict=True):
+        template = (indices >= M) | (indices >= start - AROUND) & (indices < end + AROUND)
         one, _ = run_heads(draft, longer, heads, question=(at, at + part.size), template=template)
-        most, at = np.maximum(most, np.float32(ask.weight) * one.importance[:M]), at + part.size
+        most, at = np.maximum(most, weight * one.importance[:M]), at + part.size
     assert most.max() > 0
     assert_close(found.importance, alone.importance + most, rtol=5e-4, atol=1e-6)
     following, plain = mx.array([[5, 6, 7]]), list(make_prompt_cache(draft))
@@ -340,7 +341,7 @@ def test_lines_without_a_mark_take_half_of_what_is_chosen_at_most(seed):
     rng = np.random.default_rng(seed)
     importance, asked = rng.random(300, dtype=np.float32), 100 * rng.random((3, 300), dtype=np.float32)
     asked[:, 200:] = 0
-    found = add_asks(importance, asked, [Ask(line, 3 * line, 3 * line + 3, 1.0) for line in range(3)])
+    found = add_asks(importance, asked, np.ones(3, dtype=np.float32))
     assert np.array_equal(found[200:], importance[200:])
     assert (found >= importance).all()
     for chosen in (3, 30, 90):

@@ -31,6 +31,7 @@ from ...loading.footprint import (
 from ...pair import ModelPair
 from ...prefill_report import Mode
 from ...request import GenerationRequest
+from ...selection.question_lines import rows_of
 from ...speculative.proposer import Held
 from ...speculative.strategies import STRATEGIES, refusal
 from ..prefixes.caches import LEAST_BYTES, EngineCaches
@@ -46,6 +47,7 @@ _LEAST_STEP = 128  # tokens of a forward
 _PREFIX_PART = 4  # of what such a request leaves, by default
 # Per word of the vocabulary and row: a model's logits, as float32, normalised, and as a sampler changes them.
 _ROW_BYTES = 16
+_ASKED_BYTES = 16  # per asked token and token of the prompt, of one head at a time: likewise
 _TAIL_BYTES = 4 * 2 * TAIL  # per word: the model's logits of the last tokens of a prompt
 _FIT = -1  # number of the estimates' fit among reservations
 _Proposing = Callable[[int], Held]  # what a strategy holds of the tokens of prompt and answer
@@ -373,11 +375,16 @@ class Memory:
             rows: of logits that are read at once; 0: those of the prompt's end, for the last one's sake.
             more: bytes that are held beside the caches.
         """
-        step, logits = self.step, max(self._pair.vocab_size * _TAIL_BYTES, rows * self._row_bytes)
+        logits = max(self._pair.vocab_size * _TAIL_BYTES, rows * self._row_bytes)
         return Need(
             more + sum(part.of_held(tokens + KVCache.step) for part, tokens in parts),
-            max(logits, *(part.working(tokens, step) for part, tokens in parts)),
+            max(logits, *(self._forward(part, tokens) for part, tokens in parts)),
         )
+
+    def _forward(self, part: Footprint, tokens: int) -> int:
+        """Return the bytes of a sequence's largest forward. No fused kernel has the attention of what a draft asks."""
+        asked = rows_of(tokens) * tokens * _ASKED_BYTES if part is self._draft else 0
+        return max(part.working(tokens, self.step), asked)
 
     def window(self, request: GenerationRequest | None = None) -> int:
         """Return the tokens of prompt and answer that one request may have: the model's limit, or that of memory.

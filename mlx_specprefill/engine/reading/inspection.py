@@ -69,7 +69,7 @@ def inspect_prompt(prefiller: Prefiller, request: GenerationRequest) -> Generato
     text = prefiller.scorer.text.read(request.prompt)
     plan = prefiller.planner.plan(request, 0)
     scores = yield from prefiller.scorer.scores(request, plan, text)
-    plan = plan.asking(scores.asks)
+    plan = plan.asking(scores.asking(1))
     by = selection_by(plan.rule, prefiller.config.selection)
     selection = select_part(scores.importance, plan.forced, text, plan.keep, by)
     size, M = selection.chunk_size, len(request.prompt)

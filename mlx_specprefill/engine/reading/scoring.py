@@ -90,7 +90,7 @@ class PromptScorer:
         """Return the indices to read by these scores, ascending: of the prefix what is unread or recalled, and of what
         follows it all or a part.
         """
-        planned, plan = active.plan, active.plan.asking(scores.asks)
+        planned, plan = active.plan, active.plan.asking(scores.asking(1))
         active.plan = plan
         prefix, text, L = active.prefix, active.text, active.prefix.length
         active.scored = Scored(scores.scorer, scores.words, scores.read + active.scored.draft_read, scores.places)
@@ -164,8 +164,8 @@ class PromptScorer:
         """
         if request.specprefill.importance is not None or plan.rule == "paper" or self.pair.heads is None:
             return ()
-        asked = self._task(request, plan, text).asked.tolist()
-        return tuple(sorted({*map(tuple, asked), *((ask.start, ask.end) for ask in scores.asks)}))
+        asked = np.concatenate([self._task(request, plan, text).asked, scores.asking()])
+        return tuple((start, end) for start, end in np.unique(asked, axis=0).tolist())
 
     def _raised(
         self, request: GenerationRequest, plan: PrefillPlan, text: PromptText, task: ScoringInput, scores: Scores
@@ -173,7 +173,7 @@ class PromptScorer:
         """Return the scores, by heads with more for the lines that share words with the question."""
         if plan.rule == "paper" or self.pair.heads is None:
             return scores
-        asking = [*task.asked.tolist(), *((ask.start, ask.end) for ask in scores.asks if ask.weight > 1)]
+        asking = [*task.asked.tolist(), *scores.asking(1).tolist()]
         if request.questions:
             text = self.text.read(np.concatenate([request.prompt, *task.questions]))
             asking = [[len(request.prompt), len(text.pieces)]]
@@ -253,7 +253,9 @@ class PromptScorer:
             self.caches.keep_draft(prompt[: scores.importance.size], task.cache, keeper)
         scores = replace(raised(scores), read=scores.importance.size - read)
         if request.specprefill.importance is not None:
-            return replace(scores, importance=request.specprefill.importance, scorer="request", asks=())
+            return replace(
+                scores, importance=request.specprefill.importance, scorer="request", weights=0 * scores.weights
+            )
         return replace(scores, scorer="self") if self._whole is self.pair.target else scores
 
     def read(self, draft: nn.Module, request: GenerationRequest) -> Generator[Progress, None, list[Any]]:

@@ -13,9 +13,8 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_specprefill import Engine, EngineConfig, GenerationRequest, ModelPair, PromptSpan, SpecPrefillOptions, keep_pct
 from mlx_specprefill.config import SpecPrefillPolicy
-from mlx_specprefill.selection import scorer
+from mlx_specprefill.selection import question_lines, scorer
 from mlx_specprefill.selection.heads import DraftHeads, Head, LineProbe, whole_values
-from mlx_specprefill.selection.question_lines import Ask
 from mlx_specprefill.selection.scorer import HeadScorer
 from tests.support.tiny import generated, random_prompt, tiny_pair
 
@@ -62,7 +61,7 @@ def kept_of(last: Any) -> set[int]:
 def test_a_line_that_asks_is_read_though_an_earlier_turn_dropped_it(monkeypatch: pytest.MonkeyPatch) -> None:
     first, answer_size, options = 900, 6, SpecPrefillOptions(return_spans=True)
     policy = SpecPrefillPolicy(threshold=300, keep_pct=keep_pct("0.2"), densify=False)
-    monkeypatch.setattr(scorer, "asked_lines", lambda *_: ())
+    monkeypatch.setattr(scorer, "asked_lines", lambda _, lines, *__: np.zeros(len(lines), np.float32))
     prompt = random_prompt(first)
     spans = (PromptSpan("user", 0, 0, first, first),)
     with Engine(pair_of(True), EngineConfig(policy=policy)) as engine:
@@ -70,8 +69,13 @@ def test_a_line_that_asks_is_read_though_an_earlier_turn_dropped_it(monkeypatch:
             engine.generate(GenerationRequest(prompt, answer_size, specprefill=options, spans=spans))
         )
         before = kept_of(last)
-        start = next(at for at in range(300, first) if not before & set(range(at, at + 20)))
-        monkeypatch.setattr(scorer, "asked_lines", lambda *_: (Ask(0, start, start + 20, 3.0),))
+        dropped: list[range] = []
+
+        def one_asks(_: Any, lines: Any, *__: Any) -> Any:
+            dropped[:] = [range(*line) for line in lines.tolist() if not before & set(range(*line))][1:2]
+            return np.array([3.0 * (range(*line) in dropped) for line in lines.tolist()], dtype=np.float32)
+
+        monkeypatch.setattr(scorer, "asked_lines", one_asks)
         prompt, end = (*prompt, *answer, *random_prompt(500, 9)), first + len(answer)
         spans += (
             PromptSpan("assistant", first, first, end, end),
@@ -80,13 +84,14 @@ def test_a_line_that_asks_is_read_though_an_earlier_turn_dropped_it(monkeypatch:
         _, last = generated(engine.generate(GenerationRequest(prompt, 2, specprefill=options, spans=spans)))
     assert last.report.mode == "sparse"
     assert last.report.cached_tokens > 0
-    assert set(range(start, start + 20)) <= kept_of(last)
+    assert dropped
+    assert {token for line in dropped for token in line} <= kept_of(last)
 
 
 @pytest.mark.parametrize("probed", [True, False])
 def test_a_completion_asks_by_its_places_at_no_turn(probed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second turn is short, and read whole behind the first one, a part of which was dropped."""
-    known, asked = list[bool](), scorer.asked_lines
+    known, asked = list[bool](), question_lines.asked_lines
 
     def noting(scores: Any, lines: Any, *given: Any) -> Any:
         known.append(scores is not None or len(lines) == 0)
@@ -101,3 +106,16 @@ def test_a_completion_asks_by_its_places_at_no_turn(probed: bool, monkeypatch: p
         _, last = generated(engine.generate(GenerationRequest(following, 2, specprefill=options)))
     assert last.report.reason_code == "extended"
     assert known == [True, True]
+
+
+def test_the_attention_of_what_is_asked_is_reserved() -> None:
+    """Also on a device whose fused kernels keep no attention, so that no forward of the draft shows any."""
+    request = GenerationRequest(random_prompt(3000), 1)
+    with Engine(pair_of(True), EngineConfig()) as engine:
+        memory = engine.memory
+        for name in ("_target", "_draft"):
+            setattr(memory, name, replace(getattr(memory, name), per_row=0.0, per_pair=0.0))
+        floats = 3000 // 12 * 3000 * 4
+        for need in (memory.need(request, "sparse"), memory.need_inspection(request)):
+            assert need.working >= 3 * floats
+        assert memory.need(request, "full").working < floats

@@ -12,3 +12,4 @@ def _a_new_user(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mo
     monkeypatch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
     for name in [name for name in os.environ if name.startswith("MLX_SPECPREFILL_")]:
         monkeypatch.delenv(name)
+    monkeypatch.setenv("MLX_SPECPREFILL_PORT", "0")  # the default one may be a running server's

@@ -10,7 +10,16 @@ from .base import Cursor, MalformedError, Reading, Tools, overlap
 from .call_parts import CallReader, whole_call
 
 # Errors of parsers for well-formed calls on malformed ones.
-FAULTS = (ValueError, TypeError, LookupError, AttributeError, SyntaxError, ArithmeticError, RecursionError, MemoryError)
+_FAULTS = (
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    SyntaxError,
+    ArithmeticError,
+    RecursionError,
+    MemoryError,
+)
 
 
 def native_reader(opener: str, closer: str, parse: Callable[..., Any], tools: list[Any]) -> CallReader:
@@ -23,8 +32,8 @@ def native_reader(opener: str, closer: str, parse: Callable[..., Any], tools: li
         text = yield from _native_body(cursor, closer)
         try:
             parsed = parse(text, tools)
-            calls = [check_native_call(call, known) for call in (parsed if isinstance(parsed, list) else [parsed])]
-        except FAULTS as error:
+            calls = [_check(call, known) for call in (parsed if isinstance(parsed, list) else [parsed])]
+        except _FAULTS as error:
             raise MalformedError(str(error)) from error
         for name, arguments in calls:
             yield from whole_call(name, arguments)
@@ -49,7 +58,7 @@ def _native_body(cursor: Cursor, closer: str) -> Reading[str]:
         yield None
 
 
-def check_native_call(call: Any, tools: Tools) -> tuple[str, dict[str, Any]]:
+def _check(call: Any, tools: Tools) -> tuple[str, dict[str, Any]]:
     """Return the name and the arguments of a call that another library has read."""
     name, arguments = call["name"], call.get("arguments")
     if isinstance(arguments, str):

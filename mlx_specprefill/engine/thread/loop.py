@@ -183,21 +183,17 @@ class EngineCore:
         known = request.prompt[: request.usable_prefix]
         return self._caches.covers(known, request.label, None if key is None else key.unforced)
 
-    def _reader(self, job: Job) -> int | None:
-        """Return a prefill that reads what a waiting prompt begins with and is not cached, and less than that beside
-        it; None where there is none.
+    def _serves(self, other: Job, job: Job) -> bool:
+        """Return whether a prefill reads what a waiting prompt begins with and is not cached, and less than that beside
+        it.
         """
-        if not isinstance(job, AnswerJob) or not self._caches.enabled or job.active.request.prompt_logprobs is not None:
-            return None
-        request, cached = job.active.request, self._cached(job.active)
-        for uid in self._scheduler.prefilling:
-            other = self.jobs[uid]
-            if isinstance(other, AnswerJob) and other.active.request.label == request.label:
-                prompt = other.active.request.prompt
-                shared = common_length(request.prompt[:-1], prompt)
-                if shared - cached > prompt.size - shared:
-                    return uid
-        return None
+        if not (self._caches.enabled and isinstance(job, AnswerJob) and isinstance(other, AnswerJob)):
+            return False
+        request, reads = job.active.request, other.active.request
+        if request.prompt_logprobs is not None or request.label != reads.label:
+            return False
+        shared = common_length(request.prompt[:-1], reads.prompt)
+        return shared - self._cached(job.active) > reads.prompt.size - shared
 
     def _take(self) -> Job | Call | None:
         return self._inbox.take()
@@ -272,7 +268,8 @@ class EngineCore:
         self.stuck = False
         while (uid := self._scheduler.next_waiting(passing)) is not None:
             job = self.jobs[uid]
-            if (reader := self._reader(job)) is not None:
+            reader = next((one for one in self._scheduler.prefilling if self._serves(self.jobs[one], job)), None)
+            if reader is not None:
                 self._scheduler.hold(uid, reader)
                 continue
             if not self._memory.fits(job.need):

@@ -94,10 +94,10 @@ def tokens_of(text=TEXT + ASKED, tokenizer=None):
     return np.array((tokenizer or target_tokenizer()).encode(text, add_special_tokens=False), dtype=np.int32)
 
 
-def importance(of, prompt, **options):
+def importance(of, prompt, spans=(), **options):
     with Engine(of, EngineConfig()) as engine:
         chosen = SpecPrefillOptions(enabled=True, keep_pct=Fraction(1, 4), **options)
-        return engine.inspect(GenerationRequest(prompt, 1, specprefill=chosen)).importance
+        return engine.inspect(GenerationRequest(prompt, 1, specprefill=chosen, spans=spans)).importance
 
 
 @pytest.mark.parametrize("rule", ["default", "paper"])
@@ -108,6 +108,19 @@ def test_the_targets_weights_behind_a_permuted_vocabulary_find_the_same(rule):
     direct = importance(pair(), tokens_of(), rule=rule)
     assert direct.max() > 0
     assert importance(mapped, tokens_of(), rule=rule).tolist() == direct.tolist()
+
+
+def test_behind_a_tools_result_a_draft_with_other_ids_asks_the_same():
+    tokenizer, ids = permuted()
+    prompt = tokens_of()
+    ends = [0, prompt.size // 4, prompt.size // 3, prompt.size]
+    spans = tuple(
+        PromptSpan(*one)
+        for one in zip(("user", "assistant", "tool"), ends[:-1], ends[:-1], ends[1:], ends[1:], strict=True)
+    )
+    direct = importance(pair(), prompt, spans)
+    assert importance(pair(behind(ids), tokenizer), prompt, spans).tolist() == direct.tolist()
+    assert direct.tolist() != importance(pair(), prompt).tolist()
 
 
 @pytest.mark.parametrize("scorer", [HeadScorer(HEADS, ScoringConfig()), PaperScorer(ScoringConfig())])

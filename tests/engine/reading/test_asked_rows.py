@@ -13,6 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_specprefill import Engine, EngineConfig, GenerationRequest, ModelPair, PromptSpan, SpecPrefillOptions, keep_pct
 from mlx_specprefill.config import SpecPrefillPolicy
+from mlx_specprefill.engine.reading import scoring
 from mlx_specprefill.selection import question_lines, scorer
 from mlx_specprefill.selection.heads import DraftHeads, Head, LineProbe, whole_values
 from mlx_specprefill.selection.scorer import HeadScorer
@@ -119,3 +120,30 @@ def test_the_attention_of_what_is_asked_is_reserved() -> None:
         for need in (memory.need(request, "sparse"), memory.need_inspection(request)):
             assert need.working >= 3 * floats
         assert memory.need(request, "full").working < floats
+
+
+@pytest.mark.parametrize("weight", [1.0, 3.0])
+def test_lines_that_count_as_questions_lend_their_words_and_no_others(
+    weight: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = list[list[list[int]]]()
+
+    def noting(text: Any, asking: list[list[int]]) -> Any:
+        given.append(asking)
+        return np.ones(len(text.pieces), dtype=np.float32)
+
+    monkeypatch.setattr(scoring, "word_factors", noting)
+    monkeypatch.setattr(
+        scorer, "asked_lines", lambda _, lines, *__: np.where(np.arange(len(lines)) == 1, weight, 0).astype(np.float32)
+    )
+    request = GenerationRequest(
+        random_prompt(500),
+        1,
+        specprefill=SpecPrefillOptions(True, keep_pct("0.2")),
+        spans=(PromptSpan("user", 0, 2, 499, 500),),
+    )
+    with Engine(pair_of(True), EngineConfig()) as engine:
+        asking = engine.inspect(request).asking
+    assert len(asking) == 2
+    assert len(given[0]) == (2 if weight > 1 else 1)
+    assert {tuple(one) for one in given[0]} <= set(asking)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..arrays import NO_SPANS, Floats, Indices, Spans
+from ..arrays import NO_SPANS, Bools, Floats, Indices, Spans
 from ..config import ScoringConfig
 from ..request import PromptSpan
 from .selector import PIECE, pieces
@@ -81,12 +81,12 @@ def lines_of(spans: Sequence[PromptSpan], prompt_len: int, units: Indices) -> Sp
 
 def rows_of(prompt_len: int) -> int:
     """Return how many tokens of a prompt's other lines may be asked."""
-    return min(max(_ROWS, prompt_len // _PART), _MOST_ROWS)
+    return min(max(_ROWS, prompt_len // _PART), _MOST_ROWS) + PIECE  # for the newest message's first line
 
 
 def asked_lines(scores: Floats | None, lines: Spans, question: Spans, rows: int) -> Floats:
-    """Return the weights (N,) with which lines ask beside the question: 3 of the best three, 1 of further ones, 0 of
-    all where the question leads.
+    """Return the weights (N,) with which lines ask beside the question: 3 of the best three, 1 of the newest message's
+    first and of further ones, 0 of all where the question leads.
 
     Args:
         scores: (N,), how much each line asks; None: nothing is known but their places.
@@ -96,20 +96,20 @@ def asked_lines(scores: Floats | None, lines: Spans, question: Spans, rows: int)
     """
     beside = np.all((lines[:, :1] >= question[:, 1]) | (lines[:, 1:] <= question[:, 0]), axis=1)
     weights, sure = np.zeros(len(lines), dtype=np.float32), 0 if scores is None else _SURE
+    begins = np.append(True, lines[1:, 0] > lines[:-1, 1])[: len(lines)]  # of messages
     if scores is None:
-        scores, rows = _by_place(lines), min(rows, _ROWS)
+        scores, rows = _by_place(lines, begins), min(rows, _ROWS)
     elif scores[~beside].max(initial=-np.inf) >= scores[beside].max(initial=-np.inf):
         return weights
-    for rank, line in enumerate(np.argsort(-scores, kind="stable").tolist()):
+    ranked, first = np.argsort(-scores, kind="stable").tolist(), np.flatnonzero(begins)[-1:].tolist()
+    for rank, line in enumerate(dict.fromkeys([*ranked[:sure], *first, *ranked])):
         if beside[line] and (size := int(np.diff(lines[line])[0])) <= rows:
             rows, weights[line] = rows - size, _SURE_WEIGHT if rank < sure else 1
     return weights
 
 
-def _by_place(lines: Spans) -> Floats:
+def _by_place(lines: Spans, begins: Bools) -> Floats:
     """Return scores of lines by their places alone, (N,): those at both ends of messages first, the newest before."""
-    header = np.append(lines[1:, 0] > lines[:-1, 1], True)[: len(lines)]  # behind it
-    message = np.cumsum(header) - header
-    begin, end = lines[np.flatnonzero(np.roll(header, 1)), 0], lines[header, 1]
+    message, begin, end = np.cumsum(begins) - 1, lines[begins, 0], lines[np.roll(begins, -1), 1]
     inside = np.minimum(lines[:, 0] - begin[message], end[message] - lines[:, 1])
     return np.asarray(np.arange(len(lines)) / max(len(lines), 1) - inside, dtype=np.float32)

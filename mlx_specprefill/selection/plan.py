@@ -17,7 +17,8 @@ from ..prefill_report import Mode, Prediction, Reason, ReasonCode
 from ..request import GenerationRequest, PromptSpan
 from .selector import selection_by
 
-USER_WHOLE, USER_HEAD, USER_TAIL = (2048, 8), (128, 64), (512, 16)  # (most tokens, divisor of the prompt length)
+# (most tokens, divisor of the prompt length, fewest tokens): a short prompt still ends with its whole question
+USER_WHOLE, USER_HEAD, USER_TAIL = (2048, 8, 32), (128, 64), (512, 16, 32)
 EARLIER_WHOLE = (256, 16)  # of the messages before the last: a question about its document, an offer that it takes
 OWN_WHOLE, OWN_SHARE = 64, 16  # most tokens of one of the model's own earlier messages, divisor for all of these
 TOOL_HEAD, TOOL_TAIL = 64, 128  # of a tool result after the last user message
@@ -311,8 +312,8 @@ def _own(spans: Sequence[PromptSpan], most: int) -> Iterator[ForcedRange]:
 def _ends(
     span: PromptSpan,
     prompt_len: int,
-    head: tuple[int, int],
-    tail: tuple[int, int],
+    head: tuple[int, ...],
+    tail: tuple[int, ...],
     reason: str,
     whole: int | None = None,
 ) -> Iterator[ForcedRange]:
@@ -329,6 +330,6 @@ def _ends(
     yield ForcedRange(max(start, end - _share(prompt_len, tail)), end, f"{reason}: tail")
 
 
-def _share(prompt_len: int, rule: tuple[int, int]) -> int:
-    most, divisor = rule
-    return min(most, prompt_len // divisor)
+def _share(prompt_len: int, rule: tuple[int, ...]) -> int:
+    most, divisor, *least = rule
+    return min(most, max(prompt_len // divisor, *least, 0))

@@ -72,6 +72,14 @@ def test_policy_can_be_off():
     assert plan(20_000, config=off, enabled=True).mode == "sparse"
 
 
+@pytest.mark.parametrize("size", range(10, 1000, 38))
+def test_a_prompt_of_any_length_keeps_its_template_and_the_end_of_its_question(size):
+    """Also where the request sets a share: of some fifty tokens nearly all are forced, so these are read in full."""
+    made = plan(size, enabled=True, keep=Fraction(1, 5), spans=(PromptSpan("user", 0, 4, size - 6, size - 2),))
+    assert made.forced[[*range(4), *range(max(4, size - 6 - 32), size)]].all()
+    assert made.mode == ("full" if size <= 48 else "sparse")
+
+
 def test_mostly_forced_prompts_are_prefilled_fully():
     system = PromptSpan("system", 0, 4, 2500, 2502)
     refused = plan(4000, enabled=True, spans=(system, PromptSpan("user", 2502, 2506, 3990, 3992)))

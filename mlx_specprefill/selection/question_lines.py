@@ -20,6 +20,7 @@ _USERS = 2  # newest user messages that may ask
 _ROWS, _MOST_ROWS = 64, 256  # tokens of other lines that are asked, which one forward reads, at least and at most
 _PART = 12  # of a prompt, between the two
 _SURE, _SURE_WEIGHT = 3, 3.0  # best lines, among which the one that asks mostly is, and their weight
+_BESIDE = 0.5  # of the better neighbour's score, which a further line gets: a request may have several lines
 
 
 def question_span(
@@ -86,7 +87,7 @@ def rows_of(prompt_len: int) -> int:
 
 def asked_lines(scores: Floats | None, lines: Spans, question: Spans, rows: int) -> Floats:
     """Return the weights (N,) with which lines ask beside the question: 3 of the best three, 1 of the newest message's
-    first and of further ones, 0 of all where the question leads.
+    first and of further ones, for which a neighbour that asks counts, 0 of all where the question leads.
 
     Args:
         scores: (N,), how much each line asks; None: nothing is known but their places.
@@ -99,13 +100,23 @@ def asked_lines(scores: Floats | None, lines: Spans, question: Spans, rows: int)
     begins = np.append(True, lines[1:, 0] > lines[:-1, 1])[: len(lines)]  # of messages
     if scores is None:
         scores, rows = _by_place(lines, begins), min(rows, _ROWS)
+        further = scores
     elif scores[~beside].max(initial=-np.inf) >= scores[beside].max(initial=-np.inf):
         return weights
-    ranked, first = np.argsort(-scores, kind="stable").tolist(), np.flatnonzero(begins)[-1:].tolist()
-    for rank, line in enumerate(dict.fromkeys([*ranked[:sure], *first, *ranked])):
+    else:
+        further = scores + _BESIDE * _of_better_neighbours(scores, begins)
+    best, first = np.argsort(-scores, kind="stable").tolist()[:sure], np.flatnonzero(begins)[-1:].tolist()
+    for rank, line in enumerate(dict.fromkeys([*best, *first, *np.argsort(-further, kind="stable").tolist()])):
         if beside[line] and (size := int(np.diff(lines[line])[0])) <= rows:
             rows, weights[line] = rows - size, _SURE_WEIGHT if rank < sure else 1
     return weights
+
+
+def _of_better_neighbours(scores: Floats, begins: Bools) -> Floats:
+    """Return the better score of the two lines beside each one in its message, (N,); without any, the lowest of all."""
+    before = np.where(begins, scores.min(), np.roll(scores, 1))
+    behind = np.where(np.roll(begins, -1), scores.min(), np.roll(scores, -1))
+    return np.asarray(np.maximum(before, behind))
 
 
 def _by_place(lines: Spans, begins: Bools) -> Floats:

@@ -74,11 +74,23 @@ def test_the_best_lines_are_asked_in_reading_order(data: st.DataObject) -> None:
     if scores[-1] == scores.max():
         assert not weights.any()
         return
+    messages = [range(3), range(3, len(lines))]
+    near = {n: [scores[m] for m in (n - 1, n + 1) if m in message] for message in messages for n in message}
     ranked = np.argsort(-scores).tolist()
-    in_turn = dict.fromkeys([*ranked[:3], 3, *ranked])  # 3 begins the user's message
+    further = sorted(ranked, key=lambda n: (-(scores[n] + 0.5 * max(near[n], default=0)), n))
+    in_turn = dict.fromkeys([*ranked[:3], 3, *further])  # 3 begins the user's message
     best = [line for line in in_turn if line != len(lines) - 1][: rows // LINE]
     assert np.flatnonzero(weights).tolist() == sorted(best)
     assert set(np.flatnonzero(weights > 1)) == set(np.argsort(-scores)[:3]) & set(best)
+
+
+def test_a_request_of_several_lines_is_asked_as_a_whole() -> None:
+    spans, length = said(("user", 40))
+    lines = lines_of(spans, length, units_of(spans))
+    scores = np.zeros(40, dtype=np.float32)
+    scores[[10, 20, 21, 22]] = 9, 4, 5, 4  # 23 and 19 say nothing themselves
+    weights = asked_lines(scores, lines, lines[-1:], 7 * LINE)
+    assert np.flatnonzero(weights).tolist() == [0, 9, 10, 11, 20, 21, 22]
 
 
 def test_a_question_that_leads_is_alone() -> None:

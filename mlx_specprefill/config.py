@@ -15,7 +15,7 @@ from .errors import InvalidRequestError
 
 _LONG_PROMPT = 8192  # tokens
 
-SpeculationName = Literal["off", "ngram", "draft", "mtp"]
+SpeculationName = Literal["off", "ngram", "draft", "triforce", "mtp"]
 SPECULATION_NAMES: tuple[SpeculationName, ...] = get_args(SpeculationName)
 WiredLimit = Literal["auto", "on", "off"]
 RuleName = Literal["default", "paper"]
@@ -137,8 +137,18 @@ class SpeculationConfig:
 
     strategy: SpeculationName = "off"  # default of requests
     gamma: Count = 3  # tokens that the draft model or the MTP head proposes at a time
+    gamma1: Count = 2  # triforce: tokens of the small model per inner verification
+    gamma2: Count = 4  # triforce: tokens per verification on the whole cache
+    budget: int = 4096  # tokens of the retrieved part of the cache
+    chunk: Count = 16  # tokens per retrieved chunk
+    sinks: Annotated[int, Field(ge=0)] = 16  # first tokens of the prompt that triforce's small model reads
+    window: Count = 1024  # last tokens of the prompt that it reads
     ngram: Count = 8  # tokens proposed at a time from an earlier match
     ngram_match: Count = 3  # last tokens that have to match
+
+    def __post_init__(self) -> None:
+        if self.budget < 4 * self.chunk:
+            raise ValueError(f"a budget of {self.budget} tokens is less than four chunks of {self.chunk}")
 
 
 def _own_prefill_step() -> int:

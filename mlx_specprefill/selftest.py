@@ -61,7 +61,7 @@ _FEW_ROWS: SpeculationName = "ngram"  # the strategy whose forwards of a few tok
 _CONFIG = EngineConfig(
     prefill_step=32,
     prefix_cache_bytes=0,
-    speculation=SpeculationConfig(ngram_match=1),
+    speculation=SpeculationConfig(budget=64, chunk=4, sinks=4, window=16, ngram_match=1),
 )
 
 

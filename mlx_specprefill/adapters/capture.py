@@ -215,16 +215,25 @@ def _apply_mask(logits: mx.array, mask: mx.array) -> mx.array:
 
 
 class AttentionRecord:
-    """The queries of every attention call, (1, H, L, D) each, in order."""
+    """The queries of every attention call, in order, and the shapes of their keys.
+
+    Attributes:
+        queries: (1, H, L, D) each.
+        keys: the shapes (1, H_kv, S, D) of the keys.
+        handwritten: number of attention calls without readable queries.
+    """
 
     def __init__(self) -> None:
         self.queries: list[mx.array] = []
+        self.keys: list[tuple[int, ...]] = []
+        self.handwritten = False
 
     def observe(self, queries: mx.array, keys: mx.array, scale: float, mask: Any, sinks: mx.array | None) -> None:
         self.queries.append(queries)
+        self.keys.append(tuple(keys.shape))
 
     def observe_logits(self, logits: mx.array) -> None:
-        """Do nothing: attention that is written by hand shows no queries."""
+        self.handwritten = self.handwritten or logits.ndim >= 4
 
 
 @contextmanager

@@ -1,7 +1,7 @@
-"""Speculative sampling: verifies proposed tokens, and draws the next one.
+"""Speculative sampling: verifies proposed tokens, and draws the next one (TriForce, section 4.2).
 
-The text keeps the target's distribution (Leviathan et al. 2023). A distribution is a vector of probabilities, or, at
-temperature 0, a single token. Target and drafts of a request share one sampler, which applies the
+The text keeps the target's distribution. One function serves both levels of a hierarchy. A distribution is a vector of
+probabilities, or, at temperature 0, a single token. Target and drafts of a request share one sampler, which applies the
 request's filters, penalties and grammar.
 """
 

@@ -37,21 +37,26 @@ class Drafter(Proposer):
         self._settled = 0  # tokens that can't be taken back
 
     @classmethod
-    def predict(cls, models: Models, tokens: int) -> Held:
+    def predict(cls, models: Models, prompt: int, tokens: int) -> Held:
         return Held(draft=tokens)
 
     def propose(self, text: Sequence[int], count: int, sampler: TokenSampler) -> Proposal:
         return draft_tokens(self._catch_up(text), self._feed, text, count, sampler)
 
     def accept(self, verified: Verified) -> None:
-        if self._snapshot is not None and self.held > verified.length:
-            self.held -= self._snapshot.take_back(self.held - verified.length, fed=self.held - self._settled)
+        self.keep(verified.length)
         self._snapshot = None
+
+    def keep(self, length: int) -> None:
+        """Cut the cache to the first `length` generated tokens. More can be taken back until `accept`."""
+        if self._snapshot is not None and self.held > length:
+            self.held -= self._snapshot.take_back(self.held - length, fed=self.held - self._settled)
 
     def _catch_up(self, text: Sequence[int]) -> mx.array:
         """Feed the new tokens; return the logits (1, V) of the last one."""
         logits = self._feed(text[self.held :])
-        self._snapshot, self._settled = Snapshot(self.cache), self.held
+        if self._snapshot is None:
+            self._snapshot, self._settled = Snapshot(self.cache), self.held
         return logits
 
     def _feed(self, tokens: Sequence[int]) -> mx.array:

@@ -80,7 +80,7 @@ class MTPProposer(Proposer):
         return head.reason if isinstance(head, Refused) else None
 
     @classmethod
-    def predict(cls, models: Models, tokens: int) -> Held:
+    def predict(cls, models: Models, prompt: int, tokens: int) -> Held:
         head = _head_of(models)
         return Held() if isinstance(head, Refused) else Held(nbytes=head.entry_bytes * (tokens + KVCache.step))
 

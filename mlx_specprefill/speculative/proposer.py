@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -14,6 +14,7 @@ import mlx.nn as nn
 from ..adapters.depth import FirstLayers
 from ..config import DtypeName, SpeculationConfig
 from ..errors import Refused
+from ..events import Progress
 from ..request import TokenIds
 from .acceptance import Distribution, TokenSampler, draw
 from .rollback import rollback_refusal
@@ -35,6 +36,7 @@ class Models:
     Attributes:
         draft: the model that may propose; `draft_vocab`: rows of its embedding, if the target may have more.
         own_parts: what strategies have loaded, by their names.
+        quantized: the target's cache will be quantised.
         spread: the target runs on several machines.
     """
 
@@ -43,13 +45,15 @@ class Models:
     config: SpeculationConfig
     own_parts: Mapping[str, OwnPart | Refused] = field(default_factory=dict)
     draft_vocab: int | None = None
+    quantized: bool = False
     spread: bool = False
 
 
 class Held(NamedTuple):
-    """Memory of a proposer for a prompt and its answer: tokens in a cache of the draft, other bytes."""
+    """Memory of a proposer for a prompt and its answer: tokens in caches of the draft and the target, other bytes."""
 
     draft: int = 0
+    target: int = 0
     nbytes: int = 0
 
 
@@ -97,8 +101,8 @@ class AcceptanceCounts:
 class Proposer(ABC):
     """One answer's source of proposals. Its class is a strategy: one line of `strategies.STRATEGIES` registers it.
 
-    It is made before the target's prefill. The target's forwards go through `read_along` in the prefill, and then
-    through `record`.
+    It is made before the target's prefill. The target's forwards go through `read_along` in the prefill, `start`
+    follows, and then they go through `record`.
 
     Attributes:
         uses_draft: the pair's draft proposes, with all of its layers.
@@ -126,8 +130,8 @@ class Proposer(ABC):
         return _draft_refusal(models.draft) if cls.uses_draft else None
 
     @classmethod
-    def predict(cls, models: Models, tokens: int) -> Held:
-        """Return what it will hold of so many tokens of prompt and answer."""
+    def predict(cls, models: Models, prompt: int, tokens: int) -> Held:
+        """Return what it will hold of `tokens` tokens of prompt and answer, the prompt's `prompt` among them."""
         return Held()
 
     @property
@@ -138,6 +142,14 @@ class Proposer(ABC):
     def read_along(self, target: Model, fed: TokenIds) -> Model:
         """Return the target as its prefill runs it. fed: prompt indices that it will read, up to the last one."""
         return target
+
+    def start(self, cache: list[Any]) -> Generator[Progress, None, None]:
+        """Prepare for proposals behind the prefilled cache of the target. Yields between forwards.
+
+        Raises:
+            SparseUnsupportedError: it can't propose behind this cache.
+        """
+        yield from ()
 
     def record(self, target: Model) -> Model:
         """Return the target as the answer's forwards run it."""

@@ -15,10 +15,12 @@ from .mtp_proposer import MTPProposer
 from .ngram import NgramProposer
 from .proposer import Models, OwnPart, Proposer
 from .rollback import rollback_refusal
+from .triforce import TriForceProposer
 
 STRATEGIES: Mapping[SpeculationName, type[Proposer]] = {
     "ngram": NgramProposer,
     "draft": Drafter,
+    "triforce": TriForceProposer,
     "mtp": MTPProposer,
 }
 """By name. An answer whose strategy is not here decodes plainly."""

@@ -38,6 +38,7 @@ from mlx_specprefill import (
     Progress,
     SpecPrefillOptions,
     SpecPrefillPolicy,
+    SpeculationConfig,
     SpeculationName,
     SpeculationReport,
     TokenEvent,
@@ -171,7 +172,8 @@ def engines(pair: ModelPair, options: argparse.Namespace) -> Iterator[tuple[str,
 
     A prompt is read once where it is read in full. A sparse prefill of a cached prompt would have nothing to read.
     """
-    config = EngineConfig(policy=SpecPrefillPolicy(densify=False))
+    policy, speculation = SpecPrefillPolicy(densify=False), SpeculationConfig(budget=options.budget)
+    config = EngineConfig(speculation=speculation, policy=policy)
     uncached, sparse = replace(config, prefix_cache_bytes=0), pair.sparse_refusal is None
     if "full" in options.prefills:
         yield "full", Engine(pair, config)
@@ -265,6 +267,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-n", type=int, default=20, help="prompts, of each task in turn")
     parser.add_argument("--length", type=int, default=700, help="prompt tokens")
     parser.add_argument("--tokens", type=int, default=48, help="of each answer")
+    parser.add_argument("--budget", type=int, default=256, help="tokens of a retrieved cache")
     parser.add_argument("--prefills", nargs="+", choices=PREFILLS, default=list(PREFILLS), help="those the pair can do")
 
 

@@ -19,6 +19,7 @@ from mlx_specprefill import (
     SamplingParams,
     SpecPrefillOptions,
     SpecPrefillPolicy,
+    SpeculationConfig,
     make_pair,
 )
 from mlx_specprefill.choosing.constraints import ReasoningBudgetState
@@ -90,13 +91,14 @@ TOKENIZER = byte_tokenizer()
 SPECIAL = TOKENIZER.get_added_vocab()
 THINK, DONE = (SPECIAL["<think>"],), (SPECIAL["</think>"],)
 STOP = frozenset(TOKENIZER.eos_token_ids)
+SMALL = SpeculationConfig(budget=64, chunk=4, sinks=4, window=16)
 
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     model = tiny_model("llama", seed=3, vocab_size=len(TOKENIZER))
     pair = make_pair(model, TOKENIZER, {"max_position_embeddings": 4096, "vocab_size": len(TOKENIZER)})
-    config = EngineConfig(policy=SpecPrefillPolicy(densify=False), prefill_step=32)
+    config = EngineConfig(policy=SpecPrefillPolicy(densify=False), prefill_step=32, speculation=SMALL)
     with Engine(pair, config) as running:
         yield running
 

@@ -68,7 +68,7 @@ def test_a_drafted_answer_is_the_plain_one(client: openai.OpenAI) -> None:
     assert plain.choices[0].finish_reason == "stop"
     assert (plain.choices[0].message.content or "").endswith(code[:3])
     assert "speculation" not in report_of(plain)
-    for how, ran in (("draft", "draft"), ("mtp", "autoregressive")):
+    for how, ran in (("draft", "draft"), ("triforce", "triforce"), ("mtp", "autoregressive")):
         answer = client.chat.completions.create(**asked, extra_body={"speculative": how, "specprefill": True})
         assert answer.choices[0].message.content == plain.choices[0].message.content
         assert report_of(answer)["speculation"]["strategy"] == ran

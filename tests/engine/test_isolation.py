@@ -151,7 +151,7 @@ def test_a_sparse_turn_is_continued_by_its_own_label_only(
     assert own[0] > 0
 
 
-@pytest.mark.parametrize("speculative", ["draft", "ngram"])
+@pytest.mark.parametrize("speculative", ["draft", "triforce", "ngram"])
 def test_what_drafted_answers_leave_is_labelled_too(
     speculative: str, monkeypatch: pytest.MonkeyPatch, quiet: Callable[[], None]
 ) -> None:

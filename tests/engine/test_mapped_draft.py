@@ -273,7 +273,7 @@ def test_own_scores_need_no_mapping(mapped, monkeypatch):
     assert (report.mode, report.scorer) == ("sparse", "request")
 
 
-@pytest.mark.parametrize(("asked", "ran"), [("draft", False), ("ngram", True)])
+@pytest.mark.parametrize(("asked", "ran"), [("draft", False), ("triforce", False), ("ngram", True)])
 def test_a_mapped_draft_proposes_nothing(mapped, asked, ran):
     options = replace(FORCED, speculative=asked)
     with Engine(mapped) as engine:

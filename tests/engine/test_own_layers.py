@@ -137,9 +137,10 @@ def test_dense_answers_are_those_of_the_target_alone() -> None:
         assert generated(engine.generate(request))[0] == tokens
 
 
-def test_it_drafts_no_answers() -> None:
+@pytest.mark.parametrize("how", ["draft", "triforce"])
+def test_it_drafts_no_answers(how: SpeculationName) -> None:
     with Engine(own_pair(), CONFIG) as engine:
-        _, last = generated(engine.generate(asked(how="draft")))
+        _, last = generated(engine.generate(asked(how=how)))
     assert last.report.mode == "sparse"
     assert last.report.speculation.strategy == "autoregressive"
     assert "first 2 layers only" in last.report.speculation.reason

@@ -36,8 +36,8 @@ from tests.server.fakes import byte_tokenizer
 from tests.support import precision
 from tests.support.tiny import EOS, generated, random_prompt, tiny_head, tiny_model, tiny_pair
 
-SMALL = SpeculationConfig(ngram_match=1)
-NAMES: tuple[SpeculationName, ...] = ("draft", "mtp", "ngram")
+SMALL = SpeculationConfig(budget=64, chunk=4, sinks=4, window=16, ngram_match=1)
+NAMES: tuple[SpeculationName, ...] = ("draft", "triforce", "mtp", "ngram")
 COUNT = 30
 NO_HEAD = "it was not loaded from a checkpoint"
 
@@ -112,7 +112,7 @@ def after(posted: threading.Event, inbox: queue.SimpleQueue[Any]) -> Callable[[E
 @pytest.mark.extended
 def test_rows_of_all_kinds_beside_each_other(engine: Engine) -> None:
     """Plain, drafted, sparse and dense rows that start while others run; each answers what it answers alone."""
-    kinds: tuple[SpeculationName | None, ...] = (None, *NAMES, None, "draft")
+    kinds: tuple[SpeculationName | None, ...] = (None, *NAMES, "triforce", None, "draft")
     requests = [asked(seed, how, seed % 2 == 0) for seed, how in enumerate(kinds)]
     plain = [replace(r, specprefill=replace(r.specprefill, speculative=None)) for r in requests]
     alone = [generated(engine.generate(request))[0] for request in plain]
@@ -165,7 +165,7 @@ def test_a_cancelled_row_ends_within_a_step(engine: Engine) -> None:
     others: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(2)]
     requests = [asked(5, "draft"), asked(6, None)]
     alone = [generated(engine.generate(request))[0] for request in requests]
-    handle = engine.submit(asked(4, "draft", count=2000), inbox.put)
+    handle = engine.submit(asked(4, "triforce", count=2000), inbox.put)
     for request, other in zip(requests, others, strict=True):
         engine.submit(request, other.put)
     while not isinstance(inbox.get(timeout=60), TokenEvent):
@@ -200,7 +200,7 @@ COLUMNS = len(byte_tokenizer()) + 9
 
 @pytest.mark.extended
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("how", ["draft", "ngram"])
+@pytest.mark.parametrize("how", ["draft", "triforce", "ngram"])
 def test_drafted_answers_follow_their_grammar(how: SpeculationName, temperature: float) -> None:
     """Both sides of a proposal are masked, so greedy answers are the plain ones and sampled ones are words of it."""
     tokenizer, config = byte_tokenizer(), {"max_position_embeddings": 4096, "vocab_size": COLUMNS}
@@ -242,7 +242,7 @@ def test_a_prefill_that_falls_back_is_drafted_all_the_same(
     assert speculation.reason in ("requested", NO_HEAD)
 
 
-@pytest.mark.parametrize("where", ["propose", "accept"])
+@pytest.mark.parametrize("where", ["start", "propose", "accept"])
 def test_a_proposer_that_fails_costs_the_saving_only(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
@@ -259,21 +259,25 @@ def test_what_a_pair_cannot_do_is_told() -> None:
     alone = replace(pair, draft=None, draft_id=None, draft_context=None, sparse_refusal="no draft model is loaded")
     with Engine(alone, configured()) as engine:
         plain, _ = generated(engine.generate(asked(1, None)))
-        tokens, last = generated(engine.generate(asked(1, "draft")))
-        assert tokens == plain
-        _, speculation = told(last)
-        assert (speculation.strategy, speculation.reason) == ("autoregressive", "there is no draft model")
+        for how, reason in (("draft", "there is no draft model"), ("triforce", "there is no draft model")):
+            tokens, last = generated(engine.generate(asked(1, how)))
+            assert tokens == plain
+            _, speculation = told(last)
+            assert (speculation.strategy, speculation.reason) == ("autoregressive", reason)
         assert told(generated(engine.generate(asked(1, "ngram")))[1])[1].strategy == "ngram"
         assert "checkpoint" in told(generated(engine.generate(asked(1, "mtp")))[1])[1].reason
 
 
-def test_answers_behind_a_quantised_cache_are_drafted() -> None:
+def test_a_quantised_cache_drafts_but_is_not_retrieved() -> None:
     pair = tiny_pair("llama", head_dim=64, hidden_size=64)
     with Engine(pair, configured(kv_bits=8)) as engine:
         plain, _ = generated(engine.generate(asked(1, None, sparse=True)))
         tokens, last = generated(engine.generate(asked(1, "draft", sparse=True)))
         assert tokens == plain
         assert told(last)[1].strategy == "draft"
+        tokens, last = generated(engine.generate(asked(1, "triforce", sparse=True)))
+        assert tokens == plain
+        assert "quantised" in told(last)[1].reason
 
 
 # --- beside others ---------------------------------------------------------------------------------------------------

@@ -110,7 +110,7 @@ def test_ttft(report: Report, tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_decode(report: Report) -> None:
     found = report("decode --quick")
-    arms = ["ngram", "draft"]
+    arms = ["ngram", "draft", "triforce"]
     assert found.keys() == {"benchmark", "different", "rows", *(f"{arm}_vs_off" for arm in arms)}
     assert found["different"] == 0
     assert all(row.keys() == set(DECODE_ROW) for row in found["rows"])

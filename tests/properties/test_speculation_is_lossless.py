@@ -61,7 +61,7 @@ def cases(*names: str) -> list[tuple[str, SpeculationName]]:
 
 @cache
 def rows_of(name: str, seed: int = 3) -> list[Row]:
-    """Dense and sparse by turns, shorter and longer than windows; log-probabilities of the first two."""
+    """Dense and sparse by turns, shorter and longer than windows and budget; log-probabilities of the first two."""
     made = make_rows(vocabulary(model_of(name)), 4, seed=seed)
     return [replace(row, logprobs=row.logprobs if index < 2 else None) for index, row in enumerate(made)]
 
@@ -103,6 +103,7 @@ def speculate(
         proposer.cache = read(draft, row.prompt)
     sampler = TokenSampler(row.sampling, logits.shape[-1], logits_processors(row.sampling), stops=stops)
     sampler.rng = rng or sampler.rng
+    finish(proposer.start(prompt_cache))
     running = SpeculativeRow(model, prompt_cache, logits, proposer, sampler, count, logprobs=row.logprobs)
     events = [running.first]
     while not running.ended:
@@ -110,7 +111,7 @@ def speculate(
     return events, running
 
 
-SMALL = SpeculationConfig(ngram_match=1)
+SMALL = SpeculationConfig(budget=64, chunk=4, sinks=4, window=16, ngram_match=1)
 
 
 @pytest.mark.extended
@@ -135,10 +136,11 @@ def test_greedy_answers_are_identical(name: str, strategy: SpeculationName) -> N
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_5", "gpt_oss"])
-@pytest.mark.parametrize("gamma", [2, 5, 8])
+@pytest.mark.parametrize("gammas", [(1, 2), (2, 5), (4, 8)])
 @pytest.mark.extended
-def test_any_number_of_proposed_tokens(name: str, gamma: int) -> None:
-    config = replace(SMALL, gamma=gamma)
+def test_any_number_of_proposed_tokens(name: str, gammas: tuple[int, int]) -> None:
+    gamma1, gamma2 = gammas
+    config = replace(SMALL, gamma=gamma2, gamma1=gamma1, gamma2=gamma2)
     row, (expected, _) = rows_of(name, 8)[3], plain(name, 3, 8)
     for _, strategy in cases(name):
         events, _ = speculate(name, strategy, row, config, model_of(name, 9))
@@ -146,8 +148,14 @@ def test_any_number_of_proposed_tokens(name: str, gamma: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_5", "gpt_oss", "nemotron_h", "gemma3_text"])
-def test_all_that_the_target_itself_proposes_is_accepted(name: str) -> None:
-    _, running = speculate(name, "draft", replace(rows_of(name)[1], kept=None), SMALL, model_of(name))
+def test_a_budget_for_everything_accepts_everything(name: str) -> None:
+    """The retrieved part is then the whole cache, so whatever TriForce proposes on it is right."""
+    row = rows_of(name)[1]
+    config = replace(SMALL, budget=2048)
+    _, running = speculate(name, "triforce", row, config, model_of(name, 9))
+    assert running.acceptance.rate == 1.0
+    assert running.steps <= 2 + COUNT // (config.gamma2 + 1)
+    _, running = speculate(name, "draft", replace(row, kept=None), config, model_of(name))
     assert running.acceptance.rate == 1.0
 
 
@@ -242,7 +250,7 @@ def test_the_running_code_has_the_targets_distribution(
         monkeypatch.setattr(verify, "residual", lambda p, q: p)
     params = SamplingParams(temperature=1.5)
     prompt = tuple(np.random.default_rng(1).integers(0, 2, 24).tolist())
-    config = replace(SMALL, gamma=2)
+    config = replace(SMALL, budget=8, chunk=2, gamma=2, gamma1=1, gamma2=2)
 
     def answer(rng: Rng) -> tuple[int, ...]:
         events, _ = speculate(name, strategy, Row(prompt, None, params), config, small[9], count=3, rng=rng)
@@ -253,7 +261,7 @@ def test_the_running_code_has_the_targets_distribution(
 
 
 @pytest.mark.parametrize("sizes", [(2, 3), (3, 2), (2, 4)], ids=lambda sizes: f"{sizes[0]} and {sizes[1]} rows")
-@pytest.mark.parametrize("strategy", ["draft", "ngram"])
+@pytest.mark.parametrize("strategy", ["draft", "triforce", "ngram"])
 def test_models_with_other_padding_have_the_targets_distribution(
     strategy: SpeculationName, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,7 +271,7 @@ def test_models_with_other_padding_have_the_targets_distribution(
     monkeypatch.setattr(TokenSampler, "choose", chosen_on_the_host)
     params = SamplingParams(temperature=1.5)
     prompt = tuple(np.random.default_rng(1).integers(0, 2, 24).tolist())
-    config = replace(SMALL, gamma=1)
+    config = replace(SMALL, budget=8, chunk=2, gamma=1, gamma1=1, gamma2=1)
 
     def answer(rng: Rng) -> tuple[int, ...]:
         row = Row(prompt, None, params)

@@ -115,6 +115,7 @@ def test_their_attention_call_is_the_one_after_those_of_the_layers() -> None:
     with record_attention() as record:
         draft(PROMPT)
     assert [queries.shape[1] for queries in record.queries] == [4] * LAYERS + [HEADS]
+    assert [shape[1] for shape in record.keys] == [2] * LAYERS + [HEADS]
 
 
 def test_the_pair_knows_which_heads_count(tmp_path: Path) -> None:

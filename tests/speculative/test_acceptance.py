@@ -21,14 +21,15 @@ Rows = npt.NDArray[np.float64]
 
 
 class Toy:
-    """Context-dependent distributions over a toy vocabulary: a target, and a draft near it."""
+    """Context-dependent distributions over a toy vocabulary: target, middle and draft, each near the one above."""
 
     def __init__(self, seed: int, size: int = V, zeros: bool = False) -> None:
         rng = np.random.default_rng(seed)
         self.size = size
         logits = rng.normal(0, 1.5, (size + 1, size + 1, size))
         self.tables = [self._normal(logits, rng, zeros)]
-        self.tables.append(self._normal(logits + rng.normal(0, 0.5, logits.shape), rng, zeros))
+        for spread in (0.5, 1.5):
+            self.tables.append(self._normal(logits + rng.normal(0, spread, logits.shape), rng, zeros))
 
     @staticmethod
     def _normal(logits: Rows, rng: np.random.Generator, zeros: bool) -> Rows:
@@ -62,6 +63,17 @@ class Toy:
         verdict = verify(ours, distributions, tokens, rng)
         return [*tokens[: verdict.accepted], verdict.token], ours[: verdict.accepted + 1]
 
+    def hierarchical(self, text: Sequence[int], gamma1: int, gamma2: int, rng: Rng) -> list[int]:
+        """One outer round of TriForce."""
+        tokens: list[int] = []
+        distributions: list[Distribution] = []
+        while len(tokens) < gamma2:
+            so_far = [*text, *tokens]
+            more, more_distributions = self.verified(1, so_far, self.drafted(2, so_far, gamma1, rng), rng)
+            tokens += more
+            distributions += more_distributions
+        return self.verified(0, text, (tokens, distributions), rng)[0]
+
 
 def first(count: int, round_: Callable[[Sequence[int], Rng], list[int]]) -> Callable[[Rng], tuple[int, ...]]:
     """A program that runs rounds until there are `count` tokens."""
@@ -93,12 +105,31 @@ def one_level(toy: Toy, gamma: int) -> Callable[[Sequence[int], Rng], list[int]]
     return lambda text, rng: toy.verified(0, text, toy.drafted(1, text, gamma, rng), rng)[0]
 
 
+def two_levels(toy: Toy, gamma1: int, gamma2: int) -> Callable[[Sequence[int], Rng], list[int]]:
+    return lambda text, rng: toy.hierarchical(text, gamma1, gamma2, rng)
+
+
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("seed", range(3))
-def test_a_drafted_text_keeps_the_distribution_exactly(seed: int, zeros: bool) -> None:
+def test_one_level_keeps_the_distribution_exactly(seed: int, zeros: bool) -> None:
     assert error(Toy(seed, V, zeros), 2, one_level(Toy(seed, V, zeros), 1)) < 1e-12
     small = Toy(seed, 3, zeros)
     assert error(small, 3, one_level(small, 2)) < 1e-12
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize(
+    ("size", "gamma1", "gamma2"),
+    [(3, 1, 1), (3, 1, 2), (2, 2, 2), pytest.param(2, 2, 3, marks=pytest.mark.nightly)],
+)
+def test_two_levels_keep_the_distribution_exactly(size: int, gamma1: int, gamma2: int, zeros: bool) -> None:
+    toy = Toy(5, size, zeros)
+    assert error(toy, 2, two_levels(toy, gamma1, gamma2)) < 1e-12
+
+
+def test_the_whole_vocabulary_through_both_levels() -> None:
+    toy = Toy(7, V)
+    assert error(toy, 1, two_levels(toy, 1, 1)) < 1e-12
 
 
 def test_tokens_that_were_certain_are_proposals_too() -> None:
@@ -123,6 +154,7 @@ def resample_from_the_verifier(p: Distribution, q: Distribution) -> Distribution
 def test_the_published_rejection_rule_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     toy = Toy(5, 3)
     monkeypatch.setattr(module, "residual", resample_from_the_verifier)
+    assert error(toy, 2, two_levels(toy, 1, 2)) > 0.01
     assert error(toy, 2, one_level(toy, 1)) > 0.01
 
 

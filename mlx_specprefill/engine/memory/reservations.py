@@ -49,8 +49,9 @@ _PREFIX_PART = 4  # of what such a request leaves, by default
 _ROW_BYTES = 16
 _ASKED_BYTES = 16  # per asked token and token of the prompt, of one head at a time: likewise
 _TAIL_BYTES = 4 * 2 * TAIL  # per word: the model's logits of the last tokens of a prompt
+# Predicts what a strategy holds of a prompt's tokens, and of those of prompt and answer.
 _FIT = -1  # number of the estimates' fit among reservations
-_Proposing = Callable[[int], Held]  # what a strategy holds of the tokens of prompt and answer
+_Proposing = Callable[[int, int], Held]
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,15 +347,16 @@ class Memory:
         return self._proposing.get(request.specprefill.strategy(self._config.speculation))
 
     def _predict(self, request: GenerationRequest, mode: Mode, strategy: _Proposing | None, rows: int) -> Need:
-        tokens = self._tokens(request) + request.room_behind
+        tokens, prompt = self._tokens(request) + request.room_behind, len(request.prompt)
         parts, read, more = [(self._target, tokens)], 0, self._row_bytes
         if mode == "sparse" and self._is_paper(request):
             parts.append((self._whole, self._draft_tokens(request)))
         elif mode == "sparse":
             read = self._draft_tokens(request)
         if strategy is not None:
-            held = strategy(tokens)
+            held = strategy(prompt, tokens)
             read, more = max(read, held.draft), more + held.nbytes
+            parts += [(self._target, held.target)] if held.target else []
         return self._need(*parts, *([(self._draft, read)] if read else []), rows=rows, more=more)
 
     @property

@@ -100,6 +100,8 @@ class Prefiller:
         if active.request.questions:
             yield (yield from self.decider.decide(active))
         active.known, active.stage = None, "draft"
+        if active.drafting is not None:
+            yield from active.drafting.end(active.cache)
         return logits
 
     def _scoring(self, active: ActiveRequest) -> Scoring | None:

@@ -6,13 +6,13 @@ A request without drafting has none of this. MLX thread only, except `Speculator
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ...config import EngineConfig, SpeculationName
-from ...errors import device_error
-from ...events import TokenEvent
+from ...errors import RequestCancelled, device_error
+from ...events import Progress, TokenEvent
 from ...pair import ModelPair
 from ...prefill_report import SpeculationReport
 from ...request import GenerationRequest
@@ -67,6 +67,7 @@ def models_of(pair: ModelPair, config: EngineConfig) -> Models:
         config=config.speculation,
         own_parts=pair.own_parts,
         draft_vocab=pair.draft_vocab,
+        quantized=config.kv_bits is not None,
         spread=pair.ranks is not None,
     )
 
@@ -109,6 +110,20 @@ class AnswerDrafter:
             self.proposer = kind(self._speculator.models, self._request.prompt)
             self._report = replace(self._report, strategy=self._strategy)
         return self.proposer
+
+    def end(self, cache: list[Any]) -> Generator[Progress, None, None]:
+        """Start the proposer behind a prefilled cache. A failure costs the saving, never the answer."""
+        if self.proposer is None:
+            return
+        try:
+            yield from self.proposer.start(cache)
+        except RequestCancelled:
+            raise
+        except Exception as error:
+            if device_error(error) is not None:
+                raise
+            log.exception("%s could not start", self._strategy)
+            self._decline(f"{self._strategy} could not start: {type(error).__name__}: {error}")
 
     def step(self, row: SpeculativeRow, alone: bool) -> tuple[list[TokenEvent], str | None]:
         """Step the row; return its tokens, and why it has to join the plain batch, if it has to."""

@@ -115,7 +115,7 @@ def unlogged() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-@pytest.mark.parametrize("speculative", ["off", "draft"])
+@pytest.mark.parametrize("speculative", ["off", "draft", "triforce"])
 @pytest.mark.parametrize("how", ["length", "cancelled while reading", "cancelled while writing", "failed"])
 @pytest.mark.extended
 def test_an_idle_engine_holds_nothing_of_a_request_that_ended(

@@ -25,6 +25,7 @@ from mlx_specprefill import (
     RequestHandle,
     SpecPrefillOptions,
     SpecPrefillPolicy,
+    SpeculationName,
     TokenEvent,
     make_pair,
 )
@@ -115,7 +116,7 @@ def random_request(rng: random.Random, texts: list[tuple[int, ...]]) -> Generati
     prompt = (*before, *(rng.randrange(10, WORDS) for _ in range(new)))[:900]
     options = SpecPrefillOptions(
         rng.choice([None, True, False]),
-        speculative=rng.choice([None, "draft", "ngram"]),
+        speculative=rng.choice([None, "draft", "ngram", "triforce"]),
         rule=rng.choice([None, None, "paper"]),
     )
     return GenerationRequest(
@@ -176,15 +177,16 @@ def test_all_logits_of_a_prompt_are_reserved(pair: ModelPair) -> None:
 
 @pytest.mark.extended
 @pytest.mark.parametrize("enabled", [False, True])
-def test_what_proposes_is_reserved(pair: ModelPair, enabled: bool) -> None:
-    request = GenerationRequest(random_prompt(900), 30, specprefill=SpecPrefillOptions(enabled, speculative="draft"))
+@pytest.mark.parametrize("strategy", ["draft", "triforce"])
+def test_what_proposes_is_reserved(pair: ModelPair, strategy: SpeculationName, enabled: bool) -> None:
+    request = GenerationRequest(random_prompt(900), 30, specprefill=SpecPrefillOptions(enabled, speculative=strategy))
     with Engine(pair, replace(CONFIG, prefix_cache_bytes=0)) as engine:
         accountant = Accountant(engine)
         asked = Asked(engine, request).until_tokens(5)
         reserved = engine.stats().memory.reserved
         last = asked.until_end().last
         assert isinstance(last, Finished)
-        assert last.report.speculation.strategy == "draft"
+        assert last.report.speculation.strategy == strategy
         assert accountant.peak - engine.memory.weights <= reserved + SMALL
 
 

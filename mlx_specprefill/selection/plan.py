@@ -185,6 +185,14 @@ def _estimate_kept(keep: Fraction, forced: Bools) -> int:
     return int(min(forced.size, max(share, forced.sum() + share / 2)))
 
 
+def likely_kept(plan: PrefillPlan) -> Bools:
+    """Return a mask (M,) of as many tokens as will be kept: the forced ones, and others at even distances."""
+    likely = plan.forced.copy()
+    others = _estimate_kept(plan.keep, plan.forced) - int(plan.forced.sum())
+    likely[:: likely.size // max(others, 1)] = True
+    return likely
+
+
 def _check_drops_enough(plan: PrefillPlan, config: EngineConfig, rest: Bools) -> PrefillPlan:
     """Return the plan, or a full prefill where a sparse one would drop too little.
 

@@ -62,6 +62,26 @@ def test_an_edit_costs_what_is_new(server: Server, path: str, fields: dict[str, 
     assert 'specprefill_requests_total{mode="reuse"' in metrics
 
 
+@pytest.mark.parametrize("place", [0, 10, 30])
+@pytest.mark.parametrize(("was", "now"), [("471128", "902653"), ("662041", "662047")])
+def test_a_changed_fact_is_told(server: Server, was: str, now: str, place: int) -> None:
+    lines = filler(1300, place)
+
+    def ask(code: str, **fields: bool) -> dict[str, Any]:
+        text = " ".join([*lines[:place], f"The secret code for Clara is {code}.", *lines[place:]])
+        message = {"role": "user", "content": f"{text}\n\nWhat is the secret code for Clara?"}
+        body = {"model": "target", "messages": [message], "max_tokens": 24, "temperature": 0}
+        body |= {"cache_salt": "ours"} | fields
+        answer = httpx.post(server.base + CHAT, json=body, timeout=120)
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json())
+
+    assert was in ask(was, specprefill=False)["choices"][0]["message"]["content"]
+    said = ask(now)
+    assert said["specprefill"]["mode"] == "reuse"
+    assert now in said["choices"][0]["message"]["content"]
+
+
 def test_a_stream_tells_of_an_edits_progress_and_report(server: Server) -> None:
     body = edited(server, CHAT, 77) | {
         "stream": True,
@@ -77,3 +97,24 @@ def test_a_stream_tells_of_an_edits_progress_and_report(server: Server) -> None:
     reading = {(step["total"], step["cache"]) for step in steps if step["stage"] == "prefill"}
     assert reading == {(report["prompt_tokens"], report["cached_tokens"])}
     assert steps[-1]["processed"] == report["prompt_tokens"]
+
+
+def test_a_lost_reminder_costs_a_part(server: Server) -> None:
+    """As of a sub-agent that is resumed: the text behind the reminder is what was read."""
+    text = " ".join(filler(1300, 77)) + " The secret code for Clara is 471128. " + " ".join(filler(300, 78))
+    reminder = "<system-reminder>\nThe task list is empty. Say nothing about it.\n</system-reminder>\n\n"
+
+    def ask(front: str, **fields: bool) -> dict[str, Any]:
+        message = {"role": "user", "content": f"{front}{text}\n\nWhat is the secret code for Clara?"}
+        body = {"model": "target", "messages": [message], "max_tokens": 24, "temperature": 0, "cache_salt": "sub"}
+        answer = httpx.post(server.base + CHAT, json=body | fields, timeout=120)
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json())
+
+    ask(reminder, specprefill=False)
+    said = ask("")
+    report = said["specprefill"]
+    assert report["cache"]["miss"]["kind"] in ("edited", "template")
+    assert report["mode"] == "reuse"
+    assert report["read_tokens"] < report["prompt_tokens"] / 2
+    assert "471128" in said["choices"][0]["message"]["content"]

@@ -1,14 +1,15 @@
-"""A cached prompt into which a new one inserts text, as its prefix: what follows the new text stays, at its new place.
+"""A cached prompt that a new one edits, as its prefix: what follows the new text stays, at its new place.
 
 The new text is read, and the beginning of each passage behind it, where what was read before fits least. All else keeps
 the keys and values that it has. So the target sees the whole prompt, a part of it as it was read without the new text.
-Where text was removed or changed, what follows was read with it, and may hold it still: nothing behind it is kept.
+Where text was removed or changed, what follows was read with it, and may hold it still: there what the draft chooses
+for the question is read anew, too.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ...adapters.moved_keys import LayerRotation, Piece, movable_layers, move, moved_tokens
-from ...arrays import NO_INDICES
+from ...arrays import NO_INDICES, Bools
 from ...cache.held import HeldTokens
 from ...cache.prefix.nodes import CacheHit, common_length
 from ...cache.prefix.selection_key import SelectionKey
@@ -30,6 +31,7 @@ from .misses import WORTH_TELLING
 
 _TAIL = 64  # last tokens of a prompt, which ask
 _SEAM = Fraction(1, 10)  # of what is cached of each passage behind an insertion, that is read anew
+_EDGE = 64  # first tokens of each passage that are read anew beside what the draft chooses
 _WORD = 8  # tokens on both sides of a place that are read to see whether it is inside a word
 
 
@@ -40,8 +42,10 @@ class Edit:
     Attributes:
         cached: the tokens of the cached prompt, as far as they are looked up.
         held: those that the target has.
-        pieces: kept, of what both prompts begin with and of each passage behind an insertion.
-        passages: the same behind an insertion, with what the target has to read of them.
+        size: tokens of the new prompt.
+        start: tokens that both prompts begin with.
+        pieces: kept, of what both prompts begin with and of each passage behind an edit.
+        passages: the same behind an edit, with what the target has to read of them.
         unread: indices in front of the last kept token that the target has to read, ascending.
         later: those behind it.
         reused: tokens behind the first edit that the target keeps.
@@ -49,11 +53,17 @@ class Edit:
 
     cached: TokenIds
     held: HeldTokens
+    size: int
+    start: int
     pieces: tuple[Piece, ...]
     passages: tuple[Piece, ...]
     unread: TokenIds
     later: TokenIds
     reused: int
+
+    def around(self, chosen: TokenIds) -> Edit:
+        """Return the same edit beside what the draft chose to be read, by indices of the new prompt, ascending."""
+        return make_edit(self.size, self.cached, self.held, self.start, self.passages, chosen)
 
     @property
     def moved(self) -> HeldTokens:
@@ -108,17 +118,22 @@ class EditedPrefixes:
         self._caches = caches
         self._rotations: dict[str, list[LayerRotation] | Refused] = {}  # those that were tried
 
-    def find(self, request: GenerationRequest, selection_key: SelectionKey | None) -> Edit | None:
+    def find(
+        self, request: GenerationRequest, selection_key: SelectionKey | None, chosen: TokenIds | None = None
+    ) -> Edit | None:
         """Return the cached prompt of which most can be kept; None if that is not worth it, or the model can't.
 
         Behind an insertion all was read with text that this prompt has, too. Behind another edit it was read with text
-        that this prompt lacks, which may be another party's.
+        that this prompt lacks, which must not be another party's.
 
         Args:
             selection_key: of sparse prompts that will do, too.
+            chosen: indices that the draft may choose to be read, ascending; None: no text may be removed or changed.
         """
+        if chosen is not None and not request.label.is_of_one:
+            return None
         others = self._caches.others(request, selection_key)
-        found = [self._edit(request.prompt, *other) for other in others]
+        found = [self._edit(request.prompt, *other, chosen) for other in others]
         best = max(found, key=lambda edit: edit.reused, default=None)
         if best is None or best.behind < WORTH_TELLING or best.reused == 0 or isinstance(self.layers(), Refused):
             return None
@@ -156,35 +171,22 @@ class EditedPrefixes:
         is_known = selection_key is not None and not isinstance(self.layers("draft"), Refused)
         return selection_key if is_known else None
 
-    def _edit(self, prompt: TokenIds, old: TokenIds, held: HeldTokens) -> Edit:
-        """Return what a prompt keeps of another one, up to the first place where it changes some of its text.
-
-        Args:
-            old, held: the other one's tokens, and those of them that the target has.
+    def _edit(self, prompt: TokenIds, old: TokenIds, held: HeldTokens, chosen: TokenIds | None = None) -> Edit:
+        """Return what a prompt keeps of another one, up to the first place where it changes some of its text, or beside
+        what is chosen.
         """
-        start = end = read_to = common_length(prompt, old)
-        holds = np.bincount(held.positions, minlength=old.size) > 0
-        pieces, passages, unread, reused = [Piece(0, 0, start)] if start else [], list[Piece](), [NO_INDICES], 0
+        start = common_length(prompt, old)
+        passages = tuple(self._passages(prompt, old, start, chosen is not None))
+        return make_edit(prompt.size, old, held, start, passages, chosen)
+
+    def _passages(self, prompt: TokenIds, old: TokenIds, start: int, changed: bool) -> Iterator[Piece]:
+        """Yield the passages behind an edit; unless some text may be changed, up to the first place where it is."""
+        end = read_to = start
         for passage in kept_passages(prompt[:-_TAIL], old, start):
-            if passage.old > end or self._is_change(old, end, prompt, read_to, passage.new):
-                break
-            unread.append(np.arange(read_to, passage.new, dtype=np.int32))
+            if not changed and (passage.old > end or self._is_change(old, end, prompt, read_to, passage.new)):
+                return
+            yield passage
             end, read_to = passage.old + passage.size, passage.new + passage.size
-            cached = holds[passage.old : end]
-            seam = math.ceil(int(np.count_nonzero(cached)) * _SEAM)
-            again = cached & np.less_equal(np.cumsum(cached), seam)
-            unread.append((np.flatnonzero(again) + passage.new).astype(np.int32))
-            edges = np.flatnonzero(np.diff(~again, prepend=False, append=False)).tolist()
-            stays = zip(edges[::2], edges[1::2], strict=True)
-            pieces += [Piece(passage.old + first, passage.new + first, last - first) for first, last in stays]
-            passages.append(passage)
-            reused += int(np.count_nonzero(cached & ~again))
-        unread.append(np.arange(read_to, prompt.size, dtype=np.int32))
-        anew = np.concatenate(unread)
-        behind = anew >= (pieces[-1].new + pieces[-1].size if pieces else 0)
-        if held.dense >= end:  # else some of it may have been recalled for a later token
-            old, held = old[:end], HeldTokens.all(end)
-        return Edit(old, held, tuple(pieces), tuple(passages), anew[~behind], anew[behind], reused)
 
     def _is_change(self, old: TokenIds, place: int, new: TokenIds, start: int, end: int) -> bool:
         """Return whether tokens [start, end) inserted at a place make another word there, as a further digit does.
@@ -221,3 +223,41 @@ class EditedPrefixes:
             return movable_layers(model)
         except SparseUnsupportedError as error:
             return Refused(str(error))
+
+
+def make_edit(
+    size: int, old: TokenIds, held: HeldTokens, start: int, passages: tuple[Piece, ...], chosen: TokenIds | None
+) -> Edit:
+    """Return the edit that leaves these passages of an old prompt's tokens `old`.
+
+    Args:
+        size, start: as in `Edit`.
+        chosen: as in `EditedPrefixes.find`.
+    """
+    end = read_to = start
+    holds = np.bincount(held.positions, minlength=old.size) > 0
+    wanted = None if chosen is None else np.bincount(chosen, minlength=size) > 0
+    pieces, unread, reused = [Piece(0, 0, start)] if start else [], [NO_INDICES], 0
+    for passage in passages:
+        unread.append(np.arange(read_to, passage.new, dtype=np.int32))
+        end, read_to = passage.old + passage.size, passage.new + passage.size
+        cached = holds[passage.old : end]
+        again = _anew(cached, None if wanted is None else wanted[passage.new : read_to])
+        unread.append((np.flatnonzero(again) + passage.new).astype(np.int32))
+        edges = np.flatnonzero(np.diff(~again, prepend=False, append=False)).tolist()
+        stays = zip(edges[::2], edges[1::2], strict=True)
+        pieces += [Piece(passage.old + first, passage.new + first, last - first) for first, last in stays]
+        reused += int(np.count_nonzero(cached & ~again))
+    unread.append(np.arange(read_to, size, dtype=np.int32) if chosen is None else chosen[chosen >= read_to])
+    anew = np.concatenate(unread)
+    behind = anew >= (pieces[-1].new + pieces[-1].size if pieces else 0)
+    if held.dense >= end:  # else some of it may have been recalled for a later token
+        old, held = old[:end], HeldTokens.all(end)
+    return Edit(old, held, size, start, tuple(pieces), passages, anew[~behind], anew[behind], reused)
+
+
+def _anew(cached: Bools, chosen: Bools | None) -> Bools:
+    """Return which tokens of a passage are read anew."""
+    if chosen is None:
+        return cached & np.less_equal(np.cumsum(cached), math.ceil(int(np.count_nonzero(cached)) * _SEAM))
+    return chosen | (np.arange(chosen.size) < _EDGE)

@@ -29,6 +29,7 @@ class Prefix:
         held: those that are read or estimated.
         key: of sparse prefixes that will do when it is restored; None: it is dense.
         edit: it stands behind this edit of another prompt; None: this prompt has it itself.
+        change: another prompt's edit behind which text is to be kept, beside what will be chosen.
         rereads: its estimates are a map's, and may be read for a question; else they are kept as an edit left them.
         miss: why less is cached than the cache holds; None: for no reason known.
     """
@@ -37,6 +38,7 @@ class Prefix:
     held: HeldTokens = field(default_factory=HeldTokens)
     key: SelectionKey | None = None
     edit: Edit | None = None
+    change: Edit | None = None
     rereads: bool = False
     miss: PrefixMiss | None = None
 

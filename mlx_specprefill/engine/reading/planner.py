@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
+
 from ...config import EngineConfig, SpecPrefillPolicy
 from ...pair import ModelPair
 from ...prefill_report import Prediction, Reason, ReasonCode
@@ -13,6 +15,7 @@ from ...selection.plan import (
     PrefillPlan,
     extended,
     in_mode_of,
+    likely_kept,
     pays,
     plan_prefill,
 )
@@ -139,13 +142,19 @@ class Planner:
         # Behind an edit, what the map made could not be told from what was read behind other text.
         key = edits.movable(None if rereads else plan.selection_key)
         edit = edits.find(request, key) if plan.mode == "sparse" or code in ("predicted", "forced") else None
-        if edit is None or (edit.is_thin and asks_anew(request, edit.length)):  # then it chooses better anew
-            return plan, prefix
-        predicted = self._predict_edit(request, edit, plan.predicted)
-        if not pays_around(edit, plan, predicted, self._config.policy):
-            return plan, prefix
-        plan = replace(plan, mode="full", reason=Reason("reused", edit.words), predicted=predicted)
-        return plan, prefix.behind(edit, key)
+        if edit is not None and not (edit.is_thin and asks_anew(request, edit.length)):  # else it chooses better anew
+            predicted = self._predict_edit(request, edit, plan.predicted)
+            if pays_around(edit, plan, predicted, self._config.policy):
+                plan = replace(plan, mode="full", reason=Reason("reused", edit.words), predicted=predicted)
+                return plan, prefix.behind(edit, key)
+        if plan.mode == "sparse":
+            chosen = np.flatnonzero(likely_kept(plan)).astype(np.int32)
+            edit = edits.find(request, None, chosen[chosen >= prefix.length])
+            if edit is not None and edit.start >= prefix.length:
+                predicted = self._predict_edit(request, edit, plan.predicted)
+                if pays_around(edit, plan, predicted, self._config.policy):
+                    return plan, replace(prefix, change=edit)
+        return plan, prefix
 
     def _predict_edit(self, request: GenerationRequest, edit: Edit, planned: Prediction | None) -> Prediction | None:
         """Return the time of full reading, and of reading what an edit has to read; None if not known."""

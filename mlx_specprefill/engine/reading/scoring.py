@@ -21,6 +21,7 @@ from ...config import EngineConfig
 from ...errors import Refused, RequestCancelled, SparseUnsupportedError
 from ...events import Progress
 from ...pair import ModelPair
+from ...prefill_report import Reason
 from ...request import GenerationRequest, TokenIds
 from ...selection.mapped import MappedTask, map_task
 from ...selection.plan import PrefillPlan, template_mask
@@ -106,7 +107,11 @@ class PromptScorer:
             first = L - L % config.chunk_size  # chunks start where an earlier turn's chunks start
             new = select(start=first).kept + np.int32(first)
             new = new[new >= L]
-        return np.union1d(recalled, new)
+        if prefix.change is None:
+            return np.union1d(recalled, new)
+        edit = prefix.change.around(new)
+        active.prefix, active.plan = prefix.behind(edit, None), replace(plan, reason=Reason("reused", edit.words))
+        return np.concatenate([edit.unread, edit.later])
 
     def scores(
         self,

@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_specprefill import (
-    CacheLabel,
     Engine,
     EngineConfig,
     Event,
@@ -40,7 +39,6 @@ from mlx_specprefill.prefill_report import Mode, Prediction
 from tests.engine.test_sessions import Meter
 from tests.support.leaving import events_until
 from tests.support.tiny import generated, on_own_layers, random_prompt, tiny_pair
-from tests.support.waiting import eventually
 
 OLD = random_prompt(2600)
 PLACE, TAIL, SHARE, SEAM = 600, 64, Fraction(1, 5), Fraction(1, 10)
@@ -154,58 +152,6 @@ def test_an_insertion_that_makes_another_word_is_a_change(front: str, added: str
     assert (edit.reused > 1000) is kept
 
 
-@pytest.mark.parametrize(
-    "prompt",
-    [
-        (*OLD[:PLACE], *INSERTED, *OLD[PLACE + 30 :]),
-        (*OLD[:PLACE], INSERTED[0], *OLD[PLACE + 1 :]),
-        (*OLD[:PLACE], *OLD[PLACE + 200 :]),
-    ],
-    ids=["replaced", "one token", "removed"],
-)
-@pytest.mark.parametrize("label", [CacheLabel(), CacheLabel(salt="ours")])
-def test_behind_changed_or_removed_text_nothing_is_kept(
-    prompt: tuple[int, ...], label: CacheLabel, engine: Engine
-) -> None:
-    request = partial(GenerationRequest, max_tokens=2, label=label)
-    generated(engine.generate(request(OLD, specprefill=IN_FULL)))
-    _, last = generated(engine.generate(request(prompt)))
-    assert (last.report.mode, last.report.cached_tokens) == ("sparse", PLACE)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [SpecPrefillOptions(True), SpecPrefillOptions(None, SHARE), IN_FULL, SpecPrefillOptions(rule="paper")],
-)
-def test_a_request_that_asks_for_a_way_gets_it(options: SpecPrefillOptions, engine: Engine) -> None:
-    read(engine, OLD, IN_FULL)
-    assert read(engine, LONGER, options).mode == ("full" if options is IN_FULL else "sparse")
-
-
-def test_a_dense_request_and_another_owner_get_nothing_of_it(engine: Engine) -> None:
-    read(engine, OLD, IN_FULL)
-    assert read(engine, LONGER).mode == "reuse"
-    report = read(engine, LONGER, IN_FULL)
-    assert (report.mode, report.cached_tokens <= PLACE) == ("full", True)
-    _, last = generated(engine.generate(GenerationRequest(LONGER, 2, label=CacheLabel("bob"))))
-    assert last.report.mode == "sparse"
-
-
-@pytest.mark.parametrize(("family", "reuse"), [("llama", False), ("qwen3_5", True), ("gpt_oss", True)])
-def test_off_and_with_windows_or_states_it_is_read_as_before(family: str, reuse: bool) -> None:
-    with Engine(tiny_pair(family, family), replace(CONFIG, policy=replace(POLICY, reuse=reuse))) as engine:
-        read(engine, OLD, IN_FULL)
-        assert read(engine, LONGER).mode == "sparse"
-
-
-def test_idle_time_makes_it_dense() -> None:
-    with Engine(tiny_pair(), replace(CONFIG, policy=replace(POLICY, densify=True, on_battery=True))) as engine:
-        read(engine, OLD, IN_FULL)
-        assert read(engine, LONGER).mode == "reuse"
-        found = partial(engine.caches.held, np.array(LONGER[:-1]), CacheLabel())
-        assert eventually(lambda: found()[0] >= len(LONGER) - 2)
-
-
 def test_the_next_turn_goes_on_from_it(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     meter = Meter(engine.pair, monkeypatch)
     read(engine, OLD, IN_FULL)
@@ -304,7 +250,7 @@ def test_it_has_to_be_soon(
     plan = replace(READ_ALL, mode=mode, predicted=Prediction(10_000.0, sparse_ms))
     tokens = np.arange(2000, dtype=np.int32)
     piece = Piece(600, 700, 1400)
-    edit = Edit(tokens, HeldTokens.all(2000), (piece,), (piece,), tokens[500:700], tokens[:200], 1400)
+    edit = Edit(tokens, HeldTokens.all(2000), 2300, 600, (piece,), (piece,), tokens[500:700], tokens[:200], 1400)
     predicted = planner._predict_edit(GenerationRequest(random_prompt(2300), 2), edit, plan.predicted)
     assert pays_around(edit, plan, predicted, POLICY) is pays
 
@@ -339,27 +285,30 @@ def test_texts_without_a_common_run_share_nothing() -> None:
     assert kept_passages(np.append(other, one), one, 0) == [Piece(old=0, new=400, size=400)]
 
 
-@given(st.integers(0, 1 << 32))
-def test_an_edit_keeps_what_sets_say(seed: int) -> None:
+@given(st.integers(0, 1 << 32), st.booleans())
+def test_an_edit_keeps_what_sets_say(seed: int, is_chosen: bool) -> None:
     rng = np.random.default_rng(seed)
     old = rng.integers(0, 1000, 2000).astype(np.int32)
     new = np.insert(old, np.sort(rng.integers(1, 1900, rng.integers(1, 6))), 1000)
     tokens = np.sort(rng.choice(old.size, rng.integers(100, 2000), replace=False)).astype(np.int32)
     held = HeldTokens.of(np.append(tokens[20:], tokens[:20]))  # some of them recalled
+    chosen = np.sort(rng.choice(new.size, 300, replace=False)).astype(np.int32) if is_chosen else None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(EditedPrefixes, "_is_change", lambda *_: False)
-        edit = EditedPrefixes(cast(Any, None), cast(Any, None))._edit(new, old, held)
+        edit = EditedPrefixes(cast(Any, None), cast(Any, None))._edit(new, old, held, chosen)
     start = common_length(new, old)
     pieces, unread, reused, read_to = [Piece(0, 0, start)] if start else [], set[int](), 0, start
     for at, place, size in edit.passages:
         cached = sorted(int(token) - at + place for token in tokens if at <= token < at + size)
         anew = {*cached[: -(-len(cached) // 10)]}
+        if chosen is not None:
+            anew = {*range(place, place + 64), *(one for one in chosen.tolist() if place <= one < place + size)}
         unread |= {*range(read_to, place), *anew}
         reused += len({*cached} - anew)
         stays, read_to = [one for one in range(place, place + size) if one not in anew], place + size
         runs = np.split(stays, np.flatnonzero(np.diff(stays) != 1) + 1) if stays else []
         pieces += [Piece(int(run[0]) - place + at, int(run[0]), len(run)) for run in runs]
-    unread |= {*range(read_to, new.size)}
+    unread |= {*range(read_to, new.size)} if chosen is None else {*chosen[chosen >= read_to].tolist()}
     assert list(edit.pieces) == pieces
     assert [*edit.unread, *edit.later] == sorted(unread)
     assert edit.unread.dtype == edit.later.dtype == np.int32
@@ -378,7 +327,10 @@ class Looked(np.ndarray):
         return made.view(Looked) if isinstance(made, np.ndarray) else made
 
 
-def test_each_passage_is_looked_for_behind_the_one_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("chosen", [None, 4000])
+def test_each_passage_is_looked_for_behind_the_one_before_it(
+    chosen: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     M, places, held = 20_000, edits._last_places, HeldTokens.all(20_000)
     monkeypatch.setattr(edits, "_last_places", lambda *given: places(*given).view(Looked))
     monkeypatch.setattr(EditedPrefixes, "_is_change", lambda *_: False)
@@ -386,6 +338,7 @@ def test_each_passage_is_looked_for_behind_the_one_before_it(monkeypatch: pytest
     old = np.random.default_rng(0).integers(0, 1000, M).astype(np.int32)
     new = np.insert(old, np.arange(500, M - 500, 150), 1000).astype(np.int32)
     finder, Looked.count = EditedPrefixes(cast(Any, None), cast(Any, None)), 0
-    found = finder._edit(new.view(Looked), old.view(Looked), held)
+    wanted = None if chosen is None else np.arange(chosen, dtype=np.int32).view(Looked)
+    found = finder._edit(new.view(Looked), old.view(Looked), held, wanted)
     assert len(found.passages) > 120
     assert Looked.count < 60 * M  # half of it for the hashes; a look at all the rest for each passage takes 660

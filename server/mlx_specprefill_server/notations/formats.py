@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -11,7 +12,7 @@ from mlx_specprefill import ReasoningBudget
 
 from ..parsers.base import Parser, Tools
 from ..parsers.call_parts import CALL, CallReader
-from ..parsers.native_calls import native_reader
+from ..parsers.native_calls import FAULTS, native_reader
 from ..parsers.tagged import Bare, TaggedText
 from . import NOTATIONS, THINK_TAGS
 from .declaration import Notation
@@ -21,6 +22,7 @@ from .lfm2 import LFM2
 from .muse import MUSE
 from .muse import START as MUSE_START
 from .others import BARE, EXAMPLE, any_readers, other_readers
+from .template_text import TemplateText
 
 BudgetMarks = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
@@ -96,6 +98,8 @@ class Format:
         known = Tools.of(tools)
         if self.tools == "harmony":
             return Parser(HarmonyText(known, opened_header(prompt)))
+        if self.tools == "template" and not as_json:
+            return Parser(TemplateText(known, self.tokenizer.get_response_parser(prefix=prompt, tools=list(tools))))
         openers, bare = self._readers(list(tools), known) if known else ({}, None)
         if known and as_json:
             openers = {**openers, CALL: read_tool_call}
@@ -156,7 +160,15 @@ def _tools(tokenizer: Any, template: str) -> str | None:
     """Return the format by the marks in the template, or in the vocabulary if Python code stands for a template."""
     text = template or (" ".join(tokenizer.get_added_vocab()) if tokenizer.has_chat_template else "")
     found = (name for name, one in NOTATIONS.items() if any(all(m in text for m in marks) for marks in one.marks))
-    return next(found, None) or _native(tokenizer)
+    return next(found, None) or _by_response_template(tokenizer) or _native(tokenizer)
+
+
+def _by_response_template(tokenizer: Any) -> str | None:
+    if getattr(tokenizer, "response_template", None):
+        with suppress(*FAULTS):  # of a template that transformers does not know
+            tokenizer.get_response_parser(prefix="")
+            return "template"
+    return None
 
 
 def _native(tokenizer: Any) -> str | None:

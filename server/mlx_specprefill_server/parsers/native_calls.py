@@ -10,16 +10,7 @@ from .base import Cursor, MalformedError, Reading, Tools, overlap
 from .call_parts import CallReader, whole_call
 
 # Errors of parsers for well-formed calls on malformed ones.
-_FAULTS = (
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    SyntaxError,
-    ArithmeticError,
-    RecursionError,
-    MemoryError,
-)
+FAULTS = (ValueError, TypeError, LookupError, AttributeError, SyntaxError, ArithmeticError, RecursionError, MemoryError)
 
 
 def native_reader(opener: str, closer: str, parse: Callable[..., Any], tools: list[Any]) -> CallReader:
@@ -32,8 +23,8 @@ def native_reader(opener: str, closer: str, parse: Callable[..., Any], tools: li
         text = yield from _native_body(cursor, closer)
         try:
             parsed = parse(text, tools)
-            calls = [_check(call, known) for call in (parsed if isinstance(parsed, list) else [parsed])]
-        except _FAULTS as error:
+            calls = [check_native_call(call, known) for call in (parsed if isinstance(parsed, list) else [parsed])]
+        except FAULTS as error:
             raise MalformedError(str(error)) from error
         for name, arguments in calls:
             yield from whole_call(name, arguments)
@@ -58,7 +49,7 @@ def _native_body(cursor: Cursor, closer: str) -> Reading[str]:
         yield None
 
 
-def _check(call: Any, tools: Tools) -> tuple[str, dict[str, Any]]:
+def check_native_call(call: Any, tools: Tools) -> tuple[str, dict[str, Any]]:
     """Return the name and the arguments of a call that another library has read."""
     name, arguments = call["name"], call.get("arguments")
     if isinstance(arguments, str):

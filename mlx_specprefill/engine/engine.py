@@ -386,12 +386,10 @@ class Engine:
     def _inspection_job(self, uid: int, request: GenerationRequest) -> Job:
         return Job(uid, inspect_prompt(self.prefiller, request), self.memory.need_inspection(request))
 
-    def _replay_job(
-        self, uid: int, request: GenerationRequest, continuation: tuple[int, ...], attention: bool, keep: bool
-    ) -> Job:
-        steps = replay_continuation(self.prefiller, request, continuation, attention, keep)
-        counted, rows = replace(request, max_tokens=len(continuation)), len(continuation) if attention else LOGITS_ROWS
-        return Job(uid, steps, self.memory.need(counted, self.prefiller.planner.plan(request).mode, rows))
+    def _replay_job(self, uid: int, request: GenerationRequest, continuation: tuple[int, ...], keep: bool) -> Job:
+        steps = replay_continuation(self.prefiller, request, continuation, keep)
+        counted, mode = replace(request, max_tokens=len(continuation)), self.prefiller.planner.plan(request).mode
+        return Job(uid, steps, self.memory.need(counted, mode, LOGITS_ROWS))
 
     def generate(self, request: GenerationRequest) -> Generator[Event, None, None]:
         """Submit and yield the events as they come; closing the iterator cancels."""
@@ -433,13 +431,10 @@ class Engine:
         self.check(request)
         return self._start(self._make_job("inspect", request), on_event, on_end)
 
-    def replay(
-        self, request: GenerationRequest, continuation: Tokens[int], attention: bool = False, keep: bool = False
-    ) -> Replay:
+    def replay(self, request: GenerationRequest, continuation: Tokens[int], keep: bool = False) -> Replay:
         """Prefill a request, then feed a given continuation instead of generating one. Blocks.
 
         Args:
-            attention: also report the target's attention while it reads the continuation.
             keep: cache the result for the conversation's next turn, as after an answer.
 
         Raises:
@@ -447,7 +442,7 @@ class Engine:
         """
         self.check(replace(request, max_tokens=len(continuation)))
         done = Results[Replay]()
-        self._start(self._make_job("replay", request, tuple(continuation), attention, keep), noop, done.put)
+        self._start(self._make_job("replay", request, tuple(continuation), keep), noop, done.put)
         return done.wait()
 
     def _guide(self, request: GenerationRequest) -> GrammarState | None:

@@ -47,51 +47,6 @@ def test_replaying_an_answer_gives_its_own_log_probabilities(family, options):
     assert replay.report.mode == ("sparse" if options is SPARSE else "full")
 
 
-def test_attention_is_a_mean_of_probabilities_over_the_prompt():
-    """Checked by hand on layer-free ground: rows of a softmax over prompt and continuation sum to at most one."""
-    with Engine(tiny_pair("llama"), CONFIG) as engine:
-        attention = engine.replay(request(FULL), list(range(2, 10)), attention=True).attention
-        assert engine.replay(request(SPARSE), list(range(2, 10)), attention=True).attention is None
-        assert engine.replay(request(FULL), [5], attention=True).attention is None
-    assert attention.shape == (M,)
-    assert (attention >= 0).all()
-    assert attention.sum() == pytest.approx(1, abs=1e-5)  # the rows are softmaxes over the prompt's keys
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("options", [SPARSE, FULL], ids=["sparse", "full"])
-def test_one_forward_over_a_continuation_equals_one_forward_per_token(family, options):
-    """Tokens that nobody would generate, fed one at a time to the cache that the engine's own prefill leaves."""
-    continuation = random_prompt(T, seed=9)
-    with Engine(tiny_pair(family), CONFIG) as engine:
-        replay = engine.replay(request(options), continuation)
-        cache, logits = prefilled(engine, request(options))
-        rows = [logits]
-        for token in continuation[:-1]:
-            rows.append(engine.pair.target(mx.array([[token]]), cache=cache)[:, -1])
-    raw = mx.concatenate(rows).astype(mx.float32)
-    expected = np.array(raw - mx.logsumexp(raw, axis=-1, keepdims=True))
-    assert_close(replay.logprobs, expected, atol=1e-4)
-
-
-@pytest.mark.parametrize("options", [SPARSE, FULL], ids=["sparse", "full"])
-def test_a_kept_continuation_is_where_the_next_turn_goes_on(options):
-    """As after an answer of the same tokens; without `keep` at most the prompt is left."""
-    answer, more = random_prompt(T, seed=5), random_prompt(30, seed=6)
-    spans = (PromptSpan("user", 0, 4, M, M), PromptSpan("assistant", M, M, M + T, M + T))
-    following = (*request(options).prompt, *answer, *more)
-    spans = (*spans, PromptSpan("user", M + T, M + T, len(following), len(following)))
-    asked = GenerationRequest(following, T, specprefill=options, spans=spans)
-    for keep in (False, True):
-        with Engine(tiny_pair("llama"), CONFIG) as engine:
-            engine.replay(request(options), answer, keep=keep)
-            cached = engine.replay(asked, [5]).report.cached_tokens
-        if keep:
-            assert cached >= (0.2 * M + T - 1 if options is SPARSE else M + T - 1)
-        else:
-            assert cached <= (0.3 * M if options is SPARSE else M)
-
-
 def prefilled(engine, asked):
     """The target's cache after the engine's own prefill, and the last token's logits."""
     active = ActiveRequest(-1, asked, engine.prefiller.planner.plan(asked))
@@ -101,15 +56,6 @@ def prefilled(engine, asked):
             next(slices)
         except StopIteration as finished:
             return active.cache, finished.value
-
-
-def test_attention_equals_brute_force():
-    """Rows of a dense forward over prompt and continuation, softmax over the prompt's keys, all but the first row."""
-    continuation = random_prompt(8, seed=3)
-    with Engine(tiny_pair("llama"), CONFIG) as engine:
-        attention = engine.replay(request(FULL), continuation, attention=True).attention
-        rows = attention_rows(engine.pair.target, (*random_prompt(M), *continuation[:-1]), M, rows=7)
-    assert_close(attention, rows.mean(axis=(0, 1)), atol=1e-5)
 
 
 def test_the_callers_own_importance_decides_what_is_kept():

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
 
-from ...adapters.capture import HeadCapture
 from ...adapters.rotation import adjust_offsets
 from ...arrays import Floats
 from ...choosing.sampling import LOGITS_ROWS, log_softmax
@@ -111,36 +109,24 @@ class Replay:
     Attributes:
         logprobs: float32 (T, V), natural logarithm; row t is the distribution from which token t would have been drawn.
         report: of the prefill, with its kept spans.
-        attention: float32 (M,) over the prompt's tokens, the mean over all query rows but the first, layers that see
-            the whole prompt and heads; None unless asked for, or where no layer sees all of it.
     """
 
     logprobs: Floats
     report: PrefillReport
-    attention: Floats | None
 
 
 def replay_continuation(
-    prefiller: Prefiller, request: GenerationRequest, continuation: tuple[int, ...], attention: bool, keep: bool = False
+    prefiller: Prefiller, request: GenerationRequest, continuation: tuple[int, ...], keep: bool = False
 ) -> Generator[Event, None, Replay]:
-    """Prefill, then let the target read the continuation. Yields between prefill chunks.
-
-    Attention can be read only after a full prefill: the target's cache must hold the whole prompt. The continuation is
-    then read in one forward.
-    """
+    """Prefill, then let the target read the continuation. Yields between prefill chunks."""
     active = ActiveRequest(-1, request, prefiller.planner.plan(request))
     logits = yield from prefiller.run(active)
     active.store()
-    M, T, rows = len(request.prompt), len(continuation) - 1, [np.array(log_softmax(logits))]
-    capture = HeadCapture(M, None) if attention and not active.is_sparse and T > 0 else None
-    step = LOGITS_ROWS if capture is None else T
-    for start in range(0, T, step):
-        read = mx.array(continuation[start : min(start + step, T)])
-        seen = nullcontext() if capture is None else capture.of_passage(M + T, T, slice(0, T))
-        with adjust_offsets([active.decoded.shift]), seen:
-            rows.append(np.array(log_softmax(prefiller.pair.target(read[None], cache=active.cache)[0])))
+    read, rows = continuation[:-1], [np.array(log_softmax(logits))]
+    for start in range(0, len(read), LOGITS_ROWS):
+        part = mx.array(read[start : start + LOGITS_ROWS])
+        with adjust_offsets([active.decoded.shift]):
+            rows.append(np.array(log_softmax(prefiller.pair.target(part[None], cache=active.cache)[0])))
     if keep and active.decoded.shift == 0:
-        active.keep(prefiller.caches, concat_tokens(request.prompt, continuation[:-1]), active.cache)
-    captured = list(capture.attention.values()) if capture else []
-    looked = np.array(mx.stack(captured).mean(axis=0)) if captured else None
-    return Replay(np.concatenate(rows), active.report(), looked)
+        active.keep(prefiller.caches, concat_tokens(request.prompt, read), active.cache)
+    return Replay(np.concatenate(rows), active.report())

@@ -1,9 +1,9 @@
 """Retrieval heads: a small trained attention layer on a target's first layers; together they are a draft.
 
-A target's own retrieval heads lie in its middle. `scripts/train_retrieval_heads.py` trains a few heads to do the same
-on the hidden states after the first layers: queries and keys of the normed states, neither values nor positions. The
-output of this attention is not used and never computed: MLX is lazy, so a forward costs the keys, and a captured one
-the attention of the captured rows.
+A target's own retrieval heads lie in its middle. `scripts/train_retrieval_heads.py` (commit `091197e0`) trained a few
+heads to do the same on the hidden states after the first layers: queries and keys of the normed states, neither values
+nor positions. The output of this attention is not used and never computed: MLX is lazy, so a forward costs the keys,
+and a captured one the attention of the captured rows.
 """
 
 from __future__ import annotations

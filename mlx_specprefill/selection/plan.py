@@ -18,8 +18,8 @@ from ..request import GenerationRequest, PromptSpan
 from .selector import selection_by
 
 # (most tokens, divisor of the prompt length, fewest tokens): a short prompt still ends with its whole question
-USER_WHOLE, USER_HEAD, USER_TAIL = (2048, 8, 32), (128, 64), (512, 16, 32)
-EARLIER_WHOLE = (256, 16)  # of the messages before the last: a question about its document, an offer that it takes
+USER_WHOLE, USER_HEAD, USER_TAIL = (2048, 8, 32), (128, 64, 0), (512, 16, 32)
+EARLIER_WHOLE = 256, 16, 0  # of the messages before the last: a question about its document, an offer that it takes
 OWN_WHOLE, OWN_SHARE = 64, 16  # most tokens of one of the model's own earlier messages, divisor for all of these
 TOOL_HEAD, TOOL_TAIL = 64, 128  # of a tool result after the last user message
 PASSAGE = 32  # tokens that are kept for each of a request's questions
@@ -294,13 +294,13 @@ def _last_turn(spans: Sequence[PromptSpan], prompt_len: int) -> Iterator[ForcedR
         whole = _share(prompt_len, EARLIER_WHOLE)
         for index in {before, newest - 1}:
             if spans[index].kind != "tool":
-                yield from _ends(spans[index], prompt_len, (0, 1), (0, 1), "message before the last", whole)
+                yield from _ends(spans[index], prompt_len, (0, 1, 0), (0, 1, 0), "message before the last", whole)
         yield from _own(spans[:newest], prompt_len // OWN_SHARE)
     yield from _ends(spans[newest], prompt_len, USER_HEAD, USER_TAIL, "last user message")
     whole = _share(prompt_len, USER_WHOLE)
     for span in reversed(spans[newest + 1 :]):
         if span.kind == "tool":
-            yield from _ends(span, prompt_len, (TOOL_HEAD, 1), (TOOL_TAIL, 1), "tool result", whole)
+            yield from _ends(span, prompt_len, (TOOL_HEAD, 1, 0), (TOOL_TAIL, 1, 0), "tool result", whole)
         else:
             yield from _ends(span, prompt_len, USER_HEAD, USER_TAIL, "after the last user message", whole)
         whole = max(0, whole - (span.content_end - span.content_start))
@@ -320,8 +320,8 @@ def _own(spans: Sequence[PromptSpan], most: int) -> Iterator[ForcedRange]:
 def _ends(
     span: PromptSpan,
     prompt_len: int,
-    head: tuple[int, ...],
-    tail: tuple[int, ...],
+    head: tuple[int, int, int],
+    tail: tuple[int, int, int],
     reason: str,
     whole: int | None = None,
 ) -> Iterator[ForcedRange]:
@@ -338,6 +338,6 @@ def _ends(
     yield ForcedRange(max(start, end - _share(prompt_len, tail)), end, f"{reason}: tail")
 
 
-def _share(prompt_len: int, rule: tuple[int, ...]) -> int:
-    most, divisor, *least = rule
-    return min(most, max(prompt_len // divisor, *least, 0))
+def _share(prompt_len: int, rule: tuple[int, int, int]) -> int:
+    most, divisor, least = rule
+    return min(most, max(prompt_len // divisor, least))

@@ -394,16 +394,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         return rounded(report)
     with ExitStack() as stack:
         copies = stack.enter_context(checkpoints(options))
-        if options.tools:
-            report = first_prompts(stack.enter_context(copies.ours()), counter(copies), options)
-            show_rows(report["rows"])
-            return rounded(report)
-        if options.compaction:
-            given = pairs.defaults(options) if options.shape is None else ()
-            quiet = {"MLX_SPECPREFILL_DENSIFY": "off"}
-            arm = Arm(OURS, lambda: copies.ours(*given, **quiet), {}, stack.enter_context(ExitStack()))
-            arm.start()
-            report = summaries(arm, counter(copies), options)
+        if options.tools or options.compaction:
+            if options.tools:
+                report = first_prompts(stack.enter_context(copies.ours()), counter(copies), options)
+            else:
+                report = summaries(start(copies, stack, options, [OURS])[0], counter(copies), options)
             show_rows(report["rows"])
             return rounded(report)
         arms = start(copies, stack, options)
@@ -429,8 +424,10 @@ def checkpoints(options: argparse.Namespace) -> Iterator[Copies]:
         yield Copies(target, draft, Path(name), options.start_s, exact=False)
 
 
-def start(copies: Copies, stack: ExitStack, options: argparse.Namespace) -> list[Arm]:
-    """Start one process per arm, so that no arm profits from another's cache."""
+def start(
+    copies: Copies, stack: ExitStack, options: argparse.Namespace, names: Sequence[str] | None = None
+) -> list[Arm]:
+    """Start one process per arm, all of them or those named, so that no arm profits from another's cache."""
     given = pairs.defaults(options) if options.shape is None else ()
     # Without pauses nothing is made dense in idle time but behind the last turn, where an arm is only waited for.
     idle = {"MLX_SPECPREFILL_DENSIFY": "on" if options.pause else "off"}
@@ -443,7 +440,9 @@ def start(copies: Copies, stack: ExitStack, options: argparse.Namespace) -> list
         made[NO_REUSE] = lambda: ours(NO_REUSE, MLX_SPECPREFILL_REUSE="off")
     if options.vllm_mlx:
         made["vllm-mlx"] = lambda: copies.vllm_mlx(options.vllm_mlx, "vllm-mlx", "--continuous-batching")
-    arms = [Arm(name, made[name], DENSE if name == FULL else {}, stack.enter_context(ExitStack())) for name in made]
+    arms = [
+        Arm(name, made[name], DENSE if name == FULL else {}, stack.enter_context(ExitStack())) for name in names or made
+    ]
     for arm in arms:
         arm.start()
     return arms

@@ -70,7 +70,7 @@ FILLERS: dict[str, Callable[[random.Random], str]] = {
 
 def document(rng: random.Random, filler: Sequence[str], budget: int, count: Count, fact: str = "") -> str:
     """Return a text of at most `budget` tokens: pieces of the named fillers, with a fact at a random place."""
-    left = budget - count(f" {fact}")
+    left = budget - (count(f" {fact}") if fact else 0)
     pieces: list[str] = []
     misses = 0
     while misses < 4:

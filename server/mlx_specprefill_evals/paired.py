@@ -47,7 +47,7 @@ def paired_cells(records: Iterable[Record], arms: Sequence[Arm]) -> list[dict[st
     cells: dict[Cell, list[Record]] = {}
     for record in records:
         if record.skipped is None and is_known(record):
-            cells.setdefault(Cell(record.cell.task, record.cell.length), []).append(record)
+            cells.setdefault(record.cell, []).append(record)
     return [
         {"task": cell.task, "length": cell.length, "n": len(own), "arms": dict(_rows(own, arms))}
         for cell, own in sorted(cells.items(), key=lambda pair: pair[0].length)

@@ -6,16 +6,14 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_specprefill import LoadError, ModelPair, load_pair
 from mlx_specprefill.adapters.depth import FirstLayers, first_layers
 from mlx_specprefill.pair import with_heads
-from mlx_specprefill.selection.heads import DraftHeads, Head, LineProbe, whole_values
-from tests.support.tiny import save_checkpoint, tiny_pair
+from mlx_specprefill.selection.heads import DraftHeads, Head, LineProbe
+from tests.support.tiny import save_checkpoint, tiny_pair, values_of
 
 HEADS = DraftHeads((Head(1, 3, 0.5), Head(0, 0, 0.25)), 2, 3, {"copy": 1.0})
 
@@ -98,10 +96,7 @@ def test_a_probe_of_another_draft_is_refused(caches: tuple[int, ...], weights: i
     """One that reads caches which the draft has not, or of another size; of two layers, the first two caches are."""
     draft = tiny_pair().draft
     assert draft is not None
-    cache = make_prompt_cache(draft)
-    draft(mx.zeros((1, 2), dtype=mx.int32), cache=cache)
-    values = next(whole_values(cache))
-    size = 2 * weights * values.shape[0] * values.shape[2]
+    size = 2 * weights * values_of(draft)
     heads = replace(HEADS, probe=LineProbe(caches, np.ones(size, np.float16).tobytes()))
     if sorted(caches) == [0, 1] and weights == len(caches):
         assert with_heads(tiny_pair(), heads).heads == heads

@@ -15,6 +15,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -25,6 +26,7 @@ from mlx_specprefill import Event, Failed, Finished, ModelPair, TokenEvent, make
 from mlx_specprefill.adapters.depth import first_layers
 from mlx_specprefill.adapters.mtp import MTPHead, MTPLayers
 from mlx_specprefill.adapters.patches import install_patches
+from mlx_specprefill.selection.heads import whole_values
 from tests.support import precision
 
 VOCAB, EOS = 96, 1
@@ -145,6 +147,14 @@ def tiny_pair(target: str = "llama", draft: str = "llama", *, context: int = 409
         draft=tiny_model(draft, seed=2),
         draft_config={"max_position_embeddings": 4096},
     )
+
+
+def values_of(draft: nn.Module) -> int:
+    """Return how many values a token has in the first cache of a draft."""
+    cache = make_prompt_cache(draft)
+    draft(mx.zeros((1, 2), dtype=mx.int32), cache=cache)
+    values = next(whole_values(cache))
+    return int(values.shape[0] * values.shape[2])
 
 
 def random_prompt(length: int, seed: int = 0) -> tuple[int, ...]:

@@ -193,7 +193,8 @@ class EngineCore:
         if request.prompt_logprobs is not None or request.label != reads.label:
             return False
         shared = common_length(request.prompt[:-1], reads.prompt)
-        return shared - self._cached(job.active) > reads.prompt.size - shared
+        more = shared - (reads.prompt.size - shared)
+        return more > 0 and more > self._cached(job.active)  # the cache is looked at only where prompts are alike
 
     def _take(self) -> Job | Call | None:
         return self._inbox.take()

@@ -95,6 +95,7 @@ class Task:
 
 def make_item(task: Task, name: str, seed: int, space: Space) -> Item:
     """Return the item of that number. It is the same on every machine with the same tokenizer."""
+    # Items had a depth once: without the last word they were others than those of the published figures.
     return task.make(random.Random(f"{name}/{seed}/{space.length}/None"), replace(space, number=seed))
 
 

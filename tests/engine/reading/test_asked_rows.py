@@ -6,36 +6,26 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_specprefill import Engine, EngineConfig, GenerationRequest, ModelPair, PromptSpan, SpecPrefillOptions, keep_pct
 from mlx_specprefill.config import SpecPrefillPolicy
 from mlx_specprefill.engine.reading import scoring
 from mlx_specprefill.selection import question_lines, scorer
-from mlx_specprefill.selection.heads import DraftHeads, Head, LineProbe, whole_values
+from mlx_specprefill.selection.heads import DraftHeads, Head, LineProbe
 from mlx_specprefill.selection.scorer import HeadScorer
-from tests.support.tiny import generated, random_prompt, tiny_pair
+from tests.support.tiny import generated, random_prompt, tiny_pair, values_of
 
 CONTEXT = 4096
 
 
 def pair_of(probed: bool) -> ModelPair:
     pair = tiny_pair(context=CONTEXT)
-    weights = np.random.default_rng(0).normal(size=4096).astype(np.float16)
-    probe = LineProbe((0,), weights[: 2 * width(pair)].tobytes()) if probed else None
-    return replace(pair, heads=DraftHeads((Head(0, 0, 1.0), Head(1, 1, 1.0)), 2, 3, {}, probe))
-
-
-def width(pair: ModelPair) -> int:
-    """Return how many values a token has in the first cache of the draft."""
     assert pair.draft is not None
-    cache = make_prompt_cache(pair.draft)
-    pair.draft(mx.zeros((1, 2), dtype=mx.int32), cache=cache)
-    values = next(whole_values(cache))
-    return int(values.shape[0] * values.shape[2])
+    weights = np.random.default_rng(0).normal(size=4096).astype(np.float16)
+    probe = LineProbe((0,), weights[: 2 * values_of(pair.draft)].tobytes()) if probed else None
+    return replace(pair, heads=DraftHeads((Head(0, 0, 1.0), Head(1, 1, 1.0)), 2, 3, {}, probe))
 
 
 @pytest.mark.parametrize(("probed", "size", "most"), [(False, 3500, 64), (True, 3700, 198), (True, CONTEXT - 20, 10)])

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -102,14 +102,9 @@ class LocalPair:
         with ThreadPoolExecutor(1) as thread:  # a notebook already runs an event loop on this one
             prompt = thread.submit(asyncio.run, work).result()
         share = None if keep is None else keep_pct(keep, "keep")
-        request = GenerationRequest(
-            prompt.tokens,
-            max_tokens,
-            SamplingParams(temperature=temperature),
-            SpecPrefillOptions(specprefill, share),
-            spans=prompt.spans,
-            about_everything=prompt.about_everything,
-            about_part=prompt.about_part,
+        request = replace(
+            prompt.request(max_tokens, SpecPrefillOptions(specprefill, share)),
+            sampling=SamplingParams(temperature=temperature),
             stop_token_ids=self.engine.pair.eos_token_ids,
         )
         text, end = stream_text(self.engine, request, on_text or (lambda text: None))

@@ -179,15 +179,9 @@ def make_spec(
     # `ignore_eos` has no effect with a grammar, which ends by itself
     ignored = body.ignore_eos and constraint is None
     ends = frozenset() if ignored else service.vocabulary.stop_ids | service.format.ends
-    request = GenerationRequest(
-        prompt=prompt.tokens,
-        max_tokens=room,
+    request = replace(
+        prompt.request(room, replace(body.options(), verify=service.engine.verifies)),
         sampling=params,
-        specprefill=replace(body.options(), verify=service.engine.verifies),
-        spans=prompt.spans,
-        about_everything=prompt.about_everything,
-        about_part=prompt.about_part,
-        about_session=prompt.about_session,
         stop_token_ids=frozenset(body.stop_token_ids) | ends,
         logprobs=body.alternatives(),
         prompt_logprobs=prompt_logprobs,

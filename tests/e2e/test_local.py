@@ -41,6 +41,12 @@ def test_a_text_is_one_message_of_the_user(pair: LocalPair) -> None:
 
 
 @pytest.mark.extended
+def test_a_summary_of_the_session_is_known_as_one(pair: LocalPair) -> None:
+    said = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hello."}]
+    summary = pair.chat([*said, {"role": "user", "content": "Create a summary of the conversation."}], max_tokens=2)
+    assert "summarised" in summary.report.reason
+
+
 def test_options_reach_the_engine(pair: LocalPair) -> None:
     assert ask(pair, specprefill=False, max_tokens=3).report.mode == "full"
     more, less = (ask(pair, specprefill=True, keep=keep, max_tokens=1).report.kept_tokens for keep in (0.5, 0.1))

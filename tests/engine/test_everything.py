@@ -48,15 +48,7 @@ def engine(pair: ModelPair) -> Iterator[Engine]:
 def request(engine: Engine, messages: Sequence[Mapping[str, str]], enabled: bool | None = None) -> GenerationRequest:
     said = conversation([dict(message) for message in messages])
     prompt = asyncio.run(PromptBuilder(engine.pair.tokenizer).chat(said))
-    return GenerationRequest(
-        prompt.tokens,
-        2,
-        specprefill=SpecPrefillOptions(enabled),
-        spans=prompt.spans,
-        about_everything=prompt.about_everything,
-        about_part=prompt.about_part,
-        about_session=prompt.about_session,
-    )
+    return prompt.request(2, SpecPrefillOptions(enabled))
 
 
 def asked(engine: Engine, *contents: str, enabled: bool | None = None) -> PrefillReport:

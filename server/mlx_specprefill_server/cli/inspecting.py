@@ -11,7 +11,7 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from mlx_specprefill import ChunkInfo, DtypeName, GenerationRequest, Inspection, SpecPrefillOptions
+from mlx_specprefill import ChunkInfo, DtypeName, Inspection, SpecPrefillOptions
 
 from ..explain import ExplainedChunk, explain_chunks
 from ..pairs import Pair
@@ -73,14 +73,7 @@ def inspect(
     with load_engine(chosen, dtype, settings, settings.engine_config()) as engine:
         builder, message = PromptBuilder(engine.pair.tokenizer), conversation([{"role": "user", "content": text}])
         prompt = asyncio.run(builder.raw(text) if raw else builder.chat(message))
-        request = GenerationRequest(
-            prompt.tokens,
-            1,
-            specprefill=options,
-            spans=prompt.spans,
-            about_everything=prompt.about_everything,
-            about_part=prompt.about_part,
-        )
+        request = prompt.request(1, options)
         with Progress(console=notes(), transient=True) as bars:
             task = bars.add_task("draft reads the prompt", total=None)
             inspection = engine.inspect(

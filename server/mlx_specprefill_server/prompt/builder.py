@@ -19,7 +19,16 @@ from typing import Any, TypeVar
 from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from mlx_specprefill import ContextLengthError, InvalidRequestError, PromptSpan, Question, TokenIds, as_token_ids
+from mlx_specprefill import (
+    ContextLengthError,
+    GenerationRequest,
+    InvalidRequestError,
+    PromptSpan,
+    Question,
+    SpecPrefillOptions,
+    TokenIds,
+    as_token_ids,
+)
 
 from ..big_json import restored
 from ..http.errors import refusal
@@ -73,6 +82,18 @@ class Prompt:
     about_everything: str | None = None
     about_session: bool = False
     about_part: bool = True
+
+    def request(self, max_tokens: int, options: SpecPrefillOptions) -> GenerationRequest:
+        """Return the request for an answer, with all that is known of the prompt."""
+        return GenerationRequest(
+            self.tokens,
+            max_tokens,
+            specprefill=options,
+            spans=self.spans,
+            about_everything=self.about_everything,
+            about_part=self.about_part,
+            about_session=self.about_session,
+        )
 
 
 @dataclass(frozen=True)

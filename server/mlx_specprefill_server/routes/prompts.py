@@ -14,11 +14,7 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from mlx_specprefill import (
-    GenerationRequest,
-    InvalidRequestError,
-    SparseUnsupportedError,
-)
+from mlx_specprefill import InvalidRequestError, SparseUnsupportedError
 
 from ..explain import explain_chunks, explanation
 from ..fields import Body, SpecPrefillFields, TokenIds
@@ -144,15 +140,7 @@ async def explain(
     field = "messages" if body.prompt is None else "prompt"
     prompt = await while_connected(request, _prompt(service, body))
     max_tokens_within(len(prompt.tokens), 1, service.context_length, field)
-    inspected = GenerationRequest(
-        prompt.tokens,
-        1,
-        specprefill=body.options(),
-        spans=prompt.spans,
-        about_everything=prompt.about_everything,
-        about_part=prompt.about_part,
-        about_session=prompt.about_session,
-    )
+    inspected = prompt.request(1, body.options())
     try:
         inspection = await while_connected(request, service.inspect(inspected, identity, body.cache_salt))
     except SparseUnsupportedError as error:

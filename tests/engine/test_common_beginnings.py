@@ -96,6 +96,8 @@ def test_another_reads_it_where_the_first_is_given_up() -> None:
         (request(TASKS[0], owner="one"), request(TASKS[-1], owner="other")),
         (request(TASKS[0], system=200), request(TASKS[-1], system=200)),
         (request(TASKS[0]), request(TASKS[-1], prompt_logprobs=0)),
+        (request(TASKS[0], prompt_logprobs=0), request(TASKS[-1])),
+        (request(TASKS[0], specprefill=SpecPrefillOptions(enabled=True), spans=()), request(TASKS[-1], spans=())),
     ],
 )
 def test_a_request_does_not_wait_for_what_it_would_not_use(first: GenerationRequest, second: GenerationRequest) -> None:

@@ -43,7 +43,7 @@ class Scheduler:
         self._prefilling: dict[int, _Prefill] = {}  # in order of admission
         self._decoding: dict[int, bool] = {}  # by uid, whether its prompt was short
         self._background: list[int] = []
-        self._passed = 0  # admissions of others since the first request in line is first
+        self._passed = 0  # admissions of others since the first request in line that is free is first
         self._waited = 0  # milliseconds of others, less those that the oldest prefill's own chunks allow
 
     @property
@@ -91,7 +91,7 @@ class Scheduler:
         Args:
             passing: the request that was returned last does not fit in memory. Return a shorter one that may pass it.
         """
-        free = [uid for uid in self._waiting if self._behind.get(uid) not in self._prefilling]
+        free = self._free
         if not free or self.running >= self.max_rows:
             return None
         first, shortest = free[0], min(free, key=lambda uid: self._waiting[uid])
@@ -103,13 +103,18 @@ class Scheduler:
             return shortest if self._is_short(shortest) else None
         return first if self._passed >= _PASSES or self._passed % _EVERY == _EVERY - 1 else shortest
 
+    @property
+    def _free(self) -> list[int]:
+        """Return the waiting requests that no prefill holds back, in order of arrival."""
+        return [uid for uid in self._waiting if self._behind.get(uid) not in self._prefilling]
+
     def _is_short(self, uid: int) -> bool:
         left = [*self._waiting.values(), *(job.left for job in self._prefilling.values())]
         return self._waiting[uid] <= max(_SHORT, statistics.median_low(left) // 2)
 
     def admit(self, uid: int) -> None:
         """Let a waiting request start its prefill."""
-        self._passed = 0 if uid == next(iter(self._waiting)) else self._passed + 1
+        self._passed = 0 if self._free[:1] == [uid] else self._passed + 1
         # Before the removal: other threads read `waiting`, then `running`, and must find the request in one.
         self._prefilling[uid] = _Prefill(uid, self._waiting[uid], self._is_short(uid))
         del self._waiting[uid]

@@ -187,12 +187,16 @@ class EngineCore:
         """Return whether a prefill reads what a waiting prompt begins with and is not cached, and less than that beside
         it.
         """
-        if not (self._caches.enabled and isinstance(job, AnswerJob) and isinstance(other, AnswerJob)):
+        if not (isinstance(job, AnswerJob) and isinstance(other, AnswerJob)):
             return False
         request, reads = job.active.request, other.active.request
-        if request.prompt_logprobs is not None or request.label != reads.label:
+        if request.label != reads.label or not self._caches.keeps(reads):
+            return False
+        if request.prompt_logprobs is not None or reads.prompt_logprobs is not None:
             return False
         shared = common_length(request.prompt[:-1], reads.prompt)
+        if other.active.plan.mode == "sparse" and job.active.plan.selection_key is None:
+            shared = min(shared, reads.system_prefix_len)  # behind that the prefix is not dense
         more = shared - (reads.prompt.size - shared)
         return more > 0 and more > self._cached(job.active)  # the cache is looked at only where prompts are alike
 

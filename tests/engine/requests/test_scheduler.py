@@ -134,6 +134,21 @@ def test_a_held_request_waits_for_one_prefill_and_for_no_longer(end):
     assert admitted(scheduler) == [1]
 
 
+def test_a_held_request_is_not_passed_by_others():
+    scheduler = Scheduler()
+    for uid in range(2):
+        scheduler.add(uid, 10**5)
+    scheduler.admit(0)
+    scheduler.hold(1, 0)
+    for uid in range(10, 100):
+        scheduler.add(uid, 100)
+        assert admitted(scheduler) == [uid]
+        scheduler.remove(uid)
+    scheduler.add(100, 9000)
+    scheduler.add(101, 50)
+    assert scheduler.next_waiting() == 101
+
+
 def test_a_quarter_of_the_places_is_kept_for_short_prompts():
     scheduler = Scheduler(max_rows=8)
     for uid in range(10):

@@ -43,7 +43,8 @@ def test_a_text_is_one_message_of_the_user(pair: LocalPair) -> None:
 @pytest.mark.extended
 def test_a_summary_of_the_session_is_known_as_one(pair: LocalPair) -> None:
     said = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hello."}]
-    summary = pair.chat([*said, {"role": "user", "content": "Create a summary of the conversation."}], max_tokens=2)
+    asked = {"role": "user", "content": "Create a summary of the conversation so far."}
+    summary = pair.chat([*said, asked], max_tokens=2)
     assert "summarised" in summary.report.reason
 
 

@@ -148,7 +148,27 @@ def test_a_summary_of_what_is_not_cached_is_read_in_full(engine: Engine, client:
     assert (last.report.mode, last.report.reason) == ("full", "the session is to be summarised")
 
 
-@pytest.mark.parametrize("message", [ALL, ONE, f"{TEXT * 60}\nSummarize the conversation.", "Provide a prompt for it."])
+@pytest.mark.parametrize("client", COMPACTIONS)
+def test_the_user_may_have_said_something_before(engine: Engine, client: str) -> None:
+    turns = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hello."}]
+    message = f"{'Go on with the parser. ' * 400}\n{COMPACTIONS[client]}"
+    assert request(engine, [*turns, {"role": "user", "content": message}]).about_session
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        ALL,
+        ONE,
+        f"{TEXT * 60}\nSummarize the conversation.",
+        "Provide a prompt for it.",
+        "Give me a summary of the conversation above.",
+        "Create a summary of the conversation between Alice and Bob.",
+        "Write a summary function for the session table.",
+        "Which of these returns 7, as summarize() in conversation.py needs it?",
+        "Where does the log say <state_snapshot>?",
+    ],
+)
 def test_other_questions_are_no_compaction(engine: Engine, message: str) -> None:
     turns = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hello."}]
     assert not request(engine, [*turns, {"role": "user", "content": message}]).about_session

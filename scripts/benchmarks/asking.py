@@ -70,7 +70,7 @@ class Bench:
 
     def __init__(self, pair: ModelPair) -> None:
         if pair.draft is None or pair.heads is None or pair.heads.probe is None:
-            raise BenchError("the draft has no probe: run `mlx-specprefill calibrate`")
+            raise BenchError("the draft has no probe: its calibration fitted none")
         self._draft, self._probe, self._tokenizer = pair.draft, pair.heads.probe, pair.draft_tokenizer
         self._prompts, self._reader = PromptBuilder(pair.draft_tokenizer), TextReader(pair.draft_tokenizer)
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from mlx_specprefill_server.cli import COMMANDS
+
 ROOT = Path(__file__).resolve().parents[2]
 OUR_DOT_FOLDERS = {".ci", ".github"}
 NOT_OURS = {"runs", "build", "dist", "__pycache__"}
@@ -80,6 +82,13 @@ def test_links_between_documents_lead_somewhere() -> None:
             targets = re.findall(r"\]\((?!https?:|#)([^)#]+)", text)
             broken += [f"{path}: {target}" for target in targets if not (ROOT / path.parent / target).exists()]
     assert broken == []
+
+
+def test_every_command_that_is_named_exists() -> None:
+    named = re.compile(r"(?:`|, )mlx-specprefill ([a-z]+)\b")
+    words = {word for path, text in our_texts() if path.parts[0] != "tests" for word in named.findall(text)}
+    assert len(words) > 5
+    assert words - COMMANDS.keys() == set()
 
 
 def test_what_the_project_file_promises() -> None:

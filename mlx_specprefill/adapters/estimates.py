@@ -164,22 +164,24 @@ class Known:
     Args:
         tokens: of the prompt.
         cache: of a coded draft, which holds the prompt.
+        wanted: bool (M,), the tokens that are to be estimated where that can be; the others stay absent.
     """
 
-    def __init__(self, tokens: TokenIds, cache: Sequence[Any]) -> None:
+    def __init__(self, tokens: TokenIds, cache: Sequence[Any], wanted: Bools) -> None:
         self.tokens, self.cache = tokens, cache
         self._codes: mx.array = cache[-1].keys[0, 0]
         alike = np.array(cache[-1].values[0, 0, :, 0].astype(mx.float32)) > 0.5
-        self._alike: Bools = alike & (np.arange(alike.size) < cache[-1].offset)
+        held = min(int(cache[-1].offset), wanted.size)
+        self._usable: Bools = alike[:held] & wanted[:held]
 
     def may_estimate(self, positions: Positions) -> Bools:
-        """Return which of the tokens at these positions have a code that the map may be used for."""
-        there = positions < self._alike.size
-        return there & self._alike[np.where(there, positions, 0)]
+        """Return which of the tokens at these positions are wanted, and have a code that the map may be used for."""
+        there = positions < self._usable.size
+        return there & self._usable[np.where(there, positions, 0)]
 
     def codes(self, positions: Positions) -> mx.array:
         """Return the codes at these positions, (N, R); of tokens that have none, anything."""
-        return self._codes[mx.array(np.minimum(positions, self._alike.size - 1))]
+        return self._codes[mx.array(np.minimum(positions, self._usable.size - 1))]
 
 
 class Layers:

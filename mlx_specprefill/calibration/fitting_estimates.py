@@ -247,7 +247,7 @@ class EstimateFit:
         special = np.asarray(sorted(self._pair.tokenizer.all_special_ids), dtype=np.int32)
         for number, prompt in enumerate(prompts):
             _, cache = yield from self._draft_read(draft, prompt)
-            known = Known(prompt, cache)
+            known = Known(prompt, cache, np.ones(prompt.size, dtype=np.bool_))
             chunks = np.random.default_rng(number).random(-(-prompt.size // _CHUNK)) < _KEPT
             kept = np.repeat(chunks, _CHUNK)[: prompt.size] | np.isin(prompt, special)
             kept[:_CHUNK], kept[-_ASKED:] = True, True

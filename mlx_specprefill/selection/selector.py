@@ -231,3 +231,12 @@ def kept_spans(kept: Indices) -> tuple[tuple[int, int], ...]:
 def _runs(indices: Indices) -> list[Indices]:
     """Return ascending indices as maximal runs without a gap."""
     return [run for run in np.split(indices, np.flatnonzero(np.diff(indices) != 1) + 1) if run.size]
+
+
+def next_ranked(importance: Floats, reading: Indices, start: int) -> Bools:
+    """Return the tokens behind `start` that rank next to those that are read there, and are as many, bool (M,)."""
+    rest = np.setdiff1d(np.arange(start, importance.size, dtype=np.int32), reading)
+    count = np.count_nonzero(reading >= start)
+    marked = np.zeros(importance.size, dtype=np.bool_)
+    marked[rest[np.argsort(-importance[rest], kind="stable")[:count]]] = True
+    return marked

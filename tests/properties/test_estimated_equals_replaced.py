@@ -130,7 +130,7 @@ def test_true_estimates_are_full_reading(name: str) -> None:
     estimator.estimates = true
     codes = KVCache()
     codes.update_and_fetch(mx.arange(M, dtype=mx.float32)[None, None, :, None], mx.ones((1, 1, M, 1)))
-    known = Known(case.prompt, [codes])
+    known = Known(case.prompt, [codes], np.ones(case.prompt.size, dtype=np.bool_))
     cache = make_positioned_cache(model)
     for part in np.array_split(case.kept, 4):
         estimator.place(cache, part, known)

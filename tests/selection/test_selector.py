@@ -18,6 +18,7 @@ from mlx_specprefill.selection.selector import (
     chunk_means,
     kept_spans,
     missing_of,
+    next_ranked,
     select_chunks,
     select_tokens,
     selection_by,
@@ -283,3 +284,12 @@ def test_the_strongest_runs_are_recalled_first() -> None:
     for most, expected in ((0, []), (3, [8, 9, 10]), (4, [8, 9, 10, 15]), (5, [2, 8, 9, 10, 15]), (9, tokens.tolist())):
         assert strongest(tokens, asked, most).tolist() == expected
     assert strongest(tokens[:0], asked, 5).size == 0
+
+
+@pytest.mark.parametrize(
+    ("reading", "start", "expected"),
+    [([0, 5], 0, [2, 3]), ([4, 5], 4, []), ([2, 4, 5], 1, [1, 3]), ([5], 3, [3])],
+)
+def test_as_many_rank_next_as_are_read_there(reading: list[int], start: int, expected: list[int]) -> None:
+    importance = np.array([9, 1, 5, 4, 0, 3], dtype=np.float32)
+    assert np.flatnonzero(next_ranked(importance, np.array(reading, dtype=np.int32), start)).tolist() == expected

@@ -24,6 +24,7 @@ from ...events import Event, Progress, PromptLogprobs
 from ...pair import ModelPair
 from ...request import GenerationRequest
 from ...selection.scorer import Scores
+from ...selection.selector import next_ranked
 from ..estimating import Estimating
 from ..prefixes.caches import EngineCaches, empty_cache
 from ..prefixes.lookup import Prefix, Prefixes
@@ -82,7 +83,8 @@ class Prefiller:
             scores = None if scoring is None else (yield from scoring)
             reading = self._choose(active, scores)
             if scores is not None and active.prefix.edit is None and self.estimating.wants(active.request, active.plan):
-                active.known = Known(active.request.prompt, scores.cache)
+                wanted = next_ranked(scores.importance, reading, active.prefix.length)
+                active.known = Known(active.request.prompt, scores.cache, wanted)
             if active.plan.mode == "sparse" or not active.prefix.is_dense:
                 yield Progress("select", reading.size, len(active.request.prompt))
             yield from self._begin_drafting(active, scores)

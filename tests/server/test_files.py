@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from base64 import b64encode
 from collections.abc import Callable, Iterator
+from time import process_time
 from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
+
+from mlx_specprefill_server.prompt.files import read_media
 
 from .fakes import FakeEngine, FakePair, byte_tokenizer
 from .form_templates import FORMS
@@ -16,6 +19,7 @@ from .test_history import CHAT, DIALECTS, MESSAGES, RESPONSES, ask, chat, messag
 PNG = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + bytes(range(256)) * 15
 PDF = b"%PDF-1.7\n1 0 obj << >> endobj"
 ONLY_TEXT, NOT_HERE = "this model reads text only", "its content is not in the request"
+NOT_BASE64 = "its Base64 can't be read"
 
 
 @pytest.fixture
@@ -84,7 +88,7 @@ def test_a_file_is_text_or_a_note(
         (CHAT, {"type": "file", "file": {"file_id": "file-1"}}, f"[file left out: {NOT_HERE}]"),
         (CHAT, {"type": "file", "file": {"filename": "a", "file_data": "the text itself"}}, "a\nthe text itself"),
         (CHAT, {"type": "file", "file": {"file_data": "data:text/plain,two%20words"}}, "two words"),
-        (CHAT, {"type": "file", "file": {"file_data": "data:text/plain;base64,?"}}, f"[file left out: {ONLY_TEXT}]"),
+        (CHAT, {"type": "file", "file": {"file_data": "data:text/plain;base64,?"}}, f"[file left out: {NOT_BASE64}]"),
         (CHAT, {"type": "file", "file": "a"}, f"[file left out: {NOT_HERE}]"),
         (CHAT, {"type": "input_audio", "input_audio": {}}, f"[audio left out: {ONLY_TEXT}]"),
         (RESPONSES, {"type": "input_file", "file_url": "http://x/a"}, f"[file left out: {NOT_HERE}]"),
@@ -104,7 +108,79 @@ def test_a_file_is_text_or_a_note(
 def test_other_shapes(client: TestClient, engine: FakeEngine, path: str, part: dict[str, Any], shown: str) -> None:
     answer = ask(client, path, body(path, part))
     assert f"See\n{shown}<|im_end|>" in prompt(engine)
-    assert ("warnings" in answer) == shown.startswith("[")
+    assert ("warnings" in answer) == ("left out" in shown)
+
+
+def encoded(data: str | bytes, charset: str = "utf-8") -> str:
+    return b64encode(data.encode(charset) if isinstance(data, str) else data).decode()
+
+
+YAML = "data:\n  a: 1, b: 2\n"
+SOUND = b"\xff\xfe\x90\0abcd" * 5
+
+
+@pytest.mark.parametrize(
+    ("data", "shown"),
+    [
+        # the head of a URL
+        (f"data:application/pdf;BASE64,{encoded(PDF)}", ONLY_TEXT),
+        (f"data:application/pdf; base64,{encoded(PDF)}", ONLY_TEXT),
+        (f"data:application/pdf;base64;name=a.pdf,{encoded(PDF)}", ONLY_TEXT),
+        (f"DATA:Application/PDF;base64,{encoded(PDF)}", ONLY_TEXT),
+        (f"data:undefined;base64,{encoded(PDF)}", ONLY_TEXT),
+        (f"data:;base64,{encoded('hello')}", "hello"),
+        (f"data:application/json; charset=utf-8;base64,{encoded(b'[0, 255] ' + bytes([255]))}", "[0, 255] \ufffd"),
+        (f"data:text/plain;base64,{encoded('hello').rstrip('=')}", "hello"),
+        ("data:text/plain;base64,abcde", NOT_BASE64),
+        ("data:,two%20words", "two words"),
+        # character sets and marks
+        (f"data:text/plain;charset=ISO-8859-1;base64,{encoded('Grüße', 'latin-1')}", "Grüße"),
+        ("data:text/plain;charset=iso-8859-1,Gr%FC%DFe", "Grüße"),
+        (f'data:text/plain;charset="utf-16le";base64,{encoded("Grüße", "utf-16-le")}', "Grüße"),
+        (f"data:text/plain;charset=punycode;base64,{encoded('Grüße')}", "Grüße"),
+        (f"data:text/plain;charset=utf\0;base64,{encoded('Grüße')}", "Grüße"),
+        (f"data:text/plain;charset=us-ascii;base64,{encoded('Grüße')}", "Grüße"),
+        (f"data:text/plain;base64,{encoded('Grüße', 'utf-32')}", "Grüße"),
+        (f"data:;base64,{encoded('Grüße', 'utf-16')}", "Grüße"),
+        (f"data:audio/mpeg;base64,{encoded(SOUND)}", ONLY_TEXT),
+        # data alone, which may be the text
+        (encoded("hello, world"), "hello, world"),
+        (encoded(PDF), ONLY_TEXT),
+        (encoded(PDF).rstrip("="), ONLY_TEXT),
+        (encoded(b"\0\xff"), ONLY_TEXT),
+        ("", ""),
+        ("Buy milk and eggs", "Buy milk and eggs"),
+        ("abcd efgh", "abcd efgh"),
+        ("Z" * 131_072, "Z" * 131_072),
+        (YAML, YAML),
+        ("data: 1, 2", "data: 1, 2"),
+        ("data:x,data:y", "data:x,data:y"),
+    ],
+    ids=lambda text: text[:40],
+)
+def test_what_a_files_data_says(client: TestClient, engine: FakeEngine, data: str, shown: str) -> None:
+    answer = ask(client, CHAT, body(CHAT, {"type": "file", "file": {"filename": "a", "file_data": data}}))
+    left_out = shown in (ONLY_TEXT, NOT_BASE64)
+    note = f"[file left out: {shown}]" if left_out else shown
+    assert "\n".join(filter(None, ("See\na", note))) + "<|im_end|>" in prompt(engine)
+    assert ("warnings" in answer) == left_out
+
+
+def test_an_image_among_a_documents_blocks_is_named(client: TestClient) -> None:
+    inner = [{"type": "text", "text": "hi"}, {"type": "image", "source": {}}]
+    blocks = [{"type": "document", "source": {"type": "content", "content": inner}}]
+    answer = ask(
+        client, MESSAGES, body(MESSAGES, {"type": "document", "source": {"type": "content", "content": blocks}})
+    )
+    at = f"{place(MESSAGES)}.source.content[0].source.content[1]"
+    assert answer["warnings"] == [f"{at}: an image was left out: {ONLY_TEXT}"]
+
+
+def test_a_long_type_takes_no_time() -> None:
+    source = {"type": "base64", "media_type": "/-+" * 3_000_000, "data": ""}
+    begun = process_time()
+    assert read_media({"type": "document", "source": source}) == ("", None)
+    assert process_time() - begun < 0.5
 
 
 def test_a_result_has_files_too(client: TestClient, engine: FakeEngine) -> None:

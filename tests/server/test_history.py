@@ -121,6 +121,19 @@ def test_blocks_of_mcp_servers_are_left_out_and_named(client: TestClient, engine
     assert "<|im_start|>assistant\nDone.<|im_end|>" in prompt(engine)
 
 
+@pytest.mark.parametrize("kind", ["container_upload", "tool_reference"])
+def test_a_message_of_which_nothing_is_shown_keeps_its_place(client: TestClient, engine: FakeEngine, kind: str) -> None:
+    """Without it the answer before it would go on."""
+    turns = [ASKED, {"role": "assistant", "content": "Rain."}, {"role": "user", "content": [{"type": kind}]}]
+    answer = ask(client, MESSAGES, {"max_tokens": 9, "messages": turns})
+    last = prompt(engine).rsplit("<|im_start|>", 2)[1:]
+    assert [message.split("\n")[0] for message in last] == ["user", "assistant"]
+    assert f"[{kind} left out" in last[0]
+    (warning,) = answer["warnings"]
+    assert warning.startswith("messages[2].content[0]: ")
+    assert f"{kind} was left out" in warning
+
+
 # --- JSON -------------------------------------------------------------------------------------------------------------
 
 HALVES = {

@@ -34,7 +34,7 @@ from ..prompt.deferred import deferral_of
 from ..prompt.files import MEDIA, read_media
 
 LEFT_OUT = {
-    "redacted_thinking", "server_tool_use", "mcp_tool_use", "container_upload", "tool_reference", "browser_state",
+    "redacted_thinking", "server_tool_use", "mcp_tool_use", "tool_reference", "browser_state",
 }  # fmt: skip
 SEARCH = "tool_search_tool_"  # begins the types of tools with which Anthropic's server searches
 NO_SEARCH = (
@@ -214,7 +214,10 @@ def _blocks(content: Any, where: str) -> Blocks:
 
 
 def _user(blocks: Blocks) -> Iterator[Message]:
-    """Return text and tool results in their order. Each result is a message of its own."""
+    """Return text and tool results in their order. Each result is a message of its own.
+
+    Blocks of which none is shown leave a note: without the user's message the answer before it would go on.
+    """
     texts: list[str] = []
     for where, block in blocks:
         if block["type"] != "tool_result":
@@ -224,8 +227,9 @@ def _user(blocks: Blocks) -> Iterator[Message]:
             yield {"role": "user", "content": "\n".join(texts)}
             texts = []
         yield _tool_result(block, where)
-    if texts or not blocks:
-        yield {"role": "user", "content": "\n".join(texts)}
+    if texts or all(block["type"] != "tool_result" for _, block in blocks):
+        notes = (f"[{block['type']:.40} left out]" for _, block in blocks)
+        yield {"role": "user", "content": "\n".join(texts or notes)}
 
 
 def _tool_result(block: dict[str, Any], where: str) -> Message:

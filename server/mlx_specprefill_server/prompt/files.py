@@ -14,9 +14,9 @@ from urllib.parse import unquote_to_bytes
 
 MEDIA = {
     "image", "image_url", "input_image", "file", "input_file", "document", "audio", "input_audio", "video",
-    "video_url", "input_video",
+    "video_url", "input_video", "container_upload",
 }  # fmt: skip
-_FILES = ("file", "document")
+_FILES = ("file", "document", "container_upload")
 _NOT_TEXT, _NOT_HERE = "this model reads text only", "its content is not in the request"
 _NOT_BASE64 = "its Base64 can't be read"
 # Text may begin with `data:` too: without parameters a URL's type has a slash.

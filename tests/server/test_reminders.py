@@ -96,7 +96,12 @@ def test_tags_in_a_system_message_become_one_pair() -> None:
         (f"a{tagged('x')}b{tagged('y')}c", "abc"),
         ("what is <system-reminder>?", "what is <system-reminder>?"),
         (f"{tagged('x')} and </system-reminder>", " and </system-reminder>"),
+        (tagged('if "<system-reminder>" in text: pass'), ""),
+        (tagged('OPEN, CLOSE = "<system-reminder>", "</system-reminder>"'), ""),
+        ("a" + tagged('if "<system-reminder>" in text') + "b" + tagged("y") + "c", "abc"),
+        (f"a{tagged(tagged('x') + tagged('y'))}b", "ab"),
         ("<system-reminder>" * 50_000, "<system-reminder>" * 50_000),  # in linear time
+        ("<system-reminder><system-reminder></system-reminder>" * 50_000, ""),
     ],
 )
 def test_the_text_without_reminders(text: str, left: str) -> None:

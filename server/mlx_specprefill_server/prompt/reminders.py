@@ -6,6 +6,7 @@ the user's message stays the one that asks, and a result the one that was read l
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from itertools import groupby, takewhile
 
@@ -13,15 +14,26 @@ from .deferred import LOADS, Message
 
 SYSTEM = ("system", "developer")
 OPEN, CLOSE = "<system-reminder>", "</system-reminder>"
+_TAG = re.compile(f"{OPEN}|{CLOSE}")
 
 
 def without_reminders(text: str) -> str:
-    """Return the text without what stands between the tags. One that is never closed is text."""
+    """Return the text without what stands between the tags, which may quote them. One that is never closed is text."""
     if OPEN not in text:
         return text
-    before, *opened = text.split(OPEN)
-    parts = [part.partition(CLOSE) for part in opened]
-    return before + "".join(after if closed else OPEN + inside for inside, closed, after in parts)
+    ends, closing, nearest = dict[int, int](), list[int](), 0
+    for tag in reversed(list(_TAG.finditer(text))):
+        if tag[0] == CLOSE:
+            nearest = tag.end()
+            closing.append(nearest)
+        elif nearest:  # a quoted tag may have taken its own end
+            ends[tag.start()] = closing.pop() if closing else nearest
+    parts, at = list[str](), 0
+    for start, end in reversed(ends.items()):
+        if start >= at:
+            parts.append(text[at:start])
+            at = end
+    return "".join(parts) + text[at:]
 
 
 def only_reminds(message: Message) -> bool:

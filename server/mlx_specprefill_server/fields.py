@@ -142,14 +142,15 @@ class Thinking(Body):
 class ThinkingFields(Body):
     reasoning: Reasoning = Reasoning()
     thinking: Thinking = Thinking()
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
     def thinking_budget(self) -> int | None:
         """The limit in tokens; None means no limit of its own."""
         budget = self.reasoning.max_tokens
         return self.thinking.budget_tokens if budget is None else budget
 
-    def thinking_kwargs(self, effort: str | None = None) -> dict[str, Any]:
-        """Return the template's arguments for thinking.
+    def template_kwargs(self, effort: str | None = None) -> dict[str, Any]:
+        """Return the template's arguments for thinking, and over them those that the request gives.
 
         Effort "none" turns thinking off. Unknown kinds leave the choice to the template.
         """
@@ -160,7 +161,8 @@ class ThinkingFields(Body):
             enabled = False
         elif effort is not None:
             kwargs["reasoning_effort"] = effort
-        return kwargs if enabled is None else {"enable_thinking": enabled, **kwargs}
+        thinks = {} if enabled is None else {"enable_thinking": enabled}
+        return {**thinks, **kwargs, **self.chat_template_kwargs}
 
 
 class SamplingFields(Body):

@@ -106,6 +106,15 @@ def test_chat_understands_all_words_for_thinking(engine: FakeEngine, fields: dic
     assert prompt.endswith("</think>\n\n") is not thinks
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+def test_every_dialect_takes_a_templates_arguments(engine: FakeEngine, path: str) -> None:
+    engine.pair = FakePair(tokenizer=byte_tokenizer(QWEN_3))
+    given = {"input": "Hi"} if path == "/v1/responses" else {"messages": HI, "max_tokens": 9}
+    body = {**given, "thinking": {"type": "enabled"}, "chat_template_kwargs": {"enable_thinking": False}}
+    client_of(engine).post(path, json=body)
+    assert engine.pair.tokenizer.decode(list(engine.requests[-1].prompt)).endswith("</think>\n\n")
+
+
 # --- Thoughts of finished turns ---------------------------------------------------------------------------------------
 
 NEWEST = "loop.index0 > ns.last_query_index and (loop.last or reasoning_content)"

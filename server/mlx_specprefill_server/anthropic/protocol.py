@@ -85,7 +85,7 @@ class CountRequest(ThinkingFields):
         return conversation(
             messages,
             function_tools(self.tools),
-            self.thinking_kwargs(self.output_config.effort),
+            self.template_kwargs(self.output_config.effort),
             _ending(messages),
             left_out=(
                 *unread_parts(self.messages, "messages"),

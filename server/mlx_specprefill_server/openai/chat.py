@@ -67,7 +67,7 @@ class ChatRequest(ConversationFields):
 
     def conversation(self) -> Conversation:
         ending = ending_of(self.add_generation_prompt, self.continue_final_message)
-        kwargs = self.thinking_kwargs(self.reasoning_effort) | self.chat_template_kwargs
+        kwargs = self.template_kwargs(self.reasoning_effort)
         tools = self.functions
         given = conversation(self.messages, tools.functions, kwargs, ending, left_out=tools.left_out)
         if tools.inputs:

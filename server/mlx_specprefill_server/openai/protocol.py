@@ -59,7 +59,6 @@ class ConversationFields(GenerationFields, ChatFields):
     tools: list[Any] = Field(default_factory=list)
     tool_choice: SkipValidation[str | dict[str, Any]] = "auto"  # `read_choice` refuses others
     parallel_tool_calls: bool = True
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
     def choice(self) -> ToolChoice:
         return "auto" if self.tool_choice == "auto" else read_choice(self.tool_choice)

@@ -76,12 +76,11 @@ class ResponsesRequest(ConversationFields):
     def conversation(self) -> Conversation:
         tools = self.functions
         read = read_items(self.instructions, self.input, tools.shown)
-        kwargs = self.thinking_kwargs() | self.chat_template_kwargs
         unread = unread_parts([] if isinstance(self.input, str) else self.input, "input")
         made = conversation(
             read.messages,
             tools.functions,
-            kwargs,
+            self.template_kwargs(),
             field="input",
             left_out=(*unread, *tools.left_out, *read.left_out.values()),
             opening_in_front=False,

@@ -42,7 +42,7 @@ class Entry:
         ttl: idle seconds after which it is unloaded; None: it stays until its memory is needed.
         service: the loaded model, ready for requests; None: not in memory.
         context: largest number of tokens of prompt and answer, if known; memory may leave room for fewer.
-        error: reason why it could not be loaded.
+        error: reason why it could not be loaded, or its window not be read.
         users: number of running requests for it.
         last_use: end of the latest request, by the monotonic clock.
         loads: how many times it was loaded.

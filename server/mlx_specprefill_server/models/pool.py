@@ -215,6 +215,7 @@ class Models:
                 context = await asyncio.to_thread(self._the_host.context, entry)
             except Exception as error:  # noqa: BLE001 - a request for it gets the error; until then its window is unknown
                 logger.warning("%s: %s", entry.id, error)
+                entry.error = entry.error or reason_of(error)
                 continue
             entry.context = entry.context or context
 

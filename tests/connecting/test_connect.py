@@ -6,8 +6,12 @@ import io
 import json
 import os
 import re
+import shutil
+import signal
 import socket
+import subprocess
 import sys
+import time
 import tomllib
 import urllib.request
 from collections.abc import Iterator
@@ -19,9 +23,10 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from mlx_specprefill_server.cli import app
-from mlx_specprefill_server.cli.agents import command
+from mlx_specprefill_server.cli.agents import command, launching
 from mlx_specprefill_server.cli.agents.command import text_of
 from mlx_specprefill_server.cli.agents.setup import AGENTS, LAUNCHED, RunningServer
+from mlx_specprefill_server.cli.options import PairOptions
 from tests.support.connected import files_in, variables_in
 
 from ..server.conftest import live as live  # the fixtures of the server's tests
@@ -41,7 +46,7 @@ SEVERAL = {
     "data": [
         {"id": "large", "aliases": ["gpt-5"], "context_length": 9000},
         {"id": "small", "aliases": ["quick"], "context_length": 50_000},
-        {"id": "gone", "aliases": [], "context_length": None},
+        {"id": "gone", "aliases": [], "context_length": None, "error": "there is no such folder"},
     ]
 }
 READ_AS: dict[str, Any] = {".json": json.loads, ".yaml": yaml.safe_load, ".yml": yaml.safe_load}
@@ -182,7 +187,7 @@ def test_claude_code_counts_no_tokens_down_and_its_memory_is_explained(home: Pat
 
 
 def test_what_cannot_be_launched(home: Path, base: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(shutil, "which", lambda name: f"/nowhere/{name}" if name == "pi" else None)
     refused = CliRunner().invoke(app, ["launch", "pi", "--url", base, "--api-key", "geheim"])
     assert (refused.exit_code, "org/local can't call tools, and pi does everything" in refused.output) == (2, True)
     monkeypatch.setattr(command, "_check_tools", lambda agent, server: None)
@@ -192,13 +197,73 @@ def test_what_cannot_be_launched(home: Path, base: str, monkeypatch: pytest.Monk
             "zed can't be launched, only claude, codex, opencode, qwen, pi; `mlx-specprefill connect",
         ),
         (["what", "--url", base], "it is not known"),
-        (["pi", "--url", base, "--api-key", "geheim"], "pi is not installed"),
+        (["qwen", "--url", "http://127.0.0.1:9"], "qwen is not installed"),  # and no server is started
+        (["pi", "--url", "http://127.0.0.1:99999"], "http://127.0.0.1:99999: Port out of range"),
+        (["pi", "--url", "http://[x"], "http://[x: "),
         (["pi", "--url", base], "401"),
         (["pi", "--url", "http://192.0.2.1:9"], "does not answer"),
     ):
         result = CliRunner().invoke(app, ["launch", *options])
         assert result.exit_code == 2, result.output
         assert said in result.output
+
+
+def test_a_killed_agents_status_is_a_shells() -> None:
+    assert launching.run(["/bin/sh", "-c", "kill -9 $$"], {}) == 128 + 9
+
+
+@pytest.mark.parametrize("given", [None, "example.org", "*"])
+@pytest.mark.usefixtures("programs")
+def test_no_proxy_comes_between_this_machine_and_itself(
+    base: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, given: str | None
+) -> None:
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    if given is not None:
+        monkeypatch.setenv("NO_PROXY", given)
+    _, environment, _ = launch(capfd, "opencode", "--url", base, "--api-key", "geheim")
+    expected = {None: "127.0.0.1,localhost,::1", "example.org": "example.org,127.0.0.1,localhost,::1", "*": "*"}
+    assert environment["no_proxy"] == environment["NO_PROXY"] == expected[given]
+
+
+def test_servers_at_two_ports_keep_their_files_apart() -> None:
+    for agent in ("codex", "qwen", "pi"):
+        first, second = (AGENTS[agent](RunningServer(f"http://127.0.0.1:{n}", "m", 9000, "k")) for n in (8000, 8001))
+        assert not first.files.keys() & second.files.keys()
+
+
+@pytest.mark.parametrize("agent", ["zed", "continue", "vscode"])
+def test_a_model_without_tools_is_given_none(agent: str) -> None:
+    with_tools, without = (
+        text_of(AGENTS[agent](RunningServer("http://127.0.0.1:8000", "m", 9000, "k", tools=tools)))
+        for tools in (True, False)
+    )
+    assert re.search(r'tool\w*"(: true|\])', with_tools, re.IGNORECASE)
+    assert not re.search(r'tool\w*"(: true|\])', without, re.IGNORECASE)
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+def test_a_started_server_ends_when_its_terminal_is_closed(
+    home: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    server, listens = subprocess.Popen(["sleep", "60"]), iter([False, True])
+    monkeypatch.setattr(launching, "_listens", lambda *_: next(listens))
+    monkeypatch.setattr(launching, "ask_server", lambda *_: {})
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: server)
+    before = signal.signal(number, signal.SIG_DFL)
+    with pytest.raises(SystemExit) as ended:
+        closed_within(launching.Serving("http://127.0.0.1:9", PairOptions(), None), number)
+    restored = signal.signal(number, before)
+    assert (ended.value.code, server.poll() is not None) == (128 + number, True)
+    assert restored == signal.SIG_DFL
+
+
+def closed_within(serving: launching.Serving, number: signal.Signals) -> None:
+    with serving:
+        os.kill(os.getpid(), number)
+        time.sleep(9)
 
 
 @pytest.mark.extended
@@ -222,6 +287,7 @@ def test_a_server_is_started_where_none_runs_and_ends_with_the_agent(
 def test_mistakes_are_one_line(home: Path, base: str) -> None:
     for options, said in (
         (["codex", "--url", "http://127.0.0.1:9"], "start the server first"),
+        (["codex", "--url", "http://127.0.0.1:99999"], "http://127.0.0.1:99999/v1/models does not answer"),
         (["codex", "--url", "http://[x"], "http://[x/v1/models does not answer"),
         (["codex", "--url", base], "401"),
         (["codex", "--url", f"{base}/nowhere", "--api-key", "geheim"], "404"),
@@ -234,13 +300,13 @@ def test_mistakes_are_one_line(home: Path, base: str) -> None:
 
 @pytest.mark.parametrize("answer", [b"", b"{}", b'{"data": ["x"]}', b'{"data": [{"id": "x"}]}'])
 def test_another_server_is_not_taken_for_ours(home: Path, monkeypatch: pytest.MonkeyPatch, answer: bytes) -> None:
-    monkeypatch.setattr(urllib.request, "urlopen", lambda *_, **__: io.BytesIO(answer))
+    monkeypatch.setattr(urllib.request.OpenerDirector, "open", lambda *_, **__: io.BytesIO(answer))
     assert "does not answer as this project's server does" in connect("codex", code=2).stderr
 
 
 def test_one_of_several_models_is_connected(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = json.dumps(SEVERAL).encode()
-    monkeypatch.setattr(urllib.request, "urlopen", lambda *_, **__: io.BytesIO(answer))
+    monkeypatch.setattr(urllib.request.OpenerDirector, "open", lambda *_, **__: io.BytesIO(answer))
     first, other = connect("codex"), connect("codex", "--model", "quick")
     assert '"large"' in first.stdout
     assert "window has 9,000 tokens" in first.stderr
@@ -248,4 +314,20 @@ def test_one_of_several_models_is_connected(home: Path, monkeypatch: pytest.Monk
     assert "50000" in other.stdout
     assert "window has" not in other.stderr
     assert "has: large, small, gone" in connect("codex", "--model", "x", code=2).output
-    assert "does not know the window of gone" in connect("codex", "--model", "gone", code=2).output
+    assert "know the window of gone: there is no such folder" in connect("codex", "--model", "gone", code=2).output
+
+
+def test_a_window_that_is_being_read_is_waited_for(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    windows = iter([None, None, 70_000])
+    monkeypatch.setattr(command, "_POLL_S", 0.0)
+    monkeypatch.setattr(
+        command,
+        "ask_server",
+        lambda *_: {"data": [{"id": "late", "context_length": next(windows), "error": None}]},
+    )
+    assert "70000" in connect("codex").stdout
+    monkeypatch.setattr(command, "_READING_S", 0.0)
+    windows = iter([None, None])
+    assert "know the window of late: it has not read its files yet" in connect("codex", code=2).output
+    monkeypatch.setattr(command, "ask_server", lambda *_: {"data": []})
+    assert "http://127.0.0.1:8000 has no models" in connect("codex", code=2).output

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import typer
 from huggingface_hub import constants
@@ -32,6 +33,7 @@ from .options import PairOptions
 
 USAGE_ERROR = 2  # the exit status of errors that the user can fix
 FAILED = 1
+LOCAL = ("127.0.0.1", "localhost", "::1")
 _TIMEOUT_S = 30.0  # seconds; a machine that is reading prompts answers slowly
 _DEFAULT_PAIR, _SUBSTITUTE = "smollm2", "demo"
 
@@ -70,14 +72,16 @@ def ask_server(url: str, path: str, key: str | None, field: str) -> dict[str, An
     address = url.rstrip("/").removesuffix("/v1") + path
     headers = {"authorization": f"Bearer {key}"} if key else {}
     try:
-        with urllib.request.urlopen(urllib.request.Request(address, headers=headers), timeout=_TIMEOUT_S) as response:
+        proxies = {} if urlsplit(address).hostname in LOCAL else None  # None: those of the environment
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler(proxies))
+        with opener.open(urllib.request.Request(address, headers=headers), timeout=_TIMEOUT_S) as response:
             answer = json.load(response)
             if field not in answer:
                 raise KeyError(field)
             return dict(answer)
     except urllib.error.HTTPError as error:
         raise OptionError(f"{address}: {_error_message(error)}") from error
-    except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
+    except (OSError, HTTPException, ValueError, KeyError, TypeError, OverflowError) as error:
         hint = "start the server first, or give its address (--url) and key (--api-key)"
         raise OptionError(f"{address} does not answer as this project's server does: {error}; {hint}") from error
 

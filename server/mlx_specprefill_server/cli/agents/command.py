@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import shlex
+import time
 from typing import Annotated
 
 import typer
 
 from ..common import OptionError, ask_server, begin, one_line_errors
 from ..options import ApiKey, PairOptions, Url, takes_pair
-from .launching import Serving, run, write_files
+from .launching import Serving, program_of, run, write_files
 from .setup import AGENTS, LAUNCHED, RunningServer, Setup, any_other
 
 _SMALL_WINDOW = 32_000  # tokens
+_READING_S, _POLL_S = 30.0, 0.5  # seconds; a server of several models reads their windows after its start
 Model = Annotated[str | None, typer.Option(help="Name of one of the server's models. Default: its first.")]
 
 
@@ -54,13 +56,14 @@ def launch(
         if agent not in LAUNCHED:
             known = f"`mlx-specprefill connect {agent}` prints its settings" if agent in AGENTS else "it is not known"
             raise OptionError(f"{agent} can't be launched, only {', '.join(LAUNCHED)}; {known}")
+        program = program_of(agent)
         with Serving(url, models, api_key):
             server = _find(url, api_key, model)
             _check_tools(agent, server)
             setup = AGENTS[agent](server)
             _notify(setup, server)
             write_files(setup)
-            status = run([*setup.command, *(arguments or ())], setup.environment)
+            status = run([program, *setup.command[1:], *(arguments or ())], setup.environment)
     raise typer.Exit(status)
 
 
@@ -84,18 +87,30 @@ def _notify(setup: Setup, server: RunningServer) -> None:
 def _find(url: str, key: str | None, wanted: str | None) -> RunningServer:
     """Return the server at this address with its model of this name, or its first; raises OptionError."""
     base = url.rstrip("/").removesuffix("/v1")
+    until = time.monotonic() + _READING_S
+    while True:
+        name, window, tools, error = _model(base, key, wanted)
+        if window is not None:
+            return RunningServer(base, name, window, key or "none", tools)  # some clients insist on a key
+        if error is not None or time.monotonic() > until:
+            why = error or "it has not read its files yet"
+            raise OptionError(f"{base} does not know the window of {name}: {why}")
+        time.sleep(_POLL_S)
+
+
+def _model(base: str, key: str | None, wanted: str | None) -> tuple[str, int | None, bool, str | None]:
+    """Return a model's id, its window if that is known, whether it can call tools, and why it can't be loaded."""
     models = ask_server(base, "/v1/models", key, "data")["data"]
     try:
         named = [model for model in models if wanted in (None, model["id"], *model.get("aliases", ()))]
+        if not models:
+            raise OptionError(f"{base} has no models")
         if not named:
             raise OptionError(f"{base} has no model {wanted!r}; it has: {', '.join(model['id'] for model in models)}")
-        name, window = named[0]["id"], named[0]["context_length"]
         tools = (named[0].get("tools") or {}).get("definitions", True)
+        return named[0]["id"], named[0]["context_length"], tools, named[0].get("error")
     except (KeyError, TypeError, AttributeError) as error:
         raise OptionError(f"{base}/v1/models does not answer as this project's server does: {error!r}") from error
-    if window is None:
-        raise OptionError(f"{base} does not know the window of {name}: its files are not on that machine")
-    return RunningServer(base, name, window, key or "none", tools)  # some clients insist on a key
 
 
 def text_of(setup: Setup) -> str:

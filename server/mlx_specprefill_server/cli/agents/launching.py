@@ -14,17 +14,17 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
+from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 import typer
 
-from ..common import OptionError, ask_server
+from ..common import LOCAL, OptionError, ask_server
 from ..options import PairOptions
 from .setup import Setup
 
-_LOCAL = ("127.0.0.1", "localhost", "::1")
 _CONNECT_S, _POLL_S, _ENDING_S = 2.0, 0.2, 60.0
-_LOG = "server.log"
+_ENDINGS = [getattr(signal, name) for name in ("SIGHUP", "SIGTERM") if hasattr(signal, name)]
 
 
 def write_files(setup: Setup) -> None:
@@ -36,47 +36,70 @@ def write_files(setup: Setup) -> None:
         path.write_text(text, encoding="utf-8")
 
 
-def run(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run an agent in this terminal and return its exit status. Ctrl-C is the agent's while it runs.
-
-    Raises:
-        OptionError: it is not installed.
-    """
-    program = shutil.which(command[0])
+def program_of(agent: str) -> str:
+    """Return the path of an agent's program; an OptionError if it is not installed."""
+    program = shutil.which(agent)
     if program is None:
-        raise OptionError(f"{command[0]} is not installed, or not on the PATH")
-    with subprocess.Popen([program, *command[1:]], env={**os.environ, **environment}) as agent:
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        try:
-            return agent.wait()
-        finally:
-            signal.signal(signal.SIGINT, before)
+        raise OptionError(f"{agent} is not installed, or not on the PATH")
+    return program
+
+
+def run(command: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Run an agent in this terminal and return its exit status, as a shell does. Ctrl-C is the agent's while it runs.
+
+    No proxy of the environment comes between the agent and this machine.
+    """
+    given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
+    past = given if given == "*" else ",".join(filter(None, (given, *LOCAL)))
+    agent = subprocess.Popen(command, env={**os.environ, **environment, "no_proxy": past, "NO_PROXY": past})
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        status = agent.wait()
+    except SystemExit:
+        agent.terminate()
+        raise
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return status if status >= 0 else 128 - status
+
+
+def _leave(number: int, _: object) -> NoReturn:
+    raise SystemExit(128 + number)
 
 
 class Serving:
-    """A block in which a server runs at an address. One that it starts ends with it.
+    """A block in which a server runs at an address. One that it starts ends with it, also if the terminal is closed.
 
     Args:
         models: of the server that it starts.
         key: that it asks for.
+
+    Raises:
+        OptionError: there is no such address.
     """
 
     def __init__(self, url: str, models: PairOptions, key: str | None) -> None:
-        self._address = urlsplit(url)
+        try:
+            address = urlsplit(url)
+            self._host, self._port = address.hostname or "", address.port or 80
+        except ValueError as error:
+            raise OptionError(f"{url}: {error}") from error
         self._url, self._models, self._key = url, models, key
         self._process: subprocess.Popen[bytes] | None = None
+        self._before: dict[int, Any] = {}
 
     def __enter__(self) -> None:
-        host, port = self._address.hostname or "", self._address.port or 80
-        if host not in _LOCAL or _listens(host, port):
+        host, port = self._host, self._port
+        if host not in LOCAL or _listens(host, port):
             return
-        log = Path.home() / ".cache" / "mlx-specprefill" / _LOG
+        log = Path.home() / ".cache" / "mlx-specprefill" / f"server-{port}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         typer.echo(f"note: no server runs at {self._url}: starting one; its log is {log}", err=True)
         named = {name.replace("_", "-"): value for name, value in asdict(self._models).items() if value}
         options = [f"--{name}={value}" for name, value in named.items()]
         command = [sys.executable, "-m", __package__.partition(".")[0], "serve", f"--host={host}", f"--port={port}"]
         environment = os.environ | ({} if self._key is None else {"MLX_SPECPREFILL_API_KEYS": self._key})
+        self._before = {n: signal.signal(n, _leave) for n in _ENDINGS if signal.getsignal(n) is not signal.SIG_IGN}
         with log.open("wb") as out:  # in a session of its own: Ctrl-C in the terminal is the agent's
             self._process = subprocess.Popen(
                 [*command, *options], stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=environment
@@ -102,6 +125,8 @@ class Serving:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_ENDING_S)
         self._process.kill()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
 
 def _listens(host: str, port: int) -> bool:

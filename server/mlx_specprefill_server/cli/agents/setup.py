@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from ...settings.server import API_KEY_VARIABLE
 
@@ -56,6 +57,10 @@ class RunningServer:
     def v1(self) -> str:
         return f"{self.base}/v1"
 
+    def file(self, name: str) -> str:
+        """Return the path of an agent's file of that name, one for each port."""
+        return f"{self.folder}/{urlsplit(self.base).port or 80}/{name}"
+
     @property
     def output(self) -> int:
         """Return the tokens that an agent should leave for an answer. The server itself takes any number."""
@@ -96,7 +101,7 @@ def _codex(server: RunningServer) -> Setup:
         "stream_idle_timeout_ms": _PATIENCE_MS,
         "env_key": API_KEY_VARIABLE,
     }
-    catalogue = f"{server.folder}/codex.json"  # all that Codex knows of models, and of its tools for them
+    catalogue = server.file("codex.json")  # all that Codex knows of models, and of its tools for them
     table = _lines(provider, " = ").rstrip().replace("\n", ", ")
     values = {
         "model": json.dumps(server.model, ensure_ascii=False),
@@ -179,7 +184,7 @@ def _qwen(server: RunningServer) -> Setup:
         "security": {"auth": {"selectedType": "openai"}},
         "model": {"name": server.model},
     }
-    path = f"{server.folder}/qwen.json"
+    path = server.file("qwen.json")
     environment = {"QWEN_CODE_SYSTEM_SETTINGS_PATH": path, API_KEY_VARIABLE: server.key}
     return Setup({path: _json(values)}, environment, command=("qwen",))
 
@@ -196,7 +201,7 @@ def _pi(server: RunningServer) -> Setup:
         "compat": {"supportsStore": False, "supportsDeveloperRole": False},
     }
     provider = {"baseUrl": server.v1, "apiKey": server.key, "api": "openai-completions", "models": [model]}
-    path = f"{server.folder}/pi.ts"
+    path = server.file("pi.ts")
     extension = f"export default (pi) => pi.registerProvider({json.dumps(_ID)}, {_json(provider).rstrip()});\n"
     return Setup({path: extension}, command=("pi", "--extension", path, "--provider", _ID, "--model", server.model))
 
@@ -271,7 +276,7 @@ def _continue(server: RunningServer) -> Setup:
         "apiBase": server.v1,
         "apiKey": server.key,
         "roles": ["chat", "edit", "apply"],
-        "capabilities": ["tool_use"],
+        "capabilities": ["tool_use"] if server.tools else [],
         "defaultCompletionOptions": {"contextLength": server.window, "maxTokens": server.output},
     }
     path = "~/.continue/config.yaml"
@@ -301,7 +306,12 @@ def _zed(server: RunningServer) -> Setup:
         "display_name": f"{server.model} ({_ID})",
         "max_tokens": server.window,
         "max_output_tokens": server.output,
-        "capabilities": {"tools": True, "images": False, "parallel_tool_calls": True, "prompt_cache_key": False},
+        "capabilities": {
+            "tools": server.tools,
+            "images": False,
+            "parallel_tool_calls": server.tools,
+            "prompt_cache_key": False,
+        },
     }
     values = {
         "language_models": {"openai_compatible": {_ID: {"api_url": server.v1, "available_models": [model]}}},

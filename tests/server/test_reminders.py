@@ -81,6 +81,11 @@ def test_a_later_reminder_leaves_the_beginning_as_it_was() -> None:
         assert whole[: len(part)] == part
 
 
+def test_an_empty_one_leaves_no_tags() -> None:
+    given = messages("u1 a2 t3")
+    assert place_reminders([*given, {"role": "system", "content": ""}]) == given
+
+
 def test_tags_in_a_system_message_become_one_pair() -> None:
     nested = {"role": "system", "content": f"The hook says {tagged('stop')} at last."}
     (made,) = place_reminders([*messages("a1"), nested])[1:]
@@ -220,3 +225,28 @@ def test_a_reminder_alone_is_not_the_users(client: TestClient, engine: FakeEngin
     request = engine.requests[-1]
     assert [span.kind for span in request.spans] == ["user", "assistant", "other"]
     assert request.about_everything is None
+
+
+F = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+KNOWN = [{"type": "additional_tools", "role": "developer", "tools": tools} for tools in ([F], [F, F | {"name": "g"}])]
+
+
+@pytest.mark.parametrize("again", [KNOWN[:1], KNOWN[1:]])
+def test_a_sentence_about_known_tools_is_not_the_users(
+    client: TestClient, engine: FakeEngine, again: list[dict[str, Any]]
+) -> None:
+    ask(client, RESPONSES, {"tools": [F], "input": [{"role": "user", "content": QUESTION}, *again]})
+    request = engine.requests[-1]
+    [span] = [span for span in request.spans if span.kind == "user"]
+    assert QUESTION in engine.pair.tokenizer.decode(list(request.prompt[span.start : span.end]))
+    assert "already: f" in prompt(engine)
+
+
+@pytest.mark.parametrize("role", ["user", "system", "additional_tools"])
+def test_a_request_for_a_summary_is_answered_once(client: TestClient, engine: FakeEngine, role: str) -> None:
+    summary = [{"role": "user", "content": "Write a summary of this conversation."}]
+    answered = [*summary, {"role": "assistant", "content": "Here it is."}]
+    behind = KNOWN[:1] if role == "additional_tools" else [{"role": role, "content": tagged("Five tokens are left.")}]
+    for talk in ([*answered, *behind], [*answered, *summary]):
+        ask(client, RESPONSES, {"tools": [F], "input": talk})
+    assert [request.about_session for request in engine.requests] == [False, True]

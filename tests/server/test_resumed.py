@@ -11,9 +11,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from .conftest import client_of
-from .fakes import FakeEngine, FakePair, byte_tokenizer
+from .fakes import CHATML, FakeEngine, FakePair, byte_tokenizer
 from .form_templates import FORMS
-from .templates import QWEN_3
+from .templates import GEMMA, LLAMA_3, MISTRAL, QWEN_3
 from .test_history import CHAT, DIALECTS, MESSAGES, RESPONSES, ask, prompt
 
 REMINDER = "<system-reminder>\nThe task list is empty.\n</system-reminder>\n\n"
@@ -193,3 +193,50 @@ def test_half_a_thought_goes_on_inside_it(thinker: FakeEngine, path: str) -> Non
 def test_a_template_that_drops_it_is_named(client: TestClient, engine: FakeEngine, path: str) -> None:
     answer = ask(client, path, THOUGHT_LAST[path] | CONTINUED[path])
     assert [CLOSED in warning for warning in answer["warnings"]] == [True]
+
+
+def with_last(path: str, thought: str | None) -> dict[str, Any]:
+    """A body whose thought, None for an empty message, has words of the question."""
+    last: Any = {"content": ""}
+    if thought and path == CHAT:
+        last["reasoning_content"] = thought
+    elif thought:
+        last["content"] = [{"type": "thinking", "thinking": thought, "signature": ""}]
+    question = {"role": "user", "content": "The log is long. Which error is it?"}
+    return THOUGHT_LAST[path] | {"messages": [question, {"role": "assistant", **last}]} | CONTINUED[path]
+
+
+@pytest.mark.parametrize(
+    "template", [CHATML, LLAMA_3, GEMMA, MISTRAL, FORMS["no empty answer"], FORMS["calls beside null"]]
+)
+@pytest.mark.parametrize("path", CONTINUED)
+def test_an_answer_is_opened_where_there_is_none_to_go_on_with(path: str, template: str) -> None:
+    fake = FakeEngine(FakePair(byte_tokenizer(template)))
+    client = client_of(fake)
+    prompts, warnings = [], []
+    for thought in (None, "The", "is"):
+        body = with_last(path, thought)
+        warnings.append(ask(client, path, body).get("warnings", []))
+        prompts.append(prompt(fake))
+    opened = {name: value for name, value in body.items() if name not in CONTINUED[path]}
+    ask(client, path, opened | {"messages": body["messages"][:1]})
+    fake.close()
+    assert set(prompts) == {prompt(fake)}
+    assert [[CLOSED in warning for warning in one] for one in warnings] == [[], [True], [True]]
+
+
+@pytest.mark.parametrize("path", CONTINUED)
+def test_an_answer_goes_on_inside_words_that_stand_elsewhere_too(thinker: FakeEngine, path: str) -> None:
+    for thought in ("The", "i", "Qk0zX"):
+        answer = ask(client_of(thinker), path, with_last(path, thought))
+        assert prompt(thinker).endswith(f"<think>\n{thought}")
+        assert "warnings" not in answer
+
+
+def test_an_answer_does_not_go_on_inside_a_reminder(client: TestClient, engine: FakeEngine) -> None:
+    talk = [{"role": "user", "content": "Go"}, {"role": "assistant", "content": "Half"}]
+    late = {"role": "system", "content": "<total_tokens>5</total_tokens>"}
+    for more in ({}, {"continue_final_message": True}):
+        ask(client, CHAT, {"messages": [*talk, late], **more})
+    one, other = (list(request.prompt) for request in engine.requests)
+    assert one == other

@@ -57,6 +57,8 @@ ENDING = 256  # characters; more than a template writes to open an answer, for t
 WRITTEN = "the model's chat template shows no tool calls: those of the conversation are written as text"
 CLOSED = "the model's chat template can't show half a thought: the answer does not go on with that of the last message"
 
+EMPTY: Message = {"role": "user", "content": ""}
+
 # Errors of templates on a conversation that they don't support. jinja2 wraps only some of them.
 TEMPLATE_ERRORS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, AssertionError)
 
@@ -246,7 +248,7 @@ class PromptBuilder:
         questions = [text for text in said if text.strip()]
         words = about_everything(questions[-1]) if questions else None
         goes_on = any(message["role"] == "assistant" for message in conversation.messages)
-        asked_last = bool(questions) and conversation.messages[-1]["role"] == "user"
+        asked_last = bool(questions) and conversation.messages[-1]["role"] == "user" and bool(said[-1].strip())
         compacts = goes_on and asked_last and asks_to_compact(questions[-1])
         systems = [message["content"] for message in conversation.messages if message["role"] in SYSTEM]
         asked = is_asked((*systems, *questions[-2:]))
@@ -292,7 +294,23 @@ class PromptBuilder:
         return spans, (*fitted.left_out, *missing)
 
     def _fit(self, conversation: Conversation) -> _Fitted:
-        """Return the conversation in the form that the template takes, without volatile lines."""
+        """Return the conversation in the form that the template takes, without volatile lines.
+
+        An answer is opened in place of a last message with which it can't go on.
+        """
+        last = conversation.messages[-1]
+        if conversation.ending != "continue" or not _is_silent(last):
+            return self._fit_whole(conversation)
+        opened = replace(conversation, messages=conversation.messages[:-1] or (EMPTY,), ending="answer")
+        if "reasoning" not in last:
+            return self._fit_whole(opened)
+        try:
+            return self._fit_whole(conversation)
+        except InvalidRequestError:
+            return self._fit_whole(replace(opened, left_out=(*opened.left_out, CLOSED)))
+
+    def _fit_whole(self, conversation: Conversation) -> _Fitted:
+        """Return all of the conversation in the form. Half a thought that the template doesn't show is refused."""
         sentences = conversation.left_out
         if any(LOADS in message for message in conversation.messages):
             messages = (with_schemas(m, self._tools.write) if LOADS in m else m for m in conversation.messages)
@@ -313,10 +331,7 @@ class PromptBuilder:
             return escaped.from_json(_render(self._tokenizer, form, escaped.conversation, messages))
 
         given = escaped.conversation.messages
-        rendered = read(given)
-        if conversation.ending == "continue" and not rendered.endswith(_half_thought(given)):
-            sentences += (CLOSED,)
-        return _Fitted(given, rendered, read, escaped.unescape, sentences)
+        return _Fitted(given, read(given), read, escaped.unescape, sentences)
 
     def _tokenize(self, fitted: _Fitted, field: str) -> Encoded:
         return self._encoder.encode(fitted.text, self._controls.places(fitted.rendered), field)
@@ -340,8 +355,13 @@ def _render(tokenizer: Any, form: Form, conversation: Conversation, messages: Se
     Raises:
         InvalidRequestError: it refuses them.
     """
-    thought = _half_thought(messages) if conversation.ending == "continue" else ""
-    going_on = {"continue_final_message": True} if conversation.ending == "continue" and not thought else {}
+    going_on, word = dict[str, bool](), ""
+    if conversation.ending == "continue" and _is_silent(messages[-1]):
+        word = absent(str(messages))
+        thought = messages[-1]["reasoning"].rstrip() + word
+        messages = [*messages[:-1], messages[-1] | {"reasoning": thought, "reasoning_content": thought}]
+    elif conversation.ending == "continue":
+        going_on["continue_final_message"] = True
     apply = (
         partial(_apply_with_nulls, tokenizer) if form.null else partial(tokenizer.apply_chat_template, tokenize=False)
     )
@@ -357,16 +377,17 @@ def _render(tokenizer: Any, form: Form, conversation: Conversation, messages: Se
         message = f"The model's chat template refuses this conversation: {error}"
         raise InvalidRequestError(message[:1000], field=conversation.field) from error
     text = restored(str(text))
-    return text[: text.rindex(thought) + len(thought)] if thought in text else text
+    if word not in text:
+        raise refusal(conversation.field, "the model's chat template doesn't show a thought without an answer")
+    return text[: text.rindex(word)] if word else text
 
 
-def _half_thought(messages: Sequence[Message]) -> str:
-    """Return the thought at the end of the messages, if they end with nothing else."""
-    last = messages[-1]
-    return "" if last["content"].strip() or "tool_calls" in last else str(last.get("reasoning", "")).strip()
+def _is_silent(message: Message) -> bool:
+    """Return whether there is nothing in an assistant's message, or a thought alone."""
+    return message["role"] == "assistant" and not message["content"].strip() and "tool_calls" not in message
 
 
-def _apply_with_nulls(tokenizer: Any, messages: Sequence[Message], tools: Any, **kwargs: Any) -> str:
+def _apply_with_nulls(tokenizer: Any, messages: Sequence[Message], /, tools: Any, **kwargs: Any) -> str:
     """Render as `apply_chat_template`, which leaves out members that are null."""
     template = tokenizer.get_chat_template(tools=tools)
     given = {**tokenizer.special_tokens_map, "enable_thinking": tokenizer.has_thinking, **kwargs}

@@ -16,7 +16,7 @@ from ..http.errors import refusal, require
 from ..settings.values import refused_name
 from .deferred import FLAG, LOADS, Deferral, Reference, deferral_of, divide, is_deferred, without_flag
 from .files import MEDIA, read_media, unread_media
-from .reminders import SYSTEM, place_reminders
+from .reminders import SYSTEM, place_reminders, reminds
 
 Message = dict[str, Any]  # in the form of templates: role, content (str), and the role's other fields
 Ending = Literal["answer", "continue", "none"]
@@ -94,7 +94,7 @@ def conversation(
         messages=parts.messages,
         tools=parts.front,
         template_kwargs=_template_kwargs(template_kwargs or {}),
-        ending=ending,
+        ending="answer" if ending == "continue" and reminds(normalised[-1]) else ending,
         field=field,
         left_out=(*left_out, *unread_parts(messages, "messages")),
         loaded=parts.loaded,

@@ -21,6 +21,7 @@ LOADS = "loads"  # a message's member: References, and then the tools whose sche
 SEARCHES = re.compile(r"(?=.*tool)(?=.*(search|find|load))", re.IGNORECASE)  # a function that brings references
 HEADER = "These tools can be called from now on:"
 AGAIN = "These tools can be called already: {}"
+ASIDE = "<system-reminder>\n{}\n</system-reminder>"  # around what is in the user's name and not the user's
 
 
 class Reference(NamedTuple):
@@ -117,6 +118,8 @@ def _resolved(message: Message, known: Mapping[str, Tool], front: set[str], load
             loaded[reference.name] = known[reference.name]
             shown.append(known[reference.name])
     sentence = AGAIN.format(", ".join(again)) if again else ""
+    if sentence and message["role"] == "user":
+        sentence = ASIDE.format(sentence)
     content = "\n".join(filter(None, (message["content"], sentence)))
     rest = {name: value for name, value in message.items() if name != LOADS}
     return rest | {"content": content} | ({LOADS: tuple(shown)} if shown else {})

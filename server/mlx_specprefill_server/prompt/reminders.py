@@ -10,10 +10,10 @@ import re
 from collections.abc import Iterable, Sequence
 from itertools import groupby, takewhile
 
-from .deferred import LOADS, Message
+from .deferred import ASIDE, LOADS, Message
 
 SYSTEM = ("system", "developer")
-OPEN, CLOSE = "<system-reminder>", "</system-reminder>"
+OPEN, CLOSE = ASIDE.split("\n{}\n")
 _TAG = re.compile(f"{OPEN}|{CLOSE}")
 
 
@@ -49,11 +49,11 @@ def place_reminders(messages: Sequence[Message]) -> list[Message]:
     It stands behind the result before it, else in front of the user's text, which a sparse prefill keeps as the last.
     Between answers it is a message of its own. Contents must be texts.
     """
-    if not any(map(_reminds, messages)):
+    if not any(map(reminds, messages)):
         return list(messages)
     out: list[Message] = []
     waiting = ""  # reminders behind an answer
-    for remind, group in groupby(messages, key=_reminds):
+    for remind, group in groupby(messages, key=reminds):
         run = list(group)
         if not remind:
             out += _behind(waiting, run)
@@ -72,7 +72,8 @@ def place_reminders(messages: Sequence[Message]) -> list[Message]:
     return out + _behind(waiting, [])
 
 
-def _reminds(message: Message) -> bool:
+def reminds(message: Message) -> bool:
+    """Return whether a message is a reminder, if it is not one of the system messages at the beginning."""
     return message["role"] in SYSTEM or only_reminds(message)
 
 
@@ -81,7 +82,9 @@ def _text_of(run: Sequence[Message]) -> str:
     texts = []
     for by_role, group in groupby(run, key=lambda message: message["role"] in SYSTEM):
         text = _joined(message["content"] for message in group)
-        texts.append(f"{OPEN}\n{text.replace(OPEN, '').replace(CLOSE, '').strip()}\n{CLOSE}" if by_role else text)
+        if by_role and (text := text.replace(OPEN, "").replace(CLOSE, "").strip()):
+            text = ASIDE.format(text)
+        texts.append(text)
     return _joined(texts)
 
 

@@ -112,6 +112,23 @@ def test_results_stand_behind_their_calls(given: list[dict[str, Any]], expected:
     assert " ".join(words) == expected
 
 
+@pytest.mark.parametrize("identity", ["x", None])
+def test_results_without_ids_of_their_own_go_by_their_names(identity: str | None) -> None:
+    ids = {} if identity is None else {"id": identity, "tool_call_id": identity}
+    asked = {"role": "assistant", "tool_calls": [{"function": {"name": name}, **ids} for name in "fg"]}
+    given = {name: {"role": "tool", "name": name, "content": f"of {name}", **ids} for name in "fgh"}
+    assert [m["content"] for m in normalised(asked, given["g"], given["f"])][1:] == ["of f", "of g"]
+    assert [m["content"] for m in normalised(asked, given["g"])][1:] == ["[no result]", "of g"]
+    assert [m["content"] for m in normalised(asked, given["h"])][1:] == ["of h", "[no result]"]
+
+
+def test_a_reminder_does_not_part_results_without_ids() -> None:
+    asked = {"role": "assistant", "tool_calls": [{"function": {"name": name}} for name in "fg"]}
+    first, second = ({"role": "tool", "content": content} for content in "12")
+    out = normalised(asked, first, {"role": "system", "content": "S"}, second)
+    assert [m["content"][:1] for m in out] == ["", "1", "2"]
+
+
 def test_a_result_names_its_function() -> None:
     [_, first, second] = normalised(_round("a", "b"), *_results(("b", "B")))
     assert [(m["name"], m["tool_call_id"]) for m in (first, second)] == [("fa", "a"), ("fb", "b")]

@@ -72,6 +72,7 @@ CONSTANT = "ZsSt4SkI0123456789abcdef"
 REPEATED: dict[str, Rounds] = {
     "one id for all": [[(CONSTANT, f"call {i}")] for i in range(20)],
     "the same ids in each round": [[(f"call_{j}", f"call {i}{j}") for j in range(3)] for i in range(5)],
+    "made ids that are given": [[(name, f"call {i}")] for i, name in enumerate(["x", "x-2", "x", "x-3", "x-3"])],
     "one id for two calls of a message": [[(CONSTANT, f"call {i}a"), (CONSTANT, f"call {i}b")] for i in range(5)],
 }
 
@@ -84,6 +85,17 @@ def test_each_result_stands_at_its_call(client: TestClient, engine: FakeEngine, 
     shown = re.findall(r"(result )?(call \w+)", prompt(engine))
     expected = [one for calls in rounds for one in ([("", n) for _, n in calls] + [("result ", n) for _, n in calls])]
     assert shown == expected
+
+
+@pytest.mark.parametrize("name", ["ids name the function", "ids by the template"])
+def test_a_result_has_its_calls_number(name: str) -> None:
+    fake = FakeEngine(FakePair(byte_tokenizer(FORMS[name])))
+    given = ["call_a", "functions.f:0", "functions.f:0", "functions.f:2", "functions.f:1"]
+    ask(client_of(fake), CHAT, of_chat("Go", [[(one, f"call {i}")] for i, one in enumerate(given)], 1))
+    ids = re.findall(r"functions\.f:[0-9]+", prompt(fake))
+    fake.close()
+    assert ids[::2] == ids[1::2]
+    assert len(set(ids)) == (len(given) if name == "ids name the function" else 1)
 
 
 CONSTANT_WRITTEN = {

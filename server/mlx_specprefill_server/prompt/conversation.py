@@ -326,39 +326,67 @@ class _Round:
         self.results[place] = result | {"tool_call_id": call["id"], "name": call["function"]["name"]}
 
 
+Waiting = dict[tuple[str, str | None], list[tuple[_Round, int]]]  # calls by id, and by function too; the next one last
+
+
 def _with_results(messages: Sequence[Message]) -> Iterator[Message]:
     """Put each result behind its call, in the order of the calls. One that answers no call stays where it is.
 
-    The latest call with the result's id is its call, else the next one without a result of those just before it.
+    The latest call with the result's id is its call, else the next one without a result of those just before it. A call
+    of the function that the result names goes first.
     Beside other results a missing one is `NO_RESULT`: they keep their places.
     """
     out: list[Message | _Round] = []
-    waiting: dict[str, list[tuple[_Round, int]]] = {}  # calls without a result, by id, the next one last
+    waiting: Waiting = {}
+    latest: _Round | None = None  # behind it are only results and reminders
     for message in messages:
         if "tool_calls" in message:
-            entry = _Round(_with_ids(message, len(out)), [None] * len(message["tool_calls"]))
-            out.append(entry)
-            for place, call in reversed(list(enumerate(entry.message["tool_calls"]))):
-                waiting.setdefault(call["id"], []).append((entry, place))
-        elif message["role"] == "tool" and waiting.get(message.get("tool_call_id", "")):
-            entry, place = waiting[message["tool_call_id"]].pop()
-            entry.take(place, message)
-        elif message["role"] == "tool" and out and isinstance(last := out[-1], _Round):
-            last.strays.append(message)
+            latest = _Round(_with_ids(message, len(out)), [None] * len(message["tool_calls"]))
+            out.append(latest)
+            for place, call in reversed(list(enumerate(latest.message["tool_calls"]))):
+                for name in (call["function"]["name"], None):
+                    waiting.setdefault((call["id"], name), []).append((latest, place))
+        elif message["role"] == "tool" and _takes(waiting, message):
+            continue
+        elif message["role"] == "tool" and latest:
+            latest.strays.append(message)
         else:
             out.append(message)
+            latest = latest if reminds(message) else None
     for known in out:
         yield from _in_order(known) if isinstance(known, _Round) else (known,)
 
 
+def _takes(waiting: Waiting, result: Message) -> bool:
+    """Give the result to the call with its id that waits for it. Return whether there is one."""
+    for name in (result.get("name"), None):
+        calls = waiting.get((result.get("tool_call_id", ""), name), [])
+        while calls:
+            entry, place = calls.pop()
+            if entry.results[place] is None:
+                entry.take(place, result)
+                return True
+    return False
+
+
 def _in_order(entry: _Round) -> Iterator[Message]:
     yield entry.message
-    strays = iter(entry.strays)
+    calls = entry.message["tool_calls"]
+    named: dict[Any, list[int]] = {}  # calls without a result, by function, the next one last
+    for place in reversed(range(len(calls))):
+        if entry.results[place] is None:
+            named.setdefault(calls[place]["function"]["name"], []).append(place)
+    unnamed = []
+    for stray in entry.strays:
+        if places := named.get(stray.get("name")):
+            entry.take(places.pop(), stray)
+        else:
+            unnamed.append(stray)
+    strays = iter(unnamed)
     free = (place for place, result in enumerate(entry.results) if result is None)
     for place, stray in zip(free, strays, strict=False):
         entry.take(place, stray)
     if any(entry.results):
-        calls = entry.message["tool_calls"]
         yield from (result or no_result(call) for call, result in zip(calls, entry.results, strict=True))
     yield from strays
 

@@ -114,7 +114,7 @@ def _in_rounds(form: Form, messages: Sequence[Message]) -> list[Message]:
     """Return the messages with each round of calls and results in its form."""
     final = max((i for i, m in enumerate(messages) if m["role"] == "assistant" and "tool_calls" not in m), default=-1)
     out: list[Message] = []
-    at = calls = 0  # calls so far
+    at = calls = 0  # the number of the next call
     known: set[str] = set()
     while at < len(messages):
         message = messages[at]
@@ -124,8 +124,9 @@ def _in_rounds(form: Form, messages: Sequence[Message]) -> list[Message]:
             if not (results or form.unanswered or after == len(messages)):
                 results = [no_result(call) for call in message["tool_calls"]]
             where = form.beside_earlier if at < final else form.beside
-            out += _round(form, _beside(where, message), _ids(form, message, calls, known), results)
-            calls, at = calls + len(message["tool_calls"]), after
+            ids, calls = _ids(form, message, calls, known)
+            out += _round(form, _beside(where, message), ids, results)
+            at = after
         else:
             out.append(_orphan(form, message, calls) if message["role"] == "tool" else message)
             at += 1
@@ -186,17 +187,25 @@ def _result(form: Form, result: Message, name: str) -> Message:
     return result | {"tool_call_id": name}
 
 
-def _ids(form: Form, message: Message, before: int, known: set[str]) -> list[str]:
-    """Return the ids of a message's calls, with as many calls before them, whose ids are `known`; adds to these.
+def _ids(form: Form, message: Message, number: int, known: set[str]) -> tuple[list[str], int]:
+    """Return the ids of a message's calls, the first of which has the number, and the number of the call behind them.
 
-    Templates may look for a call by its result's id, so an id that is known already gets the call's number.
+    Templates may look for a call by its result's id, so an id that is `known` already gets the next free number.
+
+    Args:
+        known: ids of the calls before; those of the message are added.
     """
     out = []
     for i, call in enumerate(message["tool_calls"]):
-        given = f"{call['id']}-{before + i}" if call["id"] in known else call["id"]
-        known.add(call["id"])
-        out.append(_id(form, given, call["function"]["name"], i, before + i))
-    return out
+        name = call["function"]["name"]
+        made = _id(form, call["id"], name, i, number)
+        while made in known and form.ids != "naming each":
+            made = _id(form, f"{call['id']}-{number}", name, i, number)
+            number += made in known
+        known.add(made)
+        out.append(made)
+        number += 1
+    return out, number
 
 
 def _id(form: Form, given: str, name: str, in_message: int, in_conversation: int) -> str:
@@ -206,9 +215,9 @@ def _id(form: Form, given: str, name: str, in_message: int, in_conversation: int
     if form.ids == "short":
         own = OWN_ID.fullmatch(given)
         return own[1] if own else given if SHORT_ID.fullmatch(given) else _digest(given)
-    if NAMING_ID.fullmatch(given):
-        return given
-    return f"functions.{name}:{in_conversation if form.ids == 'naming' else in_message}"
+    if form.ids == "naming each":
+        return f"functions.{name}:{in_message}"
+    return given if NAMING_ID.fullmatch(given) else f"functions.{name}:{in_conversation}"
 
 
 def _digest(given: str) -> str:

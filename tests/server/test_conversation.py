@@ -140,6 +140,22 @@ def test_reasoning_reaches_the_template_under_both_names(name: str) -> None:
     assert out["reasoning"] == out["reasoning_content"] == "2+2"
 
 
+REAL = [{"type": "reasoning.text", "text": "re", "index": 0}, {"type": "reasoning.text", "text": "al", "index": 0}]
+
+
+@pytest.mark.parametrize("hides", ["  ", [{"type": "reasoning.encrypted", "data": "z"}], {"text": "a"}, None, 1])
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_details"])
+def test_the_first_thought_with_a_text_is_taken(hides: Any, name: str) -> None:
+    [out] = normalised({"role": "assistant", "content": "4", "reasoning_content": hides, name: REAL})
+    assert out["reasoning"] == "real"
+
+
+def test_summaries_are_paragraphs() -> None:
+    summaries = [{"type": "reasoning.summary", "summary": text, "index": i} for i, text in enumerate("ab")]
+    [out] = normalised({"role": "assistant", "content": "4", "reasoning_details": [*REAL, *summaries[1:], *summaries]})
+    assert out["reasoning"] == "real\n\nb\n\na\n\nb"
+
+
 def test_foreign_tools_are_left_out() -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     out = conversation([{"role": "user", "content": "x"}], [{"type": "web_search"}, tool, {"type": "namespace"}])

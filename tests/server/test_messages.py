@@ -292,6 +292,8 @@ def test_the_prompt(client: TestClient, engine: FakeEngine) -> None:
             "role": "assistant",
             "content": [
                 {"type": "thinking", "thinking": "hm", "signature": "s"},
+                {"type": "thinking", "signature": "s"},
+                {"type": "thinking", "thinking": None},
                 {"type": "redacted_thinking", "data": "x"},
                 {"type": "text", "text": "Reading."},
                 {"type": "tool_use", "id": "t1", "name": "read", "input": {"path": "a"}},
@@ -413,7 +415,7 @@ def said(role: str, *blocks: Any) -> dict[str, Any]:
         (said("user", {"type": "what"}), "messages[0].content[0].type"),
         (said("user", result({"type": "text"})), "messages[0].content[0].content[0].text"),
         (said("assistant", {"type": "tool_use", "id": "a", "name": "a", "input": [1]}), "messages[0].content[0].input"),
-        (said("assistant", {"type": "thinking"}), "messages[0].content[0].thinking"),
+        (said("assistant", {"type": "thinking", "thinking": 1}), "messages[0].content[0].thinking"),
         ({"system": [IMAGE]}, "system[0].type"),
         ({"tools": [{}]}, "tools[0].name"),
         ({"tools": [{"name": "a", "input_schema": []}]}, "tools[0].input_schema"),

@@ -27,6 +27,7 @@ from ..prompt.conversation import (
     parts_of,
     references_in,
     string_of,
+    text_of,
     unknown_tool,
     unread_parts,
 )
@@ -247,7 +248,7 @@ def _assistant(blocks: Blocks) -> Message:
     for where, block in blocks:
         match block["type"]:
             case "thinking":
-                thoughts.append(string_of(block, "thinking", where))
+                thoughts.append(text_of(block.get("thinking"), f"{where}.thinking"))
             case "tool_use":
                 calls.append(_tool_use(block, where))
             case _:

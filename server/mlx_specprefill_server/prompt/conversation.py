@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice, takewhile
+from itertools import groupby, islice, takewhile
 from typing import Any, Literal
 
 from ..big_json import dumps, loads
@@ -28,6 +28,7 @@ TEXT_PARTS = {
 }  # fmt: skip
 NO_RESULT = "[no result]"
 MOST_NAMED = 8  # parts that warnings name
+THOUGHTS = ("reasoning_content", "reasoning", "reasoning_details")
 REFERENCE = "tool_reference"  # the part of a result that loads a deferred tool
 
 
@@ -154,10 +155,8 @@ def _message(message: dict[str, Any], where: str) -> Message:
     for name in ("name", "tool_call_id"):
         if isinstance(message.get(name), str):
             out[name] = message[name]
-    reasoning = message.get("reasoning_content") or message.get("reasoning") or message.get("reasoning_details")
-    reasoning = _joined(reasoning) if isinstance(reasoning, list) else reasoning
-    if reasoning and isinstance(reasoning, str):
-        out["reasoning_content"] = out["reasoning"] = reasoning
+    if thought := next(filter(str.strip, (_thought(message.get(name)) for name in THOUGHTS)), ""):
+        out["reasoning_content"] = out["reasoning"] = thought
     if role == "assistant" and message.get("tool_calls"):
         out["tool_calls"] = _tool_calls(message["tool_calls"], f"{where}.tool_calls")
     elif role == "assistant" and message.get("function_call"):  # OpenAI's older form of a single call
@@ -165,10 +164,16 @@ def _message(message: dict[str, Any], where: str) -> Message:
     return out
 
 
-def _joined(details: Sequence[Any]) -> str:
-    """Return a thought in OpenRouter's and MiniMax's form: texts and summaries, in pieces as they were streamed."""
-    said = [part.get("text") or part.get("summary") for part in details if isinstance(part, dict)]
-    return "".join(text for text in said if isinstance(text, str))
+def _thought(given: Any) -> str:
+    """Return the text of a thought: a string, or OpenRouter's and MiniMax's form.
+
+    These are texts and summaries, in pieces as they were streamed. Pieces of one index are one text.
+    """
+    if not isinstance(given, list):
+        return given if isinstance(given, str) else ""
+    pieces = [(part.get("index"), part.get("text") or part.get("summary")) for part in given if isinstance(part, dict)]
+    texts = [(index, text) for index, text in pieces if isinstance(text, str)]
+    return "\n\n".join("".join(text for _, text in group) for _, group in groupby(texts, key=lambda piece: piece[0]))
 
 
 def _typed(part: Any) -> Any:

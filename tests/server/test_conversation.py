@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from mlx_specprefill import InvalidRequestError
 from mlx_specprefill_server.prompt.conversation import conversation
@@ -209,7 +212,11 @@ def test_bad_tools_name_the_place(tool: Any, field: str) -> None:
     assert caught.value.field == field
 
 
-@pytest.mark.parametrize("name", ["chat_template", "tokenize", "tools", "messages", "no identifier"])
+RENDERERS = (PreTrainedTokenizerBase.apply_chat_template, render_jinja_template)
+OWN = {one.name for render in RENDERERS for one in signature(render).parameters.values() if one.kind != one.VAR_KEYWORD}
+
+
+@pytest.mark.parametrize("name", [*sorted(OWN), "messages", "no identifier"])
 def test_requests_cannot_reach_the_renderers_own_arguments(name: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         conversation([{"role": "user", "content": "x"}], template_kwargs={name: True})

@@ -12,11 +12,11 @@ from pydantic import SecretStr
 
 UNITS = ("", "k", "m", "g", "t")
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
-# apply_chat_template's own arguments
+# arguments of apply_chat_template and render_jinja_template themselves
 _RESERVED = {
-    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
-    "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize",
-    "tokenizer_kwargs", "tools", "truncation",
+    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "conversations", "documents",
+    "max_length", "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors",
+    "sanitize_control_tokens", "self", "tokenize", "tokenizer_kwargs", "tools", "truncation",
 }  # fmt: skip
 
 

@@ -72,8 +72,8 @@ def ask_server(url: str, path: str, key: str | None, field: str) -> dict[str, An
     address = url.rstrip("/").removesuffix("/v1") + path
     headers = {"authorization": f"Bearer {key}"} if key else {}
     try:
-        proxies = {} if urlsplit(address).hostname in LOCAL else None  # None: those of the environment
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler(proxies))
+        is_here = urlsplit(address).hostname in LOCAL  # elsewhere the environment's proxies are asked
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({} if is_here else None))
         with opener.open(urllib.request.Request(address, headers=headers), timeout=_TIMEOUT_S) as response:
             answer = json.load(response)
             if field not in answer:

@@ -110,8 +110,8 @@ class SpecPrefillPolicy:
     densify: bool = True  # after a sparse turn, make its prompt dense in idle time
     on_battery: bool = False  # also while the machine runs on battery
     reuse: bool = True  # keep what follows an edit of a cached prompt
-    # Estimate the keys and values of tokens that are not read, where the pair has a map. Off: random choices come
-    # out further from full reading (docs/results.md).
+    # Estimate the keys and values of the tokens that rank next to those that are read, where the pair has a map. Off:
+    # answers come nearer to those of full reading, but some right ones are lost (docs/results.md).
     estimate: bool = False
     # The text that competes: "user" for users, tools and earlier turns, "all" also for a long system text except its
     # ends.

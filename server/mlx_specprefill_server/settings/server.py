@@ -142,8 +142,8 @@ class Settings(BaseSettings):
     )
     estimate: bool = Field(
         default=ENGINE.policy.estimate,
-        description="Estimate the keys and values of the tokens that the target does not read. A pair without a map "
-        "for it gets one in idle time, for the next start.",
+        description="Estimate the keys and values of as many tokens as the target reads, those that rank next. A pair "
+        "without a map for it gets one in idle time, for the next start.",
     )
     rule: RuleName = Field(
         default=ENGINE.rule,

@@ -27,7 +27,6 @@ from ..prompt.conversation import (
     parts_of,
     references_in,
     string_of,
-    text_of,
     unknown_tool,
     unread_parts,
 )
@@ -248,7 +247,7 @@ def _assistant(blocks: Blocks) -> Message:
     for where, block in blocks:
         match block["type"]:
             case "thinking":
-                thoughts.append(text_of(block.get("thinking"), f"{where}.thinking"))
+                thoughts.append("" if block.get("thinking") is None else string_of(block, "thinking", where))
             case "tool_use":
                 calls.append(_tool_use(block, where))
             case _:

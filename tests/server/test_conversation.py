@@ -117,7 +117,7 @@ def test_results_stand_behind_their_calls(given: list[dict[str, Any]], expected:
 
 @pytest.mark.parametrize("identity", ["x", None])
 def test_results_without_ids_of_their_own_go_by_their_names(identity: str | None) -> None:
-    ids = {} if identity is None else {"id": identity, "tool_call_id": identity}
+    ids: dict[str, Any] = {} if identity is None else {"id": identity, "tool_call_id": identity}
     asked = {"role": "assistant", "tool_calls": [{"function": {"name": name}, **ids} for name in "fg"]}
     given = {name: {"role": "tool", "name": name, "content": f"of {name}", **ids} for name in "fgh"}
     assert [m["content"] for m in normalised(asked, given["g"], given["f"])][1:] == ["of f", "of g"]

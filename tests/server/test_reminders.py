@@ -227,8 +227,10 @@ def test_a_reminder_alone_is_not_the_users(client: TestClient, engine: FakeEngin
     assert request.about_everything is None
 
 
-F = {"type": "function", "name": "f", "parameters": {"type": "object"}}
-KNOWN = [{"type": "additional_tools", "role": "developer", "tools": tools} for tools in ([F], [F, F | {"name": "g"}])]
+F: dict[str, Any] = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+KNOWN: list[Any] = [
+    {"type": "additional_tools", "role": "developer", "tools": tools} for tools in ([F], [F, F | {"name": "g"}])
+]
 
 
 @pytest.mark.parametrize("again", [KNOWN[:1], KNOWN[1:]])
@@ -244,7 +246,7 @@ def test_a_sentence_about_known_tools_is_not_the_users(
 
 @pytest.mark.parametrize("role", ["user", "system", "additional_tools"])
 def test_a_request_for_a_summary_is_answered_once(client: TestClient, engine: FakeEngine, role: str) -> None:
-    summary = [{"role": "user", "content": "Write a summary of this conversation."}]
+    summary: list[Any] = [{"role": "user", "content": "Write a summary of this conversation."}]
     answered = [*summary, {"role": "assistant", "content": "Here it is."}]
     behind = KNOWN[:1] if role == "additional_tools" else [{"role": role, "content": tagged("Five tokens are left.")}]
     for talk in ([*answered, *behind], [*answered, *summary]):

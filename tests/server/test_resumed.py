@@ -225,7 +225,7 @@ def with_last(path: str, thought: str | None) -> dict[str, Any]:
 def test_an_answer_is_opened_where_there_is_none_to_go_on_with(path: str, template: str) -> None:
     fake = FakeEngine(FakePair(byte_tokenizer(template)))
     client = client_of(fake)
-    prompts, warnings = [], []
+    prompts, warnings = list[str](), list[Any]()
     for thought in (None, "The", "is"):
         body = with_last(path, thought)
         warnings.append(ask(client, path, body).get("warnings", []))
@@ -248,7 +248,7 @@ def test_an_answer_goes_on_inside_words_that_stand_elsewhere_too(thinker: FakeEn
 def test_an_answer_does_not_go_on_inside_a_reminder(client: TestClient, engine: FakeEngine) -> None:
     talk = [{"role": "user", "content": "Go"}, {"role": "assistant", "content": "Half"}]
     late = {"role": "system", "content": "<total_tokens>5</total_tokens>"}
-    for more in ({}, {"continue_final_message": True}):
-        ask(client, CHAT, {"messages": [*talk, late], **more})
+    for goes_on in (False, True):
+        ask(client, CHAT, {"messages": [*talk, late], "continue_final_message": goes_on})
     one, other = (list(request.prompt) for request in engine.requests)
     assert one == other

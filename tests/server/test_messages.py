@@ -388,7 +388,7 @@ CALLED = {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name
 
 def test_what_a_tool_returned_besides_text_is_named_in_its_place(client: TestClient, engine: FakeEngine) -> None:
     """The history comes with every request: a refusal would be the session's end."""
-    pdf = {"type": "document", "title": "a.pdf", "source": {"type": "base64", "data": "x"}}
+    pdf = {"type": "document", "title": "a.pdf", "source": {"type": "base64", "data": "JVBERi0="}}
     ask(client, messages=[*HI, CALLED, {"role": "user", "content": [result(IMAGE, pdf)]}])
     assert (
         "[image left out: this model reads text only]\na.pdf\n[document left out: this model reads text only]<|im_end|>"

@@ -246,7 +246,7 @@ def test_a_sentence_about_known_tools_is_not_the_users(
 
 @pytest.mark.parametrize("role", ["user", "system", "additional_tools"])
 def test_a_request_for_a_summary_is_answered_once(client: TestClient, engine: FakeEngine, role: str) -> None:
-    summary: list[Any] = [{"role": "user", "content": "Write a summary of this conversation."}]
+    summary: list[Any] = [{"role": "user", "content": "Write a summary of this conversation so far."}]
     answered = [*summary, {"role": "assistant", "content": "Here it is."}]
     behind = KNOWN[:1] if role == "additional_tools" else [{"role": role, "content": tagged("Five tokens are left.")}]
     for talk in ([*answered, *behind], [*answered, *summary]):

@@ -42,7 +42,10 @@ def test_a_text_is_one_message_of_the_user(pair: LocalPair) -> None:
 
 @pytest.mark.extended
 def test_a_summary_of_the_session_is_known_as_one(pair: LocalPair) -> None:
-    said = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hello."}]
+    said = [
+        {"role": "user", "content": haystack("Boris", "552310", 1500, 0.3, seed=2)},
+        {"role": "assistant", "content": "552310."},
+    ]
     asked = {"role": "user", "content": "Create a summary of the conversation so far."}
     summary = pair.chat([*said, asked], max_tokens=2)
     assert "summarised" in summary.report.reason

@@ -214,10 +214,7 @@ def _blocks(content: Any, where: str) -> Blocks:
 
 
 def _user(blocks: Blocks) -> Iterator[Message]:
-    """Return text and tool results in their order. Each result is a message of its own.
-
-    Blocks of which none is shown leave a note: without the user's message the answer before it would go on.
-    """
+    """Return text and tool results in their order. Each result is a message of its own."""
     texts: list[str] = []
     for where, block in blocks:
         if block["type"] != "tool_result":
@@ -228,6 +225,7 @@ def _user(blocks: Blocks) -> Iterator[Message]:
             texts = []
         yield _tool_result(block, where)
     if texts or all(block["type"] != "tool_result" for _, block in blocks):
+        # Blocks of which none is shown leave a note: without the user's message the answer before it would go on.
         notes = (f"[{block['type']:.40} left out]" for _, block in blocks)
         yield {"role": "user", "content": "\n".join(texts or notes)}
 

@@ -374,20 +374,25 @@ def _takes(waiting: Waiting, result: Message) -> bool:
     return False
 
 
-def _in_order(entry: _Round) -> Iterator[Message]:
-    yield entry.message
-    calls = entry.message["tool_calls"]
+def _place_named(entry: _Round) -> list[Message]:
+    """Give strays to calls of the functions that they name. Return those that find none."""
     named: dict[Any, list[int]] = {}  # calls without a result, by function, the next one last
-    for place in reversed(range(len(calls))):
+    for place, call in reversed(list(enumerate(entry.message["tool_calls"]))):
         if entry.results[place] is None:
-            named.setdefault(calls[place]["function"]["name"], []).append(place)
+            named.setdefault(call["function"]["name"], []).append(place)
     unnamed = []
     for stray in entry.strays:
         if places := named.get(stray.get("name")):
             entry.take(places.pop(), stray)
         else:
             unnamed.append(stray)
-    strays = iter(unnamed)
+    return unnamed
+
+
+def _in_order(entry: _Round) -> Iterator[Message]:
+    yield entry.message
+    calls = entry.message["tool_calls"]
+    strays = iter(_place_named(entry))
     free = (place for place, result in enumerate(entry.results) if result is None)
     for place, stray in zip(free, strays, strict=False):
         entry.take(place, stray)

@@ -117,10 +117,8 @@ def _resolved(message: Message, known: Mapping[str, Tool], front: set[str], load
         else:
             loaded[reference.name] = known[reference.name]
             shown.append(known[reference.name])
-    sentence = AGAIN.format(", ".join(again)) if again else ""
-    if sentence and message["role"] == "user":
-        sentence = ASIDE.format(sentence)
-    content = "\n".join(filter(None, (message["content"], sentence)))
+    form = ASIDE.format(AGAIN) if message["role"] == "user" else AGAIN
+    content = "\n".join(filter(None, (message["content"], form.format(", ".join(again)) if again else "")))
     rest = {name: value for name, value in message.items() if name != LOADS}
     return rest | {"content": content} | ({LOADS: tuple(shown)} if shown else {})
 

@@ -88,17 +88,19 @@ def _text(inner: Mapping[str, Any], source: Mapping[str, Any]) -> tuple[str, str
     kind, *parameters = (word.strip() for word in media_type[:_LONGEST].lower().split(";"))
     may_be_own = url is None and not source  # without a type: Base64, or a client's own text
     try:
-        if url is not None and "base64" not in parameters:
-            content = unquote_to_bytes(data)
-        else:
-            letters = "".join(data.split())
-            content = b64decode(letters + "=" * (-len(letters) % 4), validate=True)
+        content = unquote_to_bytes(data) if url is not None and "base64" not in parameters else _from_base64(data)
     except ValueError:
         return (data, None) if may_be_own else ("", _NOT_BASE64)
     text = _decoded(content, kind, parameters)
     if text is None and may_be_own and not _is_binary(content):
         text = data
     return (text, None) if text is not None else ("", _NOT_TEXT)
+
+
+def _from_base64(data: str) -> bytes:
+    """Return the bytes, also if padding is missing or blanks stand between; a ValueError if it is something else."""
+    letters = "".join(data.split())
+    return b64decode(letters + "=" * (-len(letters) % 4), validate=True)
 
 
 def _decoded(data: bytes, kind: str, parameters: Iterable[str]) -> str | None:

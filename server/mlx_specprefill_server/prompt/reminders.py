@@ -21,6 +21,16 @@ def without_reminders(text: str) -> str:
     """Return the text without what stands between the tags, which may quote them. One that is never closed is text."""
     if OPEN not in text:
         return text
+    parts, at = list[str](), 0
+    for start, end in _tagged(text):
+        if start >= at:
+            parts.append(text[at:start])
+            at = end
+    return "".join(parts) + text[at:]
+
+
+def _tagged(text: str) -> Iterable[tuple[int, int]]:
+    """Return where each opening tag that is closed stands, and the end of its closing tag, in the text's order."""
     ends, closing, nearest = dict[int, int](), list[int](), 0
     for tag in reversed(list(_TAG.finditer(text))):
         if tag[0] == CLOSE:
@@ -28,12 +38,7 @@ def without_reminders(text: str) -> str:
             closing.append(nearest)
         elif nearest:  # a quoted tag may have taken its own end
             ends[tag.start()] = closing.pop() if closing else nearest
-    parts, at = list[str](), 0
-    for start, end in reversed(ends.items()):
-        if start >= at:
-            parts.append(text[at:start])
-            at = end
-    return "".join(parts) + text[at:]
+    return reversed(ends.items())
 
 
 def only_reminds(message: Message) -> bool:

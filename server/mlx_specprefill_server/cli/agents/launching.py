@@ -49,9 +49,7 @@ def run(command: Sequence[str], environment: Mapping[str, str]) -> int:
 
     No proxy of the environment comes between the agent and this machine.
     """
-    given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
-    past = given if given == "*" else ",".join(filter(None, (given, *LOCAL)))
-    agent = subprocess.Popen(command, env={**os.environ, **environment, "no_proxy": past, "NO_PROXY": past})
+    agent = subprocess.Popen(command, env={**os.environ, **environment, **_past_proxies()})
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         status = agent.wait()
@@ -61,6 +59,13 @@ def run(command: Sequence[str], environment: Mapping[str, str]) -> int:
     finally:
         signal.signal(signal.SIGINT, before)
     return status if status >= 0 else 128 - status
+
+
+def _past_proxies() -> dict[str, str]:
+    """Return the variables by which this machine is asked without a proxy, and what they say already."""
+    given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
+    past = given if given == "*" else ",".join(filter(None, (given, *LOCAL)))
+    return {"no_proxy": past, "NO_PROXY": past}
 
 
 def _leave(number: int, _: object) -> NoReturn:

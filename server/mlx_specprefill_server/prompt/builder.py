@@ -248,8 +248,7 @@ class PromptBuilder:
         questions = [text for text in said if text.strip()]
         words = about_everything(questions[-1]) if questions else None
         goes_on = any(message["role"] == "assistant" for message in conversation.messages)
-        asked_last = bool(questions) and conversation.messages[-1]["role"] == "user" and bool(said[-1].strip())
-        compacts = goes_on and asked_last and asks_to_compact(questions[-1])
+        compacts = goes_on and conversation.messages[-1]["role"] == "user" and asks_to_compact(said[-1])
         systems = [message["content"] for message in conversation.messages if message["role"] in SYSTEM]
         asked = is_asked((*systems, *questions[-2:]))
         places = () if offsets is None else to_tokens(spans, offsets)
@@ -298,11 +297,10 @@ class PromptBuilder:
 
         An answer is opened in place of a last message with which it can't go on.
         """
-        last = conversation.messages[-1]
-        if conversation.ending != "continue" or not _is_silent(last):
+        if conversation.ending != "continue" or not _is_silent(conversation.messages[-1]):
             return self._fit_whole(conversation)
         opened = replace(conversation, messages=conversation.messages[:-1] or (EMPTY,), ending="answer")
-        if "reasoning" not in last:
+        if "reasoning" not in conversation.messages[-1]:
             return self._fit_whole(opened)
         try:
             return self._fit_whole(conversation)

@@ -15,7 +15,6 @@ from urllib.parse import urlsplit
 
 from ...settings.server import API_KEY_VARIABLE
 
-_ZED_CAPABILITIES = ("tools", "parallel_tool_calls", "images", "prompt_cache_key")  # two of a model that can call tools
 _ID = "mlx-specprefill"  # the id of our entry among an agent's providers
 _PATIENCE_MS = 3_000_000  # milliseconds, for a long prompt on a slow machine
 _MOST_OUTPUT = 8192  # tokens; agents plan their compaction by it
@@ -302,13 +301,13 @@ def _aider(server: RunningServer) -> Setup:
 
 
 def _zed(server: RunningServer) -> Setup:
-    can = _ZED_CAPABILITIES[:2] if server.tools else ()
+    tools = server.tools
     model = {
         "name": server.model,
         "display_name": f"{server.model} ({_ID})",
         "max_tokens": server.window,
         "max_output_tokens": server.output,
-        "capabilities": {name: name in can for name in _ZED_CAPABILITIES},
+        "capabilities": {"tools": tools, "images": False, "parallel_tool_calls": tools, "prompt_cache_key": False},
     }
     values = {
         "language_models": {"openai_compatible": {_ID: {"api_url": server.v1, "available_models": [model]}}},

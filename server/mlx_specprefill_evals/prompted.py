@@ -66,14 +66,8 @@ class Prompted:
         return self._request(self._options(arm), arm.name.translate(_IN_A_LABEL))
 
     def _request(self, options: SpecPrefillOptions, label: str) -> GenerationRequest:
-        return GenerationRequest(
-            self.prompt.tokens,
-            self.answer_tokens,
-            specprefill=options,
-            spans=self.prompt.spans,
-            stop_token_ids=self.engine.pair.eos_token_ids,
-            label=CacheLabel(OWNER, label),
-        )
+        request = self.prompt.request(self.answer_tokens, options)
+        return replace(request, stop_token_ids=self.engine.pair.eos_token_ids, label=CacheLabel(OWNER, label))
 
     def _options(self, arm: Arm) -> SpecPrefillOptions:
         if arm == FULL:
